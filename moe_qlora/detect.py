@@ -1,0 +1,17 @@
+"""nn.Module -> ModelLayout: which parameters are stacks of expert matrices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .layout import ModelLayout
+
+
+def detect(model: nn.Module) -> ModelLayout:
+    """Find every parameter that stacks the weight matrices of a Mixture-of-Experts layer."""
+    from .detection.walk import detect_layout
+
+    return detect_layout(model)

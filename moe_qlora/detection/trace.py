@@ -1,0 +1,308 @@
+"""Watch one block's forward: which stacks are contracted, along which side, and among how many something is chosen.
+
+The block runs as a shadow (shadow.py): activations and small tensors are real numbers on the CPU, so that routing,
+`nonzero` and `.item()` have answers; big weights are meta tensors. This mode sits between the two. A view of a weight
+stays a meta view, whose strides still tell rows from columns; an operation that mixes a weight with an activation is
+run on meta for its shape and answered with random numbers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+aten = torch.ops.aten
+
+# Position of the weight operand's contracted dimension in matrix products, for each operand slot. None: no matrix.
+_PRODUCTS: dict[str, tuple[int, int]] = {
+    # name: (index of the left operand, index of the right operand) among the positional arguments
+    "mm": (0, 1),
+    "bmm": (0, 1),
+    "mv": (0, 1),
+    "addmm": (1, 2),
+    "baddbmm": (1, 2),
+    "addbmm": (1, 2),
+    "addmv": (1, 2),
+    "_grouped_mm": (0, 1),
+    "grouped_mm_fallback": (0, 1),
+    "matmul": (0, 1),
+}
+_CHOICES = {"topk", "argmax", "sort", "argsort", "softmax", "_softmax", "max", "kthvalue", "msort", "amax"}
+_NONLINEAR = {
+    "silu", "gelu", "relu", "sigmoid", "tanh", "hardswish", "hardsigmoid", "softplus", "mish", "elu", "leaky_relu",
+    "celu", "selu", "pow", "exp", "erf", "square", "log_sigmoid", "log_sigmoid_forward", "hardtanh", "abs", "sin",
+    "silu_", "relu_", "sigmoid_", "tanh_", "_softmax", "softmax", "threshold", "rrelu", "glu",
+}  # fmt: skip
+_ELEMENTWISE_COPIES = {"_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh"}
+
+
+@dataclass(frozen=True, slots=True)
+class Contraction:
+    """One product of an activation with (a slice of) a stack.
+
+    Attributes:
+        stack: Key of the stack.
+        axis: Dimension of the whole stack that was summed over; None where its strides no longer tell.
+        size: How many elements were summed over.
+        others: Size of the slice's other matrix dimension (what came out).
+        upstream: Keys of stacks that the activation comes from, each with whether something nonlinear lay between.
+        chosen: Sizes of the dimensions along which something was chosen on the way to the activation.
+    """
+
+    stack: int
+    axis: int | None
+    size: int
+    others: int
+    upstream: frozenset[tuple[int, bool]]
+    chosen: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One operation that ranks or normalizes an input-dependent tensor along a dimension of `size`."""
+
+    size: int
+    upstream: frozenset[tuple[int, bool]]
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one run showed."""
+
+    contractions: list[Contraction] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    completed: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What is known of a tensor: does it depend on the block's input, and which stacks did it pass through."""
+
+    from_input: bool = False
+    passed: frozenset[tuple[int, bool]] = frozenset()
+    chosen: frozenset[int] = frozenset()
+
+    def join(self, other: _Mark) -> _Mark:
+        return _Mark(self.from_input or other.from_input, self.passed | other.passed, self.chosen | other.chosen)
+
+    def bent(self) -> _Mark:
+        return replace(self, passed=frozenset((key, True) for key, _ in self.passed))
+
+
+class _Memory:
+    """Marks for live tensors, by identity."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, tuple[Any, Any]] = {}
+
+    def get(self, tensor: torch.Tensor) -> Any:
+        entry = self._marks.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def set(self, tensor: torch.Tensor, mark: Any) -> None:
+        key = id(tensor)
+        self._marks[key] = (weakref.ref(tensor), mark)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [item for item in tree_flatten(tree)[0] if isinstance(item, torch.Tensor)]
+
+
+class BlockTrace(TorchDispatchMode):
+    """Records contractions and choices while a shadow block runs.
+
+    Args:
+        stacks: The meta parameters that stand for the candidate stacks, by key.
+        generator: Source of the random numbers that stand for activations.
+    """
+
+    def __init__(self, stacks: dict[int, torch.Tensor], generator: torch.Generator) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self._generator = generator
+        self._strides = {key: tensor.stride() for key, tensor in stacks.items()}
+        self._shapes = {key: tuple(tensor.shape) for key, tensor in stacks.items()}
+        self._of_stack = _Memory()
+        self._marks = _Memory()
+        for key, tensor in stacks.items():
+            self._of_stack.set(tensor, key)
+
+    def mark_input(self, tensor: torch.Tensor) -> None:
+        self._marks.set(tensor, _Mark(from_input=True))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.overloadpacket.__name__
+        given = _tensors((args, kwargs))
+        if not all(t.is_meta for t in given) or not given:
+            # Code that asks for "the weight's device" means the device of the run.
+            device = kwargs.get("device")
+            if device is not None and torch.device(device).type == "meta":
+                kwargs["device"] = torch.device("cpu")
+            elif not given and "device" in str(func._schema) and device is None:
+                kwargs["device"] = torch.device("cpu")
+        weights = [t for t in given if t.is_meta]
+        if not weights:
+            out = func(*args, **kwargs)
+            self._follow(name, func, args, given, out)
+            return out
+        if len(weights) == len(given):
+            return self._weights_only(name, func, args, kwargs, weights)
+        return self._mixed(name, func, args, kwargs, given, weights)
+
+    # Weights alone: views, casts, slices. They stay meta.
+
+    def _weights_only(self, name: str, func: Any, args: Any, kwargs: Any, weights: list[torch.Tensor]) -> Any:
+        stack = next((key for w in weights if (key := self._of_stack.get(w)) is not None), None)
+        if name == "_local_scalar_dense":
+            return 1
+        first = weights[0]
+        if stack is not None and len(weights) == 1 and name in _ELEMENTWISE_COPIES:
+            # A copy that keeps the strides keeps rows apart from columns.
+            dtype = kwargs.get("dtype") or first.dtype
+            out = torch.empty_strided(first.shape, first.stride(), dtype=dtype, device="meta")
+        else:
+            out = func(*args, **kwargs)
+        if stack is not None:
+            for tensor in _tensors(out):
+                self._of_stack.set(tensor, stack)
+        return out
+
+    # Activations alone: real numbers, followed from the input.
+
+    def _joined(self, given: list[torch.Tensor]) -> _Mark:
+        mark = _Mark()
+        for tensor in given:
+            found = self._marks.get(tensor)
+            if found is not None:
+                mark = mark.join(found)
+        return mark
+
+    def _follow(self, name: str, func: Any, args: Any, given: list[torch.Tensor], out: Any) -> None:
+        mark = self._joined(given)
+        if name in _NONLINEAR:
+            mark = mark.bent()
+        if mark.from_input and name in _CHOICES and args and isinstance(args[0], torch.Tensor):
+            mark = replace(mark, chosen=mark.chosen | self._record_choice(args, mark))
+        if mark.from_input or mark.passed:
+            for tensor in _tensors(out):
+                self._marks.set(tensor, mark)
+
+    def _record_choice(self, args: Any, mark: _Mark) -> frozenset[int]:
+        source: torch.Tensor = args[0]
+        sizes = list(source.shape)
+        dims = [a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool) and -len(sizes) <= a < len(sizes)]
+        along = {sizes[d] for d in dims} or set(sizes[-1:])
+        self.trace.choices.extend(Choice(size, mark.passed) for size in along)
+        return frozenset(along)
+
+    # A weight meets an activation.
+
+    def _mixed(
+        self, name: str, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], weights: list[torch.Tensor]
+    ) -> Any:
+        if name in ("index", "index_select", "gather", "take") and isinstance(args[0], torch.Tensor):
+            if args[0].is_meta:
+                return self._pick(name, args)
+        if func._schema.is_mutable:
+            return self._mutate(args, given)
+        out = func(*self._to_meta(args), **self._to_meta(kwargs))
+        mark = self._joined([t for t in given if not t.is_meta])
+        stack = self._record_product(name, args, mark)
+        if stack is not None:
+            mark = replace(mark, passed=frozenset({(stack, False)}) | mark.passed)
+        if name in _NONLINEAR:
+            mark = mark.bent()
+
+        def answer(item: Any) -> Any:
+            if not isinstance(item, torch.Tensor):
+                return item
+            real = self._real(item)
+            self._marks.set(real, mark)
+            return real
+
+        return tree_map(answer, out)
+
+    def _mutate(self, args: Any, given: list[torch.Tensor]) -> Any:
+        target = args[0]
+        mark = self._joined([t for t in given if not t.is_meta])
+        if isinstance(target, torch.Tensor) and not target.is_meta:
+            self._marks.set(target, mark)
+        return target
+
+    def _pick(self, name: str, args: Any) -> torch.Tensor:
+        """Slices of a weight chosen by a real index: still a view of the weight, repeated."""
+        source: torch.Tensor = args[0]
+        stack = self._of_stack.get(source)
+        if name == "index_select" and args[1] == 0:
+            lead, rest = tuple(args[2].shape), 1
+        elif name == "index":
+            positions = [i for i in args[1] if i is not None]
+            if len(positions) == 1 and args[1][0] is not None:
+                index = positions[0]
+                if index.dtype in (torch.bool, torch.uint8):
+                    lead, rest = (int(index.sum()),), index.dim()
+                else:
+                    lead, rest = tuple(index.shape), 1
+            else:
+                out = torch.ops.aten.index(source, [None if i is None else i.to("meta") for i in args[1]])
+                if stack is not None:
+                    self._of_stack.set(out, stack)
+                return out
+        else:
+            return torch.empty_like(source)
+        shape = lead + tuple(source.shape[rest:])
+        strides = (0,) * len(lead) + source.stride()[rest:]
+        out = torch.empty_strided(shape, strides, dtype=source.dtype, device="meta")
+        if stack is not None:
+            self._of_stack.set(out, stack)
+        return out
+
+    def _record_product(self, name: str, args: Any, mark: _Mark) -> int | None:
+        slots = _PRODUCTS.get(name)
+        if slots is None or len(args) <= max(slots):
+            return None
+        for slot, side in zip(slots, (-1, -2), strict=True):
+            weight = args[slot]
+            stack = self._of_stack.get(weight) if isinstance(weight, torch.Tensor) and weight.is_meta else None
+            if stack is None:
+                continue
+            side = side if weight.dim() > 1 else -1
+            size = weight.shape[side]
+            other = weight.shape[-1 if side == -2 else -2] if weight.dim() > 1 else 1
+            axis = self._axis(stack, weight.stride()[side], size)
+            self.trace.contractions.append(Contraction(stack, axis, size, other, mark.passed, mark.chosen))
+            return int(stack)
+        return None
+
+    def _axis(self, stack: int, stride: int, size: int) -> int | None:
+        shape, strides = self._shapes[stack], self._strides[stack]
+        matches = [i for i, (n, s) in enumerate(zip(shape, strides, strict=True)) if s == stride and n > 1]
+        return matches[-1] if matches and size > 1 else None
+
+    def _to_meta(self, tree: Any) -> Any:
+        def move(item: Any) -> Any:
+            if not isinstance(item, torch.Tensor) or item.is_meta:
+                return item
+            return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+
+        moved = tree_map(move, tree)
+        if isinstance(moved, dict) and "device" in moved:
+            moved["device"] = torch.device("meta")
+        return moved
+
+    def _real(self, like: torch.Tensor) -> torch.Tensor:
+        if like.dtype.is_floating_point:
+            return torch.randn(like.shape, generator=self._generator).to(like.dtype)
+        return torch.zeros(like.shape, dtype=like.dtype)
+
+
+def contractions_of(trace: Trace, stack: int) -> Iterator[Contraction]:
+    return (c for c in trace.contractions if c.stack == stack)

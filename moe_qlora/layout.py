@@ -1,0 +1,213 @@
+"""What a model's experts look like: frozen records, free of torch.
+
+`detect` makes a `ModelLayout` from a live model and `registry` makes one from a JSON file; everything that packs,
+plans, excludes or prints works from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+GATE_UP = "gate_up"
+GATE = "gate"
+UP = "up"
+DOWN = "down"
+EXPERT = "expert"
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+
+
+def name_pattern(name: str) -> str:
+    """The dotted name with each all-digit component replaced by `*`: `layers.3.mlp` becomes `layers.*.mlp`."""
+    return _NUMBER.sub("*", name)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParam:
+    """One parameter that stacks the weight matrices of a layer's experts.
+
+    Attributes:
+        name: Full dotted name, `module_name` + "." + `parameter_name`, as `named_parameters` gives it on the unpacked
+            model. A packed parameter keeps this name.
+        module_name: Dotted name of the module that owns the parameter ("" for the model itself).
+        parameter_name: Name on that module.
+        shape: Shape of the decoded tensor: `(E, out, in)`, `(E, in, out)`, `(E * rows, columns)`, or with further
+            leading dimensions.
+        num_experts: E, the number of matrices in the stack.
+        in_features, out_features: Of one expert's matrix as it is applied; None where the orientation is unknown.
+        transposed: True for `(E, in, out)`, False for `(E, out, in)`, None where neither shapes nor the forward tell.
+        role: What the matrix does: "gate_up" (both halves of a gated input projection), "gate", "up", "down" (for
+            non-gated experts "up" is the first projection and "down" the second, attention experts included); "expert"
+            for a stack that stands alone.
+        dtype: torch.dtype of the decoded tensor, or its name ("bfloat16") where the layout comes from the registry.
+        nbytes: Bytes that the tensor holds now (16-bit weights, or packed codes without their statistics).
+        evidence: Why this is an expert tensor, in words that a person can check.
+        aliases: Other full names of the very same tensor (tied experts).
+        packed: None for plain weights, else the packed type: "nf4", "fp4", "int8".
+        orientation_evidence: How `transposed` was found, or why it could not be.
+    """
+
+    name: str
+    module_name: str
+    parameter_name: str
+    shape: tuple[int, ...]
+    num_experts: int
+    in_features: int | None
+    out_features: int | None
+    transposed: bool | None
+    role: str
+    dtype: torch.dtype | str
+    nbytes: int
+    evidence: str
+    aliases: tuple[str, ...] = ()
+    packed: str | None = None
+    orientation_evidence: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Number of weights in the decoded stack."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype without its `torch.` prefix, as in "bfloat16"."""
+        return _dtype_name(self.dtype)
+
+    @property
+    def pattern(self) -> str:
+        """`name` with layer numbers replaced by `*`."""
+        return name_pattern(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedParam:
+    """A parameter with three or more dimensions that is no expert stack, and why.
+
+    Attributes:
+        name: Full dotted name.
+        shape: Shape of the tensor.
+        reason: Why it is not packed, in words that a person can check.
+        aliases: Other full names of the very same tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """The module or parameter that chooses among a layer's experts.
+
+    Attributes:
+        name: Dotted name of the module, or of the parameter where it is a bare one.
+        num_choices: How many it chooses among (E, or more where some choices are no experts).
+        plain_linear: True where it is exactly an `nn.Linear`, which bitsandbytes packs with all others unless it is
+            named in `llm_int8_skip_modules`.
+        packed: True where bitsandbytes has already packed it.
+    """
+
+    name: str
+    num_choices: int
+    plain_linear: bool = False
+    packed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsModule:
+    """One module that owns expert stacks.
+
+    Attributes:
+        name: Dotted name ("" for the model itself).
+        class_name: Its Python class, for messages only.
+        num_experts: E of its largest stack.
+        parameters: Its expert stacks, in registration order.
+        router: Its router, None where none is beside it (stacked shared experts).
+        dispatches: True where its forward goes through transformers' experts interface, so that a registered
+            experts forward can replace it.
+        bias_names: Parameters of the module that hold a bias for each expert, `(E, out)`.
+    """
+
+    name: str
+    class_name: str
+    num_experts: int
+    parameters: tuple[ExpertParam, ...]
+    router: Router | None = None
+    dispatches: bool = False
+    bias_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LinearExperts:
+    """Experts kept as a list of separate Linear modules: bitsandbytes packs these itself.
+
+    Attributes:
+        name: Dotted name of the list (`nn.ModuleList`, `nn.ModuleDict` or a plain container).
+        num_experts: How many experts it holds.
+        linear_names: Linear layers of the first expert, relative to it.
+    """
+
+    name: str
+    num_experts: int
+    linear_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """Every expert stack of a model, everything that looked like one, and what chooses among them.
+
+    Attributes:
+        experts: One entry for each distinct expert tensor, in the model's own parameter order.
+        rejected: Every other parameter with three or more dimensions, with the reason.
+        modules: The modules that own `experts`, with their routers.
+        linear_experts: Experts that are lists of Linear layers, which bitsandbytes packs itself.
+        routers: The routers found, in order, each once.
+        model_type: `config.model_type` where the model has one, for messages only.
+    """
+
+    experts: tuple[ExpertParam, ...] = ()
+    rejected: tuple[RejectedParam, ...] = ()
+    modules: tuple[ExpertsModule, ...] = ()
+    linear_experts: tuple[LinearExperts, ...] = ()
+    routers: tuple[Router, ...] = ()
+    model_type: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.experts)
+
+    def __iter__(self) -> Iterator[ExpertParam]:
+        return iter(self.experts)
+
+    def __bool__(self) -> bool:
+        return bool(self.experts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all expert stacks hold now; tied stacks count once."""
+        return sum(param.nbytes for param in self.experts)
+
+    @property
+    def packed(self) -> tuple[ExpertParam, ...]:
+        """The stacks that are packed already."""
+        return tuple(param for param in self.experts if param.packed is not None)
+
+    def find(self, name: str) -> ExpertParam | None:
+        """The stack with this full name, or with this alias; None where there is none."""
+        for param in self.experts:
+            if param.name == name or name in param.aliases:
+                return param
+        return None
