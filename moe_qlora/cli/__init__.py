@@ -1,0 +1,3 @@
+"""The command line `moe-qlora`."""
+
+from __future__ import annotations

@@ -1,0 +1,39 @@
+# Sourced by demo, test and check.
+
+# A Python of 3.11 or later: the machine's own first, since its package settings are made for it.
+find_python() {
+    local candidate
+    for candidate in python3 python python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "No Python 3.11 or later with venv was found: install python3 and python3-venv." >&2
+    return 1
+}
+
+# prepare EXTRAS: goes to the checkout, activates .venv where no environment is active, and installs
+# the package with these extras, once for each state of pyproject.toml and the constraints.
+prepare() {
+    cd "$(dirname "${BASH_SOURCE[0]}")/.."
+    local python stamp
+    if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+        if [ ! -x .venv/bin/python ]; then
+            python=$(find_python)
+            "$python" -m venv .venv
+        fi
+        . .venv/bin/activate
+    fi
+    stamp=$(python -c 'import hashlib, os, sys
+key = b"".join(open(name, "rb").read() for name in ("pyproject.toml", "tools/constraints.txt"))
+key += (os.getcwd() + sys.argv[1]).encode()
+print(sys.prefix + "/.moe-qlora-" + hashlib.sha256(key).hexdigest()[:16])' "$1")
+    if [ ! -e "$stamp" ]; then
+        echo "Installing moe-qlora[$1] into $(dirname "$stamp") (a few minutes the first time)" >&2
+        # torch alone first: the machine's own pip settings choose its build.
+        python -m pip install --quiet torch==2.13.0
+        python -m pip install --quiet -c tools/constraints.txt -e ".[$1]"
+        touch "$stamp"
+    fi
+}
