@@ -1,0 +1,419 @@
+"""A LoraConfig fitted to packed experts, whose file on disk still says what the caller asked for.
+
+`adapt` takes a copy of the caller's config and changes three fields, each for one reason:
+
+    exclude_modules    + every packed experts module and the modules inside it, which leaf names
+    would hit target_modules     full names, where PEFT would rewrite the caller's spelling (see
+    `peft_targets`) target_parameters  full names for packed parameters: the only spelling that PEFT
+    matches on a parametrized module
+
+`AdaptedLoraConfig.to_dict`, which PEFT writes to adapter_config.json, gives the caller's own values
+for them, so the file is the one that stock PEFT writes for the unpacked model.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Collection
+from typing import Any, cast
+
+from peft import LoraConfig, PeftConfig
+from torch import nn
+
+from . import peft_targets as targets
+from .detect import detect
+from .errors import ConfigError
+from .layout import ModelLayout, name_pattern
+from .lora import register_wrapper
+
+_TOP_K_NAMES = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_top_k",
+    "moe_topk",
+    "top_k_experts",
+    "moe_k",
+)
+
+# Settings that PEFT cannot apply to a stacked expert parameter, or that need the unpacked weight:
+# field, the value that leaves it off, and what to say.
+_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("use_dora", (False,), "DoRA needs the norm of each unpacked weight row"),
+    ("lora_bias", (False,), "an expert stack has no bias for LoRA to add to"),
+    (
+        "init_lora_weights",
+        (True, False, "gaussian"),
+        "this initialization reads or changes the unpacked weights",
+    ),
+    ("fan_in_fan_out", (False,), "expert stacks carry their own orientation"),
+    ("use_qalora", (False,), "QA-LoRA pools Linear inputs"),
+    ("use_bdlora", (None, False), "block-diagonal LoRA is defined for Linear layers"),
+    ("velora_config", (None,), "VeLoRA is defined for Linear layers"),
+    ("kasa_config", (None,), "KaSA rewrites the unpacked weights"),
+    ("monteclora_config", (None,), "MonteCLoRA is defined for Linear layers"),
+    ("arrow_config", (None,), "Arrow routes between Linear adapters"),
+    (
+        "alora_invocation_tokens",
+        (None,),
+        "activated LoRA masks tokens, which the experts no longer see in order",
+    ),
+    ("layer_replication", (None,), "replicated layers would share packed storage"),
+    ("megatron_config", (None,), "Megatron layers are not packed"),
+)
+
+
+class AdaptedLoraConfig(LoraConfig):
+    """A LoraConfig fitted to a model with packed experts; its file keeps the caller's own spelling.
+
+    Attributes:
+        _edits: For each changed field the value set here and the caller's.
+        _reload_note: One sentence for `save_pretrained` where stock PEFT would not load the file
+            right, or "".
+    """
+
+    _edits: dict[str, tuple[Any, Any]] = {}  # never changed in place
+    _reload_note: str = ""
+
+    def callers(self) -> dict[str, Any]:
+        """The caller's value of each field that still has the value set by `adapt`.
+
+        PEFT narrows `target_modules` while it injects; the caller's spelling stands for both.
+        """
+        return {
+            field: value
+            for field, (ours, value) in self._edits.items()
+            if field == "target_modules" or _same(getattr(self, field), ours)
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        written: dict[str, Any] = super().to_dict()
+        written.update(copy.deepcopy(self.callers()))
+        return written
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        if self._reload_note:
+            warnings.warn(self._reload_note, UserWarning, stacklevel=2)
+        super().save_pretrained(save_directory, **kwargs)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, str) or isinstance(right, str) or left is None or right is None:
+        return bool(left == right)
+    return set(left) == set(right)
+
+
+def adapt(
+    model: nn.Module,
+    config: PeftConfig,
+    *,
+    experts: bool | Collection[str] = False,
+    router: bool = False,
+    scale_expert_rank: bool | int = False,
+) -> PeftConfig:
+    """The config fitted to `model`; see `moe_qlora.adapt_lora_config`."""
+    model = targets.base_model(model)
+    packed = targets.packed_parameters(model)
+    if not packed:
+        for option, value in (
+            ("experts", experts),
+            ("router", router),
+            ("scale_expert_rank", scale_expert_rank),
+        ):
+            if value:
+                raise ConfigError(
+                    f"{option}={value!r} is for models with packed experts and this model has "
+                    f"none; call "
+                    "moe_qlora.quantize_experts first, or name the parameters in target_parameters."
+                )
+        return copy.deepcopy(config)
+
+    adapted = _caller_view(config)
+    callers = {name: copy.deepcopy(getattr(adapted, name, None)) for name in _EDITED}
+    _check_modules_to_save(adapted, packed)
+    layout = _layout(model, adapted, router)
+
+    _set_excludes(model, adapted, layout, router)
+    note = _set_target_modules(model, adapted, layout) if isinstance(adapted, LoraConfig) else ""
+    if router:
+        _add_routers(model, adapted, layout)
+        callers["target_modules"], callers["target_parameters"] = (
+            copy.deepcopy(adapted.target_modules),
+            copy.deepcopy(adapted.target_parameters),
+        )
+    chosen = _set_target_parameters(model, adapted, packed, layout, experts, callers)
+    if chosen:
+        _check_supported(adapted, chosen, packed)
+        if scale_expert_rank:
+            _scale_rank(model, adapted, chosen, scale_expert_rank)
+        register_wrapper(adapted)
+    return _finish(adapted, callers, note)
+
+
+_EDITED = ("target_modules", "exclude_modules", "target_parameters")
+
+
+def _caller_view(config: PeftConfig) -> PeftConfig:
+    """A deep copy with the caller's own values, whether or not the config was adapted before."""
+    adapted = copy.deepcopy(config)
+    if isinstance(adapted, AdaptedLoraConfig):
+        for field, value in adapted.callers().items():
+            setattr(adapted, field, value)
+        adapted._edits = {}
+    if not hasattr(adapted, "exclude_modules") or not hasattr(adapted, "target_modules"):
+        raise ConfigError(
+            f"{type(config).__name__} has no target_modules and exclude_modules, which models "
+            f"with packed experts "
+            "need; pass a LoraConfig."
+        )
+    return adapted
+
+
+def _finish(adapted: PeftConfig, callers: dict[str, Any], note: str) -> PeftConfig:
+    if type(adapted) not in (LoraConfig, AdaptedLoraConfig):
+        return adapted  # AdaLoRA and others keep their class; their files name what they match
+    adapted.__class__ = AdaptedLoraConfig
+    # PEFT writes what "all-linear" and a model type's defaults stand for, not the word
+    asked = callers["target_modules"]
+    if asked is None or (isinstance(asked, str) and asked.lower() == targets.ALL_LINEAR):
+        del callers["target_modules"]
+    adapted._edits = {
+        field: (copy.copy(getattr(adapted, field)), value) for field, value in callers.items()
+    }
+    adapted._reload_note = note
+    return adapted
+
+
+def _layout(model: nn.Module, config: PeftConfig, router: bool) -> ModelLayout:
+    """The model's routers, looked for only where a target could reach one."""
+    needed = router or targets.is_all_linear(config) or targets.rewritten(model, config) is not None
+    return detect(model) if needed else ModelLayout()
+
+
+def _set_excludes(model: nn.Module, config: PeftConfig, layout: ModelLayout, router: bool) -> None:
+    paths = exclude_paths(model)
+    existing = config.exclude_modules
+    if targets.is_all_linear(config) and not router:
+        paths += [found.name for found in layout.routers if found.plain_linear]
+    if isinstance(existing, str):
+        patterns = [re.escape(path) for path in paths]
+        config.exclude_modules = targets.combine_patterns("exclude_modules", existing, patterns)
+    else:
+        config.exclude_modules = {*targets.as_names("exclude_modules", existing), *paths}
+
+
+def exclude_paths(model: nn.Module) -> list[str]:
+    """Each packed experts module's own path and those of all modules inside it."""
+    return [
+        path for name, inner in targets.excluded_paths(model) for path in (name, *inner) if path
+    ]
+
+
+def _set_target_modules(model: nn.Module, config: LoraConfig, layout: ModelLayout) -> str:
+    """Spell `target_modules` so that PEFT takes them as meant; returns the reload note."""
+    if targets.rewritten(model, config) is None:
+        return ""
+    modules, router_weights = targets.exact_targets(model, config, layout)
+    written = copy.copy(config)  # what the file will say
+    if targets.is_all_linear(config):
+        written.target_modules = {str(name) for name in modules}
+    config.target_modules = modules
+    if router_weights:
+        config.target_parameters = [*(config.target_parameters or ()), *router_weights]
+    return _reload_note(model, written, modules, router_weights)
+
+
+def _reload_note(
+    model: nn.Module, written: LoraConfig, modules: set[targets.ExactName], parameters: list[str]
+) -> str:
+    """One sentence where stock PEFT, given this config, would adapt something else, or ""."""
+    stock = targets.rewritten(model, written)
+    if stock is None:
+        return ""
+    added = set(stock.target_parameters or ()) - set(written.target_parameters or ())
+    wrong = {
+        one for one in added if not any(targets.names_parameter(one, name) for name in parameters)
+    }
+    if not wrong and set(targets.reached_modules(model, stock)) == modules:
+        return ""
+    lost = modules - set(targets.reached_modules(model, stock))
+    what = ", ".join(sorted({name_pattern(str(name)) for name in lost})) or "its targets"
+    return (
+        "stock PEFT rewrites the target_modules of this adapter for its model type "
+        f"({cast(Any, model.config).model_type}) and would load {what} wrong; load it with "
+        "moe_qlora.load_adapter."
+    )
+
+
+def _add_routers(model: nn.Module, config: LoraConfig, layout: ModelLayout) -> None:
+    """Target every router: a plain Linear as a module, any other by its weight."""
+    modules = [router.name for router in layout.routers if router.plain_linear]
+    parameters = [
+        _router_parameter(model, router.name)
+        for router in layout.routers
+        if not router.plain_linear
+    ]
+    if modules and not targets.is_all_linear(config):
+        present = config.target_modules
+        if isinstance(present, str):
+            patterns = [re.escape(name) for name in modules]
+            config.target_modules = targets.combine_patterns("target_modules", present, patterns)
+        else:
+            config.target_modules = {
+                *(present or ()),
+                *(targets.ExactName(name) for name in modules),
+            }
+    if parameters:
+        config.target_parameters = list(
+            dict.fromkeys([*(config.target_parameters or ()), *parameters])
+        )
+
+
+def _router_parameter(model: nn.Module, name: str) -> str:
+    try:
+        model.get_submodule(name)
+    except AttributeError:  # a bare parameter
+        return name
+    return f"{name}.weight"
+
+
+def _set_target_parameters(
+    model: nn.Module,
+    config: PeftConfig,
+    packed: dict[str, nn.Module],
+    layout: ModelLayout,
+    experts: bool | Collection[str],
+    callers: dict[str, Any],
+) -> list[str]:
+    """Name packed parameters in full; returns those that LoRA goes to, in model order."""
+    asked = targets.as_names("target_parameters", getattr(config, "target_parameters", None))
+    if experts:
+        added = expert_parameters(model, experts)
+        asked = list(dict.fromkeys([*asked, *added]))
+        callers["target_parameters"] = list(
+            dict.fromkeys([*(callers["target_parameters"] or ()), *added])
+        )
+    if not asked:
+        return []
+    if not isinstance(config, LoraConfig):
+        raise ConfigError(
+            f"{type(config).__name__} cannot adapt parameters; use a LoraConfig for "
+            f"target_parameters."
+        )
+    # a module that holds one packed parameter is parametrized as a whole, so its plain ones need
+    # full names too
+    beside = [
+        f"{name}.{parameter}" if name else parameter
+        for name, module in targets.packed_modules(model)
+        for parameter, _ in module.named_parameters(recurse=False)
+    ]
+    known = list(dict.fromkeys([*packed, *beside]))
+    full = [name for name in known if _names_any(asked, name)]
+    plain = [
+        targets.plain_name(name)
+        for name, _ in model.named_parameters()
+        if ".parametrizations." not in name
+    ]
+    elsewhere = set(plain) - set(known)
+    # what matches nothing at all stays, so that PEFT says so
+    kept = [
+        one
+        for one in asked
+        if not any(targets.names_parameter(one, name) for name in full)
+        or any(targets.names_parameter(one, name) for name in elsewhere)
+    ]
+    config.target_parameters = list(dict.fromkeys([*full, *kept]))
+    return [name for name in full if name in packed]
+
+
+def _names_any(asked: list[str], name: str) -> bool:
+    return any(targets.names_parameter(one, name) for one in asked)
+
+
+def expert_parameters(model: nn.Module, roles: bool | Collection[str] = True) -> list[str]:
+    """Full names of the packed expert parameters, or of those with one of these roles.
+
+    Raises:
+        ConfigError: a role that no packed parameter of this model has.
+    """
+    packed = targets.packed_parameters(model)
+    if roles is True:
+        return list(packed)
+    wanted = {roles} if isinstance(roles, str) else set(roles or ())
+    found = {
+        param.name: param.role
+        for param in detect(targets.base_model(model))
+        if param.name in packed
+    }
+    unknown = sorted(wanted - set(found.values()))
+    if unknown:
+        raise ConfigError(
+            f"no packed expert parameter has the role {unknown[0]!r}; this model has "
+            f"{sorted(set(found.values()))}."
+        )
+    return [name for name in packed if found.get(name) in wanted]
+
+
+def _check_modules_to_save(config: PeftConfig, packed: dict[str, nn.Module]) -> None:
+    for name in packed:
+        module = name.rpartition(".")[0]
+        parts = module.split(".")
+        owners = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        for key in getattr(config, "modules_to_save", None) or ():
+            if any(owner == key or owner.endswith(f".{key}") for owner in owners):
+                raise ConfigError(
+                    f"modules_to_save={key!r} asks to train {name} in full, which is packed and "
+                    f"stays frozen; leave "
+                    "it out, or use target_parameters to train LoRA on it."
+                )
+
+
+def _check_supported(config: LoraConfig, chosen: list[str], packed: dict[str, nn.Module]) -> None:
+    for field, off, reason in _UNSUPPORTED:
+        value = getattr(config, field, off[0])
+        if not any(
+            value is allowed or (isinstance(value, str) and value == allowed) for allowed in off
+        ):
+            shown = value if isinstance(value, (bool, int, str)) else type(value).__name__
+            raise ConfigError(
+                f"{field}={shown!r} does not work for LoRA on packed experts ({chosen[0]}): "
+                f"{reason}; unset it, or "
+                "leave the experts out of target_parameters."
+            )
+    if type(config) not in (LoraConfig, AdaptedLoraConfig):
+        raise ConfigError(
+            f"{type(config).__name__} does not work for packed experts ({chosen[0]}); use a "
+            f"LoraConfig for them."
+        )
+
+
+def _scale_rank(model: nn.Module, config: LoraConfig, chosen: list[str], scale: bool | int) -> None:
+    """Give the experts the rank r // top_k.
+
+    A token then meets the same rank in its experts together as in a dense layer.
+    Entries that the caller put in `rank_pattern` come first and so keep their effect. `lora_alpha`
+    is unchanged.
+    """
+    top_k = scale if not isinstance(scale, bool) else _top_k(model)
+    rank = max(config.r // top_k, 1)
+    patterns = {}
+    for name in chosen:
+        pattern = r"\d+".join(re.escape(part) for part in name_pattern(name).split("*"))
+        patterns[pattern] = rank
+    config.rank_pattern = {**(config.rank_pattern or {}), **patterns}
+
+
+def _top_k(model: nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
+    nested = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for holder in (config, nested):
+        for name in _TOP_K_NAMES:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    raise ConfigError(
+        "scale_expert_rank=True needs the number of experts that a token goes to, and the model's "
+        "config has none of "
+        f"{', '.join(_TOP_K_NAMES)}; pass the number itself, as in scale_expert_rank=8."
+    )
