@@ -1,30 +1,35 @@
 """Packing of weight stacks into bitsandbytes' formats, and decoding of any range of experts.
 
-A stack of two or more dimensions, `(E, out, in)` or any other, is packed as bitsandbytes packs one tensor:
+A stack of two or more dimensions, `(E, out, in)` or any other, is packed as bitsandbytes packs one
+tensor:
 
-    nf4, fp4   the weights in row-major order, cut into blocks of 64; two 4-bit codes in a byte, the first weight in the
-               high half; one fp32 absmax a block. With double quantization the absmax, less their mean, are themselves
-               held in 8 bits, in blocks of 256 with one fp32 absmax each.
+    nf4, fp4   the weights in row-major order, cut into blocks of 64; two 4-bit codes in a byte, the
+               first weight in the high half; one fp32 absmax a block. With double quantization the
+               absmax, less their mean, are themselves held in 8 bits, in blocks of 256 with one
+               fp32 absmax each.
     int8       one signed byte a weight, one fp32 scale for each row along the last dimension.
 
-Codes and statistics equal, bit for bit, what `bitsandbytes.functional.quantize_4bit` and `int8_vectorwise_quant` give
-for the whole tensor. Unlike these, packing goes chunk by chunk, so that it costs little more than the packed form
-(bitsandbytes' own CPU path holds about 20 bytes a weight), and so that a stack may hold more than 2**31 - 1 weights,
-where bitsandbytes' int32 counts overflow.
+Codes and statistics equal, bit for bit, what `bitsandbytes.functional.quantize_4bit` and
+`int8_vectorwise_quant` give for the whole tensor. Unlike these, packing goes chunk by chunk, so
+that it costs little more than the packed form (bitsandbytes' own CPU path holds about 20 bytes a
+weight), and so that a stack may hold more than 2**31 - 1 weights, where bitsandbytes' int32 counts
+overflow.
 
-Codes and statistics are flat and in the order of the weights, so any range of experts is a range of blocks. Only where
-a block straddles two experts does decoding a range touch a neighbour's block, and then only that block.
+Codes and statistics are flat and in the order of the weights, so any range of experts is a range of
+blocks. Only where a block straddles two experts does decoding a range touch a neighbour's block,
+and then only that block.
 
-Decoding does not call `bitsandbytes.functional.dequantize_4bit` on the whole tensor on the CPU: its AVX-512 kernel
-(0.50.2) looks up the absmax by row, and is wrong wherever a row of the last dimension is not a whole number of blocks
-(measured: off by as much as the weights themselves for rows of 16, 32, 48, 80 or 96). Here the kernel sees one block as
-one row, which is right for every shape and equals the CUDA kernel's arithmetic.
+Decoding does not call `bitsandbytes.functional.dequantize_4bit` on the whole tensor on the CPU: its
+AVX-512 kernel (0.50.2) looks up the absmax by row, and is wrong wherever a row of the last
+dimension is not a whole number of blocks (measured: off by as much as the weights themselves for
+rows of 16, 32, 48, 80 or 96). Here the kernel sees one block as one row, which is right for every
+shape and equals the CUDA kernel's arithmetic.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -32,7 +37,21 @@ import bitsandbytes.functional
 import torch
 from torch import Tensor, nn
 
-from .errors import ConfigError, UnsupportedWeightError
+from .codec_settings import FLOAT_DTYPES, CodecSettings
+from .errors import UnsupportedWeightError
+
+__all__ = [
+    "MAX_ELEMENTS",
+    "CodecSettings",
+    "Int8State",
+    "PackedStack",
+    "first_nonfinite",
+    "pack",
+    "state_tensors",
+    "unpack",
+    "unpack_range",
+    "why_not",
+]
 
 # bitsandbytes has no type annotations to check against.
 bnb: Any = bitsandbytes.functional
@@ -40,126 +59,28 @@ bnb: Any = bitsandbytes.functional
 MAX_ELEMENTS = 2**31 - 1
 """bitsandbytes' kernels take the number of weights as an int32."""
 
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 _NESTED_BLOCK = 256
 
-# Weights packed or decoded in one piece. The CPU path needs about 20 bytes of temporaries a weight, the others half a
-# byte, so that either chunk stays within some tens of megabytes.
+# Weights packed or decoded in one piece. The CPU path needs about 20 bytes of temporaries a weight,
+# the others half a byte, so that either chunk stays within some tens of megabytes.
 _CPU_CHUNK = 2**20
 _DEVICE_CHUNK = 2**24
 
 
-def _dtype(value: Any, name: str) -> torch.dtype:
-    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(
-            f"{name} is {value!r}, which is no torch dtype: give one such as torch.bfloat16."
-        )
-    return dtype
-
-
-@dataclass(frozen=True)
-class CodecSettings:
-    """What of a `BitsAndBytesConfig` decides how a weight is packed.
-
-    Attributes:
-        kind: "nf4", "fp4" or "int8".
-        double_quant: Whether the 4-bit statistics are quantized as well.
-        storage_dtype: The dtype that the 4-bit codes are viewed in; it holds bytes, not numbers.
-        compute_dtype: What this package computes in; None leaves it to the activations. It never changes what a
-            decoded tensor's dtype is.
-        blocksize: Weights to a first-level block.
-        skip_modules: The caller's `llm_int8_skip_modules`.
-    """
-
-    kind: str
-    double_quant: bool = False
-    storage_dtype: torch.dtype = torch.uint8
-    compute_dtype: torch.dtype | None = None
-    blocksize: int = 64
-    skip_modules: tuple[str, ...] = ()
-
-    @classmethod
-    def from_config(cls, config: Any) -> CodecSettings:
-        """Read a `BitsAndBytesConfig` or its dict; absent fields have that class's defaults.
-
-        Raises:
-            ConfigError: The config is of another method, asks for neither 4 nor 8 bit, or has a field that
-                bitsandbytes does not know.
-        """
-        if not isinstance(config, Mapping) and not hasattr(config, "load_in_4bit"):
-            method = getattr(config, "quant_method", None)
-            _refuse_method(method if method is not None else type(config).__name__)
-
-        def get(name: str, default: Any = None) -> Any:
-            if isinstance(config, Mapping):
-                value = config.get(name, config.get("_" + name))
-            else:
-                value = getattr(config, name, None)
-            return default if value is None else value
-
-        method = get("quant_method")
-        if method is not None:
-            _refuse_method(method)
-        four, eight = bool(get("load_in_4bit", False)), bool(get("load_in_8bit", False))
-        if four == eight:
-            asked = "both 4 and 8 bit" if four else "neither 4 nor 8 bit"
-            raise ConfigError(
-                f"The quantization config asks for {asked}: set exactly one of load_in_4bit=True and load_in_8bit=True."
-            )
-        skip = get("llm_int8_skip_modules", ())
-        if isinstance(skip, str):
-            raise ConfigError(
-                f"llm_int8_skip_modules is the string {skip!r}: give a list of module names."
-            )
-        skip = tuple(skip)
-        if eight:
-            if get("llm_int8_has_fp16_weight", False):
-                raise ConfigError(
-                    "llm_int8_has_fp16_weight=True keeps 8-bit weights in 16 bit, so that nothing would be packed: "
-                    "set it to False."
-                )
-            return cls("int8", storage_dtype=torch.int8, skip_modules=skip)
-        kind = get("bnb_4bit_quant_type", "fp4")
-        if kind not in ("nf4", "fp4"):
-            raise ConfigError(
-                f"bnb_4bit_quant_type is {kind!r}: bitsandbytes knows 'nf4' and 'fp4'."
-            )
-        storage = _dtype(get("bnb_4bit_quant_storage", torch.uint8), "bnb_4bit_quant_storage")
-        if storage not in STORAGE_DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORAGE_DTYPES)
-            raise ConfigError(
-                f"bnb_4bit_quant_storage is {storage}: packed codes can be stored as {known}."
-            )
-        compute = _dtype(get("bnb_4bit_compute_dtype", torch.float32), "bnb_4bit_compute_dtype")
-        if compute not in FLOAT_DTYPES:
-            raise ConfigError(
-                f"bnb_4bit_compute_dtype is {compute}: give torch.bfloat16, torch.float16 or torch.float32."
-            )
-        return cls(
-            kind, bool(get("bnb_4bit_use_double_quant", False)), storage, compute, skip_modules=skip
-        )
-
-
-def _refuse_method(method: Any) -> None:
-    method = str(getattr(method, "value", method))
-    if not method.startswith("bitsandbytes"):
-        raise ConfigError(
-            f"The quantization config is of the method {method!r}: this package packs experts with bitsandbytes; "
-            "give a BitsAndBytesConfig."
-        )
-
-
 @dataclass
 class Int8State:
-    """The statistics of an int8 stack.
+    """The statistics of an int8 stack, with the fields of bitsandbytes' `QuantState` that apply.
 
     Attributes:
         scales: fp32, one for each row of the stack flattened to `(rows, last dimension)`.
+        shape: Shape of the decoded stack.
+        dtype: Dtype of the decoded stack.
     """
 
     scales: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    quant_type: str = "int8"
 
     def to(self, device: torch.device | str | int | None) -> None:
         """Move the scales, in place."""
@@ -171,14 +92,15 @@ class PackedStack:
     """One packed weight stack.
 
     Attributes:
-        codes: 4-bit: `(bytes / itemsize, 1)` in the storage dtype; int8: int8 in the stack's own shape.
+        codes: 4-bit: `(bytes / itemsize, 1)` in the storage dtype; int8: int8 in the stack's own
+            shape.
         state: bitsandbytes' `QuantState`, or an `Int8State`.
         kind: "nf4", "fp4" or "int8".
         shape: Shape of the decoded stack.
         dtype: Dtype of the weight that was packed, which a decoded stack has again.
         compute_dtype: What this package computes in; None where nothing was asked for.
-        owner: The parameter that holds `codes` on a module, once it sits on one. Attaching the same stack to a second
-            module shares that parameter.
+        owner: The parameter that holds `codes` on a module, once it sits on one. Attaching the same
+            stack to a second module shares that parameter.
     """
 
     codes: Tensor
@@ -221,7 +143,7 @@ def state_tensors(state: Any) -> list[Tensor]:
 
 
 def why_not(weight: Tensor, settings: CodecSettings) -> str | None:
-    """Why this tensor cannot be packed, as the end of a sentence that starts with its name; None where it can."""
+    """Why this tensor cannot be packed, to follow its name in a sentence; None where it can."""
     plain = weight.detach()
     if hasattr(weight, "ds_id") or hasattr(weight, "ds_status"):
         return "is partitioned by DeepSpeed ZeRO-3: pack the model before DeepSpeed takes it over"
@@ -237,16 +159,17 @@ def why_not(weight: Tensor, settings: CodecSettings) -> str | None:
         if plain.is_floating_point() and plain.element_size() > 1:
             return f"is {dtype}: bitsandbytes packs float32, float16 and bfloat16; cast it first"
         return (
-            f"is {dtype}, so that it is packed already by another tool or is no weight: dequantize it to float32, "
-            "float16 or bfloat16 first"
+            f"is {dtype}, so that it is packed already by another tool or is no weight: "
+            "dequantize it to float32, float16 or bfloat16 first"
         )
     if plain.dim() < 2 or plain.numel() == 0:
-        return f"has the shape {tuple(plain.shape)}: a stack has two or more dimensions and no empty one"
+        shape = tuple(plain.shape)
+        return f"has the shape {shape}: a stack has two or more dimensions and no empty one"
     if settings.kind != "int8" and _code_bytes(plain.numel()) % settings.storage_dtype.itemsize:
         storage = str(settings.storage_dtype).removeprefix("torch.")
         return (
-            f"has {plain.numel()} weights, whose {_code_bytes(plain.numel())} bytes of codes do not fill whole "
-            f"{storage} numbers: set bnb_4bit_quant_storage=torch.uint8"
+            f"has {plain.numel()} weights, whose {_code_bytes(plain.numel())} bytes of codes do "
+            f"not fill whole {storage} numbers: set bnb_4bit_quant_storage=torch.uint8"
         )
     return None
 
@@ -254,8 +177,8 @@ def why_not(weight: Tensor, settings: CodecSettings) -> str | None:
 def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
     """Index of the first NaN or inf in row-major order, None where all is finite.
 
-    Reads the stack once, in pieces, without a temporary the size of one: minimum and maximum propagate NaN. One
-    synchronisation for the whole stack where there is nothing to be found.
+    Reads the stack once, in pieces, without a temporary the size of one: minimum and maximum
+    propagate NaN. One synchronisation for the whole stack where there is nothing to be found.
     """
     weight = weight.detach()
     step = _chunk_elements(weight.device, MAX_ELEMENTS)
@@ -277,16 +200,19 @@ def pack(
 ) -> PackedStack:
     """Pack a stack; the result equals bitsandbytes' own for the whole tensor, bit for bit.
 
-    int8: bitsandbytes' CUDA kernel takes float16 only, so that other dtypes are cast to float16 there, as its own
+    int8: bitsandbytes' CUDA kernel takes float16 only, so that other dtypes are cast to float16
+        there, as its own
     `Int8Params` does; on other devices the weights go in as they are.
 
     Args:
-        weight: `(..., rows, columns)`, float32, float16 or bfloat16, on any device, contiguous or not. Not changed.
+        weight: `(..., rows, columns)`, float32, float16 or bfloat16, on any device, contiguous or
+            not. Not changed.
         settings: What to pack into.
         max_elements: Upper bound for the weights in one kernel call.
 
     Raises:
-        UnsupportedWeightError: The weight is on meta, sharded, not of these dtypes, or does not fit the storage dtype.
+        UnsupportedWeightError: The weight is on meta, sharded, not of these dtypes, or does not fit
+            the storage dtype.
     """
     reason = why_not(weight, settings)
     if reason is not None:
@@ -350,10 +276,12 @@ def _pack_int8(weight: Tensor, step: int) -> PackedStack:
     if weight.dtype != torch.float16 and not bool(scales.isfinite().all()):
         row = int(torch.nonzero(~scales.isfinite())[0])
         raise UnsupportedWeightError(
-            f"Row {row} of the weight holds values that float16 cannot, which bitsandbytes' int8 kernel takes on "
+            f"Row {row} of the weight holds values that float16 cannot, which bitsandbytes' int8 "
+            f"kernel takes on "
             "this device: pack it to 4 bit, or on the CPU."
         )
-    return PackedStack(codes, Int8State(scales), "int8", weight.shape, weight.dtype)
+    state = Int8State(scales, weight.shape, weight.dtype)
+    return PackedStack(codes, state, "int8", weight.shape, weight.dtype)
 
 
 def unpack(
@@ -374,8 +302,8 @@ def unpack_range(
 ) -> Tensor:
     """Decode the rows `[start, stop)` of the first dimension.
 
-    Equal, bit for bit, to the same slice of the whole decoded stack (then cast to `dtype`), also where blocks straddle
-    the ends. Never synchronises with the device.
+    Equal, bit for bit, to the same slice of the whole decoded stack (then cast to `dtype`), also
+    where blocks straddle the ends. Never synchronises with the device.
 
     Args:
         packed: The stack.
@@ -400,8 +328,13 @@ def unpack_range(
         if packed.kind == "int8"
         else (_decode_4bit, _blocksize(packed))
     )
+    # int8 decodes by way of two fp32 copies, which only a chunk may cost.
+    largest = (
+        _chunk_elements(packed.device, max_elements) if packed.kind == "int8" else max_elements
+    )
+    limit = largest - 2 * unit
     with torch.no_grad():
-        if out is None and last - first <= max_elements - 2 * unit:
+        if out is None and last - first <= limit:
             return decode(packed, first, last).view(shape).to(dtype or packed.dtype)
         if out is None:
             out = torch.empty(shape, dtype=dtype or packed.dtype, device=packed.device)
@@ -430,8 +363,8 @@ def _decode_4bit(packed: PackedStack, first: int, last: int) -> Tensor:
     if packed.device.type != "cpu":
         flat = _kernel(packed, codes, absmax, (end - begin * block,))
     else:
-        # One block as one row: see the module's docstring. A last block that is not full is a row of its own, of even
-        # length, since the kernel falls back to a compiled path for odd ones.
+        # One block as one row: see the module's docstring. A last block that is not full is a row
+        # of its own, of even length, since the kernel falls back to a compiled path for odd ones.
         full = (end - begin * block) // block
         rest = end - begin * block - full * block
         flat = _kernel(packed, codes[: full * block // 2], absmax[:full], (full, block)).view(-1)
@@ -488,10 +421,10 @@ def _chunk_elements(device: torch.device, max_elements: int) -> int:
 
 
 def _flat_chunks(weight: Tensor, step: int, unit: int) -> Iterator[Tensor]:
-    """The stack in row-major order as contiguous flat pieces of whole `unit`s, about `step` weights each.
+    """Cut the stack, in row-major order, into flat pieces of whole `unit`s, about `step` weights.
 
-    Views where the stack is contiguous; otherwise copies of a few rows of the first dimension at a time. Only the last
-    piece may end within a unit.
+    Views where the stack is contiguous; otherwise copies of a few rows of the first dimension at a
+    time. Only the last piece may end within a unit.
     """
     step = max(step // unit, 1) * unit
     if weight.is_contiguous():

@@ -98,7 +98,13 @@ class PackedInt8(nn.Module):
     def __init__(self, packed: PackedStack) -> None:
         super().__init__()
         self.register_buffer("scale_bits", packed.state.scales.view(torch.int32), persistent=False)
-        self.weight_dtype = packed.dtype
+        self.weight_shape, self.weight_dtype = packed.shape, packed.dtype
+
+    @property
+    def quant_state(self) -> Int8State:
+        """The statistics where they are now, under the name that a 4-bit parametrization uses."""
+        scales = self.scale_bits.view(torch.float32)
+        return Int8State(scales, self.weight_shape, self.weight_dtype)
 
     @torch.no_grad()
     def forward(self, codes: Tensor) -> Tensor:
@@ -113,11 +119,6 @@ class _Book:
         self.order = order
         self.handles: list[Any] = []
         self.names: list[str] = []
-
-    def remove_hooks(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
 
 
 def attach(module: nn.Module, name: str, packed: PackedStack) -> None:
@@ -145,10 +146,16 @@ def attach(module: nn.Module, name: str, packed: PackedStack) -> None:
         setattr(packed.owner, _SHARED, parametrization)
     else:
         parametrization = Packed4bit(packed.owner, packed.compute_dtype)
-    if name in module._parameters:
-        del module._parameters[name]
-    module.register_parameter(name, packed.owner)
-    P.register_parametrization(module, name, parametrization, unsafe=True)
+    plain = module._parameters.get(name)
+    try:
+        module._parameters.pop(name, None)
+        module.register_parameter(name, packed.owner)
+        P.register_parametrization(module, name, parametrization, unsafe=True)
+    except BaseException:
+        if not is_packed(module, name):
+            module._parameters[name] = plain
+            _forget(module, name)
+        raise
     book.names.append(name)
 
 
@@ -169,14 +176,7 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
     P.remove_parametrizations(module, name, leave_parametrized=False)
     parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, False)
     module._parameters[name] = parameter
-    book: _Book | None = module.__dict__.get(_BOOK)
-    if book is not None:
-        if name in book.names:
-            book.names.remove(name)
-        _restore_order(module, book.order)
-        if not book.names:
-            book.remove_hooks()
-            del module.__dict__[_BOOK]
+    _forget(module, name)
     return parameter
 
 
@@ -274,7 +274,7 @@ def _stack_4bit(codes: Tensor, parametrization: Any) -> PackedStack:
 def _stack_int8(codes: Tensor, parametrization: PackedInt8) -> PackedStack:
     return PackedStack(
         codes.data,
-        Int8State(parametrization.scale_bits.view(torch.float32)),
+        parametrization.quant_state,
         "int8",
         codes.shape,
         parametrization.weight_dtype,
@@ -316,6 +316,24 @@ def _book(module: nn.Module) -> _Book:
     return book
 
 
+def _forget(module: nn.Module, name: str) -> None:
+    """Restore registration order; the hooks go with the module's last packed parameter."""
+    book: _Book | None = module.__dict__.get(_BOOK)
+    if book is None:
+        return
+    if name in book.names:
+        book.names.remove(name)
+    known = [name for name in book.order if name in module._parameters]
+    others = [name for name in module._parameters if name not in known]
+    ordered = {name: module._parameters[name] for name in (*known, *others)}
+    module._parameters.clear()
+    module._parameters.update(ordered)
+    if not book.names:
+        for handle in book.handles:
+            handle.remove()
+        del module.__dict__[_BOOK]
+
+
 def _own_class(module: nn.Module) -> None:
     """Give a parametrized module a class of its own.
 
@@ -327,14 +345,6 @@ def _own_class(module: nn.Module) -> None:
     shared = type(module)
     body = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__")}
     module.__class__ = type(shared.__name__, shared.__bases__, body)
-
-
-def _restore_order(module: nn.Module, order: tuple[str, ...]) -> None:
-    known = [name for name in order if name in module._parameters]
-    others = [name for name in module._parameters if name not in known]
-    ordered = {name: module._parameters[name] for name in (*known, *others)}
-    module._parameters.clear()
-    module._parameters.update(ordered)
 
 
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
