@@ -1,7 +1,7 @@
 """4-bit LoRA fine-tuning (QLoRA) of Mixture-of-Experts models on transformers v5.
 
-The public names below are loaded on first use: importing the package starts no accelerator and imports neither
-torch nor transformers.
+The public names below are loaded on first use: importing the package starts no accelerator and
+imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# The one eager import: `detect` names a function and its module, and Python binds a submodule on its package when it
-# is first imported, which would hide the function. The module itself imports torch only when it is called.
+# The one eager import: `detect` names a function and its module, and Python binds a submodule on
+# its package when it is first imported, which would hide the function. The module itself imports
+# torch only when it is called.
 from .detect import detect
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """What a model's experts look like: frozen records, free of torch.
 
-`detect` makes a `ModelLayout` from a live model and `registry` makes one from a JSON file; everything that packs,
-plans, excludes or prints works from it.
+`detect` makes a `ModelLayout` from a live model and `registry` makes one from a JSON file;
+everything that packs, plans, excludes or prints works from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
 def name_pattern(name: str) -> str:
-    """The dotted name with each all-digit component replaced by `*`: `layers.3.mlp` becomes `layers.*.mlp`."""
+    """The name with each all-digit component as `*`: `layers.3.mlp` becomes `layers.*.mlp`."""
     return _NUMBER.sub("*", name)
 
 
@@ -37,20 +37,24 @@ class ExpertParam:
     """One parameter that stacks the weight matrices of a layer's experts.
 
     Attributes:
-        name: Full dotted name, `module_name` + "." + `parameter_name`, as `named_parameters` gives it on the unpacked
-            model. A packed parameter keeps this name.
+        name: Full dotted name, `module_name` + "." + `parameter_name`, as `named_parameters` gives
+            it on the unpacked model. A packed parameter keeps this name.
         module_name: Dotted name of the module that owns the parameter ("" for the model itself).
         parameter_name: Name on that module.
-        shape: Shape of the decoded tensor: `(E, out, in)`, `(E, in, out)`, `(E * rows, columns)`, or with further
-            leading dimensions.
+        shape: Shape of the decoded tensor: `(E, out, in)`, `(E, in, out)`, `(E * rows, columns)`,
+            or with further leading dimensions.
         num_experts: E, the number of matrices in the stack.
-        in_features, out_features: Of one expert's matrix as it is applied; None where the orientation is unknown.
-        transposed: True for `(E, in, out)`, False for `(E, out, in)`, None where neither shapes nor the forward tell.
-        role: What the matrix does: "gate_up" (both halves of a gated input projection), "gate", "up", "down" (for
-            non-gated experts "up" is the first projection and "down" the second, attention experts included); "expert"
-            for a stack that stands alone.
-        dtype: torch.dtype of the decoded tensor, or its name ("bfloat16") where the layout comes from the registry.
-        nbytes: Bytes that the tensor holds now (16-bit weights, or packed codes without their statistics).
+        in_features, out_features: Of one expert's matrix as it is applied; None where the
+            orientation is unknown.
+        transposed: True for `(E, in, out)`, False for `(E, out, in)`, None where neither shapes
+            nor the forward tell.
+        role: What the matrix does: "gate_up" (both halves of a gated input projection), "gate",
+            "up", "down" (for non-gated experts "up" is the first projection and "down" the second,
+            attention experts included); "expert" for a stack that stands alone.
+        dtype: torch.dtype of the decoded tensor, or its name ("bfloat16") where the layout comes
+            from the registry.
+        nbytes: Bytes that the tensor holds now (16-bit weights, or packed codes without their
+            statistics).
         evidence: Why this is an expert tensor, in words that a person can check.
         aliases: Other full names of the very same tensor (tied experts).
         packed: None for plain weights, else the packed type: "nf4", "fp4", "int8".
@@ -116,8 +120,8 @@ class Router:
     Attributes:
         name: Dotted name of the module, or of the parameter where it is a bare one.
         num_choices: How many it chooses among (E, or more where some choices are no experts).
-        plain_linear: True where it is exactly an `nn.Linear`, which bitsandbytes packs with all others unless it is
-            named in `llm_int8_skip_modules`.
+        plain_linear: True where it is exactly an `nn.Linear`, which bitsandbytes packs with all
+            others unless it is named in `llm_int8_skip_modules`.
         packed: True where bitsandbytes has already packed it.
     """
 
@@ -137,8 +141,8 @@ class ExpertsModule:
         num_experts: E of its largest stack.
         parameters: Its expert stacks, in registration order.
         router: Its router, None where none is beside it (stacked shared experts).
-        dispatches: True where its forward goes through transformers' experts interface, so that a registered
-            experts forward can replace it.
+        dispatches: True where its forward goes through transformers' experts interface, so that a
+            registered experts forward can replace it.
         bias_names: Parameters of the module that hold a bias for each expert, `(E, out)`.
     """
 

@@ -10,8 +10,10 @@ from .shapes import Matrix, chain
 from .tensors import Leaf, Node
 
 
-def find_linear_experts(root: Node, index: RouterIndex) -> tuple[tuple[LinearExperts, ...], tuple[Leaf, ...]]:
-    """Lists of E alike modules of chaining Linears beside a matrix that gives E scores, and those matrices."""
+def find_linear_experts(
+    root: Node, index: RouterIndex
+) -> tuple[tuple[LinearExperts, ...], tuple[Leaf, ...]]:
+    """Lists of E alike modules of chaining Linears beside a router, and those routers."""
     found: list[LinearExperts] = []
     routers: list[Leaf] = []
     for node in root.subtree():
@@ -46,7 +48,10 @@ def _uniform(node: Node) -> bool:
     if not _linears(first):
         return False
     signature = _signature(first)
-    return all(type(c.module) is type(first.module) and _signature(c) == signature for c in node.children[1:])
+    return all(
+        type(c.module) is type(first.module) and _signature(c) == signature
+        for c in node.children[1:]
+    )
 
 
 def _router(node: Node, index: RouterIndex, count: int) -> Leaf | None:

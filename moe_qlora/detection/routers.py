@@ -8,7 +8,8 @@ from torch import nn
 
 from .tensors import Leaf, Node, common_ancestor
 
-# How many levels above a stack's module its router may stand. Deepest seen in transformers: 2 (DBRX).
+# How many levels above a stack's module its router may stand. Deepest seen in transformers: 2
+# (DBRX).
 MAX_CLIMB = 3
 
 
@@ -20,8 +21,8 @@ class Candidate:
         leaf: The matrix: an nn.Linear's weight, a bare parameter `(E, D)` or `(D, E)`, or a buffer.
         choices: How many scores it gives.
         width: D, the size that it reads.
-        strong: Whether its place alone makes it a likely router: a Linear, or a bare matrix outside the module that
-            owns the stacks (there, `(E, out)` is a bias as often).
+        strong: Whether its place alone makes it a likely router: a Linear, or a bare matrix
+            outside the module that owns the stacks (there, `(E, out)` is a bias as often).
         block: The lowest module that holds both the matrix and the stack.
     """
 
@@ -49,7 +50,7 @@ class RouterIndex:
         self._visible: dict[int, list[Leaf]] = {}
 
     def visible(self, node: Node) -> list[Leaf]:
-        """Matrices of the module and of everything below it, but not of lists of larger modules (other layers)."""
+        """Matrices of the module and all below it, but not of lists of larger modules (layers)."""
         found = self._visible.get(id(node))
         if found is None:
             found = [leaf for leaf in node.leaves if _matrix_like(leaf)]
@@ -60,7 +61,9 @@ class RouterIndex:
             self._visible[id(node)] = found
         return found
 
-    def candidates(self, stack: Leaf, choices: set[int] | None, climb: int = MAX_CLIMB) -> list[Candidate]:
+    def candidates(
+        self, stack: Leaf, choices: set[int] | None, climb: int = MAX_CLIMB
+    ) -> list[Candidate]:
         """Possible routers for a stack, nearest first.
 
         Args:

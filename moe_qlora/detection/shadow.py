@@ -1,4 +1,4 @@
-"""A copy of one block that can run on any machine: small tensors are random numbers, big ones meta tensors.
+"""A copy of one block that runs anywhere: small tensors are random numbers, big ones meta tensors.
 
 The model is never run or changed; nothing the size of a weight is allocated.
 """
@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from .tensors import Leaf, Node, build_tree
+from .tensors import LOOKUP_TABLES, Leaf, Node
 from .trace import BlockTrace, Trace
 
-# Routers, norms and biases stay below this many elements at every published size (384 x 7168 is the largest router).
+# Routers, norms and biases stay below this many elements at every published size (384 x 7168 is
+# the largest router).
 _SMALL = 1 << 22
 _MAX_ATTEMPTS = 24
 
 
-def _stand_in(leaf_shape: tuple[int, ...], dtype: torch.dtype, big: bool, generator: torch.Generator) -> torch.Tensor:
+def _stand_in(
+    leaf_shape: tuple[int, ...], dtype: torch.dtype, big: bool, generator: torch.Generator
+) -> torch.Tensor:
     if big:
         return torch.empty(leaf_shape, dtype=dtype, device="meta")
     if not dtype.is_floating_point:
@@ -31,7 +34,11 @@ def _stand_in(leaf_shape: tuple[int, ...], dtype: torch.dtype, big: bool, genera
 
 
 def _run_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16) else torch.float32
+    return (
+        dtype
+        if dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        else torch.float32
+    )
 
 
 class Shadow:
@@ -39,16 +46,19 @@ class Shadow:
 
     Args:
         block: The module to copy, with everything below it.
-        stacks: Leaves (of the whole model) that are candidate stacks; always meta in the copy. The key of
-            `stacks[i]` in the trace is i.
-        everything: All leaves of the model: a block that refers back to its parent must not copy weights.
+        stacks: Leaves (of the whole model) that are candidate stacks; always meta in the copy. The
+            key of `stacks[i]` in the trace is i.
+        everything: All leaves of the model: a block that refers back to its parent must not copy
+            weights.
         seed: For the random numbers.
 
     Raises:
         Exception: whatever `copy.deepcopy` raises on a module that cannot be copied.
     """
 
-    def __init__(self, block: Node, stacks: Sequence[Leaf], everything: Iterable[Leaf], seed: int = 0) -> None:
+    def __init__(
+        self, block: Node, stacks: Sequence[Leaf], everything: Iterable[Leaf], seed: int = 0
+    ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.stacks: dict[int, torch.Tensor] = {}
         keys = {id(leaf): index for index, leaf in enumerate(stacks)}
@@ -59,7 +69,11 @@ class Shadow:
         for leaf in everything:
             key = keys.get(id(leaf))
             big = key is not None or leaf.numel > _SMALL or id(leaf.node) not in inside
-            dtype = _run_dtype(leaf.dtype) if leaf.dtype.is_floating_point or leaf.packed else leaf.dtype
+            dtype = (
+                _run_dtype(leaf.dtype)
+                if leaf.dtype.is_floating_point or leaf.packed
+                else leaf.dtype
+            )
             value = _stand_in(leaf.shape, dtype, big, self.generator)
             if leaf.kind != "buffer":
                 value = nn.Parameter(value, requires_grad=False)
@@ -80,7 +94,7 @@ class Shadow:
         self._settle(block, replaced)
 
     def _settle(self, block: Node, replaced: dict[int, torch.Tensor]) -> None:
-        """Unpack what is packed: the copy's parametrized and 4-bit modules become plain ones with meta weights."""
+        """Unpack what is packed: the copy's parametrized and 4-bit modules become plain ones."""
         prefix = len(block.name) + 1 if block.name else 0
         for node in list(block.subtree()):
             if node.module is not block.module:
@@ -88,9 +102,11 @@ class Shadow:
             else:
                 module = self.module
             module.training = False
-            if "_old_forward" in module.__dict__:  # accelerate's wrapper moves real tensors between devices
+            if (
+                "_old_forward" in module.__dict__
+            ):  # accelerate's wrapper moves real tensors between devices
                 module.__dict__.pop("forward", None)
-            config = module.__dict__.get("config")
+            config: Any = module.__dict__.get("config")
             if getattr(config, "_experts_implementation", None) is not None:
                 config._experts_implementation = "eager"
             if nn.utils.parametrize.is_parametrized(module):
@@ -99,13 +115,14 @@ class Shadow:
                 for leaf in node.leaves:
                     if leaf.packed is not None:
                         value = replaced[id(leaf)]
-                        module.register_parameter(leaf.attribute, nn.Parameter(value, requires_grad=False))
-            elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:
-                if any(leaf.packed is not None for leaf in node.leaves):
-                    module.__class__ = nn.Linear
+                        module.register_parameter(
+                            leaf.attribute, nn.Parameter(value, requires_grad=False)
+                        )
+            elif isinstance(module, nn.Linear) and any(leaf.packed for leaf in node.leaves):
+                module.__class__ = nn.Linear
 
     def run(self, *args: Any) -> Trace:
-        """Call the copy's forward under the watching mode; a failure ends the trace and is kept in it."""
+        """Call the copy's forward under the watching mode; a failure ends the trace."""
         watch = BlockTrace(self.stacks, self.generator)
         for argument in args:
             if isinstance(argument, torch.Tensor):
@@ -114,8 +131,10 @@ class Shadow:
             with torch.no_grad(), watch:
                 self.module(*args)
             watch.trace.completed = True
-        except Exception as error:
-            watch.trace.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        except Exception as error:  # noqa: BLE001 - a foreign forward may raise anything
+            watch.trace.error = (
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
         return watch.trace
 
 
@@ -144,9 +163,13 @@ def token_shape(avoid: Iterable[int]) -> tuple[int, int]:
 
 
 def argument_lists(
-    module: nn.Module, hidden_sizes: Sequence[int], tokens: tuple[int, int], experts: int, dtype: torch.dtype
+    module: nn.Module,
+    hidden_sizes: Sequence[int],
+    tokens: tuple[int, int],
+    experts: int,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[Any, ...]]:
-    """Plausible calls of a block: hidden states first; what else it requires is token ids, routing or hidden states."""
+    """Plausible calls of a block: hidden states first, then token ids, routing or hidden states."""
     batch, length = tokens
     count = batch * length
     top_k = min(2, experts)
@@ -161,6 +184,10 @@ def argument_lists(
         if needed <= 1:
             yield (nested,)
             yield (flat,)
+            if hidden == hidden_sizes[-1] and any(
+                isinstance(m, LOOKUP_TABLES) for m in module.modules()
+            ):
+                yield (ids,)
             continue
         if needed == 3:
             yield flat, index, weights
@@ -188,26 +215,36 @@ def _required(module: nn.Module) -> int:
 
 
 def best_trace(
-    block: Node, stacks: Sequence[Leaf], everything: Sequence[Leaf], hidden_sizes: Sequence[int], experts: int
+    block: Node,
+    stacks: Sequence[Leaf],
+    everything: Sequence[Leaf],
+    hidden_sizes: Sequence[int],
+    experts: int,
 ) -> Trace:
-    """Run a copy of `block` on plausible inputs until one run completes; else the run that saw most."""
+    """The first complete run of a copy of `block` on plausible inputs, else what saw most."""
     best = Trace(error="the block's forward was not called")
     try:
         shadow = Shadow(block, stacks, everything)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - and so may a foreign __deepcopy__
         best.error = f"the block cannot be copied ({type(error).__name__})"
         return best
+    with torch.random.fork_rng(devices=[]):
+        return _first_complete(shadow, best, stacks, hidden_sizes, experts)
+
+
+def _first_complete(
+    shadow: Shadow, best: Trace, stacks: Sequence[Leaf], hidden_sizes: Sequence[int], experts: int
+) -> Trace:
     avoid = {experts, *(size for leaf in stacks for size in leaf.shape)}
     calls = argument_lists(shadow.module, hidden_sizes, token_shape(avoid), experts, shadow.dtype)
     for arguments in itertools.islice(calls, _MAX_ATTEMPTS):
         trace = shadow.run(*arguments)
         if trace.completed and trace.contractions:
             return trace
-        if len(trace.contractions) > len(best.contractions) or (trace.completed and not best.completed):
+        if len(trace.contractions) > len(best.contractions) or (
+            trace.completed and not best.completed
+        ):
             best = trace
         elif not best.contractions and not best.completed:
             best.error = trace.error
     return best
-
-
-__all__ = ["Shadow", "best_trace", "build_tree", "token_shape"]

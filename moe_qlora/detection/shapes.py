@@ -1,7 +1,7 @@
-"""Do matrices chain as one expert's projections do (H -> I -> H, gated or not), and which way round are they.
+"""Do matrices chain as one expert's projections do (H -> I -> H), and which way round are they.
 
-Pure arithmetic on sizes. An expert's matrices, whatever their orientation, are `{H, I}` (non-gated input, gate, up or
-output projection) or `{H, 2 I}` (gate and up in one); H is common to all.
+Pure arithmetic on sizes. An expert's matrices, whatever their orientation, are `{H, I}` (non-gated
+input, gate, up or output projection) or `{H, 2 I}` (gate and up in one); H is common to all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What shapes alone say of one matrix: its role, and whether it is stored (in, out); None where they cannot."""
+    """What shapes alone say of one matrix: its role, and is it stored (in, out); None: unknown."""
 
     role: str | None
     transposed: bool | None
@@ -38,7 +38,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A bank of matrices that chain: hidden size, intermediate size, and what is known of each matrix."""
+    """Matrices that chain: hidden size, intermediate size, and what is known of each matrix."""
 
     hidden: int
     intermediate: int
@@ -65,7 +65,12 @@ def _agree(flags: Iterable[bool | None]) -> bool | None:
 def _fused(matrices: Sequence[Matrix], hidden: int, inner: int) -> Chain | None:
     wide = [m for m in matrices if m.has(hidden, 2 * inner)]
     narrow = [m for m in matrices if m not in wide and m.has(hidden, inner)]
-    if not wide or not narrow or len(wide) + len(narrow) != len(matrices) or len(wide) != len(narrow):
+    if (
+        not wide
+        or not narrow
+        or len(wide) + len(narrow) != len(matrices)
+        or len(wide) != len(narrow)
+    ):
         return None
     flags = {m.key: _oriented(m, hidden, 2 * inner) for m in wide}
     flags |= {m.key: _oriented(m, inner, hidden) for m in narrow}
@@ -75,8 +80,10 @@ def _fused(matrices: Sequence[Matrix], hidden: int, inner: int) -> Chain | None:
     return Chain(hidden, inner, True, fits)
 
 
-def _separate(matrices: Sequence[Matrix], hidden: int, inner: int, known_hidden: bool) -> Chain | None:
-    """Every matrix is {H, I}. Three of them: the two stored alike are gate and up, where H is known from outside."""
+def _separate(
+    matrices: Sequence[Matrix], hidden: int, inner: int, known_hidden: bool
+) -> Chain | None:
+    """Every matrix is {H, I}; of three, the two stored alike are gate and up if H is known."""
     fits = {m.key: Fit(None, None) for m in matrices}
     stored: dict[tuple[int, int], list[Matrix]] = {}
     for matrix in matrices:
@@ -90,15 +97,17 @@ def _separate(matrices: Sequence[Matrix], hidden: int, inner: int, known_hidden:
 
 
 def chain(matrices: Sequence[Matrix], hidden_hints: Iterable[int] = ()) -> Chain | None:
-    """Whether at least two matrices chain as an expert's projections, and what their shapes say of each.
+    """Whether two or more matrices chain, and what their shapes say of each.
 
-    `hidden_hints` are sizes that are the hidden size for sure (the router's input); they settle which of two sizes is
-    which. Returns None where the matrices do not chain.
+    `hidden_hints` are sizes that are the hidden size for sure (the router's input); they settle
+    which of two sizes is which. Returns None where the matrices do not chain.
     """
     if len(matrices) < 2 or any(min(m.rows, m.cols) < 2 for m in matrices):
         return None
     hints = set(hidden_hints)
-    sizes = sorted(set.intersection(*(set(m.sizes) for m in matrices)), key=lambda s: (s not in hints, -s))
+    sizes = sorted(
+        set.intersection(*(set(m.sizes) for m in matrices)), key=lambda s: (s not in hints, -s)
+    )
     for hidden in sizes:
         others = {_other(m, hidden) for m in matrices}
         inner = min(others)
@@ -117,14 +126,13 @@ def _other(matrix: Matrix, size: int) -> int:
     return matrix.cols if matrix.rows == size else matrix.rows
 
 
-def low_rank_pair(first: Matrix, second: Matrix, base: tuple[int, int]) -> bool:
+def low_rank_pair(first: Matrix, second: Matrix, base: tuple[int, int], least: int) -> bool:
     """Whether two matrices are the factors of a low-rank update of a `base` (out, in) matrix.
 
-    Rank at most an eighth of either side: real experts are wider (the narrowest published, 1/5 of the hidden size).
+    Their rank must be at most 1/`least` of either side of `base`.
     """
     for a, b in ((first, second), (second, first)):
         for rank in a.sizes & b.sizes:
-            if {_other(a, rank), _other(b, rank)} == set(base) and rank * 8 <= min(base):
+            if {_other(a, rank), _other(b, rank)} == set(base) and rank * least <= min(base):
                 return True
     return False
-

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# Torch's own building blocks whose tensors have one fixed meaning. A convolution kernel is one by its module's
-# behaviour, whatever it is called.
+# Torch's own building blocks whose tensors have one fixed meaning. A convolution kernel is one by
+# its module's behaviour, whatever it is called.
 CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 TORCH_LAYERS = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear)
 LOOKUP_TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -19,10 +19,11 @@ LOOKUP_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 @dataclass(eq=False, slots=True)
 class Leaf:
-    """One parameter or buffer as the model's code sees it: a packed one has its decoded shape and dtype.
+    """One parameter or buffer as the model's code sees it: packed ones with their decoded shape.
 
-    `kind` is "linear" (weight of an nn.Linear or of a subclass), "conv", "table" (embedding), "layer" (another layer of
-    torch's own), "bare" (a parameter that a module of the model's own owns) or "buffer".
+    `kind` is "linear" (weight of an nn.Linear or of a subclass), "conv", "table" (embedding),
+    "layer" (another layer of torch's own), "bare" (a parameter that a module of the model's own
+    owns) or "buffer".
     """
 
     name: str
@@ -84,6 +85,7 @@ def common_ancestor(first: Node, second: Node) -> Node:
 
 
 def join(prefix: str, name: str) -> str:
+    """Dotted name of `name` on the module `prefix`."""
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -97,7 +99,7 @@ def _is_parametrization_list(module: nn.Module) -> bool:
 
 
 def decoded_view(parametrization: nn.Module) -> tuple[tuple[int, ...], torch.dtype, str] | None:
-    """Shape, dtype and packed type of what a quantizing parametrization decodes to; None for any other."""
+    """Shape, dtype and packed type that a quantizing parametrization decodes; None for others."""
     state: Any = getattr(parametrization, "quant_state", None)
     shape, dtype = getattr(state, "shape", None), getattr(state, "dtype", None)
     if shape is None or dtype is None:
@@ -173,10 +175,10 @@ def _own_leaves(node: Node, seen: dict[int, Leaf]) -> None:
 
 
 def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
-    """The model as a tree, and its distinct tensors in the order in which `named_parameters` meets them.
+    """The model as a tree, and its distinct tensors in the order of `named_parameters`.
 
-    A tensor that several modules share is one Leaf, under its first name, with the others as `aliases`. Modules that
-    exist only to parametrize others are left out.
+    A tensor that several modules share is one Leaf, under its first name, with the others as
+    `aliases`. Modules that exist only to parametrize others are left out.
     """
     seen: dict[int, Leaf] = {}
     visited: set[int] = set()

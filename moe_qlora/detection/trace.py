@@ -1,15 +1,15 @@
-"""Watch one block's forward: which stacks are contracted, along which side, and among how many something is chosen.
+"""Watch one block's forward: which stacks are contracted along which side, what is chosen.
 
-The block runs as a shadow (shadow.py): activations and small tensors are real numbers on the CPU, so that routing,
-`nonzero` and `.item()` have answers; big weights are meta tensors. This mode sits between the two. A view of a weight
-stays a meta view, whose strides still tell rows from columns; an operation that mixes a weight with an activation is
-run on meta for its shape and answered with random numbers.
+The block runs as a shadow (shadow.py): activations and small tensors are real numbers on the CPU,
+so that routing, `nonzero` and `.item()` have answers; big weights are meta tensors. This mode sits
+between the two. A view of a weight stays a meta view, whose strides tell rows from columns; an
+operation that mixes a weight with an activation is run on meta for its shape and answered with
+random numbers.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 
-# Position of the weight operand's contracted dimension in matrix products, for each operand slot. None: no matrix.
+# Position of the weight operand's contracted dimension in matrix products, for each operand slot.
+# None: no matrix.
 _PRODUCTS: dict[str, tuple[int, int]] = {
     # name: (index of the left operand, index of the right operand) among the positional arguments
     "mm": (0, 1),
@@ -33,13 +34,27 @@ _PRODUCTS: dict[str, tuple[int, int]] = {
     "grouped_mm_fallback": (0, 1),
     "matmul": (0, 1),
 }
-_CHOICES = {"topk", "argmax", "sort", "argsort", "softmax", "_softmax", "max", "kthvalue", "msort", "amax"}
+_CHOICES = {
+    "topk",
+    "argmax",
+    "sort",
+    "argsort",
+    "softmax",
+    "_softmax",
+    "max",
+    "kthvalue",
+    "msort",
+    "amax",
+}
+_PICKS = {"index", "index_select", "gather", "take"}
+# fmt: off
 _NONLINEAR = {
-    "silu", "gelu", "relu", "sigmoid", "tanh", "hardswish", "hardsigmoid", "softplus", "mish", "elu", "leaky_relu",
-    "celu", "selu", "pow", "exp", "erf", "square", "log_sigmoid", "log_sigmoid_forward", "hardtanh", "abs", "sin",
-    "silu_", "relu_", "sigmoid_", "tanh_", "_softmax", "softmax", "threshold", "rrelu", "glu",
-}  # fmt: skip
-_ELEMENTWISE_COPIES = {"_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh"}
+    "silu", "gelu", "relu", "sigmoid", "tanh", "hardswish", "hardsigmoid", "softplus", "mish",
+    "elu", "leaky_relu", "celu", "selu", "pow", "exp", "erf", "square", "log_sigmoid",
+    "log_sigmoid_forward", "hardtanh", "abs", "sin", "silu_", "relu_", "sigmoid_", "tanh_",
+    "_softmax", "softmax", "threshold", "rrelu", "glu",
+}
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +63,14 @@ class Contraction:
 
     Attributes:
         stack: Key of the stack.
-        axis: Dimension of the whole stack that was summed over; None where its strides no longer tell.
+        axis: Dimension of the whole stack that was summed over; None where its strides no longer
+            tell.
         size: How many elements were summed over.
         others: Size of the slice's other matrix dimension (what came out).
-        upstream: Keys of stacks that the activation comes from, each with whether something nonlinear lay between.
-        chosen: Sizes of the dimensions along which something was chosen on the way to the activation.
+        upstream: Keys of stacks that the activation comes from, each with whether something
+            nonlinear lay between.
+        chosen: Sizes of the dimensions along which something was chosen on the way to the
+            activation.
     """
 
     stack: int
@@ -65,7 +83,7 @@ class Contraction:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One operation that ranks or normalizes an input-dependent tensor along a dimension of `size`."""
+    """One operation that ranks or normalizes input-dependent numbers along `size` of them."""
 
     size: int
     upstream: frozenset[tuple[int, bool]]
@@ -83,17 +101,37 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """What is known of a tensor: does it depend on the block's input, and which stacks did it pass through."""
+    """What is known of a tensor: does it depend on the input, and which stacks did it pass."""
 
     from_input: bool = False
     passed: frozenset[tuple[int, bool]] = frozenset()
     chosen: frozenset[int] = frozenset()
 
     def join(self, other: _Mark) -> _Mark:
-        return _Mark(self.from_input or other.from_input, self.passed | other.passed, self.chosen | other.chosen)
+        return _Mark(
+            self.from_input or other.from_input,
+            self.passed | other.passed,
+            self.chosen | other.chosen,
+        )
 
     def bent(self) -> _Mark:
         return replace(self, passed=frozenset((key, True) for key, _ in self.passed))
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The stack that a weight comes from, and which of its dimensions each stride steps along."""
+
+    stack: int
+    axes: dict[int, int]
+
+    def axis(self, tensor: torch.Tensor, dim: int) -> int | None:
+        return self.axes.get(tensor.stride()[dim]) if tensor.shape[dim] > 1 else None
+
+
+def _strides_of(tensor: torch.Tensor, axes: list[int | None]) -> dict[int, int]:
+    dims = zip(tensor.shape, tensor.stride(), axes, strict=True)
+    return {stride: axis for n, stride, axis in dims if n > 1 and stride > 0 and axis is not None}
 
 
 class _Memory:
@@ -127,12 +165,10 @@ class BlockTrace(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self._generator = generator
-        self._strides = {key: tensor.stride() for key, tensor in stacks.items()}
-        self._shapes = {key: tuple(tensor.shape) for key, tensor in stacks.items()}
         self._of_stack = _Memory()
         self._marks = _Memory()
         for key, tensor in stacks.items():
-            self._of_stack.set(tensor, key)
+            self._of_stack.set(tensor, _Origin(key, _strides_of(tensor, list(range(tensor.dim())))))
 
     def mark_input(self, tensor: torch.Tensor) -> None:
         self._marks.set(tensor, _Mark(from_input=True))
@@ -141,13 +177,8 @@ class BlockTrace(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
         given = _tensors((args, kwargs))
-        if not all(t.is_meta for t in given) or not given:
-            # Code that asks for "the weight's device" means the device of the run.
-            device = kwargs.get("device")
-            if device is not None and torch.device(device).type == "meta":
-                kwargs["device"] = torch.device("cpu")
-            elif not given and "device" in str(func._schema) and device is None:
-                kwargs["device"] = torch.device("cpu")
+        if not given or not all(t.is_meta for t in given):
+            self._keep_on_cpu(func, kwargs, bool(given))
         weights = [t for t in given if t.is_meta]
         if not weights:
             out = func(*args, **kwargs)
@@ -157,23 +188,38 @@ class BlockTrace(TorchDispatchMode):
             return self._weights_only(name, func, args, kwargs, weights)
         return self._mixed(name, func, args, kwargs, given, weights)
 
+    @staticmethod
+    def _keep_on_cpu(func: Any, kwargs: dict[str, Any], has_tensors: bool) -> None:
+        """Code that asks for "the weight's device" means the device of the run."""
+        device = kwargs.get("device")
+        to_meta = device is not None and torch.device(device).type == "meta"
+        if to_meta or (device is None and not has_tensors and "device" in str(func._schema)):
+            kwargs["device"] = torch.device("cpu")
+
     # Weights alone: views, casts, slices. They stay meta.
 
-    def _weights_only(self, name: str, func: Any, args: Any, kwargs: Any, weights: list[torch.Tensor]) -> Any:
-        stack = next((key for w in weights if (key := self._of_stack.get(w)) is not None), None)
+    def _weights_only(
+        self, name: str, func: Any, args: Any, kwargs: Any, weights: list[torch.Tensor]
+    ) -> Any:
         if name == "_local_scalar_dense":
             return 1
-        first = weights[0]
-        if stack is not None and len(weights) == 1 and name in _ELEMENTWISE_COPIES:
-            # A copy that keeps the strides keeps rows apart from columns.
-            dtype = kwargs.get("dtype") or first.dtype
-            out = torch.empty_strided(first.shape, first.stride(), dtype=dtype, device="meta")
-        else:
-            out = func(*args, **kwargs)
-        if stack is not None:
-            for tensor in _tensors(out):
-                self._of_stack.set(tensor, stack)
+        out = func(*args, **kwargs)
+        for weight in weights:
+            origin = self._of_stack.get(weight)
+            if origin is not None:
+                for tensor in _tensors(out):
+                    self._of_stack.set(tensor, self._inherit(origin, weight, tensor))
+                break
         return out
+
+    @staticmethod
+    def _inherit(origin: _Origin, source: torch.Tensor, result: torch.Tensor) -> _Origin:
+        if result.untyped_storage()._cdata == source.untyped_storage()._cdata:
+            return origin
+        if result.shape == source.shape:
+            axes = [origin.axis(source, dim) for dim in range(source.dim())]
+            return _Origin(origin.stack, _strides_of(result, axes))
+        return _Origin(origin.stack, {})
 
     # Activations alone: real numbers, followed from the input.
 
@@ -198,7 +244,11 @@ class BlockTrace(TorchDispatchMode):
     def _record_choice(self, args: Any, mark: _Mark) -> frozenset[int]:
         source: torch.Tensor = args[0]
         sizes = list(source.shape)
-        dims = [a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool) and -len(sizes) <= a < len(sizes)]
+        dims = [
+            a
+            for a in args[1:]
+            if isinstance(a, int) and not isinstance(a, bool) and -len(sizes) <= a < len(sizes)
+        ]
         along = {sizes[d] for d in dims} or set(sizes[-1:])
         self.trace.choices.extend(Choice(size, mark.passed) for size in along)
         return frozenset(along)
@@ -206,11 +256,16 @@ class BlockTrace(TorchDispatchMode):
     # A weight meets an activation.
 
     def _mixed(
-        self, name: str, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], weights: list[torch.Tensor]
+        self,
+        name: str,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        given: list[torch.Tensor],
+        weights: list[torch.Tensor],
     ) -> Any:
-        if name in ("index", "index_select", "gather", "take") and isinstance(args[0], torch.Tensor):
-            if args[0].is_meta:
-                return self._pick(name, args)
+        if name in _PICKS and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return self._pick(name, args)
         if func._schema.is_mutable:
             return self._mutate(args, given)
         out = func(*self._to_meta(args), **self._to_meta(kwargs))
@@ -238,31 +293,31 @@ class BlockTrace(TorchDispatchMode):
         return target
 
     def _pick(self, name: str, args: Any) -> torch.Tensor:
-        """Slices of a weight chosen by a real index: still a view of the weight, repeated."""
+        """Slices of a weight chosen by a real index: still a weight."""
         source: torch.Tensor = args[0]
-        stack = self._of_stack.get(source)
+        origin = self._of_stack.get(source)
+        rest = 0
         if name == "index_select" and args[1] == 0:
             lead, rest = tuple(args[2].shape), 1
         elif name == "index":
             positions = [i for i in args[1] if i is not None]
             if len(positions) == 1 and args[1][0] is not None:
                 index = positions[0]
-                if index.dtype in (torch.bool, torch.uint8):
-                    lead, rest = (int(index.sum()),), index.dim()
-                else:
-                    lead, rest = tuple(index.shape), 1
-            else:
-                out = torch.ops.aten.index(source, [None if i is None else i.to("meta") for i in args[1]])
-                if stack is not None:
-                    self._of_stack.set(out, stack)
-                return out
+                mask = index.dtype in (torch.bool, torch.uint8)
+                lead, rest = ((int(index.sum()),), index.dim()) if mask else (tuple(index.shape), 1)
+        if rest:
+            out = torch.empty(lead + tuple(source.shape[rest:]), dtype=source.dtype, device="meta")
+        elif name == "index":
+            out = aten.index(source, [None if i is None else i.to("meta") for i in args[1]])
         else:
-            return torch.empty_like(source)
-        shape = lead + tuple(source.shape[rest:])
-        strides = (0,) * len(lead) + source.stride()[rest:]
-        out = torch.empty_strided(shape, strides, dtype=source.dtype, device="meta")
-        if stack is not None:
-            self._of_stack.set(out, stack)
+            out = torch.empty_like(args[-1], dtype=source.dtype, device="meta")
+        if origin is not None:
+            axes = (
+                [None] * len(lead) + [origin.axis(source, d) for d in range(rest, source.dim())]
+                if rest
+                else []
+            )
+            self._of_stack.set(out, _Origin(origin.stack, _strides_of(out, axes) if rest else {}))
         return out
 
     def _record_product(self, name: str, args: Any, mark: _Mark) -> int | None:
@@ -271,21 +326,22 @@ class BlockTrace(TorchDispatchMode):
             return None
         for slot, side in zip(slots, (-1, -2), strict=True):
             weight = args[slot]
-            stack = self._of_stack.get(weight) if isinstance(weight, torch.Tensor) and weight.is_meta else None
-            if stack is None:
+            origin = (
+                self._of_stack.get(weight)
+                if isinstance(weight, torch.Tensor) and weight.is_meta
+                else None
+            )
+            if origin is None:
                 continue
-            side = side if weight.dim() > 1 else -1
-            size = weight.shape[side]
-            other = weight.shape[-1 if side == -2 else -2] if weight.dim() > 1 else 1
-            axis = self._axis(stack, weight.stride()[side], size)
-            self.trace.contractions.append(Contraction(stack, axis, size, other, mark.passed, mark.chosen))
-            return int(stack)
+            flat = weight.dim() < 2
+            dim = -1 if flat else side
+            other = 1 if flat else weight.shape[-1 if side == -2 else -2]
+            axis, size = origin.axis(weight, dim), weight.shape[dim]
+            self.trace.contractions.append(
+                Contraction(origin.stack, axis, size, other, mark.passed, mark.chosen)
+            )
+            return int(origin.stack)
         return None
-
-    def _axis(self, stack: int, stride: int, size: int) -> int | None:
-        shape, strides = self._shapes[stack], self._strides[stack]
-        matches = [i for i, (n, s) in enumerate(zip(shape, strides, strict=True)) if s == stride and n > 1]
-        return matches[-1] if matches and size > 1 else None
 
     def _to_meta(self, tree: Any) -> Any:
         def move(item: Any) -> Any:
@@ -302,7 +358,3 @@ class BlockTrace(TorchDispatchMode):
         if like.dtype.is_floating_point:
             return torch.randn(like.shape, generator=self._generator).to(like.dtype)
         return torch.zeros(like.shape, dtype=like.dtype)
-
-
-def contractions_of(trace: Trace, stack: int) -> Iterator[Contraction]:
-    return (c for c in trace.contractions if c.stack == stack)

@@ -85,7 +85,9 @@ class _Owner:
     params: list[ExpertParam] = field(default_factory=list)
 
 
-def _modules(accepted: Sequence[Verdict], experts: Sequence[ExpertParam]) -> tuple[ExpertsModule, ...]:
+def _modules(
+    accepted: Sequence[Verdict], experts: Sequence[ExpertParam]
+) -> tuple[ExpertsModule, ...]:
     owners: dict[str, _Owner] = defaultdict(_Owner)
     for verdict, param in zip(accepted, experts, strict=True):
         owners[param.module_name].verdicts.append(verdict)
@@ -121,8 +123,8 @@ def _modules(accepted: Sequence[Verdict], experts: Sequence[ExpertParam]) -> tup
 def dispatches(module: nn.Module) -> bool:
     """Whether the module's forward goes through transformers' experts interface.
 
-    `use_experts_implementation` leaves its arguments on each instance, and a gate method on the class
-    (transformers/integrations/moe.py); no other class has them all.
+    `use_experts_implementation` leaves its arguments on each instance, and a gate method on the
+    class (transformers/integrations/moe.py); no other class has them all.
     """
     names = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "config")
     return all(hasattr(module, name) for name in names)

@@ -1,0 +1,845 @@
+"""Detection on hand-made modules: remote-code style experts, and tensors that look like experts
+and are none.
+
+Each case is a module and the exact set of parameters that a QLoRA user wants packed. Names are
+chosen to mislead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moe_qlora
+
+H, I, E = 48, 20, 6  # noqa: E741 - the intermediate size
+
+
+def P(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape) * 0.05)
+
+
+def route(logits: torch.Tensor, k: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, index = torch.topk(logits.softmax(-1), k, dim=-1)
+    return weights, index
+
+
+def loop(
+    x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, one: Callable
+) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e in index.unique().tolist():
+        token, slot = torch.where(index == e)
+        out = out.index_add(0, token, one(x[token], e) * weights[token, slot, None])
+    return out
+
+
+# --- experts, in many styles
+
+
+class FusedGated(nn.Module):
+    """Everything in one module, a bare router, biases of every size beside it."""
+
+    def __init__(self, hidden=H, inner=I, experts=E):
+        super().__init__()
+        self.kernel = P(experts, hidden)
+        self.a = P(experts, 2 * inner, hidden)
+        self.b = P(experts, hidden, inner)
+        self.c = P(experts, 2 * inner)
+        self.d = P(experts, hidden)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, shape[-1])
+        w, i = route(F.linear(x, self.kernel))
+
+        def one(t, e):
+            gate, up = F.linear(t, self.a[e], self.c[e]).chunk(2, -1)
+            return F.linear(F.silu(gate) * up, self.b[e], self.d[e])
+
+        return loop(x, w, i, one).reshape(shape)
+
+
+class SeparateThree(nn.Module):
+    """w1, w3, w2 in misleading order and orientation (E, in, out), Linear router."""
+
+    def __init__(self):
+        super().__init__()
+        self.position_table = P(E, I, H)  # down
+        self.q = P(E, H, I)  # up
+        self.k = P(E, H, I)  # gate
+        self.choose = nn.Linear(H, E, bias=False)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        w, i = route(self.choose(x))
+        return loop(
+            x, w, i, lambda t, e: (F.gelu(t @ self.k[e]) * (t @ self.q[e])) @ self.position_table[e]
+        ).view(shape)
+
+
+class NonGated(nn.Module):
+    """Two projections whose shapes fit both ways round; einsum over all experts."""
+
+    def __init__(self, flip: bool):
+        super().__init__()
+        self.flip = flip
+        self.one = P(E, I, H)
+        self.two = P(E, H, I)
+        self.router = nn.Sequential(nn.Linear(H, 16), nn.Tanh(), nn.Linear(16, E))
+
+    def forward(self, x):
+        p = self.router(x).softmax(-1)
+        up, down = (self.two, self.one) if self.flip else (self.one, self.two)
+        if self.flip:
+            y = torch.einsum("bth,ehi->btei", x, up)
+            y = torch.einsum("btei,eih->bteh", y.relu(), down)
+        else:
+            y = torch.einsum("bth,eih->btei", x, up)
+            y = torch.einsum("btei,ehi->bteh", y.relu(), down)
+        return (y * p[..., None]).sum(-2)
+
+
+class SquareNonGated(nn.Module):
+    """Square matrices: only the forward tells rows from columns."""
+
+    def __init__(self, flip: bool):
+        super().__init__()
+        self.flip = flip
+        self.one = P(E, H, H)
+        self.two = P(E, H, H)
+        self.router = nn.Linear(H, E)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        w, i = route(self.router(x), 1)
+        turn = (lambda m: m) if self.flip else (lambda m: m.t())
+        return loop(
+            x, w, i, lambda t, e: torch.relu(t @ turn(self.one[e])) @ turn(self.two[e])
+        ).view(shape)
+
+
+class SingleStack(nn.Module):
+    """One linear map for each expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank = P(E, 32, H)
+        self.score = nn.Linear(H, E)
+
+    def forward(self, x):
+        probability, index = self.score(x).softmax(-1).max(-1)
+        return torch.einsum("bth,btoh->bto", x, self.bank[index]) * probability[..., None]
+
+
+class Linear3D(nn.Module):
+    def __init__(self, count, inp, out):
+        super().__init__()
+        self.weight = P(count, out, inp)
+
+    def forward(self, x, sizes):
+        parts = x.split(sizes)
+        return torch.cat([F.linear(part, self.weight[i]) for i, part in enumerate(parts)])
+
+
+class OneModuleEach(nn.Module):
+    """Each stack in a module of its own, tokens sorted and split by counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = Linear3D(E, H, 2 * I)
+        self.leave = Linear3D(E, I, H)
+        self.gating = nn.Linear(H, E, bias=False)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        top = self.gating(x).argmax(-1)
+        order = top.argsort()
+        sizes = torch.bincount(top, minlength=E).tolist()
+        gate, up = self.enter(x[order], sizes).chunk(2, -1)
+        out = torch.empty_like(x)
+        out[order] = self.leave(F.silu(gate) * up, sizes)
+        return out.view(shape)
+
+
+class FlatRows(nn.Module):
+    """2-D packed: `(E * I, H)` three times, as in DBRX."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha, self.beta, self.gamma = P(E * I, H), P(E * I, H), P(E * I, H)
+
+    def forward(self, t, e):
+        a, b, c = (w.view(E, I, H)[e] for w in (self.alpha, self.beta, self.gamma))
+        return (F.silu(t @ a.t()) * (t @ b.t())) @ c
+
+
+class FlatBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = FlatRows()
+        self.switch = nn.Linear(H, E, bias=False)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        w, i = route(self.switch(x))
+        return loop(x, w, i, self.inner).view(shape)
+
+
+class FourD(nn.Module):
+    """Gate and up stacked in a dimension of their own: `(E, 2, I, H)`."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = P(E, 2, I, H)
+        self.leave = P(E, H, I)
+        self.router = nn.Linear(H, E)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        w, i = route(self.router(x))
+
+        def one(t, e):
+            return F.linear(
+                F.silu(F.linear(t, self.enter[e, 0])) * F.linear(t, self.enter[e, 1]), self.leave[e]
+            )
+
+        return loop(x, w, i, one).view(shape)
+
+
+class SharedStack(nn.Module):
+    """A routed bank of E and a stack of two experts that always run."""
+
+    def __init__(self):
+        super().__init__()
+        self.routed = FusedGated()
+        self.always = nn.Module()
+        self.always.u = P(2, 2 * I, H)
+        self.always.v = P(2, H, I)
+
+    def forward(self, x):
+        gate, up = torch.einsum("bth,eih->ebti", x, self.always.u).chunk(2, -1)
+        shared = torch.einsum("ebti,ehi->bth", F.silu(gate) * up, self.always.v)
+        return self.routed(x) + shared
+
+
+class OneExpert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(H, 1)
+        self.w = P(1, 2 * I, H)
+        self.v = P(1, H, I)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        w, i = route(self.router(x), 1)
+
+        def one(t, e):
+            gate, up = F.linear(t, self.w[e]).chunk(2, -1)
+            return F.linear(F.silu(gate) * up, self.v[e])
+
+        return loop(x, w, i, one).view(shape)
+
+
+class ZeroExperts(nn.Module):
+    """Two of the choices are no experts: the router gives E + 2 scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(H, E + 2)
+        self.w = P(E, 2 * I, H)
+        self.v = P(E, H, I)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        w, i = route(self.router(x))
+
+        def one(t, e):
+            if e >= E:
+                return t
+            gate, up = F.linear(t, self.w[e]).chunk(2, -1)
+            return F.linear(F.silu(gate) * up, self.v[e])
+
+        return loop(x, w, i, one).view(shape)
+
+
+class RankShare(nn.Module):
+    """This rank holds E of 4 E experts; the code that skips the others cannot run alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(H, 4 * E, bias=False)
+        self.w = P(E, 2 * I, H)
+        self.v = P(E, H, I)
+
+    def forward(self, x, group):
+        raise RuntimeError("needs its process group")
+
+
+class Opaque(nn.Module):
+    """Plain gated experts whose forward cannot be run here at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(H, E, bias=False)
+        self.w13 = P(E, H, 2 * I)
+        self.w2 = P(E, I, H)
+
+    def forward(self, x, kernel):
+        return kernel.launch(x, self.w13, self.w2)
+
+
+class SoftMerge(nn.Module):
+    """Experts merged into one by the router's probabilities."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(H, E)
+        self.u = P(E, I, H)
+        self.d = P(E, H, I)
+
+    def forward(self, x):
+        p = self.router(x.mean(1)).softmax(-1)
+        u = torch.einsum("be,eih->bih", p, self.u)
+        d = torch.einsum("be,ehi->bhi", p, self.d)
+        return torch.einsum("bti,bhi->bth", torch.einsum("bth,bih->bti", x, u).relu(), d)
+
+
+class DuplicateUse(nn.Module):
+    """One bank used by two layers (tied)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = FusedGated()
+        self.second = FusedGated()
+        self.second.a, self.second.b = self.first.a, self.first.b
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class TwoBanks(nn.Module):
+    """Text and vision experts of different width in one block, one router each."""
+
+    def __init__(self):
+        super().__init__()
+        self.text, self.vision = FusedGated(inner=I), FusedGated(inner=12)
+
+    def forward(self, x):
+        return self.text(x) + self.vision(x)
+
+
+class SwitchedBase(nn.Module):
+    """Experts over a latent width that the router does not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(H, E)
+        self.narrow, self.wide = nn.Linear(H, 24), nn.Linear(24, H)
+        self.u = P(E, 2 * I, 24)
+        self.v = P(E, 24, I)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        w, i = route(self.router(x))
+
+        def one(t, e):
+            gate, up = F.linear(t, self.u[e]).chunk(2, -1)
+            return F.linear(F.silu(gate) * up, self.v[e])
+
+        return self.wide(loop(self.narrow(x), w, i, one)).view(shape)
+
+
+class AttentionExperts(nn.Module):
+    """Query and output projections for each expert; the block's entry points are not `forward`."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = Linear3D(E, H, 40)
+        self.out = Linear3D(E, 40, H)
+        self.router = nn.Linear(H, E, bias=False)
+
+    def forward(self, x):
+        raise NotImplementedError
+
+
+class GroupedMM(nn.Module):
+    """Sorted tokens, grouped matrix products, 8-aligned sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = P(E, 48, 32)
+        self.v = P(E, 16, 48)
+        self.gate = nn.Linear(48, E, bias=False)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, 48)
+        p, top = self.gate(x).softmax(-1).max(-1)
+        top, order = top.sort()
+        offs = torch.bincount(top, minlength=E).cumsum(0).to(torch.int32)
+        gate, up = torch._grouped_mm(x[order], self.w, offs=offs).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(gate) * up, self.v, offs=offs)
+        return torch.zeros_like(x).index_add(0, order, y * p[order, None]).view(shape)
+
+
+class LayersInOne(nn.Module):
+    """All layers' experts in one 4-D parameter, and all routers in one 3-D parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.routers = P(3, E, H)
+        self.enter, self.leave = P(3, E, 2 * I, H), P(3, E, H, I)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        for layer in range(3):
+            w, i = route(F.linear(x, self.routers[layer]))
+
+            def one(t, e, layer=layer):
+                gate, up = F.linear(t, self.enter[layer, e]).chunk(2, -1)
+                return F.linear(F.silu(gate) * up, self.leave[layer, e])
+
+            x = x + loop(x, w, i, one)
+        return x.view(shape)
+
+
+class RoutersApart(nn.Module):
+    """Routers of all layers in one list, experts in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.choosers = nn.ModuleList([nn.Linear(H, E) for _ in range(2)])
+        self.pools = nn.ModuleList([nn.Module() for _ in range(2)])
+        for pool in self.pools:
+            pool.x, pool.y = P(E, 2 * I, H), P(E, H, I)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        for choose, pool in zip(self.choosers, self.pools, strict=True):
+            w, i = route(choose(x))
+
+            def one(t, e, pool=pool):
+                gate, up = F.linear(t, pool.x[e]).chunk(2, -1)
+                return F.linear(F.silu(gate) * up, pool.y[e])
+
+            x = x + loop(x, w, i, one)
+        return x.view(shape)
+
+
+# --- traps
+
+
+class Convs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Conv1d(H, E, 3)
+        self.gate = nn.Linear(H, E)
+        self.expert_kernel = P(E, 1, 5)
+
+    def forward(self, x):
+        return self.gate(x).softmax(-1)
+
+
+class PerHead(nn.Module):
+    """Per-head projections that chain (H -> d -> H), with a sigmoid gate over as many heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts_in = P(E, I, H)
+        self.experts_out = P(E, H, I)
+        self.gate = nn.Linear(H, E)
+
+    def forward(self, x):
+        y = torch.einsum("bth,eih->btei", x, self.experts_in).tanh()
+        y = y * torch.sigmoid(self.gate(x))[..., None]
+        return torch.einsum("btei,ehi->bth", y, self.experts_out)
+
+
+class HeadQKVO(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (P(H, 4, 12) for _ in range(4))
+        self.ffn = nn.Linear(3 * H, H)
+
+    def forward(self, x):
+        q, k, v = (torch.einsum("bth,hnd->btnd", x, w) for w in (self.q, self.k, self.v))
+        scores = torch.einsum("bind,bjnd->bnij", q, k).softmax(-1)
+        return self.ffn(torch.einsum("bnij,bjnd,hnd->bih", scores, v, self.o).repeat(1, 1, 3))
+
+
+class RelativePosition(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = P(E, 17, 12)
+        self.heads = nn.Linear(H, E)
+
+    def forward(self, x):
+        return self.heads(x).softmax(-1) @ self.experts[:, 0]
+
+
+class DepthDecoder(nn.Module):
+    """Weights for each position in the depth, chosen by a loop. Biases look like a router."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = P(E, 2 * I, H)
+        self.down_proj = P(E, H, I)
+        self.bias_1, self.bias_2 = P(E, 2 * I), P(E, H)
+        self.embedding = nn.Embedding(E, H)
+
+    def forward(self, x):
+        for position in range(E):
+            gate, up = F.linear(x, self.gate_up_proj[position], self.bias_1[position]).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, self.down_proj[position], self.bias_2[position])
+        return x + self.embedding.weight[0]
+
+
+class DepthDecoderOpaque(DepthDecoder):
+    def forward(self, x, cache):
+        raise RuntimeError("needs a cache")
+
+
+class CodebookHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts_weight = P(E, H, 100)
+        self.router = nn.Linear(H, H)
+
+    def forward(self, x):
+        return torch.stack([self.router(x) @ self.experts_weight[i] for i in range(E)])
+
+
+class LoraBank(nn.Module):
+    """Adapters for E tasks on one Linear, chosen by a task router."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(H, H)
+        self.lora_a = P(E, 4, H)
+        self.lora_b = P(E, H, 4)
+        self.task = nn.Linear(H, E)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        w, i = route(self.task(x))
+        return (
+            self.base(x) + loop(x, w, i, lambda t, e: t @ self.lora_a[e].t() @ self.lora_b[e].t())
+        ).view(shape)
+
+
+class ExpertsWithLora(nn.Module):
+    """Real experts with trained low-rank corrections beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.u = P(E, 2 * I, H)
+        self.d = P(E, H, I)
+        self.u_a, self.u_b = P(E, 2, H), P(E, 2 * I, 2)
+        self.router = nn.Linear(H, E)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        w, i = route(self.router(x))
+
+        def one(t, e):
+            gate, up = (F.linear(t, self.u[e]) + t @ self.u_a[e].t() @ self.u_b[e].t()).chunk(2, -1)
+            return F.linear(F.silu(gate) * up, self.d[e])
+
+        return loop(x, w, i, one).view(shape)
+
+
+class RouterStack(nn.Module):
+    """The routers of all layers in one tensor, used before any expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.routers = P(E, E, H)
+        self.scale = nn.Linear(H, E)
+
+    def forward(self, x):
+        return torch.einsum("bth,leh->btle", x, self.routers).softmax(-1) * self.scale(x)[..., None]
+
+
+class NormScales(nn.Module):
+    """Real experts with per-expert norm scales and biases kept as 3-D tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.core = FusedGated()
+        self.core.expert_norm = P(E, 1, H)
+        self.core.expert_bias = P(E, H, 1)
+
+    def forward(self, x):
+        return self.core(x)
+
+
+class RecurrentGates(nn.Module):
+    """Block-diagonal gates with a bias for each block, as in RG-LRU."""
+
+    def __init__(self):
+        super().__init__()
+        self.input_gate, self.recurrent_gate = P(E, 8, 8), P(E, 8, 8)
+        self.input_bias, self.recurrent_bias = P(E, 8), P(E, 8)
+
+    def forward(self, x):
+        h = x.reshape(*x.shape[:-1], E, 8)
+        a = torch.sigmoid(torch.einsum("...ek,ekl->...el", h, self.input_gate) + self.input_bias)
+        b = torch.sigmoid(
+            torch.einsum("...ek,ekl->...el", h, self.recurrent_gate) + self.recurrent_bias
+        )
+        return (a * b * h).reshape(x.shape)
+
+
+class PositionTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = P(1, 77, H)
+        self.router = nn.Linear(H, 1)
+
+    def forward(self, x):
+        return self.router(x + self.experts[:, : x.shape[1]])
+
+
+class AttentionBesideExperts(nn.Module):
+    """Per-head matrices that chain, with as many heads as the layer's MoE has experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.Module()
+        self.attention.k_up = P(E, H, 16)
+        self.attention.v_up = P(E, 16, H)
+        self.mlp = FusedGated()
+
+    def forward(self, x, mask, positions, cache, other):
+        raise RuntimeError("a whole layer")
+
+
+class VectorQuantizer(nn.Module):
+    """Codebooks searched by argmin: a choice among 50 codes, not among E codebooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.codebooks = P(E, 50, H)
+        self.proj = nn.Linear(H, E)
+
+    def forward(self, x):
+        d = torch.einsum("bth,ech->btec", x, self.codebooks)
+        index = d.argmax(-1)
+        return self.proj(x) + torch.stack([self.codebooks[e][index[..., e]] for e in range(E)]).sum(
+            0
+        ).mean(-1, True)
+
+
+class Wrap(nn.Module):
+    """The block in layers of a model, as it is met in practice."""
+
+    def __init__(self, block: type[nn.Module], *args: object):
+        super().__init__()
+        self.embed = nn.Embedding(31, H)
+        self.layers = nn.ModuleList(
+            [nn.ModuleDict({"norm": nn.LayerNorm(H), "x": block(*args)}) for _ in range(2)]
+        )
+        self.head = nn.Linear(H, 31, bias=False)
+
+
+def found(model: nn.Module) -> set[str]:
+    layout = moe_qlora.detect(model)
+    names = {p.name for p in layout.experts}
+    for r in layout.rejected:
+        assert r.reason and r.name not in names
+    others = {n for n, p in model.named_parameters() if p.dim() >= 3} - names
+    assert others == {r.name for r in layout.rejected}
+    for p in layout.experts:
+        assert p.evidence and p.name == f"{p.module_name}.{p.parameter_name}".lstrip(".")
+    return names
+
+
+# block, arguments, names relative to the block with their `transposed`
+EXPERTS = [
+    (FusedGated, (), {"a": False, "b": False}),
+    (SeparateThree, (), {"position_table": True, "q": True, "k": True}),
+    (NonGated, (False,), {"one": False, "two": False}),
+    (NonGated, (True,), {"one": True, "two": True}),
+    (SquareNonGated, (False,), {"one": False, "two": False}),
+    (SquareNonGated, (True,), {"one": True, "two": True}),
+    (SingleStack, (), {"bank": False}),
+    (OneModuleEach, (), {"enter.weight": False, "leave.weight": False}),
+    (FlatBlock, (), {"inner.alpha": False, "inner.beta": False, "inner.gamma": True}),
+    (FourD, (), {"enter": False, "leave": False}),
+    (SharedStack, (), {"routed.a": False, "routed.b": False, "always.u": False, "always.v": False}),
+    (OneExpert, (), {"w": False, "v": False}),
+    (ZeroExperts, (), {"w": False, "v": False}),
+    (RankShare, (), {"w": False, "v": False}),
+    (Opaque, (), {"w13": True, "w2": True}),
+    (SoftMerge, (), {"u": None, "d": None}),
+    (TwoBanks, (), {"text.a": False, "text.b": False, "vision.a": False, "vision.b": False}),
+    (SwitchedBase, (), {"u": False, "v": False}),
+    (AttentionExperts, (), {"inp.weight": False, "out.weight": False}),
+    (GroupedMM, (), {"w": True, "v": True}),
+    (ExpertsWithLora, (), {"u": False, "d": False}),
+    (NormScales, (), {"core.a": False, "core.b": False}),
+    (LayersInOne, (), {"enter": False, "leave": False}),
+    (
+        RoutersApart,
+        (),
+        {"pools.0.x": False, "pools.0.y": False, "pools.1.x": False, "pools.1.y": False},
+    ),
+    (AttentionBesideExperts, (), {"mlp.a": False, "mlp.b": False}),
+]
+TRAPS = [
+    Convs,
+    PerHead,
+    HeadQKVO,
+    RelativePosition,
+    DepthDecoder,
+    DepthDecoderOpaque,
+    CodebookHeads,
+    LoraBank,
+    RouterStack,
+    RecurrentGates,
+    PositionTable,
+    VectorQuantizer,
+]
+
+
+@pytest.mark.parametrize(
+    ("block", "args", "expected"), EXPERTS, ids=lambda v: getattr(v, "__name__", None)
+)
+def test_experts_are_found(block, args, expected):
+    model = Wrap(block, *args)
+    names = {f"layers.{i}.x.{n}" for i in range(2) for n in expected}
+    assert found(model) == names
+    layout = moe_qlora.detect(model)
+    for p in layout.experts:
+        assert p.transposed is expected[p.name.split(".x.", 1)[1]], (p.name, p.orientation_evidence)
+        if p.transposed is not None:
+            layers = p.shape[0] if block is LayersInOne else 1
+            assert p.in_features * p.out_features * p.num_experts * layers == p.numel
+
+
+@pytest.mark.parametrize("block", TRAPS)
+def test_traps_are_left_alone(block):
+    assert found(Wrap(block)) == set()
+
+
+@pytest.mark.parametrize(
+    "block", [FusedGated, NonGated, OneModuleEach, FlatBlock, PerHead, LoraBank, DepthDecoder]
+)
+def test_meta_gives_the_same_answer(block):
+    args = (True,) if block is NonGated else ()
+    with torch.device("meta"):
+        on_meta = Wrap(block, *args)
+    strip = lambda layout: [(p.name, p.shape, p.role, p.transposed) for p in layout.experts]  # noqa: E731
+    assert strip(moe_qlora.detect(on_meta)) == strip(moe_qlora.detect(Wrap(block, *args)))
+
+
+def test_alone_without_layers():
+    """The block itself, not in a model."""
+    assert found(FusedGated()) == {"a", "b"}
+    assert found(DepthDecoder()) == set()
+
+
+def test_tied_stacks_are_one_entry_with_aliases():
+    layout = moe_qlora.detect(DuplicateUse())
+    assert [p.name for p in layout.experts] == ["first.a", "first.b"]
+    assert [p.aliases for p in layout.experts] == [("second.a",), ("second.b",)]
+
+
+def test_roles_follow_the_forward():
+    roles = {p.parameter_name: p.role for p in moe_qlora.detect(SeparateThree()).experts}
+    assert roles == {"position_table": "down", "q": "up", "k": "gate"}
+    assert {p.parameter_name: p.role for p in moe_qlora.detect(NonGated(True)).experts} == {
+        "one": "down",
+        "two": "up",
+    }
+    assert {p.parameter_name: p.role for p in moe_qlora.detect(NonGated(False)).experts} == {
+        "one": "up",
+        "two": "down",
+    }
+
+
+def test_the_model_is_neither_run_nor_changed():
+    model = Wrap(FusedGated)
+    calls = []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda *a: calls.append(a))
+    before = copy.deepcopy(model.state_dict())
+    moe_qlora.detect(model)
+    assert not calls
+    assert model.training and all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_linear_experts_are_reported_as_bitsandbytes_business():
+    class Expert(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(H, I), nn.Linear(I, H)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pool = nn.ModuleList([Expert() for _ in range(E)])
+            self.sel = nn.Linear(H, E)
+
+    layout = moe_qlora.detect(Wrap(Block))
+    assert not layout.experts
+    assert [(x.name, x.num_experts) for x in layout.linear_experts] == [
+        ("layers.0.x.pool", E),
+        ("layers.1.x.pool", E),
+    ]
+    assert layout.linear_experts[0].linear_names == ("a", "b")
+
+
+def test_plain_linear_routers_are_reported():
+    layout = moe_qlora.detect(Wrap(SeparateThree))
+    assert [(r.name, r.num_choices, r.plain_linear) for r in layout.routers] == [
+        ("layers.0.x.choose", E, True),
+        ("layers.1.x.choose", E, True),
+    ]
+    assert not moe_qlora.detect(Wrap(FusedGated)).routers[0].plain_linear
+
+
+def test_a_layer_list_is_not_an_expert_list():
+    """As many layers as some Linear has outputs."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(
+                [nn.Sequential(nn.Linear(H, I), nn.Linear(I, H)) for _ in range(4)]
+            )
+            self.embed = nn.Embedding(4, H)
+
+    assert not moe_qlora.detect(Model()).linear_experts
+
+
+def test_integer_stacks_are_rejected_with_their_dtype():
+    model = FusedGated()
+    model.a = nn.Parameter(torch.zeros(E, 2 * I, H, dtype=torch.uint8), requires_grad=False)
+    layout = moe_qlora.detect(model)
+    assert "uint8" in next(r.reason for r in layout.rejected if r.name == "a")
+
+
+def test_shadow_allocates_nothing_of_a_stack(monkeypatch):
+    """A block with 64 GiB of experts on meta is judged without touching their memory."""
+    with torch.device("meta"):
+        model = FusedGated(hidden=8192, inner=8192, experts=160)
+    assert found(model) == {"a", "b"}
