@@ -17,18 +17,20 @@ def find_linear_experts(
     found: list[LinearExperts] = []
     routers: list[Leaf] = []
     for node in root.subtree():
-        if len(node.children) < 2 or node.parent is None or not _uniform(node):
+        # A dropout or an activation may stand in the list too.
+        items = [child for child in node.children if any(n.leaves for n in child.subtree())]
+        if len(items) < 2 or node.parent is None or not _uniform(node, items):
             continue
-        linears = _linears(node.children[0])
+        linears = _linears(items[0])
         matrices = [Matrix(i, *leaf.shape) for i, leaf in enumerate(linears)]
         if chain(matrices) is None:
             continue
-        router = _router(node, index, len(node.children))
+        router = _router(node, index, len(items))
         if router is None:
             continue
-        prefix = len(node.children[0].name) + 1
+        prefix = len(items[0].name) + 1
         names = tuple(leaf.node.name[prefix:] for leaf in linears)
-        found.append(LinearExperts(node.name, len(node.children), names))
+        found.append(LinearExperts(node.name, len(items), names))
         routers.append(router)
     return tuple(found), tuple(routers)
 
@@ -41,16 +43,12 @@ def _signature(node: Node) -> tuple[tuple[int, ...], ...]:
     return tuple(leaf.shape for below in node.subtree() for leaf in below.leaves)
 
 
-def _uniform(node: Node) -> bool:
+def _uniform(node: Node, items: list[Node]) -> bool:
     if not is_list(node) and (node.leaves or isinstance(node.module, nn.Sequential)):
         return False
-    first = node.children[0]
-    if not _linears(first):
-        return False
-    signature = _signature(first)
-    return all(
-        type(c.module) is type(first.module) and _signature(c) == signature
-        for c in node.children[1:]
+    kind, signature = type(items[0].module), _signature(items[0])
+    return bool(_linears(items[0])) and all(
+        type(item.module) is kind and _signature(item) == signature for item in items[1:]
     )
 
 

@@ -796,7 +796,7 @@ def test_linear_experts_are_reported_as_bitsandbytes_business():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.pool = nn.ModuleList([Expert() for _ in range(E)])
+            self.pool = nn.ModuleList([*(Expert() for _ in range(E)), nn.Dropout()])
             self.sel = nn.Linear(H, E)
 
     layout = moe_qlora.detect(Wrap(Block))
