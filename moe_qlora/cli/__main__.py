@@ -1,0 +1,5 @@
+"""`python -m moe_qlora.cli`."""
+
+from . import main
+
+main()

@@ -1,0 +1,88 @@
+"""`moe-qlora dump MODEL`: the expert parameters of a model, and what to tell PEFT about them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+NO_EXPERTS = 3
+
+
+class Quant(StrEnum):
+    """The packed types that `--quant` takes."""
+
+    nf4 = "nf4"
+    fp4 = "fp4"
+    int8 = "int8"
+
+
+class Color(StrEnum):
+    """When to colour."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
+def dump(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoint folder, config.json, axolotl-style YAML, model type or hub id."
+        ),
+    ],
+    quant: Annotated[
+        Quant | None, typer.Option(help="Packed type; default: what MODEL says, else nf4.")
+    ] = None,
+    double_quant: Annotated[
+        bool | None,
+        typer.Option(
+            "--double-quant/--no-double-quant",
+            help="Quantize the statistics too; default: what MODEL says, else yes.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="Print the evidence, and what was rejected and why.")
+    ] = False,
+    peft: Annotated[
+        bool, typer.Option("--peft", help="Print Python to paste into a LoraConfig, alone.")
+    ] = False,
+    yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print YAML to paste into a trainer's file, alone.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code that MODEL brings.")
+    ] = False,
+    color: Annotated[Color, typer.Option(help="When to colour.")] = Color.auto,
+) -> None:
+    """Show every expert parameter of MODEL, its bytes now and packed, and the lists for PEFT.
+
+    Nothing is loaded or downloaded but the configuration. Ends with 0 where experts were found, 3
+    where there are none, 2 where MODEL cannot be read.
+    """
+    from ..errors import ConfigError
+    from . import inspect, render
+
+    if as_json + peft + yaml > 1:
+        raise ConfigError("--json, --peft and --yaml exclude each other; give one of them.")
+    found = inspect.inspect_model(
+        model,
+        kind=None if quant is None else quant.value,
+        double_quant=double_quant,
+        trust_remote_code=trust_remote_code,
+    )
+    if as_json:
+        sys.stdout.write(json.dumps(render.as_dict(found), indent=2) + "\n")
+    elif peft and found.layout:
+        sys.stdout.write(render.as_python(found))
+    elif yaml and found.layout:
+        sys.stdout.write(render.as_yaml(found))
+    else:
+        render.show(found, render.console(color.value), why=why)
+    if not found.layout:
+        raise typer.Exit(NO_EXPERTS)
