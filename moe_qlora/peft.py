@@ -202,7 +202,8 @@ def get_peft_model(
         raise ConfigError(
             "mixed=True combines adapter types, which packed experts cannot take; leave it out."
         )
-    wrapped = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
+    with peft_model.without_false_warning(config):
+        wrapped = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
     peft_model.take_over(wrapped)
     return wrapped
 
@@ -237,6 +238,26 @@ def load_adapter(
     return peft_model.load(model, adapter, adapter_name, is_trainable=is_trainable, **peft_kwargs)
 
 
+def connect_adapters(model: PeftModel) -> PeftModel:
+    """Make right what a host has created with stock PEFT over packed experts, in place.
+
+    For hosts that build the `LoraConfig` and the `PeftModel` themselves, given the names from
+    `target_parameters` and `exclude_modules`. Parameters, optimizer state and weights stay; the
+    order of nested wrappers, and with it the names in files, becomes that of the unpacked model.
+
+    Args:
+        model: A `PeftModel` over a model with packed experts; any other is returned as it is.
+
+    Raises:
+        AdapterError: An adapter targets a packed parameter and has no layer for it.
+    """
+    from . import peft_model, peft_targets
+
+    if peft_targets.packed_parameters(model):
+        peft_model.take_over(model)
+    return model
+
+
 @cache
 def _warn_untested() -> None:
     for package, (low, high) in _TESTED.items():
@@ -255,6 +276,7 @@ def _warn_untested() -> None:
 
 __all__ = [
     "adapt_lora_config",
+    "connect_adapters",
     "exclude_modules",
     "get_peft_model",
     "load_adapter",

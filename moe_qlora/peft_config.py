@@ -130,18 +130,17 @@ def adapt(
         return copy.deepcopy(config)
 
     adapted = _caller_view(config)
-    callers = {name: copy.deepcopy(getattr(adapted, name, None)) for name in _EDITED}
     _check_modules_to_save(adapted, packed)
     layout = _layout(model, adapted, router)
-
+    callers = {"exclude_modules": copy.deepcopy(adapted.exclude_modules)}
     _set_excludes(model, adapted, layout, router)
-    note = _set_target_modules(model, adapted, layout) if isinstance(adapted, LoraConfig) else ""
     if router:
         _add_routers(model, adapted, layout)
-        callers["target_modules"], callers["target_parameters"] = (
-            copy.deepcopy(adapted.target_modules),
-            copy.deepcopy(adapted.target_parameters),
-        )
+    for field in ("target_modules", "target_parameters"):
+        callers[field] = copy.deepcopy(getattr(adapted, field, None))
+    note = ""
+    if isinstance(adapted, LoraConfig):
+        note = _set_target_modules(model, adapted, layout)
     chosen = _set_target_parameters(model, adapted, packed, layout, experts, callers)
     if chosen:
         _check_supported(adapted, chosen, packed)
@@ -151,7 +150,14 @@ def adapt(
     return _finish(adapted, callers, note)
 
 
-_EDITED = ("target_modules", "exclude_modules", "target_parameters")
+def spell_exactly(model: nn.Module, config: PeftConfig) -> PeftConfig:
+    """A copy whose `target_modules` PEFT takes as they stand, where no expert is packed."""
+    if not isinstance(config, LoraConfig) or targets.rewritten(model, config) is None:
+        return config
+    exact = _caller_view(config)
+    callers = {"target_modules": copy.deepcopy(exact.target_modules)}
+    note = _set_target_modules(model, exact, detect(model))
+    return _finish(exact, callers, note)
 
 
 def _caller_view(config: PeftConfig) -> PeftConfig:

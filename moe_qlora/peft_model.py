@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import peft
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraModel as StockLoraModel
@@ -16,8 +18,10 @@ from torch import Tensor, nn
 
 from . import lora, peft_targets
 from .errors import AdapterError
-from .peft_config import adapt
+from .peft_config import adapt, spell_exactly
 
+_HUB_KEYS = ("revision", "subfolder", "cache_dir", "token")
+_CREATION_KEYS = ("low_cpu_mem_usage", "autocast_adapter_dtype")
 _EXPERT_KEY = re.compile(r"\.experts\.\d+\.")
 
 
@@ -34,7 +38,8 @@ class LoraModel(StockLoraModel):
     ) -> None:
         config = adapt(model, self.peft_config[adapter_name])
         self.peft_config[adapter_name] = config
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        with without_false_warning(config):
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
         check(model, adapter_name, config)
 
     def merge_adapter(
@@ -196,6 +201,27 @@ def _concatenate(
     wrapper.lora_B[adapter_name].weight.data = lora_b(list(b))
 
 
+@contextmanager
+def without_false_warning(config: PeftConfig) -> Iterator[None]:
+    """Keep PEFT from saying that a rank or alpha pattern has no effect where it has one.
+
+    PEFT 0.21 compares these patterns with the modules that it targets, not with the parameters.
+    """
+    parameters = getattr(config, "target_parameters", None) or ()
+    patterns = [
+        *(getattr(config, "rank_pattern", None) or ()),
+        *(getattr(config, "alpha_pattern", None) or ()),
+    ]
+    used = patterns and all(
+        any(re.match(rf"(.*\.)?({key})$", name) for name in parameters) for key in patterns
+    )
+    with warnings.catch_warnings():
+        if used:
+            message = r"The following (rank|alpha)_pattern keys did not match any targeted module"
+            warnings.filterwarnings("ignore", message=message, category=RuntimeWarning)
+        yield
+
+
 def take_over(model: PeftModel) -> None:
     """Make a PEFT model over packed experts right from here on.
 
@@ -226,33 +252,29 @@ def load(
 ) -> PeftModel:
     """See `moe_qlora.load_adapter`."""
     base = peft_targets.base_model(model)
-    hub = {
-        key: kwargs[key] for key in ("revision", "subfolder", "cache_dir", "token") if key in kwargs
-    }
+    hub = {key: kwargs[key] for key in _HUB_KEYS if key in kwargs}
+    creation = {key: kwargs[key] for key in _CREATION_KEYS if key in kwargs}
     config = PeftConfig.from_pretrained(adapter, **hub)
     config.inference_mode = not is_trainable
     if isinstance(config, LoraConfig) and _from_v4(adapter, **hub):
         config = peft_targets.rewritten(base, config) or config
+    elif not peft_targets.packed_parameters(base):
+        config = spell_exactly(base, config)
     config = adapt(base, config)
-    if isinstance(model, PeftModel):
-        model.add_adapter(
-            adapter_name, config, low_cpu_mem_usage=kwargs.get("low_cpu_mem_usage", False)
-        )
-        if is_trainable:
-            model.set_requires_grad(adapter_name)
-        result = model.load_adapter(adapter, adapter_name, is_trainable=is_trainable, **kwargs)
-        if result.missing_keys or result.unexpected_keys:
-            raise AdapterError(_load_fault(adapter, result.missing_keys, result.unexpected_keys))
-        return model
-    wrapped = PeftModel.from_pretrained(
-        model,
-        adapter,
-        adapter_name=adapter_name,
-        is_trainable=is_trainable,
-        config=config,
-        **kwargs,
-    )
-    take_over(wrapped)
+    kwargs.setdefault("key_mapping", getattr(base, "_checkpoint_conversion_mapping", None))
+    with without_false_warning(config):
+        wrapped: Any = model
+        if isinstance(model, PeftModel):
+            wrapped.add_adapter(adapter_name, config, **creation)
+        else:
+            wrapped = peft.get_peft_model(model, config, adapter_name=adapter_name, **creation)
+            if peft_targets.packed_parameters(base):
+                take_over(wrapped)
+    if is_trainable:
+        wrapped.set_requires_grad(adapter_name)
+    result = wrapped.load_adapter(adapter, adapter_name, is_trainable=is_trainable, **kwargs)
+    if result.missing_keys or result.unexpected_keys:
+        raise AdapterError(_load_fault(adapter, result.missing_keys, result.unexpected_keys))
     return wrapped
 
 
