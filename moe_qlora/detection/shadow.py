@@ -85,6 +85,10 @@ class Shadow:
         self.dtype = next((_run_dtype(leaf.dtype) for leaf in stacks), torch.float32)
         # Loggers, hooks and the like stay shared; a copy of their targets is never called.
         for node in block.subtree():
+            # What decodes packed weights is left behind: the copy's weights are never decoded.
+            bank = node.module._modules.get("parametrizations")
+            if bank is not None:
+                memo[id(bank)] = nn.ModuleDict()
             for hook_name in _HOOKS:
                 hooks = node.module.__dict__.get(hook_name)
                 if hooks:
@@ -102,22 +106,19 @@ class Shadow:
             else:
                 module = self.module
             module.training = False
-            if (
-                "_old_forward" in module.__dict__
-            ):  # accelerate's wrapper moves real tensors between devices
+            # accelerate's wrapper of the forward moves real tensors between devices.
+            if "_old_forward" in module.__dict__:
                 module.__dict__.pop("forward", None)
             config: Any = module.__dict__.get("config")
             if getattr(config, "_experts_implementation", None) is not None:
                 config._experts_implementation = "eager"
-            if nn.utils.parametrize.is_parametrized(module):
+            if "parametrizations" in module._modules:
                 del module._modules["parametrizations"]
                 module.__class__ = type(module).__mro__[1]
                 for leaf in node.leaves:
-                    if leaf.packed is not None:
-                        value = replaced[id(leaf)]
-                        module.register_parameter(
-                            leaf.attribute, nn.Parameter(value, requires_grad=False)
-                        )
+                    if leaf.attribute not in module._parameters and leaf.kind == "bare":
+                        value: Any = replaced[id(leaf)]
+                        module.register_parameter(leaf.attribute, value)
             elif isinstance(module, nn.Linear) and any(leaf.packed for leaf in node.leaves):
                 module.__class__ = nn.Linear
 

@@ -36,6 +36,10 @@ def detect_layout(model: nn.Module) -> ModelLayout:
     for leaf in linear_routers:
         router = _router(leaf, leaf.shape[0])
         routers.setdefault(router.name, router)
+    for node in root.subtree():
+        for leaf in node.leaves:
+            # The tree refers to itself: without this it would hold the weights until a collection.
+            del leaf.tensor
     config: Any = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     return ModelLayout(

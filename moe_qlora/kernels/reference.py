@@ -1,0 +1,276 @@
+"""One projection of a layer's experts over sorted tokens, forward and backward, on any device.
+
+Shape legend: T tokens, k choices a token, R = T k rows (one for each choice, sorted by expert),
+E experts, r rank.
+
+For row i of expert e:  y_i = x_i W_e^T + b_e + sum_j s_j (d_j(x_i) A_je^T) B_je^T,  times scale_i
+where there is one. The weights come from `decode`, one expert at a time and only for experts that
+have rows, so that nothing of the size of a layer is ever there. No gradient for W is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Decode = Callable[[int], Tensor]
+"""Expert number -> its matrix as stored, in the dtype to compute in."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where each sorted row comes from and goes to.
+
+    Attributes:
+        bounds: E + 1 offsets: rows [bounds[e], bounds[e + 1]) belong to expert e. Rows after the
+            last bound belong to no expert (another rank's, or a choice that is no expert).
+        gather: `(R,)` int64, the token that row i reads; None where row i reads input row i.
+        scatter: `(R,)` int64, the output row that row i is added to; None where it is row i.
+        outputs: Number of output rows.
+    """
+
+    bounds: Sequence[int]
+    gather: Tensor | None
+    scatter: Tensor | None
+    outputs: int
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """(expert, first row, one past its last row) of each expert that has rows."""
+        for expert, (low, high) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
+            if high > low:
+                yield expert, low, high
+
+
+@dataclass(frozen=True)
+class Term:
+    """One LoRA adapter's part in a projection.
+
+    Attributes:
+        source: What it reads in the place of x (x after its dropout), of x's shape; None: x.
+        a: `(E r, in)`, expert slowest.
+        b: `(out, r E)`, expert fastest.
+        scaling: Factor.
+        dtype: Dtype to compute it in.
+    """
+
+    source: Tensor | None
+    a: Tensor
+    b: Tensor
+    scaling: float
+    dtype: torch.dtype
+
+    def factors(self, experts: int) -> tuple[Tensor, Tensor]:
+        """`(E, r, in)` and `(out, r, E)` views."""
+        a = self.a.reshape(experts, -1, self.a.shape[-1])
+        return a, self.b.reshape(self.b.shape[0], -1, experts)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The packed stack of one projection, as this module sees it.
+
+    Attributes:
+        decode: Gives one expert's matrix.
+        experts: E.
+        out_features: Rows of the matrix as applied.
+        transposed: Whether it is stored `(in, out)`.
+        dtype: Dtype to compute in.
+    """
+
+    decode: Decode
+    experts: int
+    out_features: int
+    transposed: bool
+    dtype: torch.dtype
+
+
+@dataclass
+class Grads:
+    """What `backward` computes; None where it was not needed."""
+
+    x: Tensor | None
+    scale: Tensor | None
+    bias: Tensor | None
+    sources: list[Tensor | None]
+    a: list[Tensor | None]
+    b: list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients are wanted."""
+
+    x: bool
+    scale: bool
+    bias: bool
+    sources: Sequence[bool]
+    a: Sequence[bool]
+    b: Sequence[bool]
+
+
+def _take(tensor: Tensor, index: Tensor | None, low: int, high: int) -> Tensor:
+    return tensor[low:high] if index is None else tensor.index_select(0, index[low:high])
+
+
+def _put(
+    target: Tensor, value: Tensor, index: Tensor | None, low: int, high: int
+) -> None:
+    # A token has an expert once at most, so no row is added twice in one call, and calls come in
+    # the experts' order: the same sum in the same order every time, without atomics' freedom.
+    if index is None:
+        target[low:high] = value.to(target.dtype)
+    else:
+        target.index_add_(0, index[low:high], value.to(target.dtype))
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def forward(
+    x: Tensor,
+    weight: Weight,
+    rows: Rows,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    terms: Sequence[Term],
+) -> Tensor:
+    """Apply the projection.
+
+    Args:
+        x: `(N, in)`.
+        weight: The packed stack.
+        rows: Sorted rows.
+        scale: `(R,)` factors of the rows; None for 1.
+        bias: `(E, out)` or None.
+        terms: LoRA.
+
+    Returns:
+        `(rows.outputs, out)` in x's dtype; sums over scattered rows are taken in fp32 or finer.
+    """
+    dtype = x.dtype if rows.scatter is None else _sum_dtype(x.dtype)
+    out = torch.zeros(rows.outputs, weight.out_features, dtype=dtype, device=x.device)
+    for expert, low, high in rows.spans():
+        matrix = weight.decode(expert)
+        read = _take(x, rows.gather, low, high)
+        y = read.to(weight.dtype) @ (matrix if weight.transposed else matrix.t())
+        if bias is not None:
+            y = y + bias[expert].to(y.dtype)
+        y = y.to(x.dtype)
+        for term in terms:
+            a, b = (f.to(term.dtype) for f in _slices(term, weight.experts, expert))
+            source = read if term.source is None else _take(term.source, rows.gather, low, high)
+            y = y + ((source.to(term.dtype) @ a.t()) @ b.t()) * term.scaling
+        if scale is not None:
+            y = y * scale[low:high, None]
+        _put(out, y, rows.scatter, low, high)
+    return out.to(x.dtype)
+
+
+def _slices(term: Term, experts: int, expert: int) -> tuple[Tensor, Tensor]:
+    """`(r, in)` and `(out, r)` of one expert."""
+    a, b = term.factors(experts)
+    return a[expert], b[:, :, expert]
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Weight,
+    rows: Rows,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    terms: Sequence[Term],
+    needs: Needs,
+) -> Grads:
+    """Gradients of `forward`, from its inputs alone: decodes again, and saves no product.
+
+    Args:
+        grad: `(rows.outputs, out)`.
+        x, weight, rows, scale, bias, terms: As given to `forward`.
+        needs: Which gradients to compute.
+    """
+    wide = _sum_dtype(x.dtype)
+    grads = Grads(
+        x=torch.zeros(x.shape, dtype=wide, device=x.device) if needs.x else None,
+        scale=torch.zeros_like(scale) if scale is not None and needs.scale else None,
+        bias=torch.zeros_like(bias) if bias is not None and needs.bias else None,
+        sources=[
+            torch.zeros(x.shape, dtype=wide, device=x.device) if need else None
+            for need in needs.sources
+        ],
+        a=[torch.zeros_like(t.a) if n else None for t, n in zip(terms, needs.a, strict=True)],
+        b=[torch.zeros_like(t.b) if n else None for t, n in zip(terms, needs.b, strict=True)],
+    )
+    wants_base = needs.x or (needs.scale and scale is not None)
+    for expert, low, high in rows.spans():
+        g = _take(grad, rows.scatter, low, high)
+        factor = None if scale is None else scale[low:high, None]
+        scaled = g if factor is None else g * factor
+        read = _take(x, rows.gather, low, high)
+        dot = torch.zeros(high - low, dtype=wide, device=x.device) if grads.scale is not None else None
+        if wants_base:
+            matrix = weight.decode(expert)
+            u = g.to(weight.dtype) @ (matrix.t() if weight.transposed else matrix)
+            if dot is not None:
+                dot += (u.to(wide) * read.to(wide)).sum(-1)
+            if grads.x is not None:
+                back = u if factor is None else u * factor
+                _add(grads.x, back, rows.gather, low, high)
+        if grads.bias is not None:
+            grads.bias[expert] = scaled.sum(0, dtype=wide).to(grads.bias.dtype)
+        if dot is not None and bias is not None:
+            dot += (g.to(wide) * bias[expert].to(wide)).sum(-1)
+        for index, term in enumerate(terms):
+            _term_backward(grads, index, term, weight, expert, rows, (low, high), g, factor, read, dot)
+        if grads.scale is not None and dot is not None:
+            grads.scale[low:high] = dot.to(grads.scale.dtype)
+    if grads.x is not None:
+        grads.x = grads.x.to(x.dtype)
+    grads.sources = [None if s is None else s.to(x.dtype) for s in grads.sources]
+    return grads
+
+
+def _add(target: Tensor, value: Tensor, index: Tensor | None, low: int, high: int) -> None:
+    if index is None:
+        target[low:high] += value.to(target.dtype)
+    else:
+        target.index_add_(0, index[low:high], value.to(target.dtype))
+
+
+def _term_backward(
+    grads: Grads,
+    index: int,
+    term: Term,
+    weight: Weight,
+    expert: int,
+    rows: Rows,
+    span: tuple[int, int],
+    g: Tensor,
+    factor: Tensor | None,
+    read: Tensor,
+    dot: Tensor | None,
+) -> None:
+    low, high = span
+    a, b = (f.to(term.dtype) for f in _slices(term, weight.experts, expert))
+    source = read if term.source is None else _take(term.source, rows.gather, low, high)
+    source = source.to(term.dtype)
+    inner = (g.to(term.dtype) @ b) * term.scaling  # (rows, r), before the rows' own factors
+    product = source @ a.t() if dot is not None or grads.b[index] is not None else None
+    if dot is not None and product is not None:
+        dot += (inner.to(dot.dtype) * product.to(dot.dtype)).sum(-1)
+    if factor is not None:
+        inner = inner * factor.to(term.dtype)
+    grad_a, grad_b = grads.a[index], grads.b[index]
+    if grad_a is not None:
+        grad_a.view(weight.experts, -1, grad_a.shape[-1])[expert] = inner.t() @ source
+    if grad_b is not None and product is not None:
+        outer = g if factor is None else g * factor
+        value = (outer.to(term.dtype).t() @ product) * term.scaling
+        grad_b.view(grad_b.shape[0], -1, weight.experts)[:, :, expert] = value
+    target = grads.x if term.source is None else grads.sources[index]
+    if target is not None:
+        _add(target, inner @ a, rows.gather, low, high)
