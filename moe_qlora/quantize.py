@@ -98,13 +98,14 @@ def quantize_experts(
     _refuse(model, [job.param for job in jobs if job.status == QUANTIZED], settings)
     rows = _run(model, jobs, settings, progress)
     packed = {name for name, module, _ in storage.iter_packed(model)}
+    fast: set[str] = set()
     if packed:
-        _activate(model, layout)
+        fast = _activate(model, layout)
         quantize_host.adopt(model, config, settings)
     slow = tuple(
         SlowModule(module.name, module.class_name, sum(map(_decoded_bytes, module.parameters)))
         for module in layout.modules
-        if module.name in packed and not module.dispatches
+        if module.name in packed and module.name not in fast
     )
     routers = tuple(router for router in layout.routers if router.plain_linear or router.packed)
     return QuantizationReport(rows, slow, routers, layout.linear_experts)
@@ -312,8 +313,8 @@ def _reporter(progress: bool | Progress | None) -> Iterator[Progress]:
         yield progress
 
 
-def _activate(model: nn.Module, layout: ModelLayout) -> None:
-    """Switch on the experts forward where the class dispatches and the stacks are our own."""
+def _activate(model: nn.Module, layout: ModelLayout) -> set[str]:
+    """Switch on the experts forward where the class dispatches and a stack is our own."""
     from . import experts
 
     names = []
@@ -322,7 +323,7 @@ def _activate(model: nn.Module, layout: ModelLayout) -> None:
         packed = storage.packed_names(module)
         if entry.dispatches and any(not storage.is_foreign(module, name) for name in packed):
             names.append(entry.name)
-    experts.activate(model, names)
+    return set(names) - set(experts.activate(model, names))
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -32,7 +32,9 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class SlowModule:
-    """An experts module whose class does not dispatch through transformers' experts interface.
+    """An experts module that the package's own experts forward does not serve.
+
+    Its class does not dispatch through transformers' experts interface, or another tool packed it.
 
     Its own forward reads the packed weights through the parametrization, so that the decoded stacks
     of the layer are alive while it runs, and until its backward has run where gradients are needed.
@@ -105,9 +107,9 @@ class QuantizationReport:
             worst = max(module.decoded_bytes for module in self.slow_modules)
             classes = ", ".join(sorted({module.class_name for module in self.slow_modules}))
             lines.append(
-                f"{len(self.slow_modules)} modules ({classes}) do not use transformers' experts "
-                f"interface and decode a whole layer at a time: up to {human_bytes(worst)} a "
-                "layer, kept for backward unless gradients are checkpointed."
+                f"{len(self.slow_modules)} modules ({classes}) do not run through this "
+                f"package's experts forward and decode a whole layer at a time: up to "
+                f"{human_bytes(worst)} a layer, kept for backward unless gradients are checkpointed."
             )
         packed = [router.name for router in self.linear_routers if router.packed]
         plain = [router.name for router in self.linear_routers if not router.packed]

@@ -186,7 +186,7 @@ def test_dtype_sweeps_leave_packed_weights_alone() -> None:
 def test_codes_that_a_sweep_destroyed_are_refused() -> None:
     module, _ = packed_experts(SETTINGS["fp4-bfloat16"])
     module.half()
-    with pytest.raises(QuantizationError, match="cast from torch.bfloat16 to torch.float16"):
+    with pytest.raises(QuantizationError, match=r"cast from torch.bfloat16 to torch.float16"):
         _ = module.down
 
 

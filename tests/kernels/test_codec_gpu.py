@@ -1,0 +1,113 @@
+"""On a CUDA device: packing equals bitsandbytes bit for bit, and packed models move."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from torch import nn
+
+from moe_qlora import codec, storage
+from moe_qlora.codec import CodecSettings, pack, unpack, unpack_range
+from moe_qlora.errors import UnsupportedWeightError
+
+pytestmark = pytest.mark.gpu
+
+INT8 = CodecSettings("int8", storage_dtype=torch.int8)
+SHAPES = [(4, 64, 128), (3, 40, 48), (600, 16, 17), (96, 80)]
+MATRIX = list(
+    itertools.product(
+        ["nf4", "fp4"],
+        [False, True],
+        [torch.uint8, torch.bfloat16, torch.float32],
+        [torch.float32, torch.bfloat16, torch.float16],
+    )
+)
+
+
+def tensors(state: Any) -> list[torch.Tensor]:
+    return codec.state_tensors(state)
+
+
+@pytest.mark.parametrize(("kind", "double", "storage_dtype", "dtype"), MATRIX)
+def test_packs_and_decodes_as_bitsandbytes(
+    kind: str, double: bool, storage_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    settings = CodecSettings(kind, double, storage_dtype)
+    for shape in SHAPES:
+        weight = torch.randn(shape, device="cuda").to(dtype)
+        if codec.why_not(weight, settings):
+            continue
+        codes, state = bnb.quantize_4bit(
+            weight, quant_type=kind, compress_statistics=double, quant_storage=storage_dtype
+        )
+        whole = bnb.dequantize_4bit(codes, state)
+        for limit in (codec.MAX_ELEMENTS, 1000):
+            packed = pack(weight, settings, max_elements=limit)
+            assert torch.equal(packed.codes.view(torch.uint8), codes.view(torch.uint8))
+            for ours, theirs in zip(tensors(packed.state), tensors(state), strict=True):
+                assert torch.equal(ours, theirs)
+            assert torch.equal(unpack(packed, max_elements=limit), whole)
+            middle = slice(shape[0] // 3, shape[0] // 2 + 1)
+            part = unpack_range(packed, middle.start, middle.stop, max_elements=limit)
+            assert torch.equal(part, whole[middle])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_int8_equals_vectorwise_quant(dtype: torch.dtype) -> None:
+    weight = torch.randn(4, 40, 64, device="cuda").to(dtype)
+    codes, scales, _ = bnb.int8_vectorwise_quant(weight.view(-1, 64).half())
+    for limit in (codec.MAX_ELEMENTS, 200):
+        packed = pack(weight, INT8, max_elements=limit)
+        assert torch.equal(packed.codes.view(-1, 64), codes)
+        assert torch.equal(packed.state.scales, scales)
+        expected = bnb.int8_vectorwise_dequant(codes, scales).to(dtype).view_as(weight)
+        assert torch.equal(unpack(packed, max_elements=limit), expected)
+
+
+def test_int8_refuses_what_float16_cannot_hold() -> None:
+    weight = torch.full((2, 4, 64), 1e5, device="cuda")
+    with pytest.raises(UnsupportedWeightError, match="float16"):
+        pack(weight, INT8)
+
+
+@pytest.mark.parametrize("settings", [CodecSettings("nf4", True), CodecSettings("fp4"), INT8])
+def test_modules_move_with_their_statistics(settings: CodecSettings) -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.randn(5, 40, 48).bfloat16())
+    storage.attach(module, "weight", pack(module.weight, settings))
+    here = module.weight
+    for device in ("cuda", "cpu", "cuda"):
+        module.to(device)
+        packed = storage.read_packed(module, "weight")
+        found = {packed.device.type, *(tensor.device.type for tensor in tensors(packed.state))}
+        assert found == {device}
+        # The CPU's and the device's kernels round the same fp32 product.
+        assert torch.equal(module.weight.cpu(), here)
+
+
+def test_decoding_a_range_never_waits_for_the_device() -> None:
+    packed = pack(torch.randn(8, 40, 48, device="cuda"), CodecSettings("nf4", True))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        unpack_range(packed, 2, 3, dtype=torch.bfloat16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_packing_peak_is_the_packed_form_and_a_chunk() -> None:
+    weight = torch.randn(64, 1024, 2048, device="cuda", dtype=torch.bfloat16)
+    pack(weight[:1], CodecSettings("nf4", True))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    packed = pack(weight, CodecSettings("nf4", True))
+    extra = torch.cuda.max_memory_allocated() - before - packed.nbytes
+    # One chunk's codes and absmax, and the fp32 absmax that double quantization starts from.
+    assert extra < 2**24 + weight.numel() // 64 * 4 * 1.1
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert codec.first_nonfinite(weight) is None
+    assert torch.cuda.max_memory_allocated() - before < 2**20

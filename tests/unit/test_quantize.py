@@ -1,0 +1,627 @@
+"""Packing a built model: what it does, refuses and leaves, and what the model says then."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
+from peft import prepare_model_for_kbit_training
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GptOssConfig,
+    JetMoeConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
+from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+from moe_qlora import quantize, quantize_experts, storage
+from moe_qlora.codec import CodecSettings, pack, unpack
+from moe_qlora.errors import (
+    ConfigError,
+    DetectionError,
+    NonFiniteWeightError,
+    QuantizationError,
+    UnsupportedWeightError,
+)
+
+NAMES = [
+    f"model.layers.{layer}.mlp.experts.{stack}"
+    for layer in (0, 1)
+    for stack in ("gate_up_proj", "down_proj")
+]
+IDS = torch.arange(24).view(2, 12)
+
+
+def tiny(dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=64,
+        **kwargs,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def nf4(**kwargs: Any) -> BitsAndBytesConfig:
+    kwargs = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True} | kwargs
+    return BitsAndBytesConfig(load_in_4bit=True, **kwargs)
+
+
+def stacks(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name in NAMES:
+        module, _, parameter = name.rpartition(".")
+        found[name] = getattr(model.get_submodule(module), parameter).detach()
+    return found
+
+
+def packed_by_hand(model: nn.Module, settings: CodecSettings) -> dict[str, torch.Tensor]:
+    return {name: unpack(pack(weight, settings)) for name, weight in stacks(model).items()}
+
+
+def assert_stacks(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    for name, weight in stacks(model).items():
+        assert torch.equal(weight, expected[name]), name
+
+
+CONFIGS = {
+    "nf4": (nf4(), CodecSettings("nf4", True)),
+    "fp4-bfloat16": (
+        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16"),
+        CodecSettings("fp4", False, torch.bfloat16),
+    ),
+    "nf4-float32": (
+        nf4(bnb_4bit_quant_storage="float32"),
+        CodecSettings("nf4", True, torch.float32),
+    ),
+    "int8": (BitsAndBytesConfig(load_in_8bit=True), CodecSettings("int8")),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def case(request: pytest.FixtureRequest) -> tuple[BitsAndBytesConfig, CodecSettings]:
+    return CONFIGS[request.param]
+
+
+def test_packs_every_stack(case: tuple[BitsAndBytesConfig, CodecSettings]) -> None:
+    config, settings = case
+    model = tiny()
+    expected, asked = packed_by_hand(model, settings), config.to_dict()
+    sizes = {name: weight.nbytes for name, weight in stacks(model).items()}
+    report = quantize_experts(model, config)
+    assert config.to_dict() == asked
+    assert_stacks(model, expected)
+    assert [row.name for row in report.rows] == NAMES
+    assert {row.status for row in report.rows} == {"quantized"}
+    assert [row.bytes_before for row in report.rows] == list(sizes.values())
+    for row in report.rows:
+        module, _, name = row.name.rpartition(".")
+        assert row.bytes_after == storage.read_packed(model.get_submodule(module), name).nbytes
+    assert report.bytes_after == sum(row.bytes_after for row in report.rows)
+    assert "4 expert parameters quantized" in str(report)
+    assert model.config.quantization_config is not config
+
+
+def test_own_forward_runs_on_decoded_weights(
+    case: tuple[BitsAndBytesConfig, CodecSettings],
+) -> None:
+    config, settings = case
+    model, plain = tiny(torch.float32), tiny(torch.float32)
+    for name, weight in packed_by_hand(plain, settings).items():
+        plain.get_parameter(name).data = weight
+    quantize_experts(model, config)
+    torch.testing.assert_close(model(IDS).logits, plain(IDS).logits)
+
+
+def test_a_second_call_changes_nothing() -> None:
+    model = tiny()
+    quantize_experts(model, nf4())
+    before = {name: storage.original_of(module, name) for _, module, name in packed(model)}
+    attributes = {key: id(value) for key, value in model.__dict__.items()}
+    report = quantize_experts(model)
+    assert {row.status for row in report.rows} == {"already_quantized"}
+    assert report.bytes_before == report.bytes_after
+    after = {name: storage.original_of(module, name) for _, module, name in packed(model)}
+    assert all(after[name] is before[name] for name in before)
+    assert {key: id(value) for key, value in model.__dict__.items()} == attributes
+    module = model.get_submodule("model.layers.0.mlp.experts")
+    assert len(module._state_dict_hooks) == 1
+
+
+def packed(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    return list(storage.iter_packed(model))
+
+
+def test_each_stack_is_released_as_soon_as_it_is_packed(
+    no_collector: None,
+) -> None:
+    model = tiny()
+    alive = {name: weakref.ref(model.get_parameter(name)) for name in NAMES}
+    seen = []
+
+    def progress(done: int, total: int, name: str) -> None:
+        seen.append((done, total, name))
+        assert [ref() is not None for ref in alive.values()] == [i >= done for i in range(total)]
+
+    quantize_experts(model, nf4(), progress=progress)
+    assert seen == [*((i, 4, name) for i, name in enumerate(NAMES)), (4, 4, "")]
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """References alone decide what lives, as for a large model between two collections."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_progress_bar_runs() -> None:
+    assert quantize_experts(tiny(), nf4(), progress=True).quantized
+
+
+def test_the_model_says_what_a_bitsandbytes_model_says(
+    case: tuple[BitsAndBytesConfig, CodecSettings],
+) -> None:
+    config, settings = case
+    model, stock = tiny(), tiny()
+    count, footprint = model.num_parameters(), model.get_memory_footprint()
+    report = quantize_experts(model, config)
+    assert model.is_loaded_in_8bit == (settings.kind == "int8")
+    assert model.is_loaded_in_4bit == (settings.kind != "int8")
+    assert model.is_quantized
+    assert model.quantization_method == "bitsandbytes"
+    assert model.hf_quantizer.is_trainable
+    assert model.config.quantization_config.to_dict() == config.to_dict()
+    assert model.num_parameters() == count
+    saved = report.bytes_before - report.bytes_after
+    assert model.get_memory_footprint() == footprint - saved
+    buffers = sum(buffer.nbytes for buffer in stock.buffers())
+    assert model.get_memory_footprint(return_buffers=False) == footprint - saved - buffers
+    for cast in (model.half, model.float, lambda: model.to(torch.float16)):
+        with pytest.raises(ValueError, match=r"not supported|cannot cast"):
+            cast()
+
+
+def test_footprint_counts_the_statistics_of_linear_layers_too() -> None:
+    model = tiny()
+    config = nf4()
+    loaded = replace_with_bnb_linear(model, ["lm_head", "gate"], config)
+    for module in loaded.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            weight = torch.randn(module.out_features, module.in_features)
+            module.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+            module.to("cpu")
+    stock = loaded.get_memory_footprint()
+    report = quantize_experts(loaded, config)
+    linears = [m.weight.quant_state for m in loaded.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    stats = sum(
+        t.nbytes
+        for s in linears
+        for t in (s.absmax, s.code, s.offset, s.state2.absmax, s.state2.code)
+    )
+    assert stats
+    saved = report.bytes_before - report.bytes_after
+    assert loaded.get_memory_footprint() == stock - saved + stats
+    logits = loaded(IDS).logits
+    loaded.dequantize()
+    assert not [m for m in loaded.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    torch.testing.assert_close(loaded(IDS).logits, logits, rtol=0.05, atol=0.05)
+
+
+def test_kbit_preparation_is_harmless(case: tuple[BitsAndBytesConfig, CodecSettings]) -> None:
+    config, settings = case
+    model = tiny()
+    expected = packed_by_hand(model, settings)
+    quantize_experts(model, config)
+    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    assert_stacks(model, expected)
+    assert model.lm_head.weight.dtype == torch.float32
+
+
+def test_deepcopy_is_a_model_of_its_own(case: tuple[BitsAndBytesConfig, CodecSettings]) -> None:
+    config, settings = case
+    model = tiny()
+    expected = packed_by_hand(model, settings)
+    quantize_experts(model, config)
+    twin = copy.deepcopy(model)
+    assert twin.dequantize.__self__ is twin
+    assert twin.get_memory_footprint() == model.get_memory_footprint()
+    assert twin.dequantize() is twin
+    assert not packed(twin)
+    assert len(packed(model)) == 4
+    assert_stacks(model, expected)
+    assert_stacks(twin, expected)
+
+
+def test_dequantize_gives_back_a_plain_model(
+    case: tuple[BitsAndBytesConfig, CodecSettings],
+) -> None:
+    config, settings = case
+    model = tiny()
+    names, expected = list(model.state_dict()), packed_by_hand(model, settings)
+    quantize_experts(model, config)
+    logits = model(IDS).logits
+    model.dequantize()
+    assert list(model.state_dict()) == names
+    assert_stacks(model, expected)
+    torch.testing.assert_close(model(IDS).logits, logits)
+    assert not (model.is_quantized or model.is_loaded_in_4bit or model.is_loaded_in_8bit)
+    assert not hasattr(model.config, "quantization_config")
+    assert not {"dequantize", "get_memory_footprint"} & set(model.__dict__)
+    assert quantize_experts(model, config).quantized
+    assert stacks(model.dequantize(torch.float32))[NAMES[0]].dtype == torch.float32
+
+
+def test_state_dict_round_trips(case: tuple[BitsAndBytesConfig, CodecSettings]) -> None:
+    config, settings = case
+    model, other = tiny(), tiny()
+    expected = packed_by_hand(model, settings)
+    quantize_experts(model, config)
+    for name in NAMES:
+        other.get_parameter(name).data.neg_()
+    quantize_experts(other, config)
+    other.load_state_dict(model.state_dict())
+    assert_stacks(other, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    grads = []
+    for checkpointing in (False, True):
+        model = tiny(torch.float32)
+        quantize_experts(model, nf4())
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model(IDS, use_cache=False).logits.square().mean().backward()
+        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad)
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_none_means_the_models_own_config() -> None:
+    model = tiny()
+    with pytest.raises(ConfigError, match="no quantization config"):
+        quantize_experts(model)
+    model.config.quantization_config = nf4().to_dict()
+    expected = packed_by_hand(model, CodecSettings("nf4", True))
+    quantize_experts(model)
+    assert_stacks(model, expected)
+    assert model.hf_quantizer.quantization_config.bnb_4bit_quant_type == "nf4"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "left"),
+    [
+        ("model.layers.0", NAMES[:2]),
+        ("experts", NAMES),
+        ("down_proj", [NAMES[1], NAMES[3]]),
+        (r"model.layers.*.experts.gate_up_proj", [NAMES[0], NAMES[2]]),
+        (NAMES[3], NAMES[3:]),
+        ("lm_head", []),
+        ("model.layers.0.mlp.gate", []),
+    ],
+)
+def test_skip_modules_follow_transformers(pattern: str, left: list[str]) -> None:
+    model = tiny()
+    report = quantize_experts(model, nf4(llm_int8_skip_modules=[pattern]))
+    assert [row.name for row in report.skipped] == left
+    assert all(pattern in row.reason for row in report.skipped)
+    assert len(packed(model)) == 4 - len(left)
+    assert hasattr(model, "is_loaded_in_4bit") == (len(left) < 4)
+
+
+def test_a_pattern_that_matches_nothing_is_named() -> None:
+    with pytest.warns(UserWarning, match="'layers.7.mlp'"):
+        quantize_experts(tiny(), nf4(llm_int8_skip_modules=["layers.7.mlp", "lm_head"]))
+    with pytest.raises(ConfigError, match=r"'\*'"):
+        quantize_experts(tiny(), nf4(llm_int8_skip_modules=["*"]))
+
+
+def test_steps_aside_for_a_config_that_packs_parameters_itself() -> None:
+    config = nf4()
+    config.target_parameters = ["mlp.experts.down_proj"]
+    report = quantize_experts(tiny(), config)
+    assert [row.name for row in report.skipped] == [NAMES[1], NAMES[3]]
+    assert "target_parameters" in str(report)
+
+
+def test_steps_aside_for_what_is_packed_already() -> None:
+    model = tiny()
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    replace_parameter_4bit(experts, "down_proj", quant_type="fp4")
+    original = experts.parametrizations.down_proj.original
+    report = quantize_experts(model, nf4())
+    assert [row.name for row in report.already_quantized] == [NAMES[1]]
+    assert "own helper" in report.already_quantized[0].reason
+    assert experts.parametrizations.down_proj.original is original
+    assert len(report.quantized) == 3
+
+
+def test_tied_experts_are_packed_once_and_stay_tied() -> None:
+    for config in (nf4(), BitsAndBytesConfig(load_in_8bit=True)):
+        model = tiny()
+        first, second = (layer.mlp.experts for layer in model.model.layers)
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(second, name, getattr(first, name))
+        report = quantize_experts(model, config)
+        assert [row.name for row in report.rows] == NAMES[:2]
+        for name in ("gate_up_proj", "down_proj"):
+            assert storage.original_of(first, name) is storage.original_of(second, name)
+        assert quantize_experts(model).bytes_after == report.bytes_after
+        model.dequantize()
+        assert first.down_proj is second.down_proj
+
+
+def spoil(model: nn.Module, how: str) -> None:
+    module, name = model.get_submodule("model.layers.1.mlp.experts"), "down_proj"
+    weight = module._parameters[name]
+    assert weight is not None
+    if how == "meta":
+        module._parameters[name] = nn.Parameter(weight.to("meta"))
+    elif how == "zero3":
+        weight.ds_id = 3  # type: ignore[attr-defined]
+    elif how == "float64":
+        module._parameters[name] = nn.Parameter(weight.double())
+    else:
+        weight.data[2, 1, 5] = float(how)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "said"),
+    [
+        ("meta", UnsupportedWeightError, "meta device"),
+        ("zero3", UnsupportedWeightError, "ZeRO-3"),
+        ("float64", UnsupportedWeightError, "float64"),
+        ("nan", NonFiniteWeightError, r"nan at index \[2, 1, 5\]"),
+        ("inf", NonFiniteWeightError, r"inf at index \[2, 1, 5\]"),
+    ],
+)
+def test_refuses_before_it_touches_anything(how: str, error: type[Exception], said: str) -> None:
+    model = tiny()
+    spoil(model, how)
+    before = dict(model.named_parameters())
+    with pytest.raises(error, match=said) as caught:
+        quantize_experts(model, nf4())
+    assert NAMES[3] in str(caught.value)
+    assert all(before[name] is param for name, param in model.named_parameters())
+    assert not hasattr(model, "is_loaded_in_4bit")
+    # A stack that is not to be packed may be anything.
+    quantize_experts(model, nf4(llm_int8_skip_modules=[NAMES[3]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
+def test_refuses_weights_that_others_packed(dtype: torch.dtype) -> None:
+    model = tiny()
+    for name in NAMES:
+        module, _, parameter = name.rpartition(".")
+        owner = model.get_submodule(module)
+        weight = owner._parameters[parameter]
+        owner._parameters[parameter] = nn.Parameter(weight.data.to(dtype), requires_grad=False)
+    with pytest.raises((UnsupportedWeightError, DetectionError), match=str(dtype)[6:]):
+        quantize_experts(model, nf4())
+
+
+def test_refuses_sharded_experts() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = tiny()
+    experts = model.get_submodule("model.layers.1.mlp.experts")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(
+            experts.down_proj.data, init_device_mesh("cpu", (1,)), [Shard(0)]
+        )
+        experts.down_proj = nn.Parameter(sharded)
+        with pytest.raises(UnsupportedWeightError, match="sharded"):
+            quantize_experts(model, nf4())
+    finally:
+        dist.destroy_process_group()
+    assert not packed(model)
+
+
+def test_storage_that_does_not_fit_is_refused_first() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Parameter(torch.randn(3, 6))
+            self.up = nn.Parameter(torch.randn(3, 7, 6))
+            self.down = nn.Parameter(torch.randn(3, 6, 7))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = (x @ self.router.T).softmax(-1)
+            hidden = torch.einsum("td,eid->tei", x, self.up).relu()
+            return torch.einsum("tei,eoi,te->to", hidden, self.down, scores)
+
+    block = Block()
+    with pytest.raises(UnsupportedWeightError, match=r"63 bytes.*torch.uint8"):
+        quantize_experts(block, nf4(bnb_4bit_quant_storage="float32"))
+    assert not packed(block)
+    assert quantize_experts(block, nf4()).quantized
+
+
+@pytest.mark.parametrize("where", ["pack", "attach"])
+def test_a_failure_half_way_loses_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    whole, expected = stacks(model), packed_by_hand(model, CodecSettings("nf4", True))
+    calls = []
+    target, name = (quantize, "pack") if where == "pack" else (storage, "attach")
+    real = getattr(target, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no memory left")
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, failing)
+        with pytest.raises(QuantizationError, match="no memory left") as caught:
+            quantize_experts(model, nf4())
+    assert "after 2 of 4 stacks" in str(caught.value)
+    assert all(name in str(caught.value) for name in NAMES[:3])
+    assert [f"{path}.{name}" for path, _, name in packed(model)] == NAMES[:2]
+    assert_stacks(model, {n: expected[n] if n in NAMES[:2] else whole[n] for n in NAMES})
+    report = quantize_experts(model, nf4())
+    assert (len(report.quantized), len(report.already_quantized)) == (2, 2)
+    assert_stacks(model, expected)
+
+
+def test_a_model_without_experts() -> None:
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=32,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(DetectionError, match="missing_ok"):
+        quantize_experts(model, nf4())
+    report = quantize_experts(model, nf4(), missing_ok=True)
+    assert not report.rows
+    assert not hasattr(model, "is_loaded_in_4bit")
+    # A broken config is an error all the same.
+    with pytest.raises(ConfigError):
+        quantize_experts(model, {}, missing_ok=True)
+
+
+def test_linear_experts_are_left_to_bitsandbytes() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(16, 4, bias=False)
+            self.experts = nn.ModuleList(
+                nn.Sequential(nn.Linear(16, 24), nn.SiLU(), nn.Linear(24, 16)) for _ in range(4)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = self.gate(x).softmax(-1)
+            parts = [scores[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts)]
+            return torch.stack(parts).sum(0)
+
+    with pytest.raises(DetectionError, match=r"lists of Linear layers \(experts\)"):
+        quantize_experts(Block(), nf4())
+    report = quantize_experts(Block(), nf4(), missing_ok=True)
+    assert [found.name for found in report.linear_experts] == ["experts"]
+    assert "bitsandbytes packs itself" in str(report)
+
+
+def test_refuses_to_mix_methods() -> None:
+    model = tiny()
+    quantize_experts(model, nf4(llm_int8_skip_modules=["down_proj"]))
+    with pytest.raises(ConfigError, match="4bit"):
+        quantize_experts(model, BitsAndBytesConfig(load_in_8bit=True))
+    other = tiny()
+    other.quantization_method = "gptq"
+    with pytest.raises(ConfigError, match="'gptq'"):
+        quantize_experts(other, nf4())
+    with pytest.raises(ConfigError, match="'gptq'"):
+        quantize_experts(tiny(), SimpleNamespace(quant_method="gptq"))
+
+
+def test_reports_classes_that_decode_a_layer_at_a_time() -> None:
+    config = Llama4TextConfig(
+        hidden_size=32,
+        intermediate_size=24,
+        intermediate_size_mlp=24,
+        num_local_experts=3,
+        num_experts_per_tok=1,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=32,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    report = quantize_experts(model, nf4())
+    assert len(report.quantized) == 2
+    (slow,) = report.slow_modules
+    assert slow.decoded_bytes == report.bytes_before
+    assert slow.class_name in str(report)
+    assert model(torch.arange(8)[None]).logits.isfinite().all()
+    assert not quantize_experts(tiny(), nf4()).slow_modules
+
+
+def test_reports_routers_that_bitsandbytes_packs() -> None:
+    config = JetMoeConfig(
+        hidden_size=32,
+        intermediate_size=24,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        num_hidden_layers=1,
+        num_key_value_heads=1,
+        kv_channels=16,
+        vocab_size=32,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    report = quantize_experts(model, nf4())
+    assert report.linear_routers
+    for router in report.linear_routers:
+        assert isinstance(model.get_submodule(router.name), nn.Linear)
+    assert "llm_int8_skip_modules" in str(report)
+    assert not quantize_experts(tiny(), nf4()).linear_routers
+
+
+def test_a_plain_module_can_be_packed() -> None:
+    block = tiny(torch.float32).get_submodule("model.layers.0")
+    report = quantize_experts(block, nf4())
+    assert [row.name for row in report.rows] == [
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj",
+    ]
+    assert block.is_loaded_in_4bit
+
+
+def test_biases_and_transposed_stacks() -> None:
+    config = GptOssConfig(
+        hidden_size=32,
+        intermediate_size=24,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=32,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    experts = model.model.layers[0].mlp.experts
+    biases = [name for name in experts._parameters if "bias" in name]
+    report = quantize_experts(model, nf4())
+    assert len(report.quantized) == 2
+    assert all(isinstance(getattr(experts, name), nn.Parameter) for name in biases)
+    assert model(torch.arange(8)[None]).logits.isfinite().all()
+
+
+def test_no_warning_is_raised_on_a_good_call() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_experts(tiny(), nf4(llm_int8_skip_modules=["lm_head"]))
