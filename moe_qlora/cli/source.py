@@ -67,6 +67,8 @@ def resolve(model: str, *, trust_remote_code: bool = False) -> Source:
         CheckpointError: There is none, it is damaged, or transformers does not know it.
         ConfigError: Its quantization settings, or a trainer's, cannot be followed.
     """
+    if not model.strip():
+        raise CheckpointError("MODEL is empty; name a folder, a file, a model type or a hub id.")
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -80,7 +82,7 @@ def resolve(model: str, *, trust_remote_code: bool = False) -> Source:
         raise CheckpointError(f"{model} is neither a folder, nor a .json or .yaml file.")
     if path.suffix in (".json", *_YAML) or model.startswith((".", "/", "~")):
         raise CheckpointError(f"{model} does not exist.")
-    if model.count("/") > 1 or not model.strip():
+    if model.count("/") > 1:
         raise CheckpointError(f"{model!r} does not exist, and is no hub id (owner/name) either.")
     return _from_registry(model) or _from_config(model, model, trust_remote_code)
 

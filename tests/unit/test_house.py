@@ -181,7 +181,7 @@ def test_no_prints_in_the_library():
 
 
 def test_detection_names_no_model():
-    """Structure decides: no model type, class or checkpoint name of transformers is in detection."""
+    """Structure decides: no model type of transformers is named in detection."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     types = {name for name in CONFIG_MAPPING_NAMES if len(name) > 4 or any(map(str.isdigit, name))}

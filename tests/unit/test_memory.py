@@ -1,0 +1,37 @@
+"""Bytes on paper against bytes that packing really takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_qlora import memory
+from moe_qlora.codec import CodecSettings, pack
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 2), (3, 5, 64), (4, 33, 31), (2, 1408, 130), (7, 3, 4, 10)]
+)
+@pytest.mark.parametrize("kind", memory.KINDS)
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_equals_a_packed_stack(shape, kind, double_quant):
+    weight = torch.randn(shape, dtype=torch.bfloat16)
+    storage = torch.int8 if kind == "int8" else torch.uint8
+    settings = CodecSettings(kind, double_quant and kind != "int8", storage_dtype=storage)
+    expected = pack(weight, settings).nbytes
+    assert memory.packed_nbytes(shape, kind, double_quant=double_quant) == expected
+
+
+def test_bytes_of_a_weight():
+    """0.5 + 4 / 64, and 0.5 + 1 / 64 + 4 / (64 * 256), where code tables do not count."""
+    shape = (128, 1536, 2048)
+    weights = 128 * 1536 * 2048
+    plain = memory.packed_nbytes(shape, "nf4") / weights
+    nested = memory.packed_nbytes(shape, "fp4", double_quant=True) / weights
+    assert plain == pytest.approx(0.5625, abs=1e-6)
+    assert nested == pytest.approx(0.515869, abs=1e-5)
+
+
+def test_unknown_kind():
+    with pytest.raises(ValueError, match="kind is 'nf3'; expected one of nf4, fp4, int8"):
+        memory.packed_nbytes((2, 2, 2), "nf3")
