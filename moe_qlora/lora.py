@@ -39,10 +39,14 @@ from torch import Tensor, nn
 from . import lora_merge
 from .codec import PackedStack
 from .errors import AdapterError, ConfigError
-from .experts import LoraTerm, clear_lora_provider, set_lora_provider
+from .experts import (
+    IMPLEMENTATION,
+    LoraTerm,
+    clear_lora_provider,
+    dispatches,
+    set_lora_provider,
+)
 from .storage import is_packed, packed_names, read_packed
-
-IMPLEMENTATION = "moe_qlora"
 
 
 class ExpertAdapters:
@@ -279,15 +283,10 @@ def _innermost(module: nn.Module) -> nn.Module:
     return module
 
 
-def dispatches(module: nn.Module) -> bool:
-    """Whether the forward goes through transformers' experts interface, and so can be ours."""
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate")
-
-
 def keeps_lora_apart(module: nn.Module) -> bool:
     """Whether the module's forward is this package's now, which asks for the LoRA terms."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return dispatches(module) and chosen == IMPLEMENTATION
+    return chosen == IMPLEMENTATION and dispatches(module) and bool(packed_names(module))
 
 
 def register_wrapper(config: LoraConfig) -> None:

@@ -152,6 +152,8 @@ class _SingleExpert:
     def __init__(self, wrapper: lora.ParamWrapper, expert: int) -> None:
         self.lora_A = wrapper.lora_A
         self.lora_embedding_A: dict[str, Any] = {}
+        # the delta is scaled already; PEFT 0.20 scales it once more
+        self.scaling = dict.fromkeys(wrapper.scaling, 1.0)
         self._wrapper, self._expert = wrapper, expert
 
     def get_delta_weight(self, adapter_name: str) -> Tensor:

@@ -62,6 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
     },
 }
+# PEFT 0.20 asks the hub for the configuration of a model that has no name
+NO_HUB: Any = {"save_embedding_layers": False}
 IDS = torch.randint(0, 48, (2, 7), generator=torch.Generator().manual_seed(0))
 
 
@@ -138,8 +140,8 @@ def test_files_are_those_of_stock_peft(model_type: str, targets: Any, tmp_path: 
     ours = moe_qlora.get_peft_model(build(model_type), config)
     stock = peft.get_peft_model(unpacked(model_type), copy.deepcopy(config))
     fill(ours)
-    ours.save_pretrained(tmp_path / "ours")
-    stock.save_pretrained(tmp_path / "stock")
+    ours.save_pretrained(tmp_path / "ours", **NO_HUB)
+    stock.save_pretrained(tmp_path / "stock", **NO_HUB)
     written = load_file(tmp_path / "ours" / "adapter_model.safetensors")
     expected = load_file(tmp_path / "stock" / "adapter_model.safetensors")
     assert {k: (v.shape, v.dtype) for k, v in written.items()} == {
@@ -154,12 +156,12 @@ def test_packed_to_stock_and_back(model_type: str, tmp_path: Path) -> None:
     fill(ours)
     expected = logits(ours)
     assert not close(expected, logits(build(model_type)))
-    ours.save_pretrained(tmp_path / "ours")
+    ours.save_pretrained(tmp_path / "ours", **NO_HUB)
     stock = PeftModel.from_pretrained(unpacked(model_type), tmp_path / "ours")
     assert close(logits(stock), expected)
     fill(stock, seed=2)
     expected = logits(stock)
-    stock.save_pretrained(tmp_path / "stock")
+    stock.save_pretrained(tmp_path / "stock", **NO_HUB)
     again = load_adapter(build(model_type), str(tmp_path / "stock"))
     assert close(logits(again), expected)
 
@@ -169,7 +171,7 @@ def test_loading_a_second_adapter_and_training_it(low_cpu_mem_usage: bool, tmp_p
     first = moe_qlora.get_peft_model(build(), lora_config())
     fill(first)
     expected = logits(first)
-    first.save_pretrained(tmp_path)
+    first.save_pretrained(tmp_path, **NO_HUB)
     model = load_adapter(build(), str(tmp_path), low_cpu_mem_usage=low_cpu_mem_usage)
     assert close(logits(model), expected)
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -185,7 +187,7 @@ def test_loading_a_second_adapter_and_training_it(low_cpu_mem_usage: bool, tmp_p
 
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     model = moe_qlora.get_peft_model(build(), lora_config())
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, **NO_HUB)
     file = tmp_path / "adapter_model.safetensors"
     tensors = load_file(file)
     dropped = next(key for key in tensors if ".experts.lora_B" in key)
@@ -226,7 +228,7 @@ def test_lora_on_shared_experts_reloads_here(tmp_path: Path) -> None:
     assert any("shared_experts.down_proj.lora_A" in name for name in lora_names(model))
     fill(model)
     with pytest.warns(UserWarning, match=r"load it with moe_qlora\.load_adapter"):
-        model.save_pretrained(tmp_path)
+        model.save_pretrained(tmp_path, **NO_HUB)
     again = load_adapter(build("deepseek_v3"), str(tmp_path))
     assert lora_names(again) == lora_names(model)
     assert close(logits(again), logits(model))
@@ -348,7 +350,7 @@ def test_stock_get_peft_model_with_an_adapted_config_is_right(tmp_path: Path) ->
     fill(host)
     fill(ours)
     assert torch.equal(logits(host), logits(ours))
-    host.save_pretrained(tmp_path)
+    host.save_pretrained(tmp_path, **NO_HUB)
     assert close(logits(load_adapter(build(), str(tmp_path))), logits(ours))
     host.add_adapter("two", host.peft_config["default"])
     assert sum(".two." in name for name in lora_names(host)) == len(lora_names(ours))
@@ -384,7 +386,7 @@ def test_stock_peft_by_itself_raises_and_can_be_connected(spelling: str) -> None
 
 
 def test_stock_from_pretrained_raises_and_names_the_call(tmp_path: Path) -> None:
-    moe_qlora.get_peft_model(build(), lora_config()).save_pretrained(tmp_path)
+    moe_qlora.get_peft_model(build(), lora_config()).save_pretrained(tmp_path, **NO_HUB)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         host = PeftModel.from_pretrained(build(), tmp_path)

@@ -250,6 +250,20 @@ def test_gradient_checkpointing_changes_nothing(implementation: str, reentrant: 
         assert close(left, right)
 
 
+def test_compiled_without_graph_breaks() -> None:
+    base = build("qwen3_moe")
+    model = moe_qlora.get_peft_model(base, lora_config(target_modules=["q_proj"]))
+    fill(model)
+    grads = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        run(input_ids=IDS, use_cache=False).logits.square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+        model.zero_grad()
+    assert len(grads[0]) == 12
+    for left, right in zip(*grads, strict=True):
+        assert close(left, right)
+
+
 @pytest.mark.parametrize("implementation", ["moe_qlora", "eager"])
 def test_two_hundred_steps_leave_nothing_behind(implementation: str) -> None:
     base = build("mixtral", implementation)
@@ -339,7 +353,7 @@ def test_the_rank_of_experts_can_be_scaled() -> None:
 
 def test_dropout_applies_in_training_only_and_only_where_it_can() -> None:
     base = build("qwen3_moe")
-    model = moe_qlora.get_peft_model(base, lora_config(lora_dropout=0.5))
+    model = moe_qlora.get_peft_model(base, lora_config(lora_dropout=0.5)).eval()
     fill(model)
     exact = reference(decoded(base_of(model)), model, ["default"], input_ids=IDS)[0]
     assert close(model(input_ids=IDS).logits, exact)
