@@ -1,0 +1,349 @@
+"""One model type, described: its expert stacks, and what surrounds them, as plain JSON values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moe_qlora.layout import name_pattern
+
+from .classes import MODELS, model_class
+from .definitions import Definition, definition_of
+from .tiny import PUBLISHED, TINY_EXPERTS, default_of, published_kwargs, tiny_kwargs
+
+FORMAT_VERSION = 1
+_ROUTER_NAMES = ("router", "gate")
+_ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One expert stack of a built model."""
+
+    name: str
+    owner: nn.Module
+    owner_name: str
+    definition: Definition
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...]
+
+    @property
+    def parameter(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+def build(model_type: str, kwargs: dict[str, Any]) -> PreTrainedModel:
+    """The model on the meta device, tied as `from_pretrained` would tie it."""
+    config_class = CONFIG_MAPPING[model_type]
+    maker = model_class(config_class)
+    if maker is None:
+        raise LookupError(f"no model class for {model_type}")
+    with torch.device("meta"):
+        model = maker._from_config(config_class(**kwargs))
+    model.tie_weights()
+    return model
+
+
+def stacks_of(model: nn.Module) -> list[Stack]:
+    """Expert stacks in the model's own order; tied ones once, with their other names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found: dict[int, Stack] = {}
+    for owner_name, owner in model.named_modules():
+        definition = definition_of(owner, MODELS)
+        for parameter_name in definition.stacks if definition else ():
+            assert definition is not None
+            parameter = owner.get_parameter(parameter_name)
+            if id(parameter) in found:
+                continue
+            first, *others = names[id(parameter)]
+            found[id(parameter)] = Stack(
+                first, owner, owner_name, definition, tuple(parameter.shape), tuple(others)
+            )
+    return list(found.values())
+
+
+def _role(stack: Stack) -> str:
+    """What the stack does, from its own name or from the name that its owner has."""
+    if stack.parameter in stack.definition.roles:
+        return stack.definition.roles[stack.parameter]
+    by_name = {"gate_up_proj": "gate_up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+    if stack.parameter in by_name:
+        return by_name[stack.parameter]
+    owner = stack.owner_name.rpartition(".")[2]
+    if owner == "output_linear":
+        return "down"
+    # JetMoE: the input projection of its feed-forward experts holds both halves of a gated unit,
+    # that of its attention experts is a plain query projection.
+    return "up" if "attention" in stack.owner_name else "gate_up"
+
+
+def _config_of(stack: Stack, model: PreTrainedModel) -> tuple[str, Any]:
+    """Path in the configuration of the part that the stack belongs to ("" for the whole)."""
+    parts = stack.owner_name.split(".")
+    for length in range(len(parts), -1, -1):
+        module = model.get_submodule(".".join(parts[:length]))
+        config = getattr(module, "config", None)
+        if isinstance(config, transformers.PretrainedConfig):
+            break
+    for path, part in _walk(model.config):
+        if part is config:
+            return path, part
+    for path, part in _walk(model.config):
+        if type(part) is type(config):
+            return path, part
+    return "", model.config
+
+
+def _walk(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    yield path, config
+    for name in getattr(config, "sub_configs", None) or {}:
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from _walk(part, f"{path}.{name}" if path else name)
+
+
+def integers(config: Any) -> dict[str, int]:
+    """Integer attributes of a configuration, with lists as `name[i]` and parts as `part.name`."""
+    found: dict[str, int] = {}
+    for name, value in sorted(vars(config).items()):
+        if name.startswith("_") or isinstance(value, bool):
+            continue
+        if isinstance(value, int):
+            found[name] = value
+        elif isinstance(value, list | tuple) and len(value) <= 4:
+            found |= {f"{name}[{i}]": v for i, v in enumerate(value) if type(v) is int}
+        elif name in (getattr(config, "sub_configs", None) or {}) and value is not None:
+            found |= {f"{name}.{key}": v for key, v in integers(value).items()}
+    return found
+
+
+def symbol(sizes: list[int], values: list[dict[str, int]], preferred: tuple[str, ...]) -> str | None:
+    """How one size follows from the configuration, the same in every build; None if in no way.
+
+    Args:
+        sizes: The size in each build.
+        values: Integer attributes of the configuration of each build.
+        preferred: Attributes that the experts class itself reads, tried before the others.
+    """
+    names = [name for name in values[0] if all(name in other for other in values)]
+    names.sort(key=lambda name: (*_rank(name, preferred), name))
+
+    def fits(value: Any) -> bool:
+        return all(value(held) == size for held, size in zip(values, sizes, strict=True))
+
+    for factor in (1, 2):
+        for name in names:
+            if fits(lambda held, n=name, f=factor: f * held[n]):
+                return name if factor == 1 else f"{factor}*{name}"
+    sized = [name for name in names if _rank(name, preferred)[0] < 2]
+    for first, second in combinations_with_replacement(sized, 2):
+        for sign, combine in (("*", int.__mul__), ("+", int.__add__)):
+            if fits(lambda held, a=first, b=second, c=combine: c(held[a], held[b])):
+                return f"{first}{sign}{second}"
+    return None
+
+
+def _rank(name: str, preferred: tuple[str, ...]) -> tuple[int, int]:
+    leaf = name.rpartition(".")[2].partition("[")[0]
+    if leaf in preferred:
+        return 0, preferred.index(leaf)
+    sized = ("expert", "size", "dim", "heads", "channels", "model")
+    return (1, 0) if any(word in leaf for word in sized) else (2, 0)
+
+
+def _ranges(indices: list[int]) -> str:
+    """`0-3,5` for [0, 1, 2, 3, 5]."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in name.split(".") if part.isdigit())
+
+
+def instances(stacks: list[Stack]) -> dict[str, Any]:
+    """Where the stacks of one pattern are and how large: shape -> the numbers at `*`."""
+    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for stack in stacks:
+        groups.setdefault(stack.shape, []).append(_numbers(stack.name))
+    return {
+        "count": len(stacks),
+        "groups": [
+            {
+                "shape": list(shape),
+                "at": _ranges([index[0] for index in at])
+                if all(len(index) == 1 for index in at)
+                else ",".join(".".join(map(str, index)) for index in at),
+            }
+            for shape, at in groups.items()
+        ],
+    }
+
+
+def by_pattern(stacks: list[Stack]) -> dict[str, list[Stack]]:
+    found: dict[str, list[Stack]] = {}
+    for stack in stacks:
+        found.setdefault(name_pattern(stack.name), []).append(stack)
+    return found
+
+
+def _router(stack: Stack, model: nn.Module) -> dict[str, Any] | None:
+    """The router nearest to an experts module: beside it, or beside what holds it."""
+    parts = stack.owner_name.split(".")
+    for length in range(len(parts) - 1, max(len(parts) - 4, -1), -1):
+        prefix = ".".join(parts[:length])
+        for name, child in model.get_submodule(prefix).named_children():
+            if not (name in _ROUTER_NAMES or _ROUTER_CLASS.search(type(child).__name__)):
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            linears = [
+                f"{full}.{inner}".rstrip(".")
+                for inner, module in child.named_modules()
+                if type(module) is nn.Linear
+            ]
+            return {
+                "class": type(child).__name__,
+                "linear": name_pattern(linears[-1]) if linears else None,
+                "module": name_pattern(full),
+                "plain_linear": bool(linears),
+            }
+    return None
+
+
+def _shared(stack: Stack, model: nn.Module) -> dict[str, Any]:
+    parent = stack.owner_name.rpartition(".")[0]
+    for name, child in model.get_submodule(parent).named_children():
+        if "share" not in name or name.endswith("gate"):
+            continue
+        full = name_pattern(f"{parent}.{name}".lstrip("."))
+        if definition_of(child, MODELS) is not None:
+            return {"kind": "stacked", "module": full}
+        return {"kind": "linear", "module": full}
+    return {"kind": "none", "module": None}
+
+
+def _checkpoint_keys(stack: Stack, model: PreTrainedModel, siblings: list[Stack]) -> dict[str, Any]:
+    """Keys that hold the stack in a checkpoint: what `save_pretrained` would write."""
+    block = [s for s in siblings if _numbers(s.name) == _numbers(stack.name)]
+    for group in ([stack], block):
+        state = {s.name: torch.empty(s.shape, device="meta") for s in group}
+        try:
+            written = revert_weight_conversion(model, state)
+        except Exception:  # noqa: BLE001, S112 - some conversions want all stacks of a block at once
+            continue
+        keys = sorted({name_pattern(key) for key in written})
+        per_expert = len(written) > len(keys)
+        return {
+            "keys": keys,
+            "layout": "per expert" if per_expert else "fused",
+            "together_with": [name_pattern(s.name) for s in group if s is not stack],
+        }
+    return {"keys": [], "layout": "unknown", "together_with": []}
+
+
+def _entry(
+    pattern: str,
+    tiny: list[Stack],
+    published: list[Stack],
+    models: tuple[PreTrainedModel, PreTrainedModel | None],
+    everything: list[Stack],
+) -> dict[str, Any]:
+    first, model = tiny[0], models[0]
+    path, config = _config_of(first, model)
+    values, shapes = [integers(config)], [first.shape]
+    if published and models[1] is not None and len({s.shape for s in published}) == 1:
+        values.append(integers(_config_of(published[0], models[1])[1]))
+        shapes.append(published[0].shape)
+    preferred = first.definition.attributes
+    flags = first.definition.flags
+    return {
+        "aliases": sorted({name_pattern(alias) for alias in first.aliases}),
+        "bias": flags["has_bias"],
+        "checkpoint": _checkpoint_keys(first, model, everything),
+        "config": path,
+        "dispatches": first.definition.dispatches,
+        "experts_class": first.definition.class_name,
+        "gated": flags["has_gate"] and not (_role(first) == "up" and "attention" in pattern),
+        "interleaved": not flags["is_concatenated"],
+        "packed_rows": first.definition.packed_rows,
+        "pattern": pattern,
+        "post_norm": flags["has_post_expert_norm"],
+        "published": instances(published) if published else None,
+        "role": _role(first),
+        "router": _router(first, model),
+        "shape": [
+            symbol([shape[dim] for shape in shapes], values, preferred)
+            for dim in range(len(first.shape))
+        ],
+        "shared_experts": _shared(first, model),
+        "tiny": instances(tiny),
+        "transposed": _transposed(first),
+    }
+
+
+def _transposed(stack: Stack) -> bool | None:
+    if not stack.definition.packed_rows:
+        return stack.definition.flags["is_transposed"]
+    # Rows of one expert are its intermediate features: out for the inputs, in for the output.
+    return _role(stack) == "down"
+
+
+def describe(model_type: str) -> dict[str, Any] | None:
+    """Everything that a registry file says about a model type; None where it holds no experts.
+
+    Raises:
+        Exception: Whatever transformers raises where the tiny model cannot be built.
+    """
+    config_class = CONFIG_MAPPING[model_type]
+    maker = model_class(config_class)
+    if maker is None:
+        return None
+    kwargs = tiny_kwargs(config_class, default_of(config_class), TINY_EXPERTS)
+    model = build(model_type, kwargs)
+    tiny = by_pattern(stacks_of(model))
+    if not tiny:
+        return None
+    full_kwargs = published_kwargs(config_class, default_of(config_class))
+    reason = None
+    try:
+        full: PreTrainedModel | None = build(model_type, full_kwargs)
+    except Exception as error:  # noqa: BLE001 - the registry says why, whatever it is
+        full, reason = None, f"{type(error).__name__}: {error}".splitlines()[0]
+    published = by_pattern(stacks_of(full)) if full is not None else {}
+    if full is not None and not published:
+        reason = "the default configuration has no experts"
+    everything = [stack for group in tiny.values() for stack in group]
+    return {
+        "class": maker.__name__,
+        "experts": [
+            _entry(pattern, stacks, published.get(pattern, []), (model, full), everything)
+            for pattern, stacks in tiny.items()
+        ],
+        "format_version": FORMAT_VERSION,
+        "model_type": model_type,
+        "published": {
+            "config": full_kwargs,
+            "reason": reason,
+            "sizes": integers(full.config) if full is not None else {},
+        },
+        "tied": any(stack.aliases for stack in everything),
+        "tiny_config": kwargs,
+        "transformers": transformers.__version__,
+    }
