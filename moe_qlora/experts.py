@@ -11,12 +11,12 @@ intermediate size, g = 2 for gated experts and 1 for others, b bytes an element:
 
     pre-activations        R g I b
     activations            R I b
-    row indices            2 x 8 R + 8 R (the two gathers and the inverse sort)
+    sorted order           8 R, and 8 (E + 1) for the experts' bounds
     routing weights        R b
     one term's dropout     R I b for the down projection, T H b for the other, only where it drops
 
-Nothing depends on E. The gate runs in ordinary autograd, under a checkpoint of its own, so that
-any gate a model defines is right and keeps only its input.
+Nothing of a weight's size is among them. The gate runs in ordinary autograd, under a checkpoint of
+its own, so that any gate a model defines is right and keeps only its input.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
     for module in model.modules():
         config = getattr(module, "config", None)
         if id(config) in configs and dispatches(module) and _PREVIOUS not in module.__dict__:
-            module.__dict__[_PREVIOUS] = config._experts_implementation
+            module.__dict__[_PREVIOUS] = getattr(config, "_experts_implementation", None)
     for config in configs.values():
         # The internal name, as `set_experts_implementation` writes it: the property's setter would
         # pass the choice on to sub-configurations that own no packed experts.
@@ -150,36 +150,34 @@ def experts_forward(
     names = (first_name, "down_proj")
     if not any(storage.is_packed(self, name) for name in names):
         return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
-    count, top_k = top_k_index.shape
+    top_k = top_k_index.shape[1]
     experts = _num_experts(self, first_name)
     flat = top_k_index.reshape(-1)
     sorted_ids, order = torch.sort(flat, stable=True)
     edges = torch.arange(experts + 1, device=flat.device, dtype=sorted_ids.dtype)
-    bounds = torch.searchsorted(sorted_ids, edges)
-    token = order // top_k
-    pre = _project(self, first_name, hidden_states, bounds, gather=token, outputs=len(flat))
+    routing = order, torch.searchsorted(sorted_ids, edges), top_k
+    pre = _project(self, first_name, hidden_states, routing, gathers=True)
     inner = _gate(self, pre)
     weights = top_k_weights.reshape(-1).index_select(0, order)
     if self.has_post_expert_norm:
-        rows = _project(self, "down_proj", inner, bounds, outputs=len(flat))
-        return _normed(self, rows, bounds, token, weights, hidden_states)
-    out = _project(
-        self, "down_proj", inner, bounds, scatter=token, scale=weights, outputs=count
-    )
+        rows = _project(self, "down_proj", inner, routing)
+        return _normed(self, rows, routing, weights, hidden_states)
+    out = _project(self, "down_proj", inner, routing, scatters=True, scale=weights)
     return out.to(hidden_states.dtype)
 
 
 def _normed(
-    module: Any, rows: Tensor, bounds: Tensor, token: Tensor, weights: Tensor, like: Tensor
+    module: Any, rows: Tensor, routing: tuple[Tensor, Tensor, int], weights: Tensor, like: Tensor
 ) -> Tensor:
     """Norm, routing weights and sum, where a norm stands between the last projection and these."""
+    order, bounds, top_k = routing
     rows = module.post_expert_norm(rows)
     # Rows of no expert hold what the norm makes of zeros; they must not count.
     live = torch.arange(rows.shape[0], device=rows.device) < bounds[-1]
     rows = torch.where(live[:, None], rows * weights[:, None], 0)
     wide = torch.promote_types(rows.dtype, torch.float32)
     out = torch.zeros(like.shape, dtype=wide, device=rows.device)
-    return out.index_add(0, token, rows.to(wide)).to(like.dtype)
+    return out.index_add(0, order // top_k, rows.to(wide)).to(like.dtype)
 
 
 def _previous_forward(module: Any) -> Any:
@@ -219,14 +217,14 @@ def _project(
     module: Any,
     name: str,
     x: Tensor,
-    bounds: Tensor,
+    routing: tuple[Tensor, Tensor, int],
     *,
-    outputs: int,
-    gather: Tensor | None = None,
-    scatter: Tensor | None = None,
+    gathers: bool = False,
+    scatters: bool = False,
     scale: Tensor | None = None,
 ) -> Tensor:
     """One projection with its bias and LoRA terms, from packed codes or from a plain stack."""
+    order, bounds, top_k = routing
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     provider = lora_provider(module)
     terms = provider.terms(name) if provider is not None else ()
@@ -235,12 +233,15 @@ def _project(
     ]
     projection = Projection(
         transposed=bool(module.is_transposed),
-        outputs=outputs,
+        top_k=top_k,
+        gathers=gathers,
+        scatters=scatters,
+        partial=bool(module._is_expert_parallel),
         scalings=tuple(t.scaling for t in terms),
         autocast=_autocast_dtype(x),
     )
     a, b = [t.a for t in terms], [t.b for t in terms]
-    inputs = Inputs(x, scale, bias, gather, scatter, bounds, dropped, a, b)
+    inputs = Inputs(x, scale, bias, order, bounds, dropped, a, b)
     if not storage.is_packed(module, name):
         return projection.plain(getattr(module, name), inputs)
     if torch.compiler.is_compiling():

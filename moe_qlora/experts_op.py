@@ -8,7 +8,7 @@ neither breaks the graph nor is unrolled.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from bitsandbytes.functional import QuantState
 from torch import Tensor, nn
 
 from .codec import Int8State, PackedStack, unpack_range
-from .kernels import reference
+from .kernels import dispatch, reference
 
 
 class Inputs(NamedTuple):
@@ -27,8 +27,7 @@ class Inputs(NamedTuple):
         x: `(N, in)`.
         scale: `(R,)` factors of the rows, or None.
         bias: `(E, out)`, or None.
-        gather: `(R,)` input row of each sorted row, or None for the row itself.
-        scatter: `(R,)` output row of each sorted row, or None for the row itself.
+        order: `(R,)` which choice (token x k + slot) stands in each sorted row.
         bounds: `(E + 1,)` offsets of the experts' rows.
         sources: For each LoRA term what it reads in the place of x, or None for x.
         a: `(E r, in)` for each term.
@@ -38,8 +37,7 @@ class Inputs(NamedTuple):
     x: Tensor
     scale: Tensor | None
     bias: Tensor | None
-    gather: Tensor | None
-    scatter: Tensor | None
+    order: Tensor
     bounds: Tensor
     sources: Sequence[Tensor | None]
     a: Sequence[Tensor]
@@ -52,34 +50,40 @@ class Projection:
 
     Attributes:
         transposed: Whether the stack is stored `(E, in, out)`.
-        outputs: Number of output rows.
+        top_k: k, choices a token.
+        gathers: Whether x holds tokens `(T, in)`, else sorted rows `(R, in)`.
+        scatters: Whether the result is summed to tokens `(T, out)`, else sorted rows `(R, out)`.
+        partial: Whether some rows belong to no expert that is held here.
         scalings: One factor for each LoRA term.
         autocast: The autocast dtype, None outside autocast.
     """
 
     transposed: bool
-    outputs: int
+    top_k: int
+    gathers: bool
+    scatters: bool
+    partial: bool
     scalings: tuple[float, ...]
     autocast: torch.dtype | None
 
     def plain(self, weight: Tensor, inputs: Inputs) -> Tensor:
         """The same with a stack that is not packed; ordinary autograd, its gradient included."""
         dtype = self.autocast or inputs.x.dtype
-        view = self._weight(weight.shape, dtype, lambda expert: weight[expert].to(dtype))
+        view = self._weight(weight.shape, dtype, lambda first, last: weight[first:last].to(dtype))
         rows, terms = self._rows(inputs), self._terms(inputs)
         return reference.forward(inputs.x, view, rows, inputs.scale, inputs.bias, terms)
 
     def packed(self, stack: PackedStack, inputs: Inputs) -> Tensor:
         """The projection from packed codes; no gradient for these."""
         flat = (inputs.x, inputs.scale, inputs.bias, *inputs.sources, *inputs.a, *inputs.b)
-        routing = (inputs.gather, inputs.scatter, inputs.bounds)
+        routing = (inputs.order, inputs.bounds)
         out: Tensor = _PackedProjection.apply(self, stack, routing, len(inputs.a), *flat)  # type: ignore[no-untyped-call]
         return out
 
     def run(self, stack: PackedStack, inputs: Inputs) -> Tensor:
         """Forward alone."""
         with torch.no_grad(), _no_autocast(inputs.x):
-            return reference.forward(
+            return dispatch.forward(
                 inputs.x,
                 self._packed_weight(stack, inputs.x),
                 self._rows(inputs),
@@ -96,7 +100,7 @@ class Projection:
         parts = [list(needs[3 + i * n : 3 + (i + 1) * n]) for i in range(3)]
         wanted = reference.Needs(needs[0], needs[1], needs[2], *parts)
         with torch.no_grad(), _no_autocast(inputs.x):
-            grads = reference.backward(
+            grads = dispatch.backward(
                 grad,
                 inputs.x,
                 self._packed_weight(stack, inputs.x),
@@ -111,7 +115,7 @@ class Projection:
     def _packed_weight(self, stack: PackedStack, x: Tensor) -> reference.Weight:
         dtype = stack.compute_dtype or self.autocast or x.dtype
         return self._weight(
-            stack.shape, dtype, lambda e: unpack_range(stack, e, e + 1, dtype=dtype)[0]
+            stack.shape, dtype, lambda first, last: unpack_range(stack, first, last, dtype=dtype)
         )
 
     def _weight(
@@ -121,9 +125,9 @@ class Projection:
         return reference.Weight(decode, shape[0], out_features, self.transposed, dtype)
 
     def _rows(self, inputs: Inputs) -> reference.Rows:
-        # The one synchronisation with the device in this backend.
-        bounds = inputs.bounds.tolist()
-        return reference.Rows(bounds, inputs.gather, inputs.scatter, self.outputs)
+        return reference.Rows(
+            inputs.order, inputs.bounds, self.top_k, self.gathers, self.scatters, self.partial
+        )
 
     def _terms(self, inputs: Inputs) -> list[reference.Term]:
         factors = zip(inputs.sources, inputs.a, inputs.b, self.scalings, strict=True)
@@ -151,7 +155,7 @@ class _PackedProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         saved = ctx.saved_tensors
-        inputs = _inputs(saved[:3], ctx.n, saved[3:])
+        inputs = _inputs(saved[:2], ctx.n, saved[2:])
         needs = ctx.needs_input_grad[4:]
         return (None,) * 4 + tuple(ctx.projection.run_backward(ctx.stack, inputs, grad, needs))
 
@@ -174,7 +178,10 @@ def compiled_projection(
     constants = (
         constants,
         projection.transposed,
-        projection.outputs,
+        projection.top_k,
+        projection.gathers,
+        projection.scatters,
+        projection.partial,
         list(projection.scalings),
         _dtype_name(projection.autocast),
         dropped,
@@ -184,14 +191,12 @@ def compiled_projection(
         inputs.x,
         inputs.scale,
         inputs.bias,
-        inputs.gather,
-        inputs.scatter,
+        inputs.order,
         inputs.bounds,
         [source for source in inputs.sources if source is not None],
         list(inputs.a),
         list(inputs.b),
         tensors,
-        projection.outputs,
         repr(constants),
     )
     return out
@@ -259,7 +264,7 @@ def _stack(tensors: Sequence[Tensor], constants: Any) -> PackedStack:
 
 def _parse(
     text: str,
-    routing: tuple[Tensor | None, Tensor | None, Tensor],
+    routing: tuple[Tensor, Tensor],
     x: Tensor,
     scale: Tensor | None,
     bias: Tensor | None,
@@ -267,12 +272,11 @@ def _parse(
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     packed: Sequence[Tensor],
-    outputs: int,
 ) -> tuple[Projection, PackedStack, Inputs, list[bool]]:
-    constants, transposed, _, scalings, autocast, dropped = ast.literal_eval(text)
+    constants, *flags, scalings, autocast, dropped = ast.literal_eval(text)
     given = iter(sources)
     full = [next(given) if drop else None for drop in dropped]
-    projection = Projection(transposed, outputs, tuple(scalings), _dtype(autocast))
+    projection = Projection(*flags, tuple(scalings), _dtype(autocast))
     inputs = Inputs(x, scale, bias, *routing, full, a, b)
     return projection, _stack(packed, constants), inputs, dropped
 
@@ -281,20 +285,16 @@ def _forward_op(
     x: Tensor,
     scale: Tensor | None,
     bias: Tensor | None,
-    gather: Tensor | None,
-    scatter: Tensor | None,
+    order: Tensor,
     bounds: Tensor,
     sources: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     packed: Sequence[Tensor],
-    outputs: int,
     constants: str,
 ) -> Tensor:
-    routing = (gather, scatter, bounds)
-    projection, stack, inputs, _ = _parse(
-        constants, routing, x, scale, bias, sources, a, b, packed, outputs
-    )
+    routing = (order, bounds)
+    projection, stack, inputs, _ = _parse(constants, routing, x, scale, bias, sources, a, b, packed)
     return projection.run(stack, inputs)
 
 
@@ -302,18 +302,17 @@ def _forward_fake(
     x: Tensor,
     scale: Tensor | None,
     bias: Tensor | None,
-    gather: Tensor | None,
-    scatter: Tensor | None,
+    order: Tensor,
     bounds: Tensor,
     sources: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     packed: Sequence[Tensor],
-    outputs: int,
     constants: str,
 ) -> Tensor:
-    (_, shape, *_), transposed, *_ = ast.literal_eval(constants)
-    return x.new_empty(outputs, shape[2] if transposed else shape[1])
+    (_, shape, *_), transposed, top_k, gathers, scatters, *_ = ast.literal_eval(constants)
+    rows = x.shape[0] * top_k if gathers else x.shape[0]
+    return x.new_empty(rows // top_k if scatters else rows, shape[2] if transposed else shape[1])
 
 
 def _backward_op(
@@ -321,20 +320,18 @@ def _backward_op(
     x: Tensor,
     scale: Tensor | None,
     bias: Tensor | None,
-    gather: Tensor | None,
-    scatter: Tensor | None,
+    order: Tensor,
     bounds: Tensor,
     sources: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     packed: Sequence[Tensor],
-    outputs: int,
     constants: str,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    routing = (gather, scatter, bounds)
+    routing = (order, bounds)
     projection, stack, inputs, dropped = _parse(
-        constants, routing, x, scale, bias, sources, a, b, packed, outputs
+        constants, routing, x, scale, bias, sources, a, b, packed
     )
     n = len(a)
     grads = projection.run_backward(stack, inputs, grad, needs)
@@ -347,14 +344,12 @@ def _backward_fake(
     x: Tensor,
     scale: Tensor | None,
     bias: Tensor | None,
-    gather: Tensor | None,
-    scatter: Tensor | None,
+    order: Tensor,
     bounds: Tensor,
     sources: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     packed: Sequence[Tensor],
-    outputs: int,
     constants: str,
     needs: Sequence[bool],
 ) -> list[Tensor]:
@@ -370,14 +365,14 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, scale, bias, gather, scatter, bounds, sources, a, b, packed, outputs, constants = inputs
+    x, scale, bias, order, bounds, sources, a, b, packed, constants = inputs
     ctx.counts = len(sources), len(a), len(packed)
-    ctx.outputs, ctx.constants = outputs, constants
-    ctx.save_for_backward(x, scale, bias, gather, scatter, bounds, *sources, *a, *b, *packed)
+    ctx.constants = constants
+    ctx.save_for_backward(x, scale, bias, order, bounds, *sources, *a, *b, *packed)
 
 
 def _autograd(ctx: Any, grad: Tensor) -> Any:
-    x, scale, bias, gather, scatter, bounds, *rest = ctx.saved_tensors
+    x, scale, bias, order, bounds, *rest = ctx.saved_tensors
     ns, n, npacked = ctx.counts
     sources, rest = rest[:ns], rest[ns:]
     a, b, packed = rest[:n], rest[n : 2 * n], rest[2 * n :]
@@ -388,8 +383,7 @@ def _autograd(ctx: Any, grad: Tensor) -> Any:
     # Lists count as one input: their members' flags are not told apart here.
     needs = [need[0], need[1], need[2], *source_needs, *([True] * n), *([True] * n)]
     grads = torch.ops.moe_qlora.experts_projection_backward(
-        grad, x, scale, bias, gather, scatter, bounds, sources, a, b, packed,
-        ctx.outputs, ctx.constants, needs,
+        grad, x, scale, bias, order, bounds, sources, a, b, packed, ctx.constants, needs,
     )  # fmt: skip
     single = [g if flag else None for g, flag in zip(grads[:3], needs[:3], strict=True)]
     lists = grads[3:]
@@ -397,12 +391,10 @@ def _autograd(ctx: Any, grad: Tensor) -> Any:
         *single,
         None,
         None,
-        None,
         list(lists[:ns]),
         list(lists[ns : ns + n]),
         list(lists[ns + n :]),
         [None] * npacked,
-        None,
         None,
     )
 
@@ -412,8 +404,8 @@ def register_operators() -> None:
     if hasattr(torch.ops.moe_qlora, "experts_projection"):
         return
     tensors = (
-        "Tensor x, Tensor? scale, Tensor? bias, Tensor? gather, Tensor? scatter, Tensor bounds, "
-        "Tensor[] sources, Tensor[] a, Tensor[] b, Tensor[] packed, SymInt outputs, str constants"
+        "Tensor x, Tensor? scale, Tensor? bias, Tensor order, Tensor bounds, "
+        "Tensor[] sources, Tensor[] a, Tensor[] b, Tensor[] packed, str constants"
     )
     forward = torch.library.custom_op(
         "moe_qlora::experts_projection",

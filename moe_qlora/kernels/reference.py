@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-Decode = Callable[[int], Tensor]
-"""Expert number -> its matrix as stored, in the dtype to compute in."""
+Decode = Callable[[int, int], Tensor]
+"""[first, last) -> `(last - first, ...)` matrices of these experts as stored, to compute with."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +27,54 @@ class Rows:
     """Where each sorted row comes from and goes to.
 
     Attributes:
-        bounds: E + 1 offsets: rows [bounds[e], bounds[e + 1]) belong to expert e. Rows after the
-            last bound belong to no expert (another rank's, or a choice that is no expert).
-        gather: `(R,)` int64, the token that row i reads; None where row i reads input row i.
-        scatter: `(R,)` int64, the output row that row i is added to; None where it is row i.
-        outputs: Number of output rows.
+        order: `(R,)` int64: the choice (token x k + slot) that stands in each sorted row.
+        edges: `(E + 1,)` offsets: rows [edges[e], edges[e + 1]) belong to expert e. Rows after the
+            last belong to no expert (another rank's, or a choice that is no expert).
+        top_k: k.
+        gathers: Whether the input holds tokens, else sorted rows.
+        scatters: Whether the output is summed to tokens, else sorted rows.
+        partial: Whether there may be rows after the last edge.
     """
 
-    bounds: Sequence[int]
-    gather: Tensor | None
-    scatter: Tensor | None
-    outputs: int
+    order: Tensor
+    edges: Tensor
+    top_k: int
+    gathers: bool
+    scatters: bool
+    partial: bool
+
+    @cached_property
+    def token(self) -> Tensor:
+        """`(R,)` token of each sorted row."""
+        return self.order // self.top_k
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """`(R,)` sorted row of each choice."""
+        count = self.order.shape[0]
+        places = torch.arange(count, device=self.order.device)
+        return torch.empty_like(self.order).index_copy_(0, self.order, places)
+
+    @property
+    def gather(self) -> Tensor | None:
+        """Token that each row reads; None where it reads its own input row."""
+        return self.token if self.gathers else None
+
+    @property
+    def scatter(self) -> Tensor | None:
+        """Token that each row is added to; None where it is its own output row."""
+        return self.token if self.scatters else None
+
+    @property
+    def outputs(self) -> int:
+        """Number of output rows."""
+        count = self.order.shape[0]
+        return count // self.top_k if self.scatters else count
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
-        """(expert, first row, one past its last row) of each expert that has rows."""
-        for expert, (low, high) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
+        """(expert, first row, one past its last) of each expert with rows; waits for the device."""
+        edges = self.edges.tolist()
+        for expert, (low, high) in enumerate(pairwise(edges)):
             if high > low:
                 yield expert, low, high
 
@@ -73,7 +108,7 @@ class Weight:
     """The packed stack of one projection, as this module sees it.
 
     Attributes:
-        decode: Gives one expert's matrix.
+        decode: Gives experts' matrices.
         experts: E.
         out_features: Rows of the matrix as applied.
         transposed: Whether it is stored `(in, out)`.
@@ -115,9 +150,7 @@ def _take(tensor: Tensor, index: Tensor | None, low: int, high: int) -> Tensor:
     return tensor[low:high] if index is None else tensor.index_select(0, index[low:high])
 
 
-def _put(
-    target: Tensor, value: Tensor, index: Tensor | None, low: int, high: int
-) -> None:
+def _put(target: Tensor, value: Tensor, index: Tensor | None, low: int, high: int) -> None:
     # A token has an expert once at most, so no row is added twice in one call, and calls come in
     # the experts' order: the same sum in the same order every time, without atomics' freedom.
     if index is None:
@@ -154,7 +187,7 @@ def forward(
     dtype = x.dtype if rows.scatter is None else _sum_dtype(x.dtype)
     out = torch.zeros(rows.outputs, weight.out_features, dtype=dtype, device=x.device)
     for expert, low, high in rows.spans():
-        matrix = weight.decode(expert)
+        matrix = weight.decode(expert, expert + 1)[0]
         read = _take(x, rows.gather, low, high)
         y = read.to(weight.dtype) @ (matrix if weight.transposed else matrix.t())
         if bias is not None:
@@ -190,7 +223,12 @@ def backward(
 
     Args:
         grad: `(rows.outputs, out)`.
-        x, weight, rows, scale, bias, terms: As given to `forward`.
+        x: As given to `forward`, like all that follow.
+        weight: The packed stack.
+        rows: Sorted rows.
+        scale: `(R,)` or None.
+        bias: `(E, out)` or None.
+        terms: LoRA.
         needs: Which gradients to compute.
     """
     wide = _sum_dtype(x.dtype)
@@ -211,9 +249,13 @@ def backward(
         factor = None if scale is None else scale[low:high, None]
         scaled = g if factor is None else g * factor
         read = _take(x, rows.gather, low, high)
-        dot = torch.zeros(high - low, dtype=wide, device=x.device) if grads.scale is not None else None
+        dot = (
+            torch.zeros(high - low, dtype=wide, device=x.device)
+            if grads.scale is not None
+            else None
+        )
         if wants_base:
-            matrix = weight.decode(expert)
+            matrix = weight.decode(expert, expert + 1)[0]
             u = g.to(weight.dtype) @ (matrix.t() if weight.transposed else matrix)
             if dot is not None:
                 dot += (u.to(wide) * read.to(wide)).sum(-1)
@@ -225,7 +267,9 @@ def backward(
         if dot is not None and bias is not None:
             dot += (g.to(wide) * bias[expert].to(wide)).sum(-1)
         for index, term in enumerate(terms):
-            _term_backward(grads, index, term, weight, expert, rows, (low, high), g, factor, read, dot)
+            _term_backward(
+                grads, index, term, weight, expert, rows, (low, high), g, factor, read, dot
+            )
         if grads.scale is not None and dot is not None:
             grads.scale[low:high] = dot.to(grads.scale.dtype)
     if grads.x is not None:

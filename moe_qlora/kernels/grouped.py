@@ -1,0 +1,196 @@
+"""One projection by torch's grouped matrix products: no loop over experts, no wait for the device.
+
+The stack is decoded into a scratch that lives for the call only; stacks over `SCRATCH_BYTES` are
+left to `reference.py`. What `reference.py` does row by row of experts is done here for all rows at
+once; its docstring has the formula and the legend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .reference import Grads, Needs, Rows, Term, Weight
+
+SCRATCH_BYTES = 2 << 30
+"""Largest decoded scratch; a bf16 stack of Mixtral-8x7B's gate_up is 1.75 GiB."""
+
+_ALIGN = 8  # grouped_mm wants strides of 16 bytes: 8 elements of bf16
+
+
+def fits(x: Tensor, weight: Weight, terms: Sequence[Term]) -> bool:
+    """Whether this backend computes these dtypes, sizes and this device."""
+    if weight.dtype != torch.bfloat16 or x.device.type != "cuda" or x.shape[0] == 0:
+        return False
+    if torch.cuda.get_device_capability(x.device) < (8, 0):
+        return False
+    return suits(x, weight, terms)
+
+
+def suits(x: Tensor, weight: Weight, terms: Sequence[Term]) -> bool:
+    """`fits`, but for the device."""
+    sizes = (x.shape[-1], weight.out_features)
+    wide = all(size % _ALIGN == 0 for size in sizes)
+    small = 2 * weight.experts * sizes[0] * sizes[1] <= SCRATCH_BYTES
+    return wide and small and all(term.dtype == torch.bfloat16 for term in terms)
+
+
+def forward(
+    x: Tensor,
+    weight: Weight,
+    rows: Rows,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    terms: Sequence[Term],
+) -> Tensor:
+    """As `reference.forward`."""
+    offs = rows.edges[1:].to(torch.int32)
+    read = _read(x, rows)
+    matrices = weight.decode(0, weight.experts)
+    right = matrices if weight.transposed else matrices.transpose(1, 2)
+    y = F.grouped_mm(read.to(weight.dtype), right, offs=offs)
+    del matrices, right
+    if bias is not None:
+        y = y + bias.to(y.dtype).index_select(0, _experts(rows, weight))
+    for term in terms:
+        source = read if term.source is None else _read(term.source, rows)
+        a, b = _factors(term, weight.experts)
+        inner = F.grouped_mm(source.to(term.dtype), a.transpose(1, 2), offs=offs)
+        y = y + F.grouped_mm(inner * term.scaling, b.transpose(1, 2), offs=offs)
+    y = y.to(x.dtype)
+    if scale is not None:
+        y = y * scale[:, None]
+    y = _live(y, rows)
+    return _to_tokens(y, rows).to(x.dtype) if rows.scatters else y
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Weight,
+    rows: Rows,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    terms: Sequence[Term],
+    needs: Needs,
+) -> Grads:
+    """As `reference.backward`."""
+    offs = rows.edges[1:].to(torch.int32)
+    g = grad.index_select(0, rows.token) if rows.scatters else grad
+    g = _live(g, rows)
+    factor = None if scale is None else scale[:, None]
+    read = _read(x, rows)
+    wants_scale = needs.scale and scale is not None
+    u: Tensor | None = None
+    if needs.x or wants_scale:
+        matrices = weight.decode(0, weight.experts)
+        left = matrices.transpose(1, 2) if weight.transposed else matrices
+        u = _live(F.grouped_mm(g.to(weight.dtype), left, offs=offs), rows)
+        del matrices, left
+    dot = (u.float() * read.float()).sum(-1) if wants_scale and u is not None else None
+    back = None if u is None or not needs.x else (u if factor is None else u * factor)
+    del u
+    bias_grad = None
+    if bias is not None:
+        experts = _experts(rows, weight)
+        if dot is not None:
+            dot += (g.float() * bias.float().index_select(0, experts)).sum(-1)
+        if needs.bias:
+            scaled = (g if factor is None else g * factor).float()
+            bias_grad = torch.zeros(bias.shape, dtype=torch.float32, device=g.device)
+            bias_grad = bias_grad.index_add_(0, experts, scaled).to(bias.dtype)
+    grads = Grads(None, None, bias_grad, [], [], [])
+    for index, term in enumerate(terms):
+        source = read if term.source is None else _read(term.source, rows)
+        source = source.to(term.dtype)
+        a, b = _factors(term, weight.experts)
+        inner = _live(F.grouped_mm(g.to(term.dtype), b, offs=offs) * term.scaling, rows)
+        product: Tensor | None = None
+        if dot is not None or needs.b[index]:
+            product = _live(F.grouped_mm(source, a.transpose(1, 2), offs=offs), rows)
+        if dot is not None and product is not None:
+            dot += (inner.float() * product.float()).sum(-1)
+        if factor is not None:
+            inner = inner * factor.to(inner.dtype)
+        grads.a.append(_grad_a(inner, source, offs, term) if needs.a[index] else None)
+        outer = g if factor is None else g * factor
+        grads.b.append(
+            _grad_b(outer.to(term.dtype), product, offs, term)
+            if needs.b[index] and product is not None
+            else None
+        )
+        onward = F.grouped_mm(inner, a, offs=offs)
+        if term.source is None:
+            back = None if back is None else back + onward
+            grads.sources.append(None)
+        else:
+            wanted = needs.sources[index]
+            grads.sources.append(_to_input(onward, rows).to(x.dtype) if wanted else None)
+    grads.x = None if back is None else _to_input(back, rows).to(x.dtype)
+    grads.scale = None if dot is None or scale is None else dot.to(scale.dtype)
+    return grads
+
+
+def _read(x: Tensor, rows: Rows) -> Tensor:
+    return x.index_select(0, rows.token) if rows.gathers else x
+
+
+def _experts(rows: Rows, weight: Weight) -> Tensor:
+    """`(R,)` expert of each row; the last one for rows of no expert."""
+    places = torch.arange(rows.order.shape[0], device=rows.order.device)
+    found = torch.searchsorted(rows.edges[1:].contiguous(), places, right=True)
+    return found.clamp_(max=weight.experts - 1)
+
+
+def _live(y: Tensor, rows: Rows) -> Tensor:
+    """Zero the rows of no expert, which grouped_mm leaves as it finds them."""
+    if not rows.partial:
+        return y
+    places = torch.arange(y.shape[0], device=y.device)
+    return torch.where((places < rows.edges[-1])[:, None], y, 0)
+
+
+def _to_tokens(y: Tensor, rows: Rows) -> Tensor:
+    """Sum a token's rows, in the order of its choices: `(R, n)` -> `(T, n)` in fp32."""
+    return y.index_select(0, rows.inverse).view(-1, rows.top_k, y.shape[-1]).float().sum(1)
+
+
+def _to_input(y: Tensor, rows: Rows) -> Tensor:
+    y = _live(y, rows)
+    return _to_tokens(y, rows) if rows.gathers else y
+
+
+def _pad(tensor: Tensor, dim: int) -> Tensor:
+    short = -tensor.shape[dim] % _ALIGN
+    if not short:
+        return tensor
+    pads = [0, 0] * (tensor.dim() - 1 - dim) + [0, short]
+    return F.pad(tensor, pads)
+
+
+def _factors(term: Term, experts: int) -> tuple[Tensor, Tensor]:
+    """`(E, r, in)` and `(E, out, r)`, contiguous, with r padded by zeros to whole 16 bytes."""
+    a, b = term.factors(experts)
+    b = b.permute(2, 0, 1)
+    a, b = _pad(a.to(term.dtype), 1), _pad(b.to(term.dtype), 2)
+    return a.contiguous(), b.contiguous()
+
+
+def _outer(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+    """`(R, m)`, `(R, n)` -> `(E, m, n)`: left^T right over each expert's rows."""
+    return F.grouped_mm(left.t(), right, offs=offs)
+
+
+def _grad_a(inner: Tensor, source: Tensor, offs: Tensor, term: Term) -> Tensor:
+    grad = _outer(inner.contiguous(), source.contiguous(), offs)
+    rank = term.a.shape[0] // grad.shape[0]
+    return grad[:, :rank].reshape(term.a.shape).to(term.a.dtype)
+
+
+def _grad_b(outer: Tensor, product: Tensor, offs: Tensor, term: Term) -> Tensor:
+    grad = _outer(outer.contiguous(), product.contiguous(), offs) * term.scaling
+    rank = term.b.shape[1] // grad.shape[0]
+    return grad[:, :, :rank].permute(1, 2, 0).reshape(term.b.shape).to(term.b.dtype)
