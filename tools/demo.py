@@ -52,7 +52,7 @@ class Scale:
     experts: int = 32
     batch: int = 16
     length: int = 128
-    pretrain_steps: int = 400
+    pretrain_steps: int = 300
     steps: int = 120
 
 

@@ -32,8 +32,8 @@ print(sys.prefix + "/.moe-qlora-" + hashlib.sha256(key).hexdigest()[:16])' "$1")
     if [ ! -e "$stamp" ]; then
         echo "Installing moe-qlora[$1] into $(dirname "$stamp") (a few minutes the first time)" >&2
         # torch alone first: the machine's own pip settings choose its build.
-        python -m pip install --quiet torch==2.13.0
-        python -m pip install --quiet -c tools/constraints.txt -e ".[$1]"
+        python -m pip install -qq torch==2.13.0
+        python -m pip install -qq -c tools/constraints.txt -e ".[$1]"
         touch "$stamp"
     fi
 }
