@@ -195,7 +195,7 @@ def test_all_linear_means_every_linear_and_nothing_else(model_type: str, through
 @pytest.mark.parametrize(
     "targets",
     [["q_proj", "down_proj"], {"down_proj", "gate_proj"}, r".*\.(up_proj|k_proj)"],
-    ids=str,
+    ids=["list", "set", "regex"],
 )
 def test_leaf_names_reach_shared_experts_and_dense_blocks(targets: Any) -> None:
     model = build("qwen2_moe")
