@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import storage
+from . import quantize_guard, storage
 from .codec import CodecSettings, state_tensors, unpack
 
 _METHODS = ("dequantize", "get_memory_footprint")
@@ -52,6 +52,7 @@ def adopt(model: nn.Module, config: Any, settings: CodecSettings) -> None:
     if getattr(host, "quantization_method", None) is None:
         host.quantization_method = QuantizationMethod.BITS_AND_BYTES
     host.is_quantized = True
+    quantize_guard.install(model)
     if not isinstance(model, PreTrainedModel):
         return
     if getattr(host, "hf_quantizer", None) is None:
@@ -66,7 +67,8 @@ def adopt(model: nn.Module, config: Any, settings: CodecSettings) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Take the instance's methods off again; the class's own show through."""
+    """Take the instance's methods and the adapter check off again."""
+    quantize_guard.remove(model)
     for name in _METHODS:
         method = model.__dict__.get(name)
         if isinstance(method, MethodType) and method.__func__ is globals()[name]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moe_qlora
-from moe_qlora import adapter_guard, codec, experts, lora, storage
+from moe_qlora import quantize_guard, codec, experts, lora, storage
 from moe_qlora.errors import AdapterError, ConfigError
 from moe_qlora.peft import connect_adapters, load_adapter
 
@@ -79,7 +79,7 @@ def build(model_type: str = "qwen3_moe") -> Any:
                 names.append(module_name)
     if model_type != "llama4_text":
         experts.activate(model, list(dict.fromkeys(names)))
-    adapter_guard.install(model)
+    quantize_guard.install(model)
     return model.eval()
 
 
@@ -90,7 +90,7 @@ def unpacked(model_type: str = "qwen3_moe") -> Any:
         storage.detach(module, name)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    adapter_guard.remove(model)
+    quantize_guard.remove(model)
     return model
 
 
@@ -398,8 +398,8 @@ def test_the_guard_is_silent_without_experts_and_can_be_removed() -> None:
     base = build()
     model = peft.get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
     model(input_ids=IDS)
-    adapter_guard.install(base)
-    adapter_guard.remove(base)
+    quantize_guard.install(base)
+    quantize_guard.remove(base)
     assert not base._forward_pre_hooks
 
 

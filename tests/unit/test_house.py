@@ -31,7 +31,7 @@ FLOORS = (
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Rooms that have grown into several files: every further file belongs to the room of its prefix.
-ANNEXES = {"detection": "detect", "adapter_guard": "lora"}
+ANNEXES = {"detection": "detect"}
 
 HOSTS = {"axolotl", "trl", "accelerate"}
 MODEL_LIBRARIES = {"transformers", "peft"}
