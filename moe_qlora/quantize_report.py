@@ -109,7 +109,7 @@ class QuantizationReport:
             lines.append(
                 f"{len(self.slow_modules)} modules ({classes}) do not run through this "
                 f"package's experts forward and decode a whole layer at a time: up to "
-                f"{human_bytes(worst)} a layer, kept for backward unless gradients are checkpointed."
+                f"{human_bytes(worst)} a layer, kept for backward without gradient checkpointing."
             )
         packed = [router.name for router in self.linear_routers if router.packed]
         plain = [router.name for router in self.linear_routers if not router.packed]

@@ -89,10 +89,12 @@ def test_modules_move_with_their_statistics(settings: CodecSettings) -> None:
         assert torch.equal(module.weight.cpu(), here)
 
 
+# Torch says so itself, once, when the mode is first set.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_decoding_a_range_never_waits_for_the_device() -> None:
     packed = pack(torch.randn(8, 40, 48, device="cuda"), CodecSettings("nf4", True))
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         unpack_range(packed, 2, 3, dtype=torch.bfloat16)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -111,3 +113,18 @@ def test_packing_peak_is_the_packed_form_and_a_chunk() -> None:
     torch.cuda.reset_peak_memory_stats()
     assert codec.first_nonfinite(weight) is None
     assert torch.cuda.max_memory_allocated() - before < 2**20
+
+
+@pytest.mark.parametrize("settings", [CodecSettings("nf4"), CodecSettings("nf4", True), INT8])
+def test_stacks_beyond_int32(settings: CodecSettings) -> None:
+    weight = torch.empty(33, 8192, 8192, device="cuda", dtype=torch.bfloat16).normal_()
+    assert weight.numel() > 2**31
+    packed = pack(weight, settings)
+    whole = unpack(packed)
+    for expert in (0, 31, 32):
+        part = unpack_range(packed, expert, expert + 1)
+        assert torch.equal(whole[expert : expert + 1], part)
+        if not settings.double_quant:
+            assert torch.equal(part, unpack(pack(weight[expert : expert + 1], settings)))
+    errors = (whole[32] - weight[32]).abs().max() / weight[32].abs().max()
+    assert errors < 0.2
