@@ -78,7 +78,7 @@ def model_class(config_class: Any) -> type[PreTrainedModel] | None:
         for _, item in inspect.getmembers(module, inspect.isclass)
         if item.__module__ == module.__name__
         and issubclass(item, PreTrainedModel)
-        and item.config_class is config_class
+        and getattr(item, "config_class", None) is config_class
     ]
     for ending in _ENDINGS:
         for item in classes:

@@ -19,7 +19,7 @@ from moe_qlora.layout import name_pattern
 
 from .classes import MODELS, model_class
 from .definitions import Definition, definition_of
-from .tiny import PUBLISHED, TINY_EXPERTS, default_of, published_kwargs, tiny_kwargs
+from .tiny import TINY_EXPERTS, default_of, published_kwargs, tiny_kwargs
 
 FORMAT_VERSION = 1
 _ROUTER_NAMES = ("router", "gate")
@@ -36,6 +36,13 @@ class Stack:
     definition: Definition
     shape: tuple[int, ...]
     aliases: tuple[str, ...]
+
+    @property
+    def num_experts(self) -> int:
+        """E: the first dimension, or what the module says where experts share it with rows."""
+        if self.definition.packed_rows:
+            return int(str(self.owner.moe_num_experts))
+        return self.shape[0]
 
     @property
     def parameter(self) -> str:
@@ -129,7 +136,9 @@ def integers(config: Any) -> dict[str, int]:
     return found
 
 
-def symbol(sizes: list[int], values: list[dict[str, int]], preferred: tuple[str, ...]) -> str | None:
+def symbol(
+    sizes: list[int], values: list[dict[str, int]], preferred: tuple[str, ...]
+) -> str | None:
     """How one size follows from the configuration, the same in every build; None if in no way.
 
     Args:
@@ -180,19 +189,20 @@ def _numbers(name: str) -> tuple[int, ...]:
 
 def instances(stacks: list[Stack]) -> dict[str, Any]:
     """Where the stacks of one pattern are and how large: shape -> the numbers at `*`."""
-    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    groups: dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]] = {}
     for stack in stacks:
-        groups.setdefault(stack.shape, []).append(_numbers(stack.name))
+        groups.setdefault((stack.shape, stack.num_experts), []).append(_numbers(stack.name))
     return {
         "count": len(stacks),
         "groups": [
             {
+                "experts": experts,
                 "shape": list(shape),
                 "at": _ranges([index[0] for index in at])
                 if all(len(index) == 1 for index in at)
                 else ",".join(".".join(map(str, index)) for index in at),
             }
-            for shape, at in groups.items()
+            for (shape, experts), at in groups.items()
         ],
     }
 
@@ -213,18 +223,22 @@ def _router(stack: Stack, model: nn.Module) -> dict[str, Any] | None:
             if not (name in _ROUTER_NAMES or _ROUTER_CLASS.search(type(child).__name__)):
                 continue
             full = f"{prefix}.{name}" if prefix else name
-            linears = [
-                f"{full}.{inner}".rstrip(".")
-                for inner, module in child.named_modules()
-                if type(module) is nn.Linear
-            ]
             return {
                 "class": type(child).__name__,
-                "linear": name_pattern(linears[-1]) if linears else None,
                 "module": name_pattern(full),
-                "plain_linear": bool(linears),
+                "plain_linear": any(type(module) is nn.Linear for module in child.modules()),
+                "weight": name_pattern(_router_weight(child, full)),
             }
     return None
+
+
+def _router_weight(router: nn.Module, name: str) -> str:
+    """The last Linear layer of a router, which scores the experts, or its bare parameter."""
+    linears = [path for path, module in router.named_modules() if isinstance(module, nn.Linear)]
+    if linears:
+        return f"{name}.{linears[-1]}".rstrip(".")
+    bare = [path for path, parameter in router.named_parameters() if parameter.dim() == 2]
+    return f"{name}.{bare[0]}"
 
 
 def _shared(stack: Stack, model: nn.Module) -> dict[str, Any]:
@@ -246,7 +260,7 @@ def _checkpoint_keys(stack: Stack, model: PreTrainedModel, siblings: list[Stack]
         state = {s.name: torch.empty(s.shape, device="meta") for s in group}
         try:
             written = revert_weight_conversion(model, state)
-        except Exception:  # noqa: BLE001, S112 - some conversions want all stacks of a block at once
+        except Exception:  # noqa: BLE001 - some conversions want all stacks of a block at once
             continue
         keys = sorted({name_pattern(key) for key in written})
         per_expert = len(written) > len(keys)
@@ -275,7 +289,7 @@ def _entry(
     flags = first.definition.flags
     return {
         "aliases": sorted({name_pattern(alias) for alias in first.aliases}),
-        "bias": flags["has_bias"],
+        "biases": list(first.definition.biases),
         "checkpoint": _checkpoint_keys(first, model, everything),
         "config": path,
         "dispatches": first.definition.dispatches,

@@ -144,11 +144,43 @@ NEEDS: dict[str, dict[str, Any]] = {
 # without experts.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 10000.0}},
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense"] + ["sparse"] * 31,
+        "num_experts_per_tok": 6,
+    },
+    "diffusion_gemma_text": {
+        "moe_intermediate_size": 704,
+        "num_experts": 128,
+        "top_k_experts": 8,
+    },
+    "dots1": {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+    },
     "gemma4_text": {
         "enable_moe_block": True,
         "moe_intermediate_size": 704,
         "num_experts": 128,
         "top_k_experts": 8,
+    },
+    "hunyuan_v1_moe": {
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "moe_topk": 8,
+        "num_experts": 64,
+        "num_key_value_heads": 8,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2}},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 768},
+    "qwen4_exp_text": {
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 4,
+        "indexer_head_dim": 256,
+        "indexer_kv_heads": 1,
+        "indexer_n_heads": 16,
     },
 }
 
@@ -173,10 +205,11 @@ def _fields(config_class: Any) -> set[str]:
 def tiny_kwargs(config_class: Any, default: Any, experts: int) -> dict[str, Any]:
     """Keyword arguments of a small configuration of this class, sub-configurations included."""
     fields = _fields(config_class)
-    kwargs: dict[str, Any] = {}
-    for name, value in SIZES.items():
-        if name in fields and not (name in OPTIONAL and _read(default, name) is None):
-            kwargs[name] = value
+    kwargs: dict[str, Any] = {
+        name: value
+        for name, value in SIZES.items()
+        if name in fields and not (name in OPTIONAL and _read(default, name) is None)
+    }
     heads = _read(default, "num_attention_heads")
     if "num_key_value_heads" in kwargs and _read(default, "num_key_value_heads") == heads:
         kwargs["num_key_value_heads"] = SIZES["num_attention_heads"]
