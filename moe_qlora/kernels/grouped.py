@@ -18,12 +18,13 @@ from .reference import Grads, Needs, Rows, Term, Weight
 SCRATCH_BYTES = 2 << 30
 """Largest decoded scratch; a bf16 stack of Mixtral-8x7B's gate_up is 1.75 GiB."""
 
-_ALIGN = 8  # grouped_mm wants strides of 16 bytes: 8 elements of bf16
+_ALIGN = 8  # grouped_mm wants strides of 16 bytes: 8 elements of 16 bits
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def fits(x: Tensor, weight: Weight, terms: Sequence[Term]) -> bool:
     """Whether this backend computes these dtypes, sizes and this device."""
-    if weight.dtype != torch.bfloat16 or x.device.type != "cuda" or x.shape[0] == 0:
+    if weight.dtype not in _HALVES or x.device.type != "cuda" or x.shape[0] == 0:
         return False
     if torch.cuda.get_device_capability(x.device) < (8, 0):
         return False
@@ -35,7 +36,7 @@ def suits(x: Tensor, weight: Weight, terms: Sequence[Term]) -> bool:
     sizes = (x.shape[-1], weight.out_features)
     wide = all(size % _ALIGN == 0 for size in sizes)
     small = 2 * weight.experts * sizes[0] * sizes[1] <= SCRATCH_BYTES
-    return wide and small and all(term.dtype == torch.bfloat16 for term in terms)
+    return wide and small and all(term.dtype in (*_HALVES, torch.float32) for term in terms)
 
 
 def forward(

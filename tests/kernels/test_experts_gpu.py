@@ -1,8 +1,9 @@
-"""On a CUDA device: the grouped backend, whole layers, and what a training step keeps and leaves."""
+"""On a CUDA device: the grouped backend, whole models, and no wait for the device."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,13 @@ def test_grouped_equals_fp64(transposed, partial, way, tokens):
         out = backend.forward(*args)
         return [out, grads.x, grads.scale, grads.bias, grads.a[0], grads.b[0]]
 
-    exact = run(reference, torch.float64)
-    for right, mine in zip(exact, run(grouped, torch.bfloat16), strict=True):
-        if right is not None:
-            assert (mine.double() - right).norm() < 0.01 * right.norm()
+    exact, plain = run(reference, torch.float64), run(reference, torch.bfloat16)
     first, second = run(grouped, torch.bfloat16), run(grouped, torch.bfloat16)
+    for right, mine, other in zip(exact, first, plain, strict=True):
+        if right is not None:
+            # As exact as bf16 allows: the row-by-row backend rounds as often, elsewhere.
+            allowed = 1.5 * (other.double() - right).norm() + 0.005 * right.norm()
+            assert (mine.double() - right).norm() <= allowed
     assert all(p is None or torch.equal(p, q) for p, q in zip(first, second, strict=True))
 
 
@@ -91,7 +94,7 @@ def test_no_wait_for_the_device():
         "experts_tests", Path(__file__).parents[1] / "unit" / "test_experts.py"
     )
     assert spec is not None and spec.loader is not None
-    tests = importlib.util.module_from_spec(spec)
+    tests = sys.modules["experts_tests"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tests)
     style = tests.STYLES["concatenated"]
     tests.H, tests.I = 64, 32

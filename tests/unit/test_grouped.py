@@ -87,6 +87,6 @@ def test_sizes_and_dtypes_that_do_not_suit_are_left_to_the_reference():
     good = torch.empty(4, 16)
     assert grouped.suits(good, weight, [])
     assert not grouped.suits(torch.empty(4, 12), weight, [])
-    wide = reference.Term(None, torch.empty(0), torch.empty(0), 1.0, torch.float32)
+    wide = reference.Term(None, torch.empty(0), torch.empty(0), 1.0, torch.float64)
     assert not grouped.suits(good, weight, [wide])
     assert not grouped.fits(good, weight, [])  # no GPU

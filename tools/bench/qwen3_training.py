@@ -32,6 +32,7 @@ def main() -> None:
     options = _options()
     device = torch.device(options.device)
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     torch.manual_seed(0)
     setting = (
@@ -141,7 +142,8 @@ def adapt(model: Any, options: argparse.Namespace) -> Any:
         target_parameters=targets,
         task_type="CAUSAL_LM",
     )
-    return moe_qlora.get_peft_model(model, config)
+    # bf16 adapters, as in the figures that this is compared with; PEFT would cast them to fp32.
+    return moe_qlora.get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def train(model: Any, options: argparse.Namespace, device: torch.device, rows: Rows) -> None:
