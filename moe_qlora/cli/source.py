@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ import yaml
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from .. import registry
 from ..codec_settings import CodecSettings
 from ..errors import CheckpointError, ConfigError, MoeQloraError
 
+_DEFAULT_SIZES = "Sizes are those of the default configuration of this model type, in bfloat16."
 _YAML = (".yml", ".yaml")
 _AUTO_CLASSES = (
     "AutoModelForCausalLM",
@@ -211,14 +214,30 @@ def _from_registry(model_type: str) -> Source | None:
         return None
     if model_type not in transformers.CONFIG_MAPPING:
         return None
-    note = "Sizes are those of the default configuration of this model type, in bfloat16."
-    return Source(model_type, transformers.CONFIG_MAPPING[model_type](), notes=(note,))
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    if model_type not in registry.model_types():
+        return Source(model_type, config_class(), notes=(_DEFAULT_SIZES,))
+    entry = registry.load(model_type)
+    if entry.published:
+        return Source(model_type, config_class(**entry.published_config), notes=(_DEFAULT_SIZES,))
+    note = "Its default configuration builds no model; sizes are those of a tiny one, in bfloat16."
+    return Source(model_type, config_class(**entry.tiny_config), notes=(note,))
 
 
 def _model_class(config: PretrainedConfig) -> Any:
-    for name in config.architectures or ():
+    """The class that the configuration names, else the one that the registry knows; None else."""
+    names = list(config.architectures or ())
+    if config.model_type in registry.model_types():
+        names.append(registry.load(config.model_type).class_name)
+    home = type(config).__module__
+    if not home.startswith("transformers.models."):
+        return None
+    modeling = home.replace(".configuration_", ".modeling_")
+    for name in names:
         found = getattr(transformers, name, None)
-        if found is not None and getattr(found, "config_class", None) is type(config):
+        if found is None and modeling != home:
+            found = getattr(import_module(modeling), name, None)
+        if isinstance(config, getattr(found, "config_class", None) or ()):
             return found
     return None
 
