@@ -93,7 +93,7 @@ TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_i
 
 # What an architecture needs besides: by model type of the configuration that has the attribute.
 NEEDS: dict[str, dict[str, Any]] = {
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_audio_encoder": {
         "adapter_input_size": 64,
@@ -120,11 +120,27 @@ NEEDS: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 128,
     },
-    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "glm5_next_text": {
+        "head_dim": 0,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "qk_head_dim": 16,
+        "qk_rope_head_dim": 0,
+    },
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            "mrope_section": [2, 1, 1],
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+        },
+    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"head_dim": 16},
     "inkling2_vision": {"text_hidden_size": 64, "projection_hidden_dim": 64},
     "inkling_audio": {"text_hidden_size": 64},
     "inkling_vision": {"text_hidden_size": 64, "patch_size": 8, "num_hidden_layers": 6},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "muse_spark_audio": {
         "depths": [1, 1, 1, 1],
@@ -135,8 +151,19 @@ NEEDS: dict[str, dict[str, Any]] = {
     "nemotron3_diarization": {"head_config": {"audio_hidden_size": 64}},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
-    "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2}},
+    "qwen3_omni_moe": {
+        "code2wav_config": {"codebook_size": 64, "decoder_dim": 64},
+        "talker_config": {"spatial_merge_size": 2},
+    },
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 40},
+    "qwen4_exp_text": {
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "indexer_head_dim": 16,
+        "indexer_kv_heads": 1,
+        "indexer_n_heads": 4,
+    },
+    "step3p5": {"sliding_window": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -213,10 +240,13 @@ def tiny_kwargs(config_class: Any, default: Any, experts: int) -> dict[str, Any]
     heads = _read(default, "num_attention_heads")
     if "num_key_value_heads" in kwargs and _read(default, "num_key_value_heads") == heads:
         kwargs["num_key_value_heads"] = SIZES["num_attention_heads"]
-    if "mlp_layer_types" in fields and "dense" in (
-        getattr(default, "mlp_layer_types", 0) or "dense"
-    ):
+    layers = _read(default, "mlp_layer_types") or ["dense"]
+    if "mlp_layer_types" in fields and "dense" in layers:
         kwargs["mlp_layer_types"] = ["dense", "sparse"]
+    kinds = list(dict.fromkeys(_read(default, "layer_types") or []))
+    if len(kinds) == 2 and kinds[0] == "linear_attention" and "layer_types" in fields:
+        # Caches ask a layer of full attention how long they are.
+        kwargs["layer_types"] = kinds
     if "first_k_dense_replace" in fields and _read(default, "first_k_dense_replace"):
         kwargs["first_k_dense_replace"] = 1
     if _read(default, "mlp_only_layers"):

@@ -1,0 +1,267 @@
+"""Helpers for tests, ours and other people's: tiny models of every architecture, marks, processes.
+
+    model = tiny_model("qwen3_moe", seed=1)
+    logits = model(**tiny_inputs(model)).logits
+
+torch, transformers and pytest are imported when a helper that needs them is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import registry
+from .errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig
+
+_SPAN = 12  # tokens in a tiny input: no power of two, more than a tiny sliding window's half
+
+# Its forward reads a table of tokens that only the model around it has.
+_FED_HIDDEN_STATES = {"Qwen3OmniMoeTalkerModel"}
+
+
+def registry_families() -> tuple[str, ...]:
+    """Every model type that `tiny_model` can build, sorted."""
+    return registry.model_types()
+
+
+def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
+    """A configuration of this architecture that builds in milliseconds.
+
+    Args:
+        model_type: One of `registry_families()`.
+        **overrides: Configuration arguments; a mapping is merged into the part of that name.
+
+    Raises:
+        CheckpointError: The registry does not know the type, or transformers does not.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kwargs = _merged(deepcopy(dict(registry.load(model_type).tiny_config)), overrides)
+    if model_type not in CONFIG_MAPPING:
+        raise CheckpointError(f"the installed transformers does not know {model_type!r}.")
+    return CONFIG_MAPPING[model_type](**kwargs)
+
+
+def _merged(kwargs: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    both = dict(kwargs)
+    for name, value in more.items():
+        held = both.get(name)
+        nested = isinstance(held, dict) and isinstance(value, dict)
+        both[name] = _merged(held, value) if nested else value
+    return both
+
+
+def model_class(model_type: str) -> Any:
+    """The transformers class that the registry names for this architecture.
+
+    Raises:
+        CheckpointError: The installed transformers has no such class.
+    """
+    from transformers import CONFIG_MAPPING
+
+    name = registry.load(model_type).class_name
+    folder, _, _ = CONFIG_MAPPING[model_type].__module__.rpartition(".")
+    package = Path(str(importlib.import_module(folder).__file__)).parent
+    for path in sorted(package.glob("modeling_*.py")):
+        found = getattr(importlib.import_module(f"{folder}.{path.stem}"), name, None)
+        if found is not None:
+            return found
+    raise CheckpointError(f"the installed transformers has no class {name} for {model_type!r}.")
+
+
+def tiny_model(
+    model_type: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    **overrides: Any,
+) -> nn.Module:
+    """A small model of this architecture with random weights, tied, in eval mode.
+
+    Every weight is set: what transformers leaves uninitialised or zero (expert stacks and routers
+    of some classes) is drawn from a normal distribution too. The same seed gives the same model,
+    and the caller's random state is left as it was.
+
+    Args:
+        model_type: One of `registry_families()`.
+        seed: Of the random weights.
+        dtype: Of the weights; float32 where None.
+        device: Where it is built; "meta" allocates nothing.
+        **overrides: As for `tiny_config`.
+
+    Raises:
+        CheckpointError: As `tiny_config` and `model_class`.
+    """
+    import torch
+
+    config = tiny_config(model_type, **overrides)
+    maker = model_class(model_type)
+    on_meta = torch.device(device).type == "meta"
+    with torch.random.fork_rng(devices=[]), _marked_memory():
+        torch.manual_seed(seed)
+        with torch.device("meta" if on_meta else "cpu"):
+            model = maker._from_config(config, dtype=dtype or torch.float32)
+        model.tie_weights()
+        if not on_meta:
+            _initialise(model, config)
+            model.to(device)
+    return model.eval()
+
+
+@contextmanager
+def _marked_memory() -> Iterator[None]:
+    """Uninitialised floating memory reads as NaN within, so that nothing unset goes unseen."""
+    import torch
+
+    was, warn = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warn)
+
+
+def _initialise(model: nn.Module, config: PretrainedConfig) -> None:
+    import torch
+
+    std = getattr(config.get_text_config(), "initializer_range", None) or 0.02
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_floating_point():
+                continue
+            unset = not bool(torch.isfinite(parameter).all())
+            if parameter.dim() >= 2 and (unset or not bool(parameter.any())):
+                parameter.normal_(0.0, std)
+            elif unset:
+                parameter.zero_()
+        for buffer in model.buffers():
+            if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
+                buffer.zero_()
+
+
+def tiny_inputs(model: nn.Module, *, batch: int = 2, seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments for a forward of a tiny model, through text alone where it takes text.
+
+    Returns:
+        `input_ids` (batch, 12) int64 on the model's device; `inputs_embeds` (batch, 12, hidden)
+        where the model has no table of tokens.
+
+    Raises:
+        ConfigError: The model takes no text, or has no forward.
+    """
+    import torch
+
+    config: Any = model.config
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    text = config.get_text_config()
+    vocabulary = getattr(text, "vocab_size", None)
+    if vocabulary is None or type(model).forward.__name__ == "_forward_unimplemented":
+        raise ConfigError(f"{type(model).__name__} takes no text; pass it inputs of its own.")
+    # Below every special token that tiny configurations set, which lie at the vocabulary's end.
+    ids = torch.randint(5, vocabulary - 8, (batch, _SPAN), generator=generator)
+    table = _embedding(model)
+    if table is None:
+        states = torch.randn(batch, _SPAN, text.hidden_size, generator=generator)
+        dtype = next(model.parameters()).dtype
+        return {"inputs_embeds": states.to(device, dtype)}
+    return {"input_ids": ids.to(device)}
+
+
+def _embedding(model: Any) -> nn.Module | None:
+    """The table of its input tokens; None where the model is fed hidden states."""
+    if type(model).__name__ in _FED_HIDDEN_STATES:
+        return None
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def requires_gpu(count: int = 1) -> Callable[[Any], Any]:
+    """Mark a test as needing CUDA devices: `gpu` (or `multi_gpu`), and skipped without them."""
+    import pytest
+    import torch
+
+    mark = pytest.mark.gpu if count == 1 else pytest.mark.multi_gpu
+    there = torch.cuda.device_count()
+    skip = pytest.mark.skipif(there < count, reason=f"needs {count} CUDA devices, {there} here")
+
+    def decorate(test: Any) -> Any:
+        return mark(skip(test))
+
+    return decorate
+
+
+def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Run `fn(rank, world_size, *args)` in `world_size` processes joined by gloo, on the CPU.
+
+    Args:
+        fn: A top-level function of a file; the processes import that file anew.
+        world_size: How many processes.
+        *args: Picklable.
+
+    Returns:
+        What each rank returned, by rank (anything that `torch.save` writes).
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: A rank raised; its traceback is in the text.
+    """
+    from torch import multiprocessing
+
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        target = (fn.__code__.co_filename, fn.__name__)
+        spec = (target, world_size, folder, args)
+        multiprocessing.spawn(_rank_main, args=spec, nprocs=world_size, join=True)
+        return [
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
+            for rank in range(world_size)
+        ]
+
+
+def _rank_main(
+    rank: int, target: tuple[str, str], world_size: int, folder: str, args: tuple[Any, ...]
+) -> None:
+    from datetime import timedelta
+
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location("moe_qlora_rank_target", target[0])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.FileStore(str(Path(folder) / "store"), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
+    try:
+        result = getattr(module, target[1])(rank, world_size, *args)
+        torch.save(result, Path(folder) / f"{rank}.pt")
+        distributed.barrier()
+    finally:
+        distributed.destroy_process_group()
