@@ -27,6 +27,7 @@ from .detect import detect
 from .errors import ConfigError
 from .layout import ModelLayout, name_pattern
 from .lora import register_wrapper
+from .storage import read_packed
 
 _TOP_K_NAMES = (
     "num_experts_per_tok",
@@ -129,6 +130,8 @@ def adapt(
                 )
         return copy.deepcopy(config)
 
+    if config.is_prompt_learning:  # touches no module
+        return copy.deepcopy(config)
     adapted = _caller_view(config)
     _check_modules_to_save(adapted, packed)
     layout = _layout(model, adapted, router)
@@ -376,6 +379,13 @@ def _check_modules_to_save(config: PeftConfig, packed: dict[str, nn.Module]) -> 
 
 
 def _check_supported(config: LoraConfig, chosen: list[str], packed: dict[str, nn.Module]) -> None:
+    for name in chosen:
+        shape = tuple(read_packed(packed[name], name.rpartition(".")[2]).shape)
+        if len(shape) > 3:
+            raise ConfigError(
+                f"target_parameters names {name}, a stack of shape {shape}: PEFT adapts parameters "
+                "of two or three dimensions; leave it out."
+            )
     for field, off, reason in _UNSUPPORTED:
         value = getattr(config, field, off[0])
         if not any(

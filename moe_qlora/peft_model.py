@@ -13,6 +13,7 @@ import peft
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraModel as StockLoraModel
+from peft.tuners.tuners_utils import BaseTuner
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -231,6 +232,8 @@ def take_over(model: PeftModel) -> None:
         AdapterError: LoRA on an expert parameter is not connected.
     """
     tuner = model.base_model
+    if not isinstance(tuner, BaseTuner):  # prompt learning leaves the model as it is
+        return
     if type(tuner) is StockLoraModel:
         tuner.__class__ = LoraModel
     lora.adopt(tuner.model)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moe_qlora
-from moe_qlora import quantize_guard, codec, experts, lora, storage
+from moe_qlora import codec, experts, lora, quantize_guard, storage
 from moe_qlora.errors import AdapterError, ConfigError
 from moe_qlora.peft import connect_adapters, load_adapter
 
@@ -278,6 +278,8 @@ def test_adapters_come_and_go() -> None:
     model.add_adapter("default", lora_config(r=4))
     model.set_adapter("default")
     assert close(logits(model), plain)
+    fill(model)
+    assert not close(logits(model), plain)
     assert torch.equal(logits(model.unload()), plain)
     assert base._forward_pre_hooks and list(storage.iter_packed(base))
     again = moe_qlora.get_peft_model(base, lora_config())

@@ -329,3 +329,42 @@ def test_exact_names_survive_what_peft_does_to_names() -> None:
     assert name == "model.layers.0.mlp.down_proj" and {str(name)} == {name}
     assert json.loads(json.dumps([name])) == ["model.layers.0.mlp.down_proj"]
     assert not copy.deepcopy(name).endswith("j")
+
+
+def test_other_adapter_types_leave_packed_experts_alone() -> None:
+    model = build("mixtral")
+    wrapped = moe_qlora.get_peft_model(
+        model,
+        peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    )
+    adapted = {name.split(".ia3_")[0] for name, _ in wrapped.named_parameters() if ".ia3_" in name}
+    assert {name.rpartition(".")[2] for name in adapted} == {"k_proj"}
+    with pytest.raises(ConfigError, match="use a LoraConfig"):
+        moe_qlora.adapt_lora_config(model, peft.IA3Config(target_modules=["k_proj"]), experts=True)
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    wrapped = moe_qlora.get_peft_model(build("mixtral"), prompt)
+    wrapped(input_ids=torch.arange(6).view(1, 6)).logits.sum().backward()
+
+
+def test_stacks_of_more_dimensions_are_refused() -> None:
+    toy = Toy()
+    toy.experts.down_proj = nn.Parameter(torch.randn(2, 3, 8, 16))
+    stack = codec.pack(toy.experts.down_proj, codec.CodecSettings("nf4"))
+    storage.attach(toy.experts, "down_proj", stack)
+    with pytest.raises(ConfigError, match=r"experts\.down_proj, a stack of shape \(2, 3, 8, 16\)"):
+        moe_qlora.adapt_lora_config(toy, LoraConfig(target_parameters=["experts.down_proj"]))
+
+
+def test_an_untested_version_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_qlora import peft as ours
+
+    versions = {"peft": "0.22.0", "transformers": "5.23.0"}
+    monkeypatch.setattr(ours, "version", versions.__getitem__)
+    ours._warn_untested.cache_clear()
+    model, config = build("mixtral", packed=False), LoraConfig(target_modules=["q_proj"])
+    with pytest.warns(UserWarning, match=r"peft 0\.22\.0 is not one of"):
+        model = moe_qlora.get_peft_model(model, config)
+    moe_qlora.get_peft_model(
+        build("mixtral"), config
+    )  # warnings are errors: it does not warn again
+    ours._warn_untested.cache_clear()
