@@ -156,7 +156,8 @@ def _live(y: Tensor, rows: Rows) -> Tensor:
 
 def _to_tokens(y: Tensor, rows: Rows) -> Tensor:
     """Sum a token's rows, in the order of its choices: `(R, n)` -> `(T, n)` in fp32."""
-    return y.index_select(0, rows.inverse).view(-1, rows.top_k, y.shape[-1]).float().sum(1)
+    choices = y.index_select(0, rows.inverse).view(-1, rows.top_k, y.shape[-1])
+    return choices.sum(1, dtype=torch.promote_types(y.dtype, torch.float32))
 
 
 def _to_input(y: Tensor, rows: Rows) -> Tensor:
