@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from .layout import ExpertParam as ExpertParam
     from .layout import ModelLayout as ModelLayout
     from .peft import adapt_lora_config as adapt_lora_config
+    from .peft import connect_adapters as connect_adapters
     from .peft import exclude_modules as exclude_modules
     from .peft import get_peft_model as get_peft_model
+    from .peft import load_adapter as load_adapter
     from .peft import target_parameters as target_parameters
     from .quantize import QuantizationReport as QuantizationReport
     from .quantize import quantize_experts as quantize_experts
@@ -47,8 +49,10 @@ _HOME = {
     "QuantizationReport": "quantize",
     "UnsupportedWeightError": "errors",
     "adapt_lora_config": "peft",
+    "connect_adapters": "peft",
     "exclude_modules": "peft",
     "get_peft_model": "peft",
+    "load_adapter": "peft",
     "quantize_experts": "quantize",
     "target_parameters": "peft",
 }
@@ -66,9 +70,11 @@ __all__ = [
     "QuantizationReport",
     "UnsupportedWeightError",
     "adapt_lora_config",
+    "connect_adapters",
     "detect",
     "exclude_modules",
     "get_peft_model",
+    "load_adapter",
     "quantize_experts",
     "target_parameters",
 ]
