@@ -284,10 +284,18 @@ def layout(model_type: str, sizes: Sizes = "published", *, dtype: str = "bfloat1
     entry = load(model_type)
     if dtype not in _ELEMENT_BYTES:
         raise CheckpointError(f"dtype {dtype!r} is none of {', '.join(sorted(_ELEMENT_BYTES))}.")
-    experts = []
-    for param in entry.params:
+    placed = []
+    towers: list[str] = []
+    for order, param in enumerate(entry.params):
+        tower = param.pattern.partition("*")[0]
+        if tower not in towers:
+            towers.append(tower)
         for group in param.tiny if sizes == "tiny" else param.published:
-            experts += [_expert(param, group, numbers, dtype) for numbers in group.at]
+            for numbers in group.at:
+                expert = _expert(param, group, numbers, dtype)
+                placed.append(((towers.index(tower), numbers, order), expert))
+    # The model's own order: layer by layer, and within a layer as the file lists them.
+    experts = [expert for _, expert in sorted(placed, key=lambda item: item[0])]
     if not experts:
         raise CheckpointError(
             f"the registry has no {sizes} sizes for model type {model_type!r}: the default "

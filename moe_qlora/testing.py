@@ -59,8 +59,9 @@ def _merged(kwargs: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     both = dict(kwargs)
     for name, value in more.items():
         held = both.get(name)
-        nested = isinstance(held, dict) and isinstance(value, dict)
-        both[name] = _merged(held, value) if nested else value
+        if isinstance(held, dict) and isinstance(value, dict):
+            value = _merged(held, value)
+        both[name] = value
     return both
 
 
@@ -224,14 +225,13 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
     Raises:
         torch.multiprocessing.ProcessRaisedException: A rank raised; its traceback is in the text.
     """
-    from torch import multiprocessing
-
     import torch
+    from torch.multiprocessing.spawn import spawn
 
     with tempfile.TemporaryDirectory() as folder:
         target = (fn.__code__.co_filename, fn.__name__)
         spec = (target, world_size, folder, args)
-        multiprocessing.spawn(_rank_main, args=spec, nprocs=world_size, join=True)
+        spawn(_rank_main, args=spec, nprocs=world_size, join=True)
         return [
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
             for rank in range(world_size)
@@ -254,7 +254,7 @@ def _rank_main(
     spec.loader.exec_module(module)
     distributed.init_process_group(
         "gloo",
-        store=distributed.FileStore(str(Path(folder) / "store"), world_size),
+        init_method=(Path(folder) / "store").as_uri(),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=120),

@@ -49,7 +49,7 @@ def meta_model(model_type, kwargs):
 def compare(found: ModelLayout, expected: ModelLayout) -> None:
     got = {param.name: param for param in found}
     want = {param.name: param for param in expected}
-    assert sorted(got) == sorted(want), [r for r in found.rejected if r.name in want]
+    assert list(got) == list(want), [r for r in found.rejected if r.name in want]
     for name, param in want.items():
         assert set(got[name].aliases) == set(param.aliases), name
         for field in ("shape", "num_experts", "role", "transposed", "in_features", "out_features"):

@@ -94,6 +94,7 @@ TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_i
 # What an architecture needs besides: by model type of the configuration that has the attribute.
 NEEDS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
+    "diffusion_gemma": {"canvas_length": 12},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_audio_encoder": {
         "adapter_input_size": 64,

@@ -1,0 +1,74 @@
+"""The test helpers themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_qlora.testing import requires_gpu, run_distributed, tiny_inputs, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_a_seed_is_a_model_and_nothing_leaks():
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    first, second, other = (tiny_model("llama4_text", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.rand(3), expected)
+    assert not torch.are_deterministic_algorithms_enabled()
+    a, b, c = (dict(model.named_parameters()) for model in (first, second, other))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    stacks = [name for name in a if a[name].dim() == 3]
+    assert stacks
+    assert not any(torch.equal(a[name], c[name]) for name in stacks)
+
+
+def test_dtype_device_and_overrides():
+    model = tiny_model("mixtral", dtype=torch.bfloat16, num_local_experts=6)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert model.model.layers[0].mlp.experts.gate_up_proj.shape[0] == 6
+    meta = tiny_model("mixtral", device="meta")
+    assert {weight.device.type for weight in meta.parameters()} == {"meta"}
+
+
+def test_inputs():
+    model = tiny_model("mixtral")
+    inputs = tiny_inputs(model, batch=3, seed=1)
+    assert inputs["input_ids"].shape == (3, 12)
+    assert torch.equal(inputs["input_ids"], tiny_inputs(model, batch=3, seed=1)["input_ids"])
+    assert not torch.equal(inputs["input_ids"], tiny_inputs(model, batch=3, seed=2)["input_ids"])
+    assert model(**inputs, labels=inputs["input_ids"]).loss.requires_grad
+
+
+def add_ranks(rank, world_size, offset):
+    value = torch.tensor([float(rank + offset)])
+    torch.distributed.all_reduce(value)
+    return rank, world_size, value.item()
+
+
+def fail_on_one(rank, world_size):
+    if rank == 1:
+        raise ValueError("rank one is unwell")
+
+
+def test_ranks_meet_and_return():
+    assert run_distributed(add_ranks, 2, 10) == [(0, 2, 21.0), (1, 2, 21.0)]
+
+
+def test_a_failing_rank_is_an_error():
+    with pytest.raises(Exception, match="rank one is unwell"):
+        run_distributed(fail_on_one, 2)
+
+
+def test_gpu_marks():
+    @requires_gpu(2)
+    def many():
+        pass
+
+    @requires_gpu()
+    def one():
+        pass
+
+    assert {mark.name for mark in many.pytestmark} == {"multi_gpu", "skipif"}
+    assert {mark.name for mark in one.pytestmark} == {"gpu", "skipif"}
