@@ -1,9 +1,8 @@
 """PEFT on models with packed experts: what to exclude, what to target, and adapters that are right.
 
-    config = adapt_lora_config(model, lora_config)      # for a host that calls peft.get_peft_model
-    itself peft_model = get_peft_model(model, lora_config)     # the same, and every later
-    add_adapter / load_adapter / merge peft_model = load_adapter(model, folder)            # an
-    adapter of ours, or of stock PEFT on the unpacked model
+    adapt_lora_config(model, config)     a config for a host that calls peft.get_peft_model itself
+    get_peft_model(model, config)        the same, and every later add_adapter, load_adapter, merge
+    load_adapter(model, folder)          an adapter of ours, or of stock PEFT on the unpacked model
 
 LoRA goes to Linear layers through `target_modules` ("all-linear" means just that: no experts, no
 routers) and to experts only through `target_parameters` that the caller names, or with

@@ -3,9 +3,11 @@
 `adapt` takes a copy of the caller's config and changes three fields, each for one reason:
 
     exclude_modules    + every packed experts module and the modules inside it, which leaf names
-    would hit target_modules     full names, where PEFT would rewrite the caller's spelling (see
-    `peft_targets`) target_parameters  full names for packed parameters: the only spelling that PEFT
-    matches on a parametrized module
+                       would hit
+    target_modules     full names, where PEFT would rewrite the caller's spelling (see
+                       `peft_targets`)
+    target_parameters  full names for packed parameters: the only spelling that PEFT matches on a
+                       parametrized module
 
 `AdaptedLoraConfig.to_dict`, which PEFT writes to adapter_config.json, gives the caller's own values
 for them, so the file is the one that stock PEFT writes for the unpacked model.
