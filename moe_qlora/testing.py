@@ -60,8 +60,9 @@ def _merged(kwargs: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     for name, value in more.items():
         held = both.get(name)
         if isinstance(held, dict) and isinstance(value, dict):
-            value = _merged(held, value)
-        both[name] = value
+            both[name] = _merged(held, value)
+        else:
+            both[name] = value
     return both
 
 
