@@ -117,7 +117,6 @@ def _definition(node: ast.ClassDef) -> Definition | None:
     biases = [name for name, sizes in parameters if name not in stacks and len(sizes) == 2]
     merged = {**DECORATOR_DEFAULTS, **(flags or {}), **unusual.get("flags", {})}  # type: ignore[dict-item]
     if flags is None:
-        merged["has_gate"] = not any(name.startswith("weight") for name in stacks)
         merged["has_bias"] = bool(biases)
     return Definition(
         class_name=node.name,

@@ -294,7 +294,7 @@ def _entry(
         "config": path,
         "dispatches": first.definition.dispatches,
         "experts_class": first.definition.class_name,
-        "gated": flags["has_gate"] and not (_role(first) == "up" and "attention" in pattern),
+        "gated": flags["has_gate"] and "attention" not in pattern,  # JetMoE's query experts
         "interleaved": not flags["is_concatenated"],
         "packed_rows": first.definition.packed_rows,
         "pattern": pattern,
