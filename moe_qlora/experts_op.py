@@ -77,7 +77,7 @@ class Projection:
         """The projection from packed codes; no gradient for these."""
         flat = (inputs.x, inputs.scale, inputs.bias, *inputs.sources, *inputs.a, *inputs.b)
         routing = (inputs.order, inputs.bounds)
-        out: Tensor = _PackedProjection.apply(self, stack, routing, len(inputs.a), *flat)  # type: ignore[no-untyped-call]
+        out: Tensor = _PackedProjection.apply(self, stack, routing, len(inputs.a), *flat)
         return out
 
     def run(self, stack: PackedStack, inputs: Inputs) -> Tensor:
@@ -153,7 +153,7 @@ class _PackedProjection(torch.autograd.Function):
         return projection.run(stack, _inputs(routing, n, flat))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         saved = ctx.saved_tensors
         inputs = _inputs(saved[:2], ctx.n, saved[2:])
         needs = ctx.needs_input_grad[4:]
@@ -273,10 +273,14 @@ def _parse(
     b: Sequence[Tensor],
     packed: Sequence[Tensor],
 ) -> tuple[Projection, PackedStack, Inputs, list[bool]]:
-    constants, *flags, scalings, autocast, dropped = ast.literal_eval(text)
+    constants, transposed, top_k, gathers, scatters, partial, scalings, autocast, dropped = (
+        ast.literal_eval(text)
+    )
     given = iter(sources)
     full = [next(given) if drop else None for drop in dropped]
-    projection = Projection(*flags, tuple(scalings), _dtype(autocast))
+    projection = Projection(
+        transposed, top_k, gathers, scatters, partial, tuple(scalings), _dtype(autocast)
+    )
     inputs = Inputs(x, scale, bias, *routing, full, a, b)
     return projection, _stack(packed, constants), inputs, dropped
 

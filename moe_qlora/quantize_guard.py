@@ -2,8 +2,9 @@
 
 Stock PEFT, given a config that this package has not adapted, finds no packed parameter under its
 short name and goes on without, or wraps it in a layer that the experts forward never asks. Neither
-raises. The hook here does, at the first forward after adapters were added. It asks by names and
-attributes alone, and so imports nothing of PEFT.
+raises. The hooks here do, when adapter weights are loaded into such layers, and at the first
+forward after adapters were added. They ask by names and attributes alone, and so import nothing of
+PEFT.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from .errors import AdapterError
+from .experts import lora_provider
 from .storage import iter_packed, packed_names
 
 _SEEN = "_moe_qlora_adapters_seen"
@@ -22,16 +24,30 @@ _HANDLE = "_moe_qlora_adapter_guard"
 
 def install(model: nn.Module) -> None:
     """Check adapters before each forward of `model`; does nothing where it does already."""
-    if _HANDLE not in model.__dict__:
-        model.__dict__[_HANDLE] = model.register_forward_pre_hook(_before_forward)
+    if _HANDLE in model.__dict__:
+        return
+    model.__dict__[_HANDLE] = (
+        model.register_forward_pre_hook(_before_forward),
+        model.register_load_state_dict_pre_hook(_before_load),
+    )
 
 
 def remove(model: nn.Module) -> None:
     """Undo `install`."""
-    handle = model.__dict__.pop(_HANDLE, None)
-    if handle is not None:
+    for handle in model.__dict__.pop(_HANDLE, ()):
         handle.remove()
     model.__dict__.pop(_SEEN, None)
+
+
+def _before_load(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Stop LoRA weights for packed experts that would go to layers without effect."""
+    keys = (_plain(key.removeprefix(prefix)).partition(".lora_") for key in state_dict)
+    owners = {owner for owner, lora, _ in keys if lora}
+    if not owners:
+        return
+    for name, module, _ in iter_packed(model):
+        if _plain(name) in owners and lora_provider(module) is None:
+            raise AdapterError(_message("being loaded", _plain(name), "would have no effect"))
 
 
 def _before_forward(model: nn.Module, args: Any) -> None:
@@ -64,14 +80,14 @@ def check(model: nn.Module, configs: dict[str, Any]) -> None:
                     continue
                 wrapper: Any = wrappers.get(name)
                 if wrapper is None or adapter not in wrapper.lora_A:
-                    raise AdapterError(_message(adapter, name, "was not created"))
+                    raise AdapterError(_message(repr(adapter), name, "was not created"))
                 if getattr(wrapper, "provider", None) is None:
-                    raise AdapterError(_message(adapter, name, "would have no effect"))
+                    raise AdapterError(_message(repr(adapter), name, "would have no effect"))
 
 
 def _message(adapter: str, name: str, what: str) -> str:
     return (
-        f"LoRA adapter {adapter!r} on {name} {what}: stock PEFT cannot adapt packed experts by "
+        f"LoRA adapter {adapter} on {name} {what}: stock PEFT cannot adapt packed experts by "
         "itself; use moe_qlora.get_peft_model (moe_qlora.load_adapter for a saved adapter), or "
         "give stock PEFT the config from moe_qlora.adapt_lora_config."
     )

@@ -391,9 +391,23 @@ def test_stock_from_pretrained_raises_and_names_the_call(tmp_path: Path) -> None
     moe_qlora.get_peft_model(build(), lora_config()).save_pretrained(tmp_path, **NO_HUB)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        host = PeftModel.from_pretrained(build(), tmp_path)
-    with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
-        host(input_ids=IDS)
+        with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
+            PeftModel.from_pretrained(build(), tmp_path)
+
+
+def test_stock_loading_of_full_names_raises_and_names_the_call(tmp_path: Path) -> None:
+    """Full names make stock PEFT wrap, in an order of its own, so that shapes do not fit."""
+    base = build()
+    names = moe_qlora.target_parameters(base)
+    model = moe_qlora.get_peft_model(base, lora_config(target_parameters=names))
+    model.save_pretrained(tmp_path, **NO_HUB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
+            PeftModel.from_pretrained(build(), tmp_path)
+    twin = copy.deepcopy(build())
+    again = moe_qlora.load_adapter(twin, tmp_path)
+    assert torch.equal(logits(again), logits(model))
 
 
 def test_the_guard_is_silent_without_experts_and_can_be_removed() -> None:
