@@ -50,9 +50,9 @@ class Scale:
     hidden: int = 128
     layers: int = 4
     experts: int = 32
-    batch: int = 16
+    batch: int = 8
     length: int = 128
-    pretrain_steps: int = 300
+    pretrain_steps: int = 400
     steps: int = 120
 
 
@@ -230,7 +230,7 @@ def fine_tune(folder: str | Path, scale: Scale, steps: int, out: Path, run: Run)
     loss = evaluate(model, held_out, scale)
     plain = layout.nbytes
     rest = held(model) - plain
-    run.rows.append(("loaded in 4 bit: Linear layers only", plain, rest, 0, loss))
+    run.rows.append(("load_in_4bit, stock", plain, rest, 0, loss))
 
     report = moe_qlora.quantize_experts(model)
     CONSOLE.print(f"   quantize_experts: {report}")
@@ -241,7 +241,7 @@ def fine_tune(folder: str | Path, scale: Scale, steps: int, out: Path, run: Run)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lora_config = LoraConfig(
         r=4,
-        lora_alpha=8,
+        lora_alpha=16,
         target_modules="all-linear",
         target_parameters=moe_qlora.target_parameters(model),
         task_type="CAUSAL_LM",
@@ -250,7 +250,7 @@ def fine_tune(folder: str | Path, scale: Scale, steps: int, out: Path, run: Run)
     trainable, total = peft_model.get_nb_trainable_parameters()
     CONSOLE.print(f"   get_peft_model: {trainable:,} of {total:,} weights are trained")
     run.curves["LoRA on packed weights, on English"] = train(
-        peft_model, tokens, scale, steps, 2e-3, "LoRA"
+        peft_model, tokens, scale, steps, 5e-3, "LoRA"
     )
     loss = evaluate(peft_model, held_out, scale)
     adapter = sum(p.nbytes for p in peft_model.parameters() if p.requires_grad)
@@ -297,7 +297,7 @@ def train(
     """Train whatever requires gradients; returns the loss of each step."""
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )
@@ -318,7 +318,10 @@ def train(
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.item())
             progress.update(task, advance=1, description=f"{title}: loss {losses[-1]:.3f}")
-    CONSOLE.print(f"   {title}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {steps} steps")
+    first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
+    CONSOLE.print(
+        f"   {title}: loss {first:.3f} in the first 10 steps, {last:.3f} in the last 10 of {steps}"
+    )
     return losses
 
 
