@@ -213,6 +213,9 @@ class Judge:
                 f"{bank.router.name} reads {bank.router.width} features, which no side of "
                 f"{_x(first)} has"
             )
+        if not fused and (bank.router.choices >= bank.router.width or len(set(bank.counts)) > 1):
+            # Without a run, only a narrow matrix over stacks of one size speaks for a choice.
+            return f"{bank.router.name} ({_x(bank.router.leaf)}) is wider than a router would be"
         if not bank.exact and not (bank.chain.gated and plausible(bank.router, sizes)):
             return f"no router chooses among {bank.counts[0]} ({_x(first)})"
         return None

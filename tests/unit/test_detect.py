@@ -648,6 +648,19 @@ class VectorQuantizer(nn.Module):
         ).mean(-1, True)
 
 
+class RelativeKernels(nn.Module):
+    """Funnel-style: kernels over the hidden size beside a square projection; no way to run it."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_head = nn.Linear(H, H)
+        self.r_kernel, self.seg_embed = P(H, 4, 12), P(2, 4, 12)
+
+    def forward(self, x, positions, masks):
+        a, b = positions
+        return x
+
+
 class Wrap(nn.Module):
     """The block in layers of a model, as it is met in practice."""
 
@@ -717,6 +730,7 @@ TRAPS = [
     RecurrentGates,
     PositionTable,
     VectorQuantizer,
+    RelativeKernels,
 ]
 
 
