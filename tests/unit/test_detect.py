@@ -657,7 +657,7 @@ class RelativeKernels(nn.Module):
         self.r_kernel, self.seg_embed = P(H, 4, 12), P(2, 4, 12)
 
     def forward(self, x, positions, masks):
-        a, b = positions
+        _, _ = positions
         return x
 
 

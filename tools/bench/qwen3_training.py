@@ -44,6 +44,7 @@ def main() -> None:
     model = build(options, device)
     pack(model, device, rows)
     peft_model = adapt(model, options)
+    record_kept(peft_model, options, rows)
     train(peft_model, options, device, rows)
 
 
@@ -176,6 +177,39 @@ def train(model: Any, options: argparse.Namespace, device: torch.device, rows: R
     rows.add("last loss", "nats", losses[-1])
     if device.type == "cuda":
         rows.add("peak in training", "bytes", torch.cuda.max_memory_allocated(device))
+
+
+def record_kept(model: Any, options: argparse.Namespace, rows: Rows) -> None:
+    """What one layer keeps between forward and backward, and its own activations, without hooks on.
+
+    Its activations are what its operations give out in bf16: for attention four projections, the
+    two norms and the output; for experts the gathered rows, both projections, the activation.
+    """
+    if not options.no_checkpointing or not torch.cuda.is_available():
+        return
+    kept: list[int] = []
+    starts: list[int] = []
+    handles = []
+    for layer in model.get_base_model().model.layers:
+        enter = layer.register_forward_pre_hook(
+            lambda *_: starts.append(torch.cuda.memory_allocated())
+        )
+        leave = layer.register_forward_hook(
+            lambda *_: kept.append(torch.cuda.memory_allocated() - starts[-1])
+        )
+        handles += [enter, leave]
+    ids = torch.zeros(1, options.seq, dtype=torch.long, device="cuda")
+    model(input_ids=ids)
+    for handle in handles:
+        handle.remove()
+    config = model.config
+    heads = config.num_attention_heads + config.num_key_value_heads
+    attention = 4 * config.hidden_size + 2 * heads * config.head_dim
+    routed = config.num_experts_per_tok * (
+        2 * config.hidden_size + 4 * config.moe_intermediate_size
+    )
+    rows.add("kept by a layer", "bytes", *kept)
+    rows.add("a layer's own activations", "bytes", 2 * options.seq * (attention + routed))
 
 
 def _tokens(vocab: int, options: argparse.Namespace, device: torch.device) -> Iterator[Any]:
