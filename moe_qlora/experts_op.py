@@ -113,7 +113,8 @@ class Projection:
         return [grads.x, grads.scale, grads.bias, *grads.sources, *grads.a, *grads.b]
 
     def _packed_weight(self, stack: PackedStack, x: Tensor) -> reference.Weight:
-        dtype = stack.compute_dtype or self.autocast or x.dtype
+        # As in Linear4bit, whose product runs in autocast's dtype whatever it cast its input to.
+        dtype = self.autocast or stack.compute_dtype or x.dtype
         return self._weight(
             stack.shape, dtype, lambda first, last: unpack_range(stack, first, last, dtype=dtype)
         )
