@@ -242,22 +242,27 @@ def _router_weight(router: nn.Module, name: str) -> str:
 
 
 def _shared(stack: Stack, model: nn.Module) -> dict[str, Any]:
-    parent = stack.owner_name.rpartition(".")[0]
-    for name, child in model.get_submodule(parent).named_children():
-        if "share" not in name or name.endswith("gate"):
-            continue
-        full = name_pattern(f"{parent}.{name}".lstrip("."))
-        if definition_of(child, MODELS) is not None:
-            return {"kind": "stacked", "module": full}
-        return {"kind": "linear", "module": full}
+    """The shared experts of a stack's block: beside the stack, or beside what holds it."""
+    parts = stack.owner_name.split(".")
+    for length in range(len(parts) - 1, max(len(parts) - 3, -1), -1):
+        prefix = ".".join(parts[:length])
+        for name, child in model.get_submodule(prefix).named_children():
+            if "share" not in name or name.endswith("gate"):
+                continue
+            full = name_pattern(f"{prefix}.{name}".lstrip("."))
+            if definition_of(child, MODELS) is not None:
+                return {"kind": "stacked", "module": full}
+            return {"kind": "linear", "module": full}
     return {"kind": "none", "module": None}
 
 
 def _checkpoint_keys(stack: Stack, model: PreTrainedModel, siblings: list[Stack]) -> dict[str, Any]:
     """Keys that hold the stack in a checkpoint: what `save_pretrained` would write."""
+    # Of tied names a checkpoint holds the one that the others are tied to.
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
     block = [s for s in siblings if _numbers(s.name) == _numbers(stack.name)]
     for group in ([stack], block):
-        state = {s.name: torch.empty(s.shape, device="meta") for s in group}
+        state = {tied.get(s.name, s.name): torch.empty(s.shape, device="meta") for s in group}
         try:
             written = revert_weight_conversion(model, state)
         except Exception:  # noqa: BLE001 - some conversions want all stacks of a block at once
