@@ -1,9 +1,10 @@
 """The experts forward "moe_qlora": computes from packed codes, through transformers' own interface.
 
 `activate` registers `experts_forward` in transformers' `ALL_EXPERTS_FUNCTIONS`, a public extension
-point, and selects it on the configuration that the experts modules read. The forward decodes one
-expert at a time and decodes again in backward, so that no decoded weight is alive in between; LoRA
-runs as two low-rank products beside the base product, never as W + B A.
+point, and selects it on the configuration that the experts modules read. The forward decodes and
+decodes again in backward (one expert at a time, or on a GPU one stack into a scratch that lives for
+the call), so that no decoded weight is alive in between; LoRA runs as two low-rank products beside
+the base product, never as W + B A.
 
 Kept between forward and backward, in bytes, beside the layer's input (which the router keeps too),
 the router's output and the adapters, with T tokens, k choices a token, R = T k rows, I the
