@@ -119,12 +119,15 @@ class ParamWrapper(StockParamWrapper):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # PEFT asks a module for the parameter before it adds an adapter to it
+            # PEFT asks a module for the parameter before it adds an adapter to it, and some
+            # architectures (dbrx) read an experts module's weights from outside of it.
             base = self.__dict__.get("_modules", {}).get("base_layer")
             inner = None if base is None else _innermost(base)
-            if inner is None or name not in packed_names(inner):
+            wrappers = {} if self.provider is None else self.provider.wrappers
+            if inner is None or (name not in packed_names(inner) and name not in wrappers):
                 raise
-            return getattr(inner, name)
+            wrapper = wrappers.get(name)
+            return getattr(inner, name) if wrapper is None else wrapper.read_adapted(inner)
 
     def get_param(self) -> Tensor:
         """The parameter; for a packed one a stand-in of its shape, dtype and device."""
@@ -133,6 +136,24 @@ class ParamWrapper(StockParamWrapper):
             return cast(Tensor, super().get_param())
         stack = read_packed(base, self.parameter_name)
         return torch.empty((), dtype=stack.dtype, device=stack.device).expand(stack.shape)
+
+    def read_adapted(self, base: nn.Module) -> Tensor:
+        """The parameter of `base` as its readers must see it: decoded, active adapters added."""
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        weight = cast(Tensor, getattr(base, self.parameter_name))
+        terms = self.lora_terms() if is_packed(base, self.parameter_name) else ()
+        return self.added(weight, terms) if terms else weight
+
+    def added(self, weight: Tensor, terms: tuple[LoraTerm, ...]) -> Tensor:
+        """The decoded `weight` + the sum of s B A, computed in fp32 and rounded to its dtype."""
+        with torch.autocast(device_type=weight.device.type, enabled=False):
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            total = weight.to(wide)
+            for term in terms:
+                left, right = self.factors(term.a.to(wide), term.b.to(wide))
+                total = total + (left @ right * term.scaling).reshape(weight.shape)
+            return total.to(weight.dtype)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._check_forward_args(x, *args, **kwargs)
@@ -268,13 +289,7 @@ class _AddOnRead(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         wrapper, terms = self.owner
-        with torch.autocast(device_type=weight.device.type, enabled=False):
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            total = weight.to(wide)
-            for term in terms:
-                left, right = wrapper.factors(term.a.to(wide), term.b.to(wide))
-                total = total + (left @ right * term.scaling).reshape(weight.shape)
-            return total.to(weight.dtype)
+        return wrapper.added(weight, terms)
 
 
 def _innermost(module: nn.Module) -> nn.Module:

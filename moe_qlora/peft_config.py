@@ -353,9 +353,10 @@ def expert_parameters(model: nn.Module, roles: bool | Collection[str] = True) ->
         return list(packed)
     wanted = {roles} if isinstance(roles, str) else set(roles or ())
     found = {
-        param.name: param.role
+        name: param.role
         for param in detect(targets.base_model(model))
-        if param.name in packed
+        for name in (param.name, *param.aliases)
+        if name in packed
     }
     unknown = sorted(wanted - set(found.values()))
     if unknown:
