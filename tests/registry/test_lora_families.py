@@ -1,0 +1,340 @@
+"""LoRA on packed experts of every architecture, against decoded W + s B A on plain loops.
+
+Each registry family is packed at tiny size (nf4, double quantization, fp32) and trained with random
+adapters: on every projection, on each projection alone, and on attention alone. Logits and the
+gradients of the token embeddings, of every lora_A and lora_B and of every router must be those of a
+plain model, whose weights are the decoded ones with s B A added expert by expert.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import lora, storage
+from moe_qlora.layout import ModelLayout
+from moe_qlora.testing import registry_families, tiny_inputs, tiny_model
+
+NO_TEXT_FORWARD = {"dots3_note_vision_encoder", "qwen3_omni_moe"}  # as in test_models.py
+TYPES = [name for name in registry_families() if name not in NO_TEXT_FORWARD]
+TOLERANCE = 1e-5
+
+# Where two right answers in fp32 lie more than 1e-5 apart, so that fp64 has to decide.
+COARSE = {
+    # The router's weights are normalized over one choice: its gradient is zero but for rounding.
+    "deepseek_v4",
+    # Large embedding scales, or norms of small values: plain fp32 itself is 1e-5 off.
+    "diffusion_gemma",
+    "diffusion_gemma_text",
+    "gemma4",
+    "gemma4_text",
+    "muse_spark",
+    "muse_spark_text",
+    # The decay rates of gated delta nets have gradients far below their terms.
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+}
+# Its delta attention pads 12 tokens to chunks of 64 and takes seconds.
+ONE_RUN = {"kimi_linear"}
+
+BNB = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.float32,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _own_warnings_only() -> Iterator[None]:
+    """What transformers warns about while it builds a model is not ours to mend."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(level)
+
+
+@dataclass
+class Case:
+    """A packed model, its plain twin, its expert stacks, names of its routers, and one batch."""
+
+    model_type: str
+    base: Any
+    twin: Any
+    layout: ModelLayout
+    routers: list[str]
+    inputs: dict[str, Tensor]
+
+
+def make_case(model_type: str) -> Case:
+    base = tiny_model(model_type, seed=1)
+    moe_qlora.quantize_experts(base, BNB)
+    layout = moe_qlora.detect(base)
+    assert len(layout.packed) == len(layout) > 1
+    routers = [router.name for router in layout.routers]
+    return Case(model_type, base, decoded(base), layout, routers, tiny_inputs(base))
+
+
+def decoded(model: Any) -> Any:
+    """A copy with every packed stack decoded for good, on the loop over experts."""
+    twin = copy.deepcopy(model)
+    for _, module, name in list(storage.iter_packed(twin)):
+        if storage.is_packed(module, name):
+            storage.detach(module, name)
+    for module in twin.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation_internal"):
+            config._experts_implementation_internal = "eager"
+    return twin
+
+
+def attention_linears(model: nn.Module, routers: list[str]) -> list[str]:
+    """Names of the text layers' Linear layers outside every feed-forward block."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and any(part in name for part in ("attn", "attention", "mixer.", "mamba"))
+        and not any(part in name for part in ("vision", "visual", "audio", "indexer"))
+        and not name.endswith("out_proj")  # PEFT refuses Mamba's
+        and f"{name}.weight" not in routers
+        and name not in routers
+    ]
+
+
+def get_peft_model(case: Case, modules: list[str], parameters: list[str] | None) -> Any:
+    """A copy of the packed model with random LoRA on these modules and parameters."""
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=modules, target_parameters=parameters)
+    model = moe_qlora.get_peft_model(copy.deepcopy(case.base), config)
+    fill(model)
+    return model
+
+
+def fill(model: nn.Module, seed: int = 2) -> None:
+    """Random factors whose product matters beside a base weight of the usual size."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if ".lora_" in name:
+            size = 0.05 if ".lora_B" in name else 0.1
+            parameter.data = torch.randn(parameter.shape, generator=generator) * size
+
+
+def stack_delta(wrapper: Any, shape: torch.Size, a: Tensor, b: Tensor) -> Tensor:
+    """s B A, one expert after the other, straight from PEFT's layout of lora_A and lora_B."""
+    rank = wrapper.r["default"]
+    count = shape[0] if len(shape) == 3 else 1
+    transposed = getattr(wrapper.get_base_layer(), "is_transposed", False) and len(shape) == 3
+    each = []
+    for e in range(count):
+        of_expert = torch.arange(rank) * count + e
+        delta = b[:, of_expert] @ a[e * rank : (e + 1) * rank]
+        each.append(delta.T if transposed else delta)
+    whole = torch.stack(each) if len(shape) == 3 else each[0]
+    assert whole.shape == shape
+    return whole * (wrapper.lora_alpha["default"] / rank)
+
+
+@dataclass
+class Outcome:
+    """Logits, and gradients by name."""
+
+    logits: Tensor
+    grads: dict[str, Tensor | None]
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Each adapted weight under its name in the plain model, with PEFT's layer for it."""
+    for name, layer in model.get_base_model().named_modules():  # type: ignore[operator]
+        if isinstance(layer, LoraLayer):
+            plain = name.replace(".base_layer", "")
+            yield f"{plain}.{getattr(layer, 'parameter_name', 'weight')}", layer
+
+
+def routers_of(model: nn.Module, names: list[str]) -> dict[str, nn.Parameter]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = model.get_parameter(f"{name}.weight")
+        except AttributeError:
+            found[name] = model.get_parameter(name)
+    return found
+
+
+def watch_embeddings(model: Any, inputs: dict[str, Any], into: list[Tensor]) -> dict[str, Any]:
+    """Make what goes into the first layer a leaf, kept in `into`."""
+    if "inputs_embeds" in inputs:
+        into.append(inputs["inputs_embeds"].clone().requires_grad_())
+        return {"inputs_embeds": into[0]}
+
+    def leaf(_: Any, __: Any, out: Tensor) -> Tensor:
+        into.append(out.detach().requires_grad_())
+        return into[-1]
+
+    model.get_input_embeddings().register_forward_hook(leaf)
+    return inputs
+
+
+def logits_of(output: Any) -> Tensor:
+    return output.logits if "logits" in output else output[0]
+
+
+def run_packed(model: Any, case: Case) -> Outcome:
+    leaves = {
+        f"{name} {part}": getattr(layer, part)["default"].weight
+        for name, layer in adapted_layers(model)
+        for part in ("lora_A", "lora_B")
+    }
+    return outcome(model.get_base_model(), model, leaves, case)
+
+
+def run_reference(case: Case, model: Any = None, dtype: torch.dtype = torch.float32) -> Outcome:
+    """The plain model with W + s B A for W, from copies of the adapter's factors."""
+    twin = nn.Module.to(copy.deepcopy(case.twin), dtype)  # its own `to` takes it for quantized
+    leaves: dict[str, Tensor] = {}
+    weights = {}
+    for name, layer in () if model is None else adapted_layers(model):
+        weight = twin.get_parameter(name).detach()
+        for part in ("lora_A", "lora_B"):
+            held = getattr(layer, part)["default"].weight.detach()
+            leaves[f"{name} {part}"] = held.to(dtype, copy=True).requires_grad_()
+        a, b = leaves[f"{name} lora_A"], leaves[f"{name} lora_B"]
+        if isinstance(layer, lora.StockParamWrapper):
+            weights[name] = weight + stack_delta(layer, weight.shape, a, b)
+        else:
+            weights[name] = weight + (b @ a) * layer.scaling["default"]
+    twin.requires_grad_(False)
+
+    def run(**inputs: Any) -> Any:
+        # An adapter belongs to the module it was put on, whatever else shares the weight.
+        return functional_call(twin, weights, kwargs=inputs, tie_weights=False)
+
+    return outcome(twin, run, leaves, case)
+
+
+def outcome(base: Any, run: Callable[..., Any], leaves: dict[str, Tensor], case: Case) -> Outcome:
+    """Forward and backward, with the routers of `base` trained beside `leaves`."""
+    tracked = {**leaves, **routers_of(base, case.routers)}
+    for weight in tracked.values():
+        weight.requires_grad_()
+    embedded: list[Tensor] = []
+    inputs = watch_embeddings(base, case.inputs, embedded)
+    torch.manual_seed(4)  # diffusion_gemma draws the text it starts from
+    logits = logits_of(run(**inputs, use_cache=False))
+    generator = torch.Generator().manual_seed(3)
+    mix = torch.randn(logits.shape, generator=generator, dtype=torch.float32)
+    (logits * mix).sum().backward()
+    grads = {name: weight.grad for name, weight in tracked.items()}
+    grads |= {f"input {index}": leaf.grad for index, leaf in enumerate(embedded)}
+    return Outcome(logits.detach(), grads)
+
+
+def difference(left: Outcome, right: Outcome) -> dict[str, float]:
+    """For each tensor the largest difference, relative to its largest value in `right`."""
+    assert set(left.grads) == set(right.grads)
+    worst = {"logits": relative(left.logits, right.logits)}
+    for name, grad in right.grads.items():
+        held = left.grads[name]
+        assert (held is None) == (grad is None), name
+        if grad is not None and held is not None:
+            worst[name] = relative(held, grad)
+    return worst
+
+
+def relative(left: Tensor, right: Tensor) -> float:
+    return float((left - right).abs().max()) / max(float(right.abs().max()), 1e-30)
+
+
+def check_equal(found: Outcome, case: Case, model: Any) -> None:
+    """Equal to the plain model to 1e-5, or to fp32's own error where that is coarser."""
+    plain = run_reference(case, model)
+    above = {n: d for n, d in difference(found, plain).items() if not d < TOLERANCE}
+    if not above:
+        return
+    assert case.model_type in COARSE, above
+    exact = run_reference(case, model, torch.float64)
+    error, own_error = difference(found, exact), difference(plain, exact)
+    largest = max(float(grad.abs().max()) for grad in exact.grads.values() if grad is not None)
+    for name, seen in above.items():
+        grad, held = exact.grads.get(name), found.grads.get(name)
+        if grad is not None and held is not None and float(grad.abs().max()) < 1e-14 * largest:
+            assert float(held.abs().max()) < 1e-8 * largest, name
+            continue
+        told = f"{name}: {seen:.1e} apart, {error[name]:.1e} and {own_error[name]:.1e} from fp64"
+        assert error[name] < min(6 * own_error[name] + TOLERANCE, 1e-3), told
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_architecture(model_type: str) -> None:
+    case = make_case(model_type)
+    plain = run_reference(case).logits
+    everything = moe_qlora.target_parameters(case.base)
+    by_role = [
+        moe_qlora.target_parameters(case.base, roles=[role])
+        for role in dict.fromkeys(param.role for param in case.layout)
+    ]
+    assert len(by_role) > 1 and {n for names in by_role for n in names} == set(everything)
+    variants = [everything, *by_role, None]
+    for parameters in variants[:1] if model_type in ONE_RUN else variants:
+        modules = attention_linears(case.base, case.routers) if parameters is None else []
+        model = get_peft_model(case, modules, parameters)
+        adapted = {name for name, _ in adapted_layers(model)}
+        assert adapted == set(parameters or [f"{name}.weight" for name in modules])
+        found = run_packed(model, case)
+        check_equal(found, case, model)
+        trained = [g for n, g in found.grads.items() if " lora_" in n and g is not None]
+        assert trained and any(bool(grad.any()) for grad in trained)
+        assert relative(found.logits, plain) > 10 * TOLERANCE, "LoRA makes no difference"
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_under_gradient_checkpointing(model_type: str, reentrant: bool) -> None:
+    case = make_case(model_type)
+    modules = attention_linears(case.base, case.routers)
+    model = get_peft_model(case, modules, moe_qlora.target_parameters(case.base))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    calls = count_calls(next(module for _, module, _ in storage.iter_packed(model)))
+    found = run_packed(model, case)
+    assert calls == [2], "once in forward, and again in backward"
+    check_equal(found, case, model)
+
+
+def count_calls(module: nn.Module) -> list[int]:
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    module.register_forward_pre_hook(count)
+    return calls
+
+
+def test_weights_read_from_outside_their_module_merge_and_unmerge() -> None:
+    """dbrx's experts take slices of another module's weights, past that module's forward."""
+    case = make_case("dbrx")
+    model = get_peft_model(case, [], moe_qlora.target_parameters(case.base))
+    adapted = run_packed(model, case).logits
+    model.merge_adapter()
+    assert relative(run_packed(model, case).logits, adapted) < TOLERANCE
+    with torch.no_grad(), model.disable_adapter():
+        without = model(**case.inputs).logits
+    plain = run_reference(case).logits
+    assert relative(without, plain) < TOLERANCE
+    assert torch.equal(run_packed(model, case).logits, adapted)
+    merged = model.merge_and_unload()
+    assert relative(merged(**case.inputs).logits, adapted) < TOLERANCE
