@@ -108,6 +108,8 @@ class RegistryEntry:
         tiny_config: Keyword arguments of a configuration that builds in milliseconds.
         published_config: Keyword arguments that complete the default configuration.
         published_sizes: Integer attributes of the default configuration.
+        checkpoints: Well-known checkpoints by hub id, each with the keyword arguments that make its
+            configuration out of the default one.
     """
 
     model_type: str
@@ -118,6 +120,7 @@ class RegistryEntry:
     tiny_config: Mapping[str, Any] = field(hash=False)
     published_config: Mapping[str, Any] = field(hash=False)
     published_sizes: Mapping[str, int] = field(hash=False)
+    checkpoints: Mapping[str, Mapping[str, Any]] = field(hash=False)
 
     @property
     def published(self) -> bool:
@@ -203,6 +206,7 @@ def _entry(data: dict[str, Any]) -> RegistryEntry:
         tiny_config=dict(data["tiny_config"]),
         published_config=dict(published["config"]),
         published_sizes=dict(published["sizes"]),
+        checkpoints={name: dict(sizes) for name, sizes in data["checkpoints"].items()},
     )
 
 

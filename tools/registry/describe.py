@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_qlora.layout import name_pattern
 
+from .checkpoints import CHECKPOINTS
 from .classes import MODELS, model_class
 from .definitions import Definition, definition_of
 from .tiny import TINY_EXPERTS, default_of, published_kwargs, tiny_kwargs
@@ -351,6 +352,7 @@ def describe(model_type: str) -> dict[str, Any] | None:
     everything = [stack for group in tiny.values() for stack in group]
     return {
         "class": maker.__name__,
+        "checkpoints": CHECKPOINTS.get(model_type, {}),
         "experts": [
             _entry(pattern, stacks, published.get(pattern, []), (model, full), everything)
             for pattern, stacks in tiny.items()
