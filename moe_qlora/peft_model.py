@@ -278,9 +278,33 @@ def load(
     if is_trainable:
         wrapped.set_requires_grad(adapter_name)
     result = wrapped.load_adapter(adapter, adapter_name, is_trainable=is_trainable, **kwargs)
-    if result.missing_keys or result.unexpected_keys:
+    if (result.missing_keys or result.unexpected_keys) and not _load_as_named(
+        wrapped, adapter, adapter_name, **hub
+    ):
         raise AdapterError(_load_fault(adapter, result.missing_keys, result.unexpected_keys))
     return wrapped
+
+
+def _load_as_named(model: PeftModel, adapter: str, adapter_name: str, **hub: Any) -> bool:
+    """Load a file whose names are all the model's own; False, and nothing done, where one is not.
+
+    For some model types (mistral_large4, deepseek_ocr2) PEFT 0.21 takes every name in the file for
+    one of the published checkpoint and renames it, those that it wrote itself included.
+    """
+    from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
+
+    given = load_peft_weights(adapter, device="cpu", **hub)
+    places = get_peft_model_state_dict(
+        model, adapter_name=adapter_name, save_embedding_layers=False
+    )
+    if places.keys() != given.keys() or any(
+        place.is_meta or place.shape != given[key].shape for key, place in places.items()
+    ):
+        return False
+    with torch.no_grad():
+        for key, place in places.items():
+            place.copy_(given[key])
+    return True
 
 
 def _load_fault(adapter: str, missing: list[str], unexpected: list[str]) -> str:
