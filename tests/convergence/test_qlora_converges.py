@@ -116,7 +116,8 @@ def test_packed_experts_train_like_full_ones(trained: Trained) -> None:
     losses = f"{start=:.4f} {full=:.4f} {packed=:.4f} {frozen=:.4f}"
     assert packed < start - 0.2, losses
     assert abs(packed - full) < 0.02 * full, losses
-    # Seen: 0.01 % apart, and 3 % below frozen experts. An adapter that trains wrong would lie
-    # between the two, so what the experts' LoRA brings must be there nearly whole.
-    assert packed < 0.98 * frozen, losses
+    # Over three seeds packed ended within 0.04 % of full, and 1.7 to 3.2 % below frozen. An adapter
+    # that trains wrong would lie between the two, so what LoRA on the experts brings must be there
+    # nearly whole.
+    assert packed < 0.99 * frozen, losses
     assert frozen - packed > 0.8 * (frozen - full), losses
