@@ -128,6 +128,8 @@ class BankFinder:
         """
         parts: list[list[Leaf]] = []
         rest = list(members)
+        wide = [leaf.shape[-2] < leaf.shape[-1] for leaf in members]
+        triples = len(members) % 3 == 0 and wide == wide[:3] * (len(members) // 3)
         while rest:
             for size in (2, 3):
                 run = rest[:size]
@@ -135,11 +137,7 @@ class BankFinder:
                 fused = found is not None and any(
                     fit.role == GATE_UP for fit in found.fits.values()
                 )
-                if (
-                    len(run) == size
-                    and found is not None
-                    and (fused or (size == 3 and len(members) % 3 == 0))
-                ):
+                if len(run) == size and found is not None and (fused or (size == 3 and triples)):
                     parts.append(run)
                     rest = rest[size:]
                     break

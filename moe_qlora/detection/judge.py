@@ -121,8 +121,14 @@ class Judge:
         key = (type(bank.block.module), signature, members)
         found = self._traces.get(key)
         if found is None:
+            routers = [bank.router.leaf, *(c.leaf for c in bank.alternatives if bank.exact)]
             found = best_trace(
-                bank.block, bank.stacks, self.leaves, bank.hidden_sizes, bank.router.choices
+                bank.block,
+                bank.stacks,
+                self.leaves,
+                bank.hidden_sizes,
+                bank.router.choices,
+                routers,
             )
             if not found.contractions:
                 # Which way round can still be seen on the owners alone; whether a router chooses
@@ -146,7 +152,9 @@ class Judge:
             bank.router = next((c for c in bank.alternatives if c.choices in seen), bank.router)
         sizes = {bank.router.choices, *bank.counts}
         chosen = [c for c in trace.choices if c.size in sizes]
-        routed = bool(chosen)
+        # Scores may pick tokens without being ranked: by a threshold, or each expert among tokens.
+        picked = bool(trace.contractions) and all(c.picked for c in trace.contractions)
+        routed = bool(chosen) or picked
         merged = [
             c
             for c in trace.contractions
@@ -158,6 +166,12 @@ class Judge:
             problem = (
                 f"the forward sums over its first dimension: one projection, not a stack "
                 f"({_x(bank.stacks[0])})"
+            )
+        only_merged = bool(merged) and len(merged) == len(trace.contractions)
+        if problem is None and only_merged and bank.chain is None and not trace.applied:
+            problem = (
+                "the forward sums over its first dimension and multiplies nothing by the result: "
+                f"no matrices that are applied ({_x(bank.stacks[0])})"
             )
         for key, leaf in enumerate(bank.stacks):
             if id(leaf) in self.verdicts:
@@ -229,42 +243,29 @@ class Judge:
 
     def _adapter(self, bank: Bank, trace: Trace) -> str | None:
         """Low-rank factors beside the matrix, or the stack, that they correct."""
-        owner = bank.stacks[0].node
-        if len(bank.stacks) > 2 or (bank.chain is not None and bank.chain.gated):
-            return None
-        first = bank.stacks[0]
-        partners = bank.stacks[1:] or [
-            leaf
-            for leaf in owner.leaves
-            if leaf is not first
-            and leaf.kind == "bare"
-            and len(leaf.shape) == 3
-            and leaf.shape[0] == first.shape[0]
-        ]
-        homes = [owner, *owner.children, *([owner.parent] if owner.parent is not None else [])]
-        bases = [
-            leaf
-            for home in homes
-            for leaf in home.leaves
-            if leaf.kind != "buffer" and len(leaf.shape) >= 2
-        ]
+        owner, first = bank.stacks[0].node, bank.stacks[0]
+        sources = _links(trace)
+        if len(bank.stacks) == 3 and (not sources or max(map(len, sources.values())) > 1):
+            return None  # gate, up and down, as far as can be seen
         links = [c for c in trace.contractions if any(stack != c.stack for stack, _ in c.upstream)]
         straight = bool(links) and all(not bent for c in links for _, bent in c.upstream)
         # Where the dry run shows that nothing nonlinear lies between two factors, half the width
         # is low rank enough.
         least = 2 if straight else 8 if links else 4
-        for partner in partners:
-            pair = (Matrix(0, *first.shape[-2:]), Matrix(1, *partner.shape[-2:]))
-            for base in bases:
-                if base is first or base is partner:
-                    continue
-                if low_rank_pair(*pair, (base.shape[-2], base.shape[-1]), least):
-                    return (
-                        f"low-rank factors ({_x(first)} and {_x(partner)}) of an update to "
-                        f"{base.name}"
-                    )
+        siblings = [
+            leaf
+            for leaf in owner.leaves
+            if leaf.kind == "bare" and len(leaf.shape) == 3 and leaf.shape[0] == first.shape[0]
+        ]
+        partners = list({id(leaf): leaf for leaf in (*bank.stacks, *siblings)}.values())
+        bases = _bases(owner)
+        found = [_corrected(leaf, partners, bases, least) for leaf in bank.stacks]
+        if found[0] is not None and all(found):
+            partner, base = found[0]
+            return f"low-rank factors ({_x(first)} and {_x(partner)}) of an update to {base.name}"
         sizes = sorted({size for leaf in bank.stacks for size in leaf.shape[-2:]})
-        if straight and len(sizes) > 1 and sizes[0] * 4 <= sizes[1]:
+        pair = len(bank.stacks) == 2 and not (bank.chain is not None and bank.chain.gated)
+        if pair and straight and len(sizes) > 1 and sizes[0] * 4 <= sizes[1]:
             return (
                 f"low-rank factors: nothing nonlinear lies between {_x(first)} and "
                 f"{_x(bank.stacks[1])}"
@@ -364,6 +365,32 @@ class Judge:
             f"{near[0].name} with its {leaf.shape[0]} choices stands nearer to other stacks, or "
             f"this {_x(leaf)} chains with none of its siblings"
         )
+
+
+def _bases(owner: Node) -> list[Leaf]:
+    """Matrices, in or around a module, that low-rank factors on it could correct."""
+    homes = [owner, *owner.children, *([owner.parent] if owner.parent is not None else [])]
+    return [
+        leaf
+        for home in homes
+        for leaf in home.leaves
+        if leaf.kind != "buffer" and len(leaf.shape) >= 2
+    ]
+
+
+def _corrected(
+    factor: Leaf, partners: Sequence[Leaf], bases: Sequence[Leaf], least: int
+) -> tuple[Leaf, Leaf] | None:
+    """The partner with which a stack makes low-rank updates of a base, and the base."""
+    matrix = Matrix(0, *factor.shape[-2:])
+    for partner in partners:
+        other = Matrix(1, *partner.shape[-2:])
+        for base in bases:
+            if partner is factor or base is factor or base is partner:
+                continue
+            if low_rank_pair(matrix, other, (base.shape[-2], base.shape[-1]), least):
+                return partner, base
+    return None
 
 
 def _slice_size(leaf: Leaf, axis: int, count: int) -> int:

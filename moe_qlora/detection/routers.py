@@ -39,8 +39,13 @@ class Candidate:
 
 
 def is_list(node: Node) -> bool:
-    """Whether the module only lists others: what is true of one item says nothing of the next."""
-    return isinstance(node.module, nn.ModuleList | nn.ModuleDict)
+    """Whether the module only lists others: what is true of one item says nothing of the next.
+
+    A dict of unlike modules is no list, but one block: its router and its experts by name.
+    """
+    if isinstance(node.module, nn.ModuleDict):
+        return len({type(child) for child in node.module.children()}) < 2
+    return isinstance(node.module, nn.ModuleList)
 
 
 class RouterIndex:

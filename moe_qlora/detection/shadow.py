@@ -5,8 +5,10 @@ The model is never run or changed; nothing the size of a weight is allocated.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import io
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -50,6 +52,7 @@ class Shadow:
             key of `stacks[i]` in the trace is i.
         everything: All leaves of the model: a block that refers back to its parent must not copy
             weights.
+        routers: Leaves that could be the stacks' router: what is computed from them is followed.
         seed: For the random numbers.
 
     Raises:
@@ -57,7 +60,12 @@ class Shadow:
     """
 
     def __init__(
-        self, block: Node, stacks: Sequence[Leaf], everything: Iterable[Leaf], seed: int = 0
+        self,
+        block: Node,
+        stacks: Sequence[Leaf],
+        everything: Iterable[Leaf],
+        routers: Iterable[Leaf] = (),
+        seed: int = 0,
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.stacks: dict[int, torch.Tensor] = {}
@@ -96,6 +104,7 @@ class Shadow:
         with torch.device("cpu"):
             self.module: nn.Module = copy.deepcopy(block.module, memo)
         self._settle(block, replaced)
+        self._routers = [replaced[id(leaf)] for leaf in routers if id(leaf) in replaced]
 
     def _settle(self, block: Node, replaced: dict[int, torch.Tensor]) -> None:
         """Unpack what is packed: the copy's parametrized and 4-bit modules become plain ones."""
@@ -128,11 +137,14 @@ class Shadow:
         for argument in args:
             if isinstance(argument, torch.Tensor):
                 watch.mark_input(argument)
+        for router in self._routers:
+            watch.mark_router(router)
         try:
-            with torch.no_grad(), watch:
+            # What a foreign forward prints is not this program's output.
+            with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()), watch:
                 self.module(*args)
             watch.trace.completed = True
-        except Exception as error:  # noqa: BLE001 - a foreign forward may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything
             watch.trace.error = (
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )
@@ -185,6 +197,7 @@ def argument_lists(
         if needed <= 1:
             yield (nested,)
             yield (flat,)
+            yield (nested[:, :, None],)
             if hidden == hidden_sizes[-1] and any(
                 isinstance(m, LOOKUP_TABLES) for m in module.modules()
             ):
@@ -221,11 +234,12 @@ def best_trace(
     everything: Sequence[Leaf],
     hidden_sizes: Sequence[int],
     experts: int,
+    routers: Sequence[Leaf] = (),
 ) -> Trace:
     """The first complete run of a copy of `block` on plausible inputs, else what saw most."""
     best = Trace(error="the block's forward was not called")
     try:
-        shadow = Shadow(block, stacks, everything)
+        shadow = Shadow(block, stacks, everything, routers)
     except Exception as error:  # noqa: BLE001 - and so may a foreign __deepcopy__
         best.error = f"the block cannot be copied ({type(error).__name__})"
         return best

@@ -47,6 +47,7 @@ _CHOICES = {
     "amax",
 }
 _PICKS = {"index", "index_select", "gather", "take"}
+_SUMS = {"sum", "mean"}
 # fmt: off
 _NONLINEAR = {
     "silu", "gelu", "relu", "sigmoid", "tanh", "hardswish", "hardsigmoid", "softplus", "mish",
@@ -71,6 +72,7 @@ class Contraction:
             nonlinear lay between.
         chosen: Sizes of the dimensions along which something was chosen on the way to the
             activation.
+        picked: Whether the activation's rows were picked by the router's scores.
     """
 
     stack: int
@@ -79,6 +81,7 @@ class Contraction:
     others: int
     upstream: frozenset[tuple[int, bool]]
     chosen: frozenset[int] = frozenset()
+    picked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +94,47 @@ class Choice:
 
 @dataclass(slots=True)
 class Trace:
-    """What one run showed."""
+    """What one run showed.
+
+    Attributes:
+        contractions: Products of activations with stacks, in order.
+        choices: What was ranked or normalized.
+        applied: Keys of stacks whose slices were summed into one matrix that then met an activation
+            in a product.
+        completed: Whether the forward returned.
+        error: What it raised.
+    """
 
     contractions: list[Contraction] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
+    applied: set[int] = field(default_factory=set)
     completed: bool = False
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """What is known of a tensor: does it depend on the input, and which stacks did it pass."""
+    """What is known of a tensor: does it depend on the input, and which stacks did it pass.
+
+    `scores`: it is a router's weight, or the scores computed from it, each expert's still apart.
+    `picked`: its rows were picked by such scores. `merged`: stacks whose slices were summed to it.
+    """
 
     from_input: bool = False
     passed: frozenset[tuple[int, bool]] = frozenset()
     chosen: frozenset[int] = frozenset()
+    scores: bool = False
+    picked: bool = False
+    merged: frozenset[int] = frozenset()
 
     def join(self, other: _Mark) -> _Mark:
         return _Mark(
             self.from_input or other.from_input,
             self.passed | other.passed,
             self.chosen | other.chosen,
+            self.scores or other.scores,
+            self.picked or other.picked,
+            self.merged | other.merged,
         )
 
     def bent(self) -> _Mark:
@@ -172,6 +195,9 @@ class BlockTrace(TorchDispatchMode):
 
     def mark_input(self, tensor: torch.Tensor) -> None:
         self._marks.set(tensor, _Mark(from_input=True))
+
+    def mark_router(self, tensor: torch.Tensor) -> None:
+        self._marks.set(tensor, _Mark(scores=True))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -235,11 +261,31 @@ class BlockTrace(TorchDispatchMode):
         mark = self._joined(given)
         if name in _NONLINEAR:
             mark = mark.bent()
+        elif name in _PRODUCTS:
+            mark = self._follow_product(name, args, mark)
+        elif name in _SUMS:
+            mark = replace(mark, scores=False)
+        elif name in _PICKS:
+            index = self._joined(_tensors(args[1:]))
+            mark = replace(mark, picked=mark.picked or (index.from_input and index.scores))
         if mark.from_input and name in _CHOICES and args and isinstance(args[0], torch.Tensor):
             mark = replace(mark, chosen=mark.chosen | self._record_choice(args, mark))
-        if mark.from_input or mark.passed:
+        if mark.from_input or mark.passed or mark.scores:
             for tensor in _tensors(out):
                 self._marks.set(tensor, mark)
+
+    def _follow_product(self, name: str, args: Any, mark: _Mark) -> _Mark:
+        """A product of two activations: it ends scores, and applies what was merged before."""
+        slots = _PRODUCTS[name]
+        if len(args) <= max(slots):
+            return mark
+        left, right = (self._marks.get(args[slot]) or _Mark() for slot in slots)
+        for merged, other in ((left, right), (right, left)):
+            if other.from_input:
+                known = {stack for stack, _ in other.passed}
+                self.trace.applied |= merged.merged - known
+        fresh = any(side.scores and not side.from_input for side in (left, right))
+        return replace(mark, scores=fresh, merged=frozenset())
 
     def _record_choice(self, args: Any, mark: _Mark) -> frozenset[int]:
         source: torch.Tensor = args[0]
@@ -272,7 +318,9 @@ class BlockTrace(TorchDispatchMode):
         mark = self._joined([t for t in given if not t.is_meta])
         stack = self._record_product(name, args, mark)
         if stack is not None:
-            mark = replace(mark, passed=frozenset({(stack, False)}) | mark.passed)
+            merged = {stack} if self.trace.contractions[-1].axis == 0 else set()
+            passed = frozenset({(stack, False)}) | mark.passed
+            mark = replace(mark, passed=passed, scores=False, merged=frozenset(merged))
         if name in _NONLINEAR:
             mark = mark.bent()
 
@@ -338,7 +386,7 @@ class BlockTrace(TorchDispatchMode):
             other = 1 if flat else weight.shape[-1 if side == -2 else -2]
             axis, size = origin.axis(weight, dim), weight.shape[dim]
             self.trace.contractions.append(
-                Contraction(origin.stack, axis, size, other, mark.passed, mark.chosen)
+                Contraction(origin.stack, axis, size, other, mark.passed, mark.chosen, mark.picked)
             )
             return int(origin.stack)
         return None

@@ -857,3 +857,240 @@ def test_shadow_allocates_nothing_of_a_stack(monkeypatch):
     with torch.device("meta"):
         model = FusedGated(hidden=8192, inner=8192, experts=160)
     assert found(model) == {"a", "b"}
+
+
+# --- routing that ranks nothing, blocks kept in dicts, low-rank factors of other shapes
+
+
+class ExpertChoice(nn.Module):
+    """Each expert takes its best tokens, by sigmoid scores: nothing is ranked among experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.affinity = nn.Linear(H, E, bias=False)
+        self.a, self.b = P(E, H, I), P(E, I, H)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        weights, index = self.affinity(x).sigmoid().t().topk(2, -1)
+        y = torch.bmm(F.gelu(torch.bmm(x[index], self.a)), self.b) * weights[..., None]
+        return torch.zeros_like(x).index_add(0, index.flatten(), y.flatten(0, 1)).view(shape)
+
+
+class ReluRouter(nn.Module):
+    """An expert runs for the tokens whose score is positive."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(H, E)
+        self.a, self.b = P(E, I, H), P(E, H, I)
+
+    def forward(self, x):
+        scores, out = F.relu(self.score(x)), torch.zeros_like(x)
+        for e in range(E):
+            mask = scores[..., e] > 0
+            y = F.linear(F.relu(F.linear(x[mask], self.a[e])), self.b[e])
+            out[mask] += y * scores[..., e][mask][:, None]
+        return out
+
+
+class DictBlock(nn.Module):
+    """Router and experts as entries of a ModuleDict; the forward cannot be run."""
+
+    def __init__(self):
+        super().__init__()
+        experts = nn.Module()
+        experts.a, experts.b = P(E, 2 * I, H), P(E, H, I)
+        self.parts = nn.ModuleDict({"choose": nn.Linear(H, E), "pool": experts})
+
+    def forward(self, x):
+        raise RuntimeError("needs its process group")
+
+
+class CondLinear(nn.Module):
+    """One matrix for each sequence, merged from E by the router's probabilities."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank = P(E, 32, H)
+        self.router = nn.Linear(H, E)
+
+    def forward(self, x):
+        matrix = torch.einsum("be,eoh->boh", self.router(x.mean(1)).softmax(-1), self.bank)
+        return torch.einsum("bth,boh->bto", x, matrix)
+
+
+class WideLora(nn.Module):
+    """Factors whose update is twice as wide as high: sizes chain as gate_up and down would."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(H, 2 * H)
+        self.a, self.b = P(E, H, 8), P(E, 8, 2 * H)
+        self.router = nn.Linear(H, E)
+
+    def forward(self, x):
+        w, i = route(self.router(x))
+        return self.base(x) + torch.einsum("bth,btkhr,btkro,btk->bto", x, self.a[i], self.b[i], w)
+
+
+class LoraOfFeedForward(nn.Module):
+    """Four factors of two matrices of a dense feed-forward layer, whose I is 2 H or 3 H."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.up, self.down = nn.Linear(H, inner), nn.Linear(inner, H)
+        self.ua, self.ub = P(E, 4, H), P(E, inner, 4)
+        self.da, self.db = P(E, 4, inner), P(E, H, 4)
+        self.router = nn.Linear(H, E)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        w, i = route(self.router(x))
+
+        def one(t, e):
+            h = F.gelu(self.up(t) + t @ self.ua[e].t() @ self.ub[e].t())
+            return self.down(h) + h @ self.da[e].t() @ self.db[e].t()
+
+        return loop(x, w, i, one).view(shape)
+
+
+class OpaqueLoraOfFeedForward(LoraOfFeedForward):
+    def forward(self, x):
+        raise RuntimeError("needs its process group")
+
+
+class LoraOfAttention(nn.Module):
+    """Three pairs of factors: any three in a row chain."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(H, H) for _ in range(3))
+        self.qa, self.qb, self.ka = P(E, 4, H), P(E, H, 4), P(E, 4, H)
+        self.kb, self.va, self.vb = P(E, H, 4), P(E, 4, H), P(E, H, 4)
+        self.router = nn.Linear(H, E)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        w, i = route(self.router(x))
+        pairs = ((self.q, self.qa, self.qb), (self.k, self.ka, self.kb), (self.v, self.va, self.vb))
+        out = torch.zeros_like(x)
+        for base, a, b in pairs:
+            out = out + loop(x, w, i, lambda t, e, m=base, a=a, b=b: m(t) + t @ a[e].t() @ b[e].t())
+        return out.view(shape)
+
+
+class DynamicConvolution(nn.Module):
+    """Convolution kernels, mixed by attention over them."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels = P(E, H, H, 3)
+        self.attention = nn.Linear(H, E)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        mix = self.attention(x.mean(1)).softmax(-1)
+        kernel = torch.einsum("be,eoik->boik", mix, self.kernels).reshape(b * H, H, 3)
+        y = F.conv1d(x.transpose(1, 2).reshape(1, b * H, t), kernel, padding=1, groups=b)
+        return y.view(b, H, t).transpose(1, 2)
+
+
+class PromptPool(nn.Module):
+    """Prompts, mixed by the sequence and put before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompts = P(E, 5, H)
+        self.score = nn.Linear(H, E)
+
+    def forward(self, x):
+        mix = self.score(x.mean(1)).softmax(-1)
+        return torch.cat([torch.einsum("be,elh->blh", mix, self.prompts), x], 1)
+
+
+class SelectedKeys(nn.Module):
+    """An indexer picks tokens by the sum over its heads; per-head matrices are applied to them."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.head_weight = nn.Linear(H, E * 4), nn.Linear(H, 4), nn.Linear(H, E)
+        self.queries, self.latent = nn.Linear(H, E * 12), nn.Linear(H, 16)
+        self.k_up, self.v_up = P(E, 12, 16), P(E, 16, 12)
+        self.out = nn.Linear(E * 12, H)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        scores = torch.einsum("bthd,bsd->bths", self.q(x).view(b, t, E, 4), self.k(x)).relu()
+        index = (scores * self.head_weight(x)[..., None]).sum(2).topk(2, -1)[1]
+        latent = self.latent(x)[:, None].expand(b, t, t, 16)
+        latent = latent.gather(2, index[..., None].expand(b, t, 2, 16))
+        keys = torch.einsum("btsr,edr->btsed", latent, self.k_up)
+        queries = self.queries(x).view(b, t, E, 12)
+        weights = torch.einsum("bted,btsed->btes", queries, keys).softmax(-1)
+        values = torch.einsum("btsr,erd->btsed", latent, self.v_up)
+        return self.out(torch.einsum("btes,btsed->bted", weights, values).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("block", "names"),
+    [
+        (ExpertChoice, {"a", "b"}),
+        (ReluRouter, {"a", "b"}),
+        (DictBlock, {"parts.pool.a", "parts.pool.b"}),
+        (CondLinear, {"bank"}),
+    ],
+)
+def test_experts_of_unusual_routers_are_found(block, names):
+    assert found(Wrap(block)) == {f"layers.{i}.x.{n}" for i in range(2) for n in names}
+
+
+@pytest.mark.parametrize(
+    ("block", "args"),
+    [
+        (WideLora, ()),
+        (LoraOfFeedForward, (2 * H,)),
+        (LoraOfFeedForward, (3 * H,)),
+        (OpaqueLoraOfFeedForward, (2 * H,)),
+        (OpaqueLoraOfFeedForward, (3 * H,)),
+        (LoraOfAttention, ()),
+        (DynamicConvolution, ()),
+        (PromptPool, ()),
+        (SelectedKeys, ()),
+    ],
+)
+def test_more_traps_are_left_alone(block, args):
+    assert found(Wrap(block, *args)) == set()
+
+
+def test_images_are_tokens_too():
+    """A block that wants (batch, height, width, channels)."""
+
+    class Grid(SeparateThree):
+        def forward(self, x):
+            batch, height, width, channels = x.shape
+            return super().forward(x.view(batch, height * width, channels)).view(x.shape)
+
+    roles = {p.parameter_name: p.role for p in moe_qlora.detect(Grid()).experts}
+    assert roles == {"position_table": "down", "q": "up", "k": "gate"}
+
+
+def test_what_a_forward_prints_stays_inside(capsys):
+    class Loud(FusedGated):
+        def forward(self, x):
+            print("hello")
+            return super().forward(x)
+
+    assert found(Loud()) == {"a", "b"}
+    assert capsys.readouterr().out == ""
+
+
+def test_a_forward_that_exits_does_not_end_the_program():
+    class Leaves(SeparateThree):
+        def forward(self, x):
+            raise SystemExit(3)
+
+    assert found(Leaves()) == {"position_table", "q", "k"}
