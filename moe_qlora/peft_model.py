@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from . import lora, peft_targets
+from . import lora, peft_targets, quantize_host
 from .errors import AdapterError
 from .peft_config import adapt, spell_exactly
 
@@ -77,6 +77,7 @@ class LoraModel(StockLoraModel):
             merged = super().merge_and_unload(
                 progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names
             )
+        quantize_host.settle(cast(nn.Module, merged))
         return cast(nn.Module, merged)
 
     @contextmanager

@@ -75,6 +75,30 @@ def release(model: nn.Module) -> None:
             del model.__dict__[name]
 
 
+def settle(model: nn.Module) -> None:
+    """Take back what `adopt` gave where no expert is packed any more, after a merge for one.
+
+    A model that still has bitsandbytes Linear layers goes on as what it was loaded as.
+    """
+    from . import experts
+
+    if next(storage.iter_packed(model), None) is not None:
+        return
+    experts.deactivate(model)
+    release(model)
+    host: Any = model
+    if getattr(host, "hf_quantizer", None) is not None and not _has_packed_linears(model):
+        host.hf_quantizer.remove_quantization_config(model)
+        host.is_loaded_in_4bit = host.is_loaded_in_8bit = False
+
+
+def _has_packed_linears(model: nn.Module) -> bool:
+    import bitsandbytes as bnb
+
+    linears = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
+    return any(isinstance(module, linears) for module in model.modules())
+
+
 def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
     """Bytes of the model: parameters, buffers, and the statistics of everything that is packed.
 
@@ -112,20 +136,11 @@ def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
         self: The model.
         dtype: Of the decoded weights; None is each stack's own, and the model's for Linear layers.
     """
-    import bitsandbytes as bnb
-
-    from . import experts
-
-    experts.deactivate(self)
     decode_experts(self, dtype)
-    release(self)
-    quantizer = self.hf_quantizer
-    linears = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
-    if any(isinstance(module, linears) for module in self.modules()):
-        # The stock method cannot do without at least one such layer.
+    settle(self)
+    # The stock method cannot do without at least one such layer.
+    if _has_packed_linears(self):
         type(self).dequantize(self, dtype=dtype)
-    else:
-        quantizer.remove_quantization_config(self)
     self.is_loaded_in_4bit = self.is_loaded_in_8bit = False
     return self
 

@@ -1,0 +1,87 @@
+"""Merged models that stock transformers saves and loads compute what the packed one did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import storage, testing
+
+FAMILIES = [
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+    "granitemoe",
+    "nemotron_h",
+    "llama4_text",
+]
+BNB: dict[str, Any] = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": torch.float32,
+}
+
+
+def adapted(model: Any) -> Any:
+    targets = moe_qlora.target_parameters(model)
+    config = LoraConfig(r=4, target_modules=[], target_parameters=targets)
+    peft_model = moe_qlora.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    return peft_model.eval()
+
+
+@torch.no_grad()
+def logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return model(**inputs).logits
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_merged_saved_and_loaded_by_stock_transformers(model_type: str, tmp_path: Path) -> None:
+    model = testing.tiny_model(model_type)
+    inputs = testing.tiny_inputs(model)
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**BNB))
+    peft_model = adapted(model)
+    before = logits(peft_model, inputs)
+    merged = peft_model.merge_and_unload()
+    assert not getattr(merged.config, "quantization_config", None)
+    assert not merged.is_loaded_in_4bit and not getattr(merged, "is_quantized", False)
+    merged.save_pretrained(tmp_path)
+    loaded = type(merged).from_pretrained(tmp_path).eval()
+    assert torch.allclose(logits(loaded, inputs), before, atol=1e-5)
+
+
+def test_what_stays_packed_stays_quantized(tmp_path: Path) -> None:
+    """Linear layers that bitsandbytes packed stay packed, and so does the model's word for it."""
+    testing.tiny_model("qwen3_moe").save_pretrained(tmp_path / "plain")
+    settings = BitsAndBytesConfig(**BNB, llm_int8_skip_modules=["lm_head"])
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=settings, dtype=torch.float32
+    )
+    inputs = testing.tiny_inputs(model)
+    moe_qlora.quantize_experts(model)
+    peft_model = adapted(model).train()
+    before = logits(peft_model, inputs)
+    merged = peft_model.merge_and_unload()
+    assert merged.is_loaded_in_4bit and merged.config.quantization_config is not None
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).train()
+    assert torch.allclose(logits(loaded, inputs), before, atol=1e-5)
+
+
+def test_a_merge_that_packs_again_is_still_packed() -> None:
+    model = testing.tiny_model("qwen3_moe")
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**BNB))
+    merged = adapted(model).merge_and_unload(repack=True)
+    assert len(list(storage.iter_packed(merged))) == 4
+    assert merged.is_loaded_in_4bit and merged.config.quantization_config is not None
