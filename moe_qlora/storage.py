@@ -150,13 +150,32 @@ def attach(module: nn.Module, name: str, packed: PackedStack) -> None:
     try:
         module._parameters.pop(name, None)
         module.register_parameter(name, packed.owner)
-        P.register_parametrization(module, name, parametrization, unsafe=True)
+        _register(module, name, parametrization)
     except BaseException:
         if not is_packed(module, name):
             module._parameters[name] = plain
             _forget(module, name)
         raise
     book.names.append(name)
+
+
+def _register(module: nn.Module, name: str, parametrization: nn.Module) -> None:
+    """`register_parametrization`, for parameters called `keys`, `values` or `items` as well.
+
+    torch keeps its lists in an `nn.ModuleDict`, which takes no entry named as one of its own
+    methods; it looks entries up by key all the same.
+    """
+    if not hasattr(nn.ModuleDict, name):
+        P.register_parametrization(module, name, parametrization, unsafe=True)
+        return
+    torch_parametrize: Any = P
+    chain = P.ParametrizationList([parametrization], module._parameters[name], unsafe=True)  # type: ignore[arg-type]
+    delattr(module, name)
+    if not P.is_parametrized(module):
+        torch_parametrize._inject_new_class(module)
+        module.parametrizations = nn.ModuleDict()
+    torch_parametrize._inject_property(module, name)
+    cast(nn.Module, module.parametrizations)._modules[name] = chain
 
 
 def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Parameter:

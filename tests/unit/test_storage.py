@@ -278,3 +278,30 @@ def test_reads_what_bitsandbytes_packed() -> None:
     assert {"down.absmax", "gate_up.absmax"} <= set(module.state_dict())
     storage.detach(module, "down")
     assert torch.equal(module.down, expected)
+
+
+@pytest.mark.parametrize("names", [("keys", "values"), ("up", "items"), ("pop", "down")])
+def test_parameters_named_as_methods_of_a_dict(settings, names):
+    """Key-value memories call their stacks `keys` and `values`."""
+    module, decoded = nn.Module(), {}
+    plain = type(module)
+    for name in names:
+        module.register_parameter(name, nn.Parameter(torch.randn(4, 24, 40)))
+        stack = pack(getattr(module, name), settings)
+        decoded[name] = unpack(stack)
+        storage.attach(module, name, stack)
+    assert_reads(module, decoded)
+    assert storage.packed_names(module) == names
+    state = copy.deepcopy(module.state_dict())
+    assert set(names) <= set(state)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert_reads(twin, decoded)
+    module.load_state_dict(state)
+    assert_reads(module, decoded)
+    for name in names:
+        storage.detach(twin, name)
+    assert_reads(twin, decoded)
+    assert type(twin) is plain and set(dict(twin.named_parameters())) == set(names)
