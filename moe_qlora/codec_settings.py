@@ -55,6 +55,10 @@ class CodecSettings:
             ConfigError: The config is of another method, asks for neither 4 nor 8 bit, or has a
                 field that bitsandbytes does not know.
         """
+        if isinstance(config, type):
+            raise ConfigError(
+                f"The quantization config is the class {config.__name__}: give an instance of it."
+            )
         if not isinstance(config, Mapping) and not hasattr(config, "load_in_4bit"):
             method = getattr(config, "quant_method", None)
             _refuse_method(method if method is not None else type(config).__name__)
@@ -82,6 +86,9 @@ class CodecSettings:
                 f"llm_int8_skip_modules is the string {skip!r}: give a list of module names."
             )
         skip = tuple(skip)
+        odd = next((item for item in skip if not isinstance(item, str)), "")
+        if odd != "":
+            raise ConfigError(f"llm_int8_skip_modules holds {odd!r}: give a list of module names.")
         if eight:
             if get("llm_int8_has_fp16_weight", False):
                 raise ConfigError(

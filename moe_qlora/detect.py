@@ -11,7 +11,16 @@ if TYPE_CHECKING:
 
 
 def detect(model: nn.Module) -> ModelLayout:
-    """Find every parameter that stacks the weight matrices of a Mixture-of-Experts layer."""
-    from .detection.walk import detect_layout
+    """Find every parameter that stacks the weight matrices of a Mixture-of-Experts layer.
 
+    Raises:
+        DetectionError: `model` is no `nn.Module`.
+    """
+    from torch import nn
+
+    from .detection.walk import detect_layout
+    from .errors import DetectionError
+
+    if not isinstance(model, nn.Module):
+        raise DetectionError(f"The model is a {type(model).__name__}: give a built nn.Module.")
     return detect_layout(model)

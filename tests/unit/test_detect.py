@@ -1094,3 +1094,9 @@ def test_a_forward_that_exits_does_not_end_the_program():
             raise SystemExit(3)
 
     assert found(Leaves()) == {"position_table", "q", "k"}
+
+
+@pytest.mark.parametrize("thing", [None, "model", FusedGated])
+def test_what_is_no_module_is_named(thing):
+    with pytest.raises(moe_qlora.DetectionError, match=type(thing).__name__):
+        moe_qlora.detect(thing)
