@@ -116,6 +116,11 @@ def adapt(
     scale_expert_rank: bool | int = False,
 ) -> PeftConfig:
     """The config fitted to `model`; see `moe_qlora.adapt_lora_config`."""
+    if not isinstance(config, PeftConfig):
+        raise ConfigError(
+            f"lora_config is a {type(config).__name__}: give a peft.LoraConfig, or another PEFT "
+            "config."
+        )
     model = targets.base_model(model)
     packed = targets.packed_parameters(model)
     if not packed:

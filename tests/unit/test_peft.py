@@ -368,3 +368,9 @@ def test_an_untested_version_is_named_once(monkeypatch: pytest.MonkeyPatch) -> N
         build("mixtral"), config
     )  # warnings are errors: it does not warn again
     ours._warn_untested.cache_clear()
+
+
+@pytest.mark.parametrize("config", [{}, None, {"r": 8}, LoraConfig])
+def test_what_is_no_config_is_refused(config: Any) -> None:
+    with pytest.raises(ConfigError, match="lora_config is a"):
+        moe_qlora.adapt_lora_config(build("qwen3_moe"), config)
