@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import storage
+from .detection.walk import dispatches
 from .experts_op import Inputs, Projection, compiled_projection, register_operators
 
 IMPLEMENTATION = "moe_qlora"
@@ -125,12 +126,6 @@ def deactivate(model: nn.Module) -> None:
         if _PREVIOUS in module.__dict__:
             config: Any = module.config
             config._experts_implementation_internal = module.__dict__.pop(_PREVIOUS)
-
-
-def dispatches(module: nn.Module) -> bool:
-    """Whether the class was made with transformers' `use_experts_implementation`."""
-    names = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "config")
-    return all(hasattr(module, name) for name in names)
 
 
 def experts_forward(

@@ -264,107 +264,59 @@ def _stack(tensors: Sequence[Tensor], constants: Any) -> PackedStack:
 
 
 def _parse(
-    text: str,
-    routing: tuple[Tensor, Tensor],
     x: Tensor,
     scale: Tensor | None,
     bias: Tensor | None,
+    order: Tensor,
+    bounds: Tensor,
     sources: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     packed: Sequence[Tensor],
+    constants: str,
 ) -> tuple[Projection, PackedStack, Inputs, list[bool]]:
-    constants, transposed, top_k, gathers, scatters, partial, scalings, autocast, dropped = (
-        ast.literal_eval(text)
+    """The operator's arguments, as its schema has them, back to what `Projection` takes."""
+    stack, transposed, top_k, gathers, scatters, partial, scalings, autocast, dropped = (
+        ast.literal_eval(constants)
     )
     given = iter(sources)
     full = [next(given) if drop else None for drop in dropped]
     projection = Projection(
         transposed, top_k, gathers, scatters, partial, tuple(scalings), _dtype(autocast)
     )
-    inputs = Inputs(x, scale, bias, *routing, full, a, b)
-    return projection, _stack(packed, constants), inputs, dropped
+    inputs = Inputs(x, scale, bias, order, bounds, full, a, b)
+    return projection, _stack(packed, stack), inputs, dropped
 
 
-def _forward_op(
-    x: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    order: Tensor,
-    bounds: Tensor,
-    sources: Sequence[Tensor],
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    packed: Sequence[Tensor],
-    constants: str,
-) -> Tensor:
-    routing = (order, bounds)
-    projection, stack, inputs, _ = _parse(constants, routing, x, scale, bias, sources, a, b, packed)
+def _forward_op(*args: Any) -> Tensor:
+    projection, stack, inputs, _ = _parse(*args)
     return projection.run(stack, inputs)
 
 
-def _forward_fake(
-    x: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    order: Tensor,
-    bounds: Tensor,
-    sources: Sequence[Tensor],
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    packed: Sequence[Tensor],
-    constants: str,
-) -> Tensor:
-    (_, shape, *_), transposed, top_k, gathers, scatters, *_ = ast.literal_eval(constants)
+def _forward_fake(x: Tensor, *rest: Any) -> Tensor:
+    (_, shape, *_), transposed, top_k, gathers, scatters, *_ = ast.literal_eval(rest[-1])
     rows = x.shape[0] * top_k if gathers else x.shape[0]
     return x.new_empty(rows // top_k if scatters else rows, shape[2] if transposed else shape[1])
 
 
-def _backward_op(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    order: Tensor,
-    bounds: Tensor,
-    sources: Sequence[Tensor],
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    packed: Sequence[Tensor],
-    constants: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    routing = (order, bounds)
-    projection, stack, inputs, dropped = _parse(
-        constants, routing, x, scale, bias, sources, a, b, packed
-    )
-    n = len(a)
+def _backward_op(grad: Tensor, *args: Any) -> list[Tensor]:
+    *forward, needs = args
+    projection, stack, inputs, dropped = _parse(*forward)
+    n = len(inputs.a)
     grads = projection.run_backward(stack, inputs, grad, needs)
     kept = [g for i, g in enumerate(grads) if not (3 <= i < 3 + n) or dropped[i - 3]]
-    return [x.new_empty(0) if g is None else g for g in kept]
+    return [grad.new_empty(0) if g is None else g for g in kept]
 
 
-def _backward_fake(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    order: Tensor,
-    bounds: Tensor,
-    sources: Sequence[Tensor],
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    packed: Sequence[Tensor],
-    constants: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
+def _backward_fake(grad: Tensor, *args: Any) -> list[Tensor]:
+    x, scale, bias, _, _, sources, a, b, _, constants, needs = args
     n = len(a)
     likes = [x, scale, bias, *sources, *a, *b]
     dropped = ast.literal_eval(constants)[-1]
-    source_needs = [n_ for n_, drop in zip(needs[3 : 3 + n], dropped, strict=True) if drop]
+    source_needs = [need for need, drop in zip(needs[3 : 3 + n], dropped, strict=True) if drop]
     wanted = [*needs[:3], *source_needs, *needs[3 + n :]]
     return [
-        torch.empty_like(like) if need and like is not None else x.new_empty(0)
+        torch.empty_like(like) if need and like is not None else grad.new_empty(0)
         for like, need in zip(likes, wanted, strict=True)
     ]
 
