@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -224,7 +225,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
         What each rank returned, by rank (anything that `torch.save` writes).
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: A rank raised; its traceback is in the text.
+        RuntimeError: A rank raised; the traceback of the first that did is in the text.
     """
     import torch
     from torch.multiprocessing.spawn import spawn
@@ -232,7 +233,15 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
     with tempfile.TemporaryDirectory() as folder:
         target = (fn.__code__.co_filename, fn.__name__)
         spec = (target, world_size, folder, args)
-        spawn(_rank_main, args=spec, nprocs=world_size, join=True)
+        try:
+            spawn(_rank_main, args=spec, nprocs=world_size, join=True)
+        except Exception as error:
+            # spawn reports the rank that ended first, which may be one that only lost its peer.
+            failed = sorted(Path(folder).glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
+            if not failed:
+                raise
+            text = failed[0].read_text(encoding="utf-8")
+            raise RuntimeError(f"rank {failed[0].stem} failed:\n{text}") from error
         return [
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
             for rank in range(world_size)
@@ -264,5 +273,9 @@ def _rank_main(
         result = getattr(module, target[1])(rank, world_size, *args)
         torch.save(result, Path(folder) / f"{rank}.pt")
         distributed.barrier()
+    except Exception:
+        # Written before the group falls apart, which makes the other ranks fail as well.
+        (Path(folder) / f"{rank}.error").write_text(traceback.format_exc(), encoding="utf-8")
+        raise
     finally:
         distributed.destroy_process_group()
