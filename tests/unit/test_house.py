@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
     ("errors", "layout"),
     ("registry", "detect", "memory"),
-    ("codec",),
+    ("codec", "folder"),
     ("storage",),
     ("experts",),
     ("quantize",),
