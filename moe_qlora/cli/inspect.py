@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .. import checkpoint_source as source
 from ..codec_settings import CodecSettings
 from ..detect import detect
 from ..layout import ExpertParam, ModelLayout
 from ..memory import packed_nbytes
-from . import source
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ FLOORS = (
     ("hf",),
     ("checkpoint",),
     ("peft",),
+    ("plan",),
     ("integrations",),
     ("cli", "testing"),
 )
@@ -36,7 +37,18 @@ ANNEXES = {"detection": "detect"}
 HOSTS = {"axolotl", "trl", "accelerate"}
 MODEL_LIBRARIES = {"transformers", "peft"}
 MAY_NAME_MODEL_LIBRARIES = {
-    *("hf", "experts", "quantize", "lora", "peft", "checkpoint", "integrations", "testing", "cli"),
+    *(
+        "hf",
+        "experts",
+        "quantize",
+        "lora",
+        "peft",
+        "checkpoint",
+        "plan",
+        "integrations",
+        "testing",
+        "cli",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""From what a person names on the command line to a model on the meta device.
+"""From what a person names to a model on the meta device.
 
 MODEL is read as, in this order:
 
@@ -28,9 +28,9 @@ import yaml
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from .. import registry
-from ..codec_settings import CodecSettings
-from ..errors import CheckpointError, ConfigError, MoeQloraError
+from . import registry
+from .codec_settings import CodecSettings
+from .errors import CheckpointError, ConfigError, MoeQloraError
 
 _DEFAULT_SIZES = "Sizes are those of the default configuration of this model type, in bfloat16."
 _YAML = (".yml", ".yaml")
