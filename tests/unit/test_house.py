@@ -37,18 +37,8 @@ ANNEXES = {"detection": "detect"}
 HOSTS = {"axolotl", "trl", "accelerate"}
 MODEL_LIBRARIES = {"transformers", "peft"}
 MAY_NAME_MODEL_LIBRARIES = {
-    *(
-        "hf",
-        "experts",
-        "quantize",
-        "lora",
-        "peft",
-        "checkpoint",
-        "plan",
-        "integrations",
-        "testing",
-        "cli",
-    ),
+    *("hf", "experts", "quantize", "lora", "peft", "checkpoint", "plan", "integrations"),
+    *("testing", "cli"),
 }
 
 
