@@ -1,0 +1,119 @@
+"""Devices and their sizes, and how a row of blocks is spread over them evenly; free of torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+CONTEXT_BYTES = 600 << 20
+"""What a process holds on a CUDA device before its first tensor: context, kernels, libraries."""
+
+FRAGMENTATION = 0.04
+"""Part of the peak that the caching allocator reserves beyond it, in gaps between blocks."""
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "k": 1 << 10,
+    "m": 1 << 20,
+    "g": 1 << 30,
+    "t": 1 << 40,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
+_COUNTED = re.compile(r"(\d+)\s*[xX*]\s*(.+)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "24GiB", "80GB", "500 MiB", "24G" (binary) or "1024".
+
+    Raises:
+        ValueError: It is no such size, or zero.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    unit = None if found is None else _UNITS.get(found[2].lower())
+    if found is None or unit is None:
+        raise ValueError(f"{text!r} is no size; write it as in 24GiB, 80GB or 500MiB")
+    size = int(float(found[1]) * unit)
+    if size <= 0:
+        raise ValueError(f"{text!r} is no size of a device; it must be over 0")
+    return size
+
+
+def parse_devices(text: str) -> tuple[int, ...]:
+    """Bytes of each device of "2x24GiB", "80GiB" or "24GiB,2x48GiB".
+
+    Raises:
+        ValueError: It is no such list.
+    """
+    sizes: list[int] = []
+    for part in text.split(","):
+        counted = _COUNTED.fullmatch(part.strip())
+        count = 1 if counted is None else int(counted[1])
+        if not 1 <= count <= 1024:
+            raise ValueError(f"{part.strip()!r} asks for {count} devices; give 1 to 1024")
+        sizes += [parse_size(part if counted is None else counted[2])] * count
+    return tuple(sizes)
+
+
+def reserve_nbytes(peak: int) -> int:
+    """What a device holds beside the tensors of this peak: its context, and gaps."""
+    return CONTEXT_BYTES + int(peak * FRAGMENTATION)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive blocks on one device: [first, last)."""
+
+    device: int
+    first: int
+    last: int
+
+
+def partition(
+    count: int, capacities: Sequence[int], load: Callable[[int, int], int]
+) -> tuple[Span, ...]:
+    """Spread blocks 0 .. count - 1 over devices, in order, so that the fullest is least full.
+
+    How full a device is, is its load over its capacity. Devices may stay empty, the last ones
+    first, only where there are fewer blocks than devices.
+
+    Args:
+        count: Number of blocks.
+        capacities: Bytes of each device.
+        load: (first, last) -> bytes of the blocks [first, last) on one device; it must not fall
+            when a block is added.
+
+    Returns:
+        A span for each device that got a block.
+    """
+    devices = min(len(capacities), count)
+    infinite = float("inf")
+    # best[d][n]: how full the fullest of the first d devices is that hold the first n blocks
+    best = [[infinite] * (count + 1) for _ in range(devices + 1)]
+    cut = [[0] * (count + 1) for _ in range(devices + 1)]
+    best[0][0] = 0.0
+    for device in range(1, devices + 1):
+        for last in range(device, count + 1):
+            for first in range(last - 1, device - 2, -1):
+                full = load(first, last) / capacities[device - 1]
+                if full >= best[device][last]:
+                    break  # more blocks on this device only fill it more
+                value = max(best[device - 1][first], full)
+                if value < best[device][last]:
+                    best[device][last], cut[device][last] = value, first
+    spans: list[Span] = []
+    last = count
+    for device in range(devices, 0, -1):
+        first = cut[device][last]
+        spans.append(Span(device - 1, first, last))
+        last = first
+    return tuple(reversed(spans))
