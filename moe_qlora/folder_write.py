@@ -1,0 +1,250 @@
+"""Writing of checkpoint folders, so that a crash at any moment loses nothing.
+
+A new folder is built beside its destination and renamed when it is whole. A file is replaced by
+writing another beside it and renaming that. Everything is flushed to the disk before the rename
+that makes it visible.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .folder import DTYPE_NAMES
+
+_PIECE = 16 << 20
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class ShardWriter:
+    """Writes a safetensors file tensor by tensor; only one need be in memory at a time.
+
+    The file equals what `safetensors.torch.save_file` writes for the same tensors, but for the
+    order of keys, which is the caller's.
+
+    Args:
+        path: The file; must not exist.
+        tensors: Dtype and shape by key, in the order in which they shall lie in the file.
+        metadata: Of the file.
+
+    Raises:
+        CheckpointError: A dtype that the format does not have, or the file exists.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        self._places: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
+        offset = 0
+        for key, (dtype, shape) in tensors.items():
+            if dtype not in DTYPE_NAMES:
+                raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
+            nbytes = prod(shape) * dtype.itemsize
+            place = [offset, offset + nbytes]
+            header[key] = {
+                "dtype": DTYPE_NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": place,
+            }
+            self._places[key] = (offset, nbytes, dtype, tuple(shape))
+            offset += nbytes
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        self.path, self._missing = Path(path), {k: p[1] for k, p in self._places.items()}
+        try:
+            self._file = self.path.open("xb")
+        except FileExistsError as error:
+            raise CheckpointError(f"{path} exists already.") from error
+        self._begin = 8 + len(raw)
+        self._file.write(len(raw).to_bytes(8, "little") + raw)
+        self._file.truncate(self._begin + offset)
+
+    def write(self, key: str, tensor: Tensor) -> None:
+        """Write a whole tensor, from any device, in any order.
+
+        Raises:
+            CheckpointError: It is not of the dtype and shape that were announced.
+        """
+        shape = self._places[key][3]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{key} has the shape {tuple(tensor.shape)}, not {shape}.")
+        self._put(key, 0, tensor)
+
+    def write_rows(self, key: str, start: int, tensor: Tensor) -> None:
+        """Write the rows from `start` on of the first dimension."""
+        _, nbytes, _, shape = self._places[key]
+        if tuple(tensor.shape[1:]) != shape[1:] or start + len(tensor) > shape[0]:
+            raise CheckpointError(f"{key}: rows of shape {tuple(tensor.shape)} are not of {shape}.")
+        self._put(key, start * (nbytes // shape[0]) if shape[0] else 0, tensor)
+
+    def _put(self, key: str, skip: int, tensor: Tensor) -> None:
+        offset, _, dtype, _ = self._places[key]
+        if tensor.dtype != dtype:
+            raise CheckpointError(f"{key} is {tensor.dtype}, not {dtype}.")
+        flat = tensor.detach().contiguous().view(-1)
+        self._file.seek(self._begin + offset + skip)
+        for piece in torch.split(flat, max(_PIECE // dtype.itemsize, 1)):
+            # bytes by way of uint8: numpy has no bfloat16
+            self._file.write(piece.cpu().view(torch.uint8).numpy().data)
+        self._missing[key] -= flat.nbytes
+
+    def close(self) -> None:
+        """Flush the file to the disk.
+
+        Raises:
+            CheckpointError: A tensor was not written, or not all of it.
+        """
+        missing = next((key for key, left in self._missing.items() if left), None)
+        if missing is not None:
+            self._file.close()
+            raise CheckpointError(f"{self.path}: {missing} was not written.")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+def shard_bytes(size: int | str) -> int:
+    """Bytes of a `max_shard_size` such as "5GB", "500MiB" or a number.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", size.upper())
+        if match is None:
+            raise CheckpointError(f"max_shard_size is {size!r}: give bytes, or such as '5GB'.")
+        size = int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise CheckpointError(f"max_shard_size is {size}: give a positive number of bytes.")
+    return size
+
+
+def plan_shards(nbytes: Mapping[str, int], max_shard_size: int | str) -> list[list[str]]:
+    """Cut keys, in their order, into shards of at most so many bytes; a larger one is alone."""
+    limit = shard_bytes(max_shard_size)
+    shards: list[list[str]] = []
+    room = 0
+    for key, size in nbytes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(key)
+        room -= size
+    return shards
+
+
+def partial_of(destination: Path) -> Path:
+    """Where a folder is built before it is renamed to its destination."""
+    return destination.with_name(f".{destination.name}.partial")
+
+
+@contextmanager
+def new_folder(destination: str | Path, *, keep_partial: bool = False) -> Iterator[Path]:
+    """Build a folder that appears whole or not at all.
+
+    Gives the folder to write into; when the block ends without an exception it is renamed to its
+    destination.
+
+    Args:
+        destination: Must not exist, or be an empty folder.
+        keep_partial: Go on with what an interrupted build has left, and leave it when this one is
+            interrupted as well; otherwise a leftover is removed first, and removed on an exception.
+
+    Raises:
+        CheckpointError: The destination is there already, or cannot be written.
+    """
+    destination = absolute(destination)
+    check_new(destination)
+    partial = partial_of(destination)
+    try:
+        if partial.exists() and not keep_partial:
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{destination} cannot be written: {error}.") from error
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            flush(file)
+        flush(partial)
+        check_new(destination)
+        partial.rename(destination)
+    except OSError as error:
+        raise CheckpointError(f"{destination} cannot be written: {error}.") from error
+    except BaseException:
+        if not keep_partial:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    flush(destination.parent)
+
+
+def absolute(path: str | Path) -> Path:
+    """The path, absolute and without a trailing slash."""
+    return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links stay as they are
+
+
+def check_new(destination: Path) -> None:
+    """Raise where a folder cannot be made because something is there.
+
+    Raises:
+        CheckpointError: It exists and is no empty folder.
+    """
+    if destination.is_dir() and not destination.is_symlink():
+        if any(destination.iterdir()):
+            raise CheckpointError(
+                f"{destination} exists and is not empty: name a new folder, nothing is overwritten."
+            )
+    elif destination.exists() or destination.is_symlink():
+        raise CheckpointError(f"{destination} exists and is no folder: name a new one.")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file at once: its readers see the old content or the new one."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    if path.is_symlink():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
