@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .errors import NonFiniteWeightError as NonFiniteWeightError
     from .errors import QuantizationError as QuantizationError
     from .errors import UnsupportedWeightError as UnsupportedWeightError
+    from .hf import disable as disable
+    from .hf import enable as enable
+    from .hf import enabled as enabled
     from .layout import ExpertParam as ExpertParam
     from .layout import ModelLayout as ModelLayout
     from .peft import adapt_lora_config as adapt_lora_config
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from .peft import get_peft_model as get_peft_model
     from .peft import load_adapter as load_adapter
     from .peft import target_parameters as target_parameters
+    from .plan_model import MemoryPlan as MemoryPlan
+    from .plan_model import plan as plan
     from .quantize import QuantizationReport as QuantizationReport
     from .quantize import quantize_experts as quantize_experts
 
@@ -42,6 +47,7 @@ _HOME = {
     "ConfigError": "errors",
     "DetectionError": "errors",
     "ExpertParam": "layout",
+    "MemoryPlan": "memory_report",
     "ModelLayout": "layout",
     "MoeQloraError": "errors",
     "NonFiniteWeightError": "errors",
@@ -50,9 +56,13 @@ _HOME = {
     "UnsupportedWeightError": "errors",
     "adapt_lora_config": "peft",
     "connect_adapters": "peft",
+    "disable": "hf",
+    "enable": "hf",
+    "enabled": "hf",
     "exclude_modules": "peft",
     "get_peft_model": "peft",
     "load_adapter": "peft",
+    "plan": "plan_model",
     "quantize_experts": "quantize",
     "target_parameters": "peft",
 }
@@ -63,6 +73,7 @@ __all__ = [
     "ConfigError",
     "DetectionError",
     "ExpertParam",
+    "MemoryPlan",
     "ModelLayout",
     "MoeQloraError",
     "NonFiniteWeightError",
@@ -72,9 +83,13 @@ __all__ = [
     "adapt_lora_config",
     "connect_adapters",
     "detect",
+    "disable",
+    "enable",
+    "enabled",
     "exclude_modules",
     "get_peft_model",
     "load_adapter",
+    "plan",
     "quantize_experts",
     "target_parameters",
 ]

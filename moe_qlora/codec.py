@@ -29,7 +29,7 @@ shape and equals the CUDA kernel's arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -45,12 +45,15 @@ __all__ = [
     "CodecSettings",
     "Int8State",
     "PackedStack",
+    "Packer",
     "first_nonfinite",
     "pack",
+    "restore",
     "state_tensors",
     "unpack",
     "unpack_range",
     "why_not",
+    "why_not_packed",
 ]
 
 # bitsandbytes has no type annotations to check against.
@@ -154,21 +157,28 @@ def why_not(weight: Tensor, settings: CodecSettings) -> str | None:
         return f"is a {kind} and no plain tensor: it is packed already by another tool, or traced"
     if plain.is_meta:
         return "is on the meta device and has no values: load the weights first"
-    if plain.dtype not in FLOAT_DTYPES:
-        dtype = str(plain.dtype).removeprefix("torch.")
-        if plain.is_floating_point() and plain.element_size() > 1:
+    return why_not_packed(plain.shape, plain.dtype, settings)
+
+
+def why_not_packed(
+    shape: Sequence[int], weight_dtype: torch.dtype, settings: CodecSettings
+) -> str | None:
+    """`why_not` for a tensor of which only shape and dtype are known."""
+    if weight_dtype not in FLOAT_DTYPES:
+        dtype = str(weight_dtype).removeprefix("torch.")
+        if weight_dtype.is_floating_point and weight_dtype.itemsize > 1:
             return f"is {dtype}: bitsandbytes packs float32, float16 and bfloat16; cast it first"
         return (
             f"is {dtype}, so that it is packed already by another tool or is no weight: "
             "dequantize it to float32, float16 or bfloat16 first"
         )
-    if plain.dim() < 2 or plain.numel() == 0:
-        shape = tuple(plain.shape)
-        return f"has the shape {shape}: a stack has two or more dimensions and no empty one"
-    if settings.kind != "int8" and _code_bytes(plain.numel()) % settings.storage_dtype.itemsize:
+    numel = math.prod(shape)
+    if len(shape) < 2 or numel == 0:
+        return f"has the shape {tuple(shape)}: a stack has two or more dimensions and no empty one"
+    if settings.kind != "int8" and _code_bytes(numel) % settings.storage_dtype.itemsize:
         storage = str(settings.storage_dtype).removeprefix("torch.")
         return (
-            f"has {plain.numel()} weights, whose {_code_bytes(plain.numel())} bytes of codes do "
+            f"has {numel} weights, whose {_code_bytes(numel)} bytes of codes do "
             f"not fill whole {storage} numbers: set bnb_4bit_quant_storage=torch.uint8"
         )
     return None
@@ -201,8 +211,7 @@ def pack(
     """Pack a stack; the result equals bitsandbytes' own for the whole tensor, bit for bit.
 
     int8: bitsandbytes' CUDA kernel takes float16 only, so that other dtypes are cast to float16
-        there, as its own
-    `Int8Params` does; on other devices the weights go in as they are.
+    there, as its own `Int8Params` does; on other devices the weights go in as they are.
 
     Args:
         weight: `(..., rows, columns)`, float32, float16 or bfloat16, on any device, contiguous or
@@ -217,71 +226,180 @@ def pack(
     reason = why_not(weight, settings)
     if reason is not None:
         raise UnsupportedWeightError(f"The weight {reason}.")
-    weight = weight.detach()
-    step = _chunk_elements(weight.device, max_elements)
-    with torch.no_grad():
-        if settings.kind == "int8":
-            return _pack_int8(weight, step)
-        return _pack_4bit(weight, settings, step)
+    packer = Packer(weight.shape, weight.dtype, weight.device, settings, max_elements=max_elements)
+    packer.add(weight)
+    return packer.finish()
 
 
-def _pack_4bit(weight: Tensor, settings: CodecSettings, step: int) -> PackedStack:
-    block, device = settings.blocksize, weight.device
-    codes = torch.empty((_code_bytes(weight.numel()), 1), dtype=torch.uint8, device=device)
-    absmax = torch.empty(-(-weight.numel() // block), dtype=torch.float32, device=device)
-    start = 0
-    for chunk in _flat_chunks(weight, step, block):
-        part, scale = torch.ops.bitsandbytes.quantize_4bit.default(
-            chunk, block, settings.kind, torch.uint8
+class Packer:
+    """Packs a stack that arrives in pieces, so that it need never be whole in memory.
+
+    The result equals `pack` of the whole stack bit for bit, wherever it was cut: blocks that
+    straddle two pieces are held back until they are full. Takes the packed form, and for double
+    quantization the fp32 absmax until `finish`.
+
+    Args:
+        shape: Of the whole stack.
+        dtype: Of the weights: float32, float16 or bfloat16.
+        device: Where to pack; pieces elsewhere are moved there.
+        settings: What to pack into.
+        max_elements: Upper bound for the weights in one kernel call.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        settings: CodecSettings,
+        *,
+        max_elements: int = MAX_ELEMENTS,
+    ) -> None:
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
+        self.settings = settings
+        self._int8 = settings.kind == "int8"
+        self._unit = self.shape[-1] if self._int8 else settings.blocksize
+        self._step = max(_chunk_elements(self.device, max_elements), self._unit)
+        numel = math.prod(self.shape)
+        codes = (numel,) if self._int8 else (_code_bytes(numel),)
+        kind = torch.int8 if self._int8 else torch.uint8
+        self._codes = torch.empty(codes, dtype=kind, device=self.device)
+        self._scales = torch.empty(-(-numel // self._unit), dtype=torch.float32, device=self.device)
+        self._rest = torch.empty(0, dtype=dtype, device=self.device)
+        self._done = 0
+
+    @torch.no_grad()
+    def add(self, piece: Tensor) -> None:
+        """Pack the next weights in row-major order: `(n, ...)` rows of the first dimension."""
+        piece = piece.detach().to(self.device, self.dtype)
+        if len(self._rest):
+            piece = piece.reshape(-1)
+            missing = self._unit - len(self._rest)
+            self._hold(torch.cat([self._rest, piece[:missing]]))
+            piece = piece[missing:]
+        if piece.numel():
+            for chunk in _flat_chunks(piece, self._step, self._unit):
+                self._hold(chunk)
+
+    @torch.no_grad()
+    def finish(self) -> PackedStack:
+        """The packed stack.
+
+        Raises:
+            ValueError: More or fewer weights came than the shape has.
+            UnsupportedWeightError: int8 on CUDA, and the weights hold values that float16 cannot.
+        """
+        if len(self._rest):
+            self._take(self._rest)
+        if self._done != math.prod(self.shape):
+            raise ValueError(f"{self._done} weights came for a stack of shape {tuple(self.shape)}")
+        return self._finish_int8() if self._int8 else self._finish_4bit()
+
+    def _hold(self, chunk: Tensor) -> None:
+        """Pack the whole units of a flat chunk, and keep the rest for the next piece."""
+        whole = len(chunk) // self._unit * self._unit
+        if whole:
+            self._take(chunk[:whole])
+        self._rest = chunk[whole:].clone()
+
+    def _take(self, chunk: Tensor) -> None:
+        start, end = self._done, self._done + len(chunk)
+        if end > math.prod(self.shape):
+            raise ValueError(f"more weights came than a stack of shape {tuple(self.shape)} has")
+        if self._int8:
+            rows = chunk.view(-1, self._unit)
+            if self.device.type == "cuda":
+                rows = rows.half()
+            codes, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant.default(rows, 0.0)
+            self._codes[start:end] = codes.view(-1)
+        else:
+            codes, scales = torch.ops.bitsandbytes.quantize_4bit.default(
+                chunk, self._unit, self.settings.kind, torch.uint8
+            )
+            self._codes[start // 2 : start // 2 + len(codes)] = codes.view(-1)
+        first = start // self._unit
+        self._scales[first : first + len(scales)] = scales
+        self._done = end
+
+    def _finish_4bit(self) -> PackedStack:
+        settings, codes, absmax = self.settings, self._codes, self._scales
+        offset = state2 = None
+        if settings.double_quant:
+            offset = absmax.mean()
+            absmax -= offset
+            absmax, state2 = bnb.quantize_blockwise(absmax, blocksize=_NESTED_BLOCK)
+        state = bnb.QuantState(
+            absmax=absmax,
+            shape=self.shape,
+            dtype=self.dtype,
+            blocksize=self._unit,
+            code=bnb.get_4bit_type(settings.kind, device=self.device),
+            quant_type=settings.kind,
+            offset=offset,
+            state2=state2,
         )
-        codes[start // 2 : start // 2 + len(part)] = part
-        absmax[start // block : start // block + len(scale)] = scale
-        start += chunk.numel()
-    offset = state2 = None
-    if settings.double_quant:
-        offset = absmax.mean()
-        absmax -= offset
-        absmax, state2 = bnb.quantize_blockwise(absmax, blocksize=_NESTED_BLOCK)
-    state = bnb.QuantState(
-        absmax=absmax,
-        shape=weight.shape,
-        dtype=weight.dtype,
-        blocksize=block,
-        code=bnb.get_4bit_type(settings.kind, device=device),
-        quant_type=settings.kind,
-        offset=offset,
-        state2=state2,
-    )
-    if settings.storage_dtype != torch.uint8:
-        codes = codes.view(-1).view(settings.storage_dtype).unsqueeze(1)
-    return PackedStack(
-        codes, state, settings.kind, weight.shape, weight.dtype, settings.compute_dtype
-    )
-
-
-def _pack_int8(weight: Tensor, step: int) -> PackedStack:
-    columns = weight.shape[-1]
-    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    rows = codes.view(-1, columns)
-    scales = torch.empty(len(rows), dtype=torch.float32, device=weight.device)
-    start = 0
-    for chunk in _flat_chunks(weight, max(step, columns), columns):
-        part = chunk.view(-1, columns)
-        if weight.device.type == "cuda":
-            part = part.half()
-        quantized, scale, _ = torch.ops.bitsandbytes.int8_vectorwise_quant.default(part, 0.0)
-        rows[start : start + len(part)] = quantized
-        scales[start : start + len(part)] = scale
-        start += len(part)
-    if weight.dtype != torch.float16 and not bool(scales.isfinite().all()):
-        row = int(torch.nonzero(~scales.isfinite())[0])
-        raise UnsupportedWeightError(
-            f"Row {row} of the weight holds values that float16 cannot, which bitsandbytes' int8 "
-            f"kernel takes on "
-            "this device: pack it to 4 bit, or on the CPU."
+        if settings.storage_dtype != torch.uint8:
+            codes = codes.view(settings.storage_dtype)
+        return PackedStack(
+            codes.unsqueeze(1), state, settings.kind, self.shape, self.dtype, settings.compute_dtype
         )
-    state = Int8State(scales, weight.shape, weight.dtype)
-    return PackedStack(codes, state, "int8", weight.shape, weight.dtype)
+
+    def _finish_int8(self) -> PackedStack:
+        scales = self._scales
+        if self.dtype != torch.float16 and not bool(scales.isfinite().all()):
+            row = int(torch.nonzero(~scales.isfinite())[0])
+            raise UnsupportedWeightError(
+                f"Row {row} of the weight holds values that float16 cannot, which bitsandbytes' "
+                "int8 kernel takes on this device: pack it to 4 bit, or on the CPU."
+            )
+        state = Int8State(scales, self.shape, self.dtype)
+        return PackedStack(self._codes.view(self.shape), state, "int8", self.shape, self.dtype)
+
+
+def restore(
+    codes: Tensor,
+    stats: Mapping[str, Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    settings: CodecSettings,
+) -> PackedStack:
+    """A packed stack from the tensors that a state dict holds for it.
+
+    Args:
+        codes: As `PackedStack.codes`; used as they are.
+        stats: bitsandbytes' statistics by their key's end, such as ".absmax" or ".SCB".
+        shape: Of the decoded stack.
+        dtype: Of a decoded int8 stack; a 4-bit one says its own.
+        settings: What it was packed with.
+
+    Raises:
+        ValueError: The tensors are no stack of this shape and these settings.
+    """
+    shape = torch.Size(shape)
+    tensors = {key.removeprefix("."): value for key, value in stats.items()}
+    if settings.kind == "int8":
+        scales = tensors.get("SCB")
+        if scales is None or scales.numel() != shape.numel() // shape[-1] or codes.shape != shape:
+            raise ValueError(f"the tensors are no int8 stack of shape {tuple(shape)}")
+        return PackedStack(codes, Int8State(scales, shape, dtype), "int8", shape, dtype)
+    try:
+        state = bnb.QuantState.from_dict(tensors, device=codes.device)
+    except (KeyError, ValueError, AssertionError, AttributeError, TypeError) as error:
+        raise ValueError(f"the statistics cannot be read ({error})") from error
+    found = (state.quant_type, state.nested, state.blocksize, codes.dtype)
+    asked = (settings.kind, settings.double_quant, settings.blocksize, settings.storage_dtype)
+    if found != asked or torch.Size(state.shape or ()) != shape:
+        raise ValueError(
+            f"the tensors are of a stack of shape {tuple(state.shape or ())} with {found}, not "
+            f"{tuple(shape)} with {asked} (kind, double quantization, block size, storage dtype)"
+        )
+    blocks = -(-shape.numel() // settings.blocksize)
+    if codes.nbytes != _code_bytes(shape.numel()) or state.absmax.numel() != blocks:
+        raise ValueError(
+            f"{codes.nbytes} bytes of codes and {state.absmax.numel()} blocks do not make a stack "
+            f"of shape {tuple(shape)}"
+        )
+    return PackedStack(codes, state, settings.kind, shape, state.dtype, settings.compute_dtype)
 
 
 def unpack(

@@ -164,6 +164,14 @@ def _plan(
     return jobs
 
 
+def stacks_to_pack(
+    model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
+) -> list[ExpertParam]:
+    """The stacks of a model that `quantize_experts` would pack, the caller's skips left out."""
+    jobs = _plan(model, layout, config, settings)
+    return [job.param for job in jobs if job.status == QUANTIZED]
+
+
 def _names(param: ExpertParam) -> Iterator[str]:
     for name in (param.name, *param.aliases):
         yield name

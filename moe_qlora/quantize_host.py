@@ -1,8 +1,9 @@
 """Makes a model with packed experts look to its hosts as if bitsandbytes had loaded it.
 
 Trainer, accelerate and PEFT ask the model, not its weights: `is_loaded_in_4bit`, `hf_quantizer`,
-`quantization_method`, `config.quantization_config`. Two methods are replaced on the instance,
-because the stock ones know Linear layers only: `dequantize` and `get_memory_footprint`. They are
+`quantization_method`, `config.quantization_config`. Three methods are replaced on the instance,
+because the stock ones know Linear layers only: `dequantize`, `get_memory_footprint` and
+`save_pretrained`. They are
 bound methods in the model's `__dict__`, so that deepcopy binds the copy's to the copy, and
 `release` takes them off again.
 """
@@ -18,8 +19,9 @@ from torch import nn
 
 from . import quantize_guard, storage
 from .codec import CodecSettings, state_tensors, unpack
+from .quantize_save import save_pretrained  # noqa: F401 - bound with the others of `_METHODS`
 
-_METHODS = ("dequantize", "get_memory_footprint")
+_METHODS = ("dequantize", "get_memory_footprint", "save_pretrained")
 
 
 def check_method(model: nn.Module, settings: CodecSettings) -> str | None:

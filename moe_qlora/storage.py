@@ -136,20 +136,18 @@ def attach(module: nn.Module, name: str, packed: PackedStack) -> None:
         )
     _own_class(module)
     book = _book(module)
-    if packed.owner is None:
-        packed.owner = _parameter(packed)
-        packed.codes = packed.owner.data
+    owner = hold(packed)
     parametrization: nn.Module
     if packed.kind == "int8":
         # Tied stacks share the module that holds their scales, so that one move moves all.
-        parametrization = getattr(packed.owner, _SHARED, None) or PackedInt8(packed)
-        setattr(packed.owner, _SHARED, parametrization)
+        parametrization = getattr(owner, _SHARED, None) or PackedInt8(packed)
+        setattr(owner, _SHARED, parametrization)
     else:
-        parametrization = Packed4bit(packed.owner, packed.compute_dtype)
+        parametrization = Packed4bit(owner, packed.compute_dtype)
     plain = module._parameters.get(name)
     try:
         module._parameters.pop(name, None)
-        module.register_parameter(name, packed.owner)
+        module.register_parameter(name, owner)
         _register(module, name, parametrization)
     except BaseException:
         if not is_packed(module, name):
@@ -300,6 +298,26 @@ def _stack_int8(codes: Tensor, parametrization: PackedInt8) -> PackedStack:
         None,
         codes if isinstance(codes, nn.Parameter) else None,
     )
+
+
+def hold(packed: PackedStack) -> nn.Parameter:
+    """The one parameter that holds this stack's codes: made on first use, then `packed.owner`."""
+    if packed.owner is None:
+        packed.owner = _parameter(packed)
+        packed.codes = packed.owner.data
+    return packed.owner
+
+
+def key_parts(kind: str) -> tuple[str, ...]:
+    """What follows a stack's name in the keys of a state dict: "" for the codes, then statistics.
+
+    Args:
+        kind: "nf4", "fp4" or "int8".
+    """
+    if kind == "int8":
+        return ("", ".SCB")
+    parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+    return ("", *(f".{part}" for part in parts), f".quant_state.bitsandbytes__{kind}")
 
 
 def _parameter(packed: PackedStack) -> nn.Parameter:

@@ -1,0 +1,360 @@
+"""The manifest of a packed folder: what belongs to it, what is packed, and how to know it is whole.
+
+A packed folder holds, besides what transformers writes:
+
+    config.json                      two more keys: `moe_qlora` (format_version, id, entry), and
+                                     `transformers_weights`, a sentence that stock transformers,
+                                     which cannot read the folder, quotes in its error
+    model-<id8>-00001-of-0000N.safetensors
+                                     tensors under the model's own names; a packed stack has the
+                                     keys that bitsandbytes gives a packed Linear (`<name>`,
+                                     `<name>.absmax`, ...), or `<name>` and `<name>.SCB` for int8
+    moe_qlora.json                   this manifest
+
+Shards are named after the manifest's id, a checksum of all that is in them, so that a second save
+into a folder never touches a file of the first; the manifest is replaced last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import CheckpointError
+from .folder import DTYPE_NAMES, DTYPES, TensorInfo, header_bytes, inside, read_header, read_json
+from .folder import reading as reading_file
+from .folder_write import replace_file
+
+MANIFEST = "moe_qlora.json"
+CONFIG = "config.json"
+CONFIG_KEY = "moe_qlora"
+FORMAT_VERSION = 1
+SENTENCE = (
+    "The experts in this folder are packed by moe_qlora: pip install moe-qlora, and load it inside "
+    "`with moe_qlora.enabled():`."
+)
+"""What stock transformers quotes when it is asked to load a packed folder."""
+
+_READ = 1 << 20
+_NESTED_BLOCK = 256
+_KINDS = ("nf4", "fp4", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEntry:
+    """A packed stack: shape and dtype name (as in "bfloat16") decoded, and its other names."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A stored tensor: its shard, dtype name of the safetensors format, shape, and checksum."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """A file of the folder: its size in bytes, and the checksum of its header."""
+
+    nbytes: int
+    header_sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `moe_qlora.json` says; the module's docstring has the folder around it.
+
+    Attributes:
+        id: Checksum of all tensors and of how they are packed.
+        written_by: Program and version.
+        model_type: Of the config.
+        codec: kind, double_quant, blocksize, storage_dtype, compute_dtype (None, or a name).
+        experts: Packed stacks by name.
+        shards: Files by name, in order.
+        tensors: Stored tensors by key.
+        config_sha256: Of config.json.
+        source_config: The model's config as a dict.
+    """
+
+    id: str
+    written_by: str
+    model_type: str
+    codec: dict[str, Any]
+    experts: dict[str, PackedEntry]
+    shards: dict[str, ShardEntry]
+    tensors: dict[str, TensorEntry]
+    config_sha256: str
+    source_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def entry(self) -> str:
+        """The first shard's name, which config.json sends transformers to."""
+        return next(iter(self.shards))
+
+    def to_bytes(self) -> bytes:
+        """The file's content, its own checksum included."""
+        value = {"format_version": FORMAT_VERSION, **asdict(self)}
+        return (json.dumps(value | {"sha256": _sum(value)}, indent=1) + "\n").encode()
+
+
+def _sum(value: Mapping[str, Any]) -> str:
+    """Checksum of a JSON value in a form that whitespace and the order of keys do not change."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def manifest_id(tensors: Mapping[str, TensorEntry], codec: Mapping[str, Any]) -> str:
+    """The id of a save: equal for equal tensors under equal names that were packed alike."""
+    table = {key: [t.dtype, list(t.shape), t.sha256] for key, t in tensors.items()}
+    return _sum({"tensors": table, "codec": dict(codec)})
+
+
+def shard_name(identity: str, number: int, of: int) -> str:
+    """Name of a shard, numbered from 1."""
+    return f"model-{identity[:8]}-{number:05d}-of-{of:05d}.safetensors"
+
+
+def tensor_entries(files: Sequence[Path], workers: int | None = None) -> dict[str, TensorEntry]:
+    """Read files and say what is in them, checksums included.
+
+    Raises:
+        CheckpointError: A file cannot be read, or two hold the same key.
+    """
+    infos: dict[str, TensorInfo] = {}
+    for file in files:
+        for key, info in read_header(file).items():
+            if key in infos:
+                raise CheckpointError(f"{file}: {key} is in {infos[key].file.name} as well.")
+            infos[key] = info
+    sums = checksums(infos, workers)
+    return {
+        key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, sums[key])
+        for key, info in infos.items()
+    }
+
+
+def checksums(infos: Mapping[str, TensorInfo], workers: int | None = None) -> dict[str, str]:
+    """sha256 of each tensor's bytes, several at a time."""
+    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(infos, pool.map(_checksum, infos.values()), strict=True))
+
+
+def _checksum(info: TensorInfo) -> str:
+    digest = hashlib.sha256()
+    with reading_file(info.file), info.file.open("rb") as file:
+        left, offset = info.nbytes, info.offset
+        while left:
+            piece = os.pread(file.fileno(), min(_READ, left), offset)
+            if not piece:
+                raise CheckpointError(f"{info.file} is cut off.")
+            digest.update(piece)
+            left -= len(piece)
+            offset += len(piece)
+    return digest.hexdigest()
+
+
+def shard_entry(file: Path) -> ShardEntry:
+    """What the manifest says of a file."""
+    header = header_bytes(file)
+    with reading_file(file):
+        return ShardEntry(file.stat().st_size, hashlib.sha256(header).hexdigest())
+
+
+def config_text(config: Mapping[str, Any], identity: str, entry: str) -> bytes:
+    """config.json of a packed folder: the model's, and what leads to the manifest."""
+    mark = {"format_version": FORMAT_VERSION, "id": identity, "entry": entry}
+    value = {**config, CONFIG_KEY: mark, "transformers_weights": SENTENCE}
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write or replace a folder's manifest, at once."""
+    replace_file(folder / MANIFEST, manifest.to_bytes())
+
+
+def read_manifest(folder: str | Path) -> Manifest | None:
+    """A folder's manifest, None where there is none.
+
+    Raises:
+        CheckpointError: It is damaged, of another format, or names files outside the folder.
+    """
+    file = Path(folder) / MANIFEST
+    if not os.path.lexists(file):
+        return None
+    value = read_json(inside(Path(folder), MANIFEST))
+    version = value.get("format_version")
+    if version != FORMAT_VERSION or isinstance(version, bool):
+        raise CheckpointError(
+            f"{file} has format_version {version!r}, and this version of moe_qlora reads "
+            f"{FORMAT_VERSION}: install the version that wrote it ({value.get('written_by')!r})."
+        )
+    said = value.pop("sha256", None)
+    with reading_file(file):
+        if said != _sum(value):
+            raise CheckpointError(f"{file} is damaged: its checksum does not fit.")
+        return _parse(Path(folder), value)
+
+
+def _parse(folder: Path, value: dict[str, Any]) -> Manifest:
+    """The manifest in a JSON value; KeyError, TypeError or ValueError where it is none."""
+    experts = {
+        name: PackedEntry(_shape(entry["shape"]), str(entry["dtype"]), tuple(entry["aliases"]))
+        for name, entry in value["experts"].items()
+    }
+    shards = {
+        name: ShardEntry(int(entry["nbytes"]), str(entry["header_sha256"]))
+        for name, entry in value["shards"].items()
+    }
+    tensors = {
+        key: TensorEntry(e["file"], str(e["dtype"]), _shape(e["shape"]), str(e["sha256"]))
+        for key, e in value["tensors"].items()
+    }
+    file = folder / MANIFEST
+    for name in shards:
+        inside(folder, name)
+    if not shards:
+        raise CheckpointError(f"{file} names no file.")
+    for key, entry in tensors.items():
+        if entry.file not in shards:
+            raise CheckpointError(f"{file}: {key} is said to be in {entry.file!r}, no file of it.")
+    if value["codec"]["kind"] not in _KINDS:
+        raise CheckpointError(f"{file} names the unknown codec {value['codec']['kind']!r}.")
+    if value["id"] != manifest_id(tensors, value["codec"]):
+        raise CheckpointError(f"{file} has the id of other tensors.")
+    return Manifest(
+        value["id"],
+        str(value["written_by"]),
+        str(value["model_type"]),
+        dict(value["codec"]),
+        experts,
+        shards,
+        tensors,
+        str(value["config_sha256"]),
+        dict(value["source_config"]),
+    )
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not all(type(size) is int and size >= 0 for size in value):
+        raise ValueError(f"{value!r} is no shape")
+    return tuple(value)
+
+
+def check_folder(
+    folder: str | Path, *, checksum: bool = True, workers: int | None = None
+) -> Manifest:
+    """Check everything that can be checked without building the model.
+
+    Args:
+        folder: A packed folder.
+        checksum: Read all tensors and compare their checksums, too.
+        workers: Threads that do so; None is up to 8.
+
+    Raises:
+        CheckpointError: Something is missing, damaged or foreign; the message names it.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it was not packed by moe_qlora.")
+    infos: dict[str, TensorInfo] = {}
+    for name, shard in manifest.shards.items():
+        infos |= _check_shard(folder, name, shard, manifest)
+    for key in manifest.tensors:
+        if key not in infos:
+            raise CheckpointError(f"{folder / manifest.tensors[key].file} lacks {key}.")
+    for name in manifest.experts:
+        check_stack(folder, name, manifest)
+    if checksum:
+        for key, found in checksums(infos, workers).items():
+            if found != manifest.tensors[key].sha256:
+                raise CheckpointError(
+                    f"{infos[key].file}: the bytes of {key} are not those that were written (their "
+                    "checksum differs): copy the file again."
+                )
+    return manifest
+
+
+def _check_shard(
+    folder: Path, name: str, shard: ShardEntry, manifest: Manifest
+) -> dict[str, TensorInfo]:
+    file = inside(folder, name)
+    with reading_file(file):
+        size = file.stat().st_size
+    if size != shard.nbytes:
+        raise CheckpointError(
+            f"{file} has {size} bytes, {shard.nbytes} were written: copy it again."
+        )
+    if hashlib.sha256(header_bytes(file)).hexdigest() != shard.header_sha256:
+        raise CheckpointError(f"{file}: its header is not the one that was written: copy it again.")
+    infos = read_header(file)
+    for key, info in infos.items():
+        entry = manifest.tensors.get(key)
+        if entry is None or entry.file != name:
+            raise CheckpointError(f"{file} holds {key}, which the manifest does not know of there.")
+        if DTYPES.get(entry.dtype) != info.dtype or entry.shape != info.shape:
+            raise CheckpointError(
+                f"{file}: {key} is {info.dtype} of shape {info.shape}, the manifest says "
+                f"{entry.dtype} {entry.shape}."
+            )
+    return infos
+
+
+def check_stack(folder: Path, name: str, manifest: Manifest) -> None:
+    """Check that a packed stack has the codes and statistics that its shape needs.
+
+    Raises:
+        CheckpointError: One is missing, or has another size.
+    """
+    entry = manifest.experts[name]
+    for suffix, (dtype, count) in stack_tensors(entry.shape, manifest.codec).items():
+        found = manifest.tensors.get(name + suffix)
+        if found is None:
+            raise CheckpointError(f"{folder}: the packed stack {name} lacks {name + suffix}.")
+        right = math.prod(found.shape) == count or count < 0
+        if found.dtype != DTYPE_NAMES[dtype] or not right:
+            raise CheckpointError(
+                f"{folder}: {name + suffix} is {found.dtype} of shape {found.shape}; a stack of "
+                f"shape {entry.shape} has {count} of {DTYPE_NAMES[dtype]} there."
+            )
+
+
+def stack_tensors(
+    shape: Sequence[int], codec: Mapping[str, Any]
+) -> dict[str, tuple[torch.dtype, int]]:
+    """Dtype and number of elements of a packed stack's tensors, by the end of their key.
+
+    A number of -1 stands for any: bitsandbytes' record of what is no tensor is JSON of any length.
+    """
+    numel = math.prod(shape)
+    if codec["kind"] == "int8":
+        return {"": (torch.int8, numel), ".SCB": (torch.float32, numel // shape[-1])}
+    storage = getattr(torch, codec["storage_dtype"])
+    blocks = -(-numel // codec["blocksize"])
+    double = codec["double_quant"]
+    tensors = {
+        "": (storage, (numel + 1) // 2 // storage.itemsize),
+        ".absmax": (torch.uint8 if double else torch.float32, blocks),
+        ".quant_map": (torch.float32, 16),
+        f".quant_state.bitsandbytes__{codec['kind']}": (torch.uint8, -1),
+    }
+    if double:
+        tensors[".nested_absmax"] = (torch.float32, -(-blocks // _NESTED_BLOCK))
+        tensors[".nested_quant_map"] = (torch.float32, 256)
+    return tensors

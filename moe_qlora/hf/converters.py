@@ -1,0 +1,394 @@
+"""From tensors on disk to packed stacks, one expert at a time.
+
+transformers collects the checkpoint's tensors of one parameter in a `WeightConverter`, reads them
+all, and runs operations over them (merge E matrices to a stack, concatenate gate and up, transpose)
+before a quantizer sees the result: a whole stack in 16 bit, several times over. The converters here
+stand in the place of those. They run the very same operations, but on one expert's tensors, and
+pack what comes out before they read the next.
+
+    per expert on disk   one tensor of each source pattern, through the operations: `(1, out, in)`
+    fused on disk        a few experts' slice of the file, through the operations: `(n, out, in)`
+    anything else        the whole stack through the operations, then packed
+
+The first two are taken only where every operation is known to treat experts apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from .. import storage
+from ..codec import PackedStack, Packer, first_nonfinite, restore
+from ..errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
+from .plan import LoadPlan
+
+_SLICE_BYTES = 8 << 20
+"""Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this."""
+
+
+class Deferred:
+    """A tensor that transformers is about to read, and where it lies in the checkpoint."""
+
+    def __init__(self, key: str, source: Any) -> None:
+        self.key, self.source = key, source
+
+    def __call__(self) -> Tensor | None:
+        """Read it as transformers would: the whole tensor, on its device, in its dtype."""
+        result: Tensor | None
+        result = self.source.result() if isinstance(self.source, Future) else self.source()
+        return result
+
+
+class PackingConverter(WeightConverter):
+    """A converter of transformers that packs the stacks of a plan while it converts.
+
+    For everything that the plan does not name it is the converter that it was made from.
+    """
+
+    # The class it extends has slots; this one may hold anything.
+    plan: LoadPlan
+
+    @classmethod
+    def standing_for(cls, converter: Any, plan: LoadPlan) -> PackingConverter:
+        """A converter with the patterns, scope and operations of another."""
+        new = cls.__new__(cls)
+        for base in type(converter).__mro__:
+            for slot in getattr(base, "__slots__", ()):
+                if hasattr(converter, slot):
+                    object.__setattr__(new, slot, getattr(converter, slot))
+        for name, value in getattr(converter, "__dict__", {}).items():
+            object.__setattr__(new, name, value)
+        new.plan = plan
+        return new
+
+    @classmethod
+    def for_fused(cls, leaf: str, plan: LoadPlan) -> PackingConverter:
+        """A converter for stacks that lie on disk as the model holds them.
+
+        Args:
+            leaf: The end of their names, such as "experts.gate_up_proj".
+            plan: What is packed.
+        """
+        new = cls([_whole_name(leaf)], [leaf], [Keep()])
+        new.plan = plan
+        return new
+
+    def add_tensor(
+        self, target_key: str, source_key: str, source_pattern: str, future: Any
+    ) -> None:
+        """Note where a tensor lies, and keep transformers from reading it ahead."""
+        if self._names(target_key) & self.plan.params.keys():
+            if isinstance(future, Future) and self._on_disk(source_key):
+                future.cancel()
+            future = Deferred(source_key, future)
+        super().add_tensor(target_key, source_key, source_pattern, future)
+
+    def convert(self, layer_name: str, model: Any = None, config: Any = None, **rest: Any) -> Any:
+        """What `WeightConverter.convert` gives, with packed parameters for the plan's stacks."""
+        if not self._names(layer_name) & self.plan.params.keys():
+            return super().convert(layer_name, model=model, config=config, **rest)
+        first = self.target_patterns[0]
+        targets = {target: _filled(layer_name, first, target) for target in self.target_patterns}
+        packers = {n: StackPacker(n, self.plan) for n in targets.values() if n in self.plan.params}
+        result: dict[str, Any] = {}
+        context = {"full_layer_name": layer_name, "model": model, "config": config}
+        for pieces in self._pieces(layer_name, context, list(packers)):
+            for target, piece in pieces.items():
+                name = targets.get(target, target)
+                tensor = piece[0] if isinstance(piece, list) else piece
+                if name in packers:
+                    packers[name].add(tensor)
+                else:
+                    result[name] = tensor
+        return result | {name: packer.finish() for name, packer in packers.items()}
+
+    def _names(self, layer_name: str) -> set[str]:
+        """Full names of the parameters that are made from the tensors of `layer_name`."""
+        first = self.target_patterns[0]
+        return {_filled(layer_name, first, target) for target in self.target_patterns}
+
+    def _pieces(
+        self, layer_name: str, context: dict[str, Any], packed: list[str]
+    ) -> Iterator[dict[str, Any]]:
+        """Run the operations over the collected tensors, expert by expert where that can be."""
+        collected: dict[str, list[Deferred]] = dict(self.collected_tensors)
+        self.collected_tensors.clear()
+        reader = _Reader(self.plan, packed[0])
+        steps = None
+        if len(packed) == len(self.target_patterns):
+            shapes = [tuple(self.plan.params[name].shape) for name in packed]
+            steps = _steps(self.operations, collected, shapes, self.plan.files)
+        operations, batches = steps or (self.operations, iter([_whole(collected)]))
+        for batch in batches:
+            tensors: dict[str, Any]
+            tensors = {p: [reader.read(*item) for item in items] for p, items in batch.items()}
+            for operation in operations:
+                tensors = operation.convert(
+                    tensors,
+                    source_patterns=self.source_patterns,
+                    target_patterns=self.target_patterns,
+                    missing_keys=None,
+                    **context,
+                )
+            yield tensors
+
+
+class PackedConverter(WeightConverter):
+    """Puts a packed stack together from its codes and statistics on disk."""
+
+    plan: LoadPlan
+    parts: dict[str, str]
+    keys: dict[str, str]
+
+    def __init__(self, leaf: str, plan: LoadPlan) -> None:
+        parts = storage.key_parts(plan.settings.kind)
+        self.parts = {_whole_name(leaf + part): part for part in parts}
+        super().__init__(list(self.parts), [leaf], [AsOnDisk()])
+        self.plan, self.keys = plan, {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedConverter:
+        return type(self)(self.target_patterns[0], self.plan)
+
+    def add_tensor(
+        self, target_key: str, source_key: str, source_pattern: str, future: Any
+    ) -> None:
+        """Note the key of the codes."""
+        if self.parts[source_pattern] == "":
+            self.keys[target_key] = source_key
+        super().add_tensor(target_key, source_key, source_pattern, future)
+
+    def convert(self, layer_name: str, **rest: Any) -> Any:
+        """The packed parameter, under its full name."""
+        tensors = {self.parts[p]: t[0] for p, t in self.materialize_tensors().items()}
+        plan = self.plan
+        if layer_name not in plan.params:
+            raise CheckpointError(
+                f"{layer_name} is packed in the checkpoint, but the manifest does not name it."
+            )
+        codes = tensors.pop("", None)
+        if codes is None:
+            raise CheckpointError(f"{layer_name}: the checkpoint has statistics, but no codes.")
+        shape, dtype = plan.params[layer_name].shape, plan.dtypes[layer_name]
+        if codes.dtype != plan.settings.storage_dtype and plan.files is not None:
+            # transformers before 5.22 casts codes that are stored as floats: read them again
+            codes = plan.files.read(self.keys[layer_name]).to(codes.device)
+        try:
+            packed = restore(codes, tensors, shape, dtype, plan.settings)
+        except ValueError as error:
+            raise CheckpointError(f"{layer_name}: {error}.") from error
+        plan.keep(layer_name, packed)
+        return {layer_name: storage.hold(packed)}
+
+
+class StackPacker:
+    """Packs one stack of a plan from the pieces of it that come out of a converter."""
+
+    def __init__(self, name: str, plan: LoadPlan) -> None:
+        self.name, self.plan = name, plan
+        self.shape = tuple(plan.params[name].shape)
+        self.rows = 0
+        self.packer: Packer | None = None
+
+    def add(self, piece: Tensor) -> None:
+        """Pack the next rows of the first dimension.
+
+        Raises:
+            CheckpointError: The piece is of another shape than the stack's rows.
+            UnsupportedWeightError: It is packed already, or of a dtype that cannot be.
+            NonFiniteWeightError: It holds NaN or inf.
+        """
+        if not piece.is_floating_point() or piece.element_size() == 1:
+            dtype = str(piece.dtype).removeprefix("torch.")
+            raise UnsupportedWeightError(
+                f"{self.name} is {dtype} in the checkpoint, so that another tool has packed it: "
+                "load a checkpoint in float32, float16 or bfloat16."
+            )
+        if tuple(piece.shape[1:]) != self.shape[1:] or self.rows + len(piece) > self.shape[0]:
+            seen = (self.rows + len(piece), *piece.shape[1:])
+            raise CheckpointError(
+                f"{self.name}: the checkpoint gives a stack of shape {seen} or more, the model's "
+                f"config asks for {self.shape}: they are not of one model."
+            )
+        index = first_nonfinite(piece)
+        if index is not None:
+            place = [self.rows + index[0], *index[1:]]
+            raise NonFiniteWeightError(
+                f"{self.name} holds {float(piece[index])} at index {place}, and a block with it "
+                "could not be decoded: repair the checkpoint."
+            )
+        if self.packer is None:
+            weights = self.plan.dtypes[self.name]
+            self.packer = Packer(self.shape, weights, piece.device, self.plan.settings)
+        self.packer.add(piece)
+        self.rows += len(piece)
+
+    def finish(self) -> nn.Parameter:
+        """The parameter that holds the codes; the plan has the stack.
+
+        Raises:
+            CheckpointError: Rows are missing.
+        """
+        if self.packer is None or self.rows != self.shape[0]:
+            raise CheckpointError(
+                f"{self.name}: the checkpoint gives {self.rows} rows of its first dimension, the "
+                f"model's config asks for {self.shape[0]}: tensors are missing."
+            )
+        packed: PackedStack = self.packer.finish()
+        self.plan.keep(self.name, packed)
+        return storage.hold(packed)
+
+
+class Keep(ConversionOps):
+    """The operation of a tensor that lies on disk as the model holds it."""
+
+    def convert(self, input_dict: dict[str, Any], **context: Any) -> dict[str, Any]:
+        """The one tensor, under its target's name."""
+        [value] = input_dict.values()
+        return {context["target_patterns"][0]: value[0] if isinstance(value, list) else value}
+
+    @property
+    def reverse_op(self) -> Keep:
+        """Itself."""
+        return Keep()
+
+
+class AsOnDisk(Keep):
+    """The same for packed tensors.
+
+    transformers casts no tensor of a converter that has an operation with this attribute.
+    """
+
+    hf_quantizer = True
+
+
+class _Reader:
+    """Reads tensors of one stack to its device, in the dtype it would be loaded in."""
+
+    def __init__(self, plan: LoadPlan, name: str) -> None:
+        self.files, self.dtype, self.device = plan.files, plan.dtypes[name], plan.device(name)
+
+    def read(self, item: Deferred, start: int | None = None, stop: int | None = None) -> Tensor:
+        if self.files is None or item.key not in self.files:
+            tensor = item()
+            if tensor is None:
+                raise CheckpointError(f"{item.key} is not given to this process: it is sharded.")
+            return tensor
+        tensor = self.files.read(item.key, start, stop)
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            return tensor  # refused, with the stack's name, by who packs it
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+
+_Batch = dict[str, list[tuple[Any, ...]]]
+
+
+def _steps(
+    operations: Sequence[Any],
+    collected: dict[str, list[Deferred]],
+    shapes: list[tuple[int, ...]],
+    files: Any,
+) -> tuple[Sequence[Any], Iterator[_Batch]] | None:
+    """Operations, and what to read for each step of them; None where experts cannot be told apart.
+
+    Args:
+        operations: Of the converter.
+        collected: Tensors by source pattern.
+        shapes: Of the stacks that come out.
+        files: The checkpoint, or None.
+    """
+    rows = shapes[0][0]
+    if any(shape[0] != rows for shape in shapes):
+        return None
+    counts = {len(items) for items in collected.values()}
+    if counts == {1} and files is not None:
+        keys = [item.key for [item] in collected.values()]
+        if not all(key in files and files.info(key).shape[:1] == (rows,) for key in keys):
+            return None
+        by_rows = _by_rows(operations, tuple(files.info(keys[0]).shape), shapes[0])
+        nbytes = sum(files.info(key).nbytes for key in keys)
+        return None if by_rows is None else (by_rows, _slices(collected, rows, nbytes))
+    groups = _groups(operations, len(shapes))
+    if groups is None or counts != {rows * groups} or any(len(shape) != 3 for shape in shapes):
+        return None
+    return operations, _one_by_one(collected, rows, groups)
+
+
+def _whole(collected: dict[str, list[Deferred]]) -> _Batch:
+    return {pattern: [(item,) for item in items] for pattern, items in collected.items()}
+
+
+def _one_by_one(
+    collected: dict[str, list[Deferred]], experts: int, groups: int
+) -> Iterator[_Batch]:
+    """Expert by expert; where the lists hold several stacks one after the other, one of each."""
+    for expert in range(experts):
+        places = [expert + experts * group for group in range(groups)]
+        yield {
+            pattern: [(items[place],) for place in places] for pattern, items in collected.items()
+        }
+
+
+def _slices(collected: dict[str, list[Deferred]], rows: int, nbytes: int) -> Iterator[_Batch]:
+    step = max(_SLICE_BYTES * rows // max(nbytes, 1), 1)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        yield {pattern: [(item, start, stop)] for pattern, [item] in collected.items()}
+
+
+def _name(operation: Any) -> str:
+    """The operation's class where transformers defines it, "" where somebody else does."""
+    cls = type(operation)
+    ours = cls is Keep or cls.__module__ == "transformers.core_model_loading"
+    return cls.__name__ if ours else ""
+
+
+def _groups(operations: Sequence[Any], targets: int) -> int | None:
+    """How many stacks one list of per-expert tensors holds; None for what is not that."""
+    first, *others = operations
+    kind = _name(first)
+    if kind == "MergeModulelist" and first.dim == 0 and all(map(_keeps_rows, others)):
+        return 1
+    if kind == "ErnieFuseAndSplitTextVisionExperts" and not others:
+        return targets if first.stack_dim == 0 and first.concat_dim >= 1 else None
+    return None
+
+
+def _by_rows(
+    operations: Sequence[Any], shape: tuple[int, ...], target: tuple[int, ...]
+) -> Sequence[Any] | None:
+    """Operations that give for a slice of rows the same slice of the result; None if none do."""
+    if len(operations) == 1 and getattr(operations[0], "check_dims", False):
+        # It asks whether the tensor has the parameter's shape already, which a slice never has.
+        [transpose] = operations
+        if shape == target:
+            return [Keep()]
+        operations = [type(transpose)(transpose.dim0, transpose.dim1)]
+    return operations if all(map(_keeps_rows, operations)) else None
+
+
+def _keeps_rows(operation: Any) -> bool:
+    """Whether an operation works within the rows of the first dimension."""
+    kind = _name(operation)
+    if kind == "Keep":
+        return True
+    if kind == "Transpose":
+        return min(operation.dim0, operation.dim1) >= 1 and not operation.check_dims
+    if kind in ("Chunk", "Concatenate"):
+        return operation.dim >= 1 and operation.num_shards_attribute is None
+    return kind == "Interleave" and operation.dim >= 1
+
+
+def _filled(layer_name: str, first: str, target: str) -> str:
+    """The full name of another target of the converter that `layer_name` is the first of."""
+    return layer_name if first == target else layer_name.replace(first, target, 1)
+
+
+def _whole_name(leaf: str) -> str:
+    """A pattern for names that end in these very components."""
+    return rf"(?<![^.]){re.escape(leaf)}$"

@@ -1,0 +1,288 @@
+"""What transformers asks a quantizer while it loads a model, answered for expert stacks too.
+
+In the order of the calls:
+
+    update_attn_implementation   the config, before any file is looked for: is it a packed folder?
+    update_device_map,
+    validate_environment         which device gets what
+    preprocess_model             the model on meta: detect, plan, refuse
+    update_weight_conversions    converters that pack (converters.py) in the place of the model's
+    param_element_size           true bytes, for device maps and the allocator's warm-up
+    param_needs_quantization     packed parameters have another shape than the model's
+    postprocess_model            put the stacks on their modules, and be the stock quantizer again
+
+The quantizer that a loaded model keeps is of the stock class: nothing of this file outlives a load.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from .. import experts, quantize_host, storage
+from ..codec import pack
+from ..errors import CheckpointError
+from ..folder_manifest import MANIFEST, Manifest, check_folder, read_manifest
+from .converters import PackedConverter, PackingConverter
+from .plan import LoadPlan, plan_packing, plan_reload, safetensors_files
+
+_MARK = "moe_qlora"
+
+
+@cache
+def packing_quantizer(stock: type) -> type:
+    """The class that packs experts, over the one that serves bitsandbytes configs now."""
+    return type(f"Packing{stock.__name__}", (_Packing, stock), {"__module__": __name__})
+
+
+class _Packing:
+    """Mixed in before a bitsandbytes quantizer of transformers."""
+
+    pre_quantized: bool
+    quantization_config: Any
+    _plan: LoadPlan | None = None
+    _device_map: Any = None
+    _entry: str | None = None
+    _manifest: tuple[Path, Manifest] | None = None
+    _mark: Any = None
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Recognise a packed folder by its config, and make transformers find its files."""
+        config = super().update_attn_implementation(config)  # type: ignore[misc]
+        mark = config.__dict__.pop(_MARK, None)
+        if mark is None:
+            return config
+        self._entry = _entry(mark)
+        config.transformers_weights = self._entry
+        folder = Path(getattr(config, "_name_or_path", None) or "")
+        if str(folder) != "." and (folder / "config.json").is_file():
+            # Before transformers looks for files, so that what is missing is named by us.
+            self._check(folder, mark)
+        self._mark = mark
+        return config
+
+    def _check(self, folder: Path, mark: Any) -> Manifest:
+        if self._manifest is not None and self._manifest[0] == folder:
+            return self._manifest[1]
+        if read_manifest(folder) is None:
+            raise CheckpointError(
+                f"{folder} was packed by moe_qlora, but its manifest {MANIFEST} is missing: copy "
+                "the whole folder, or pack the model again."
+            )
+        manifest = check_folder(folder)
+        if not isinstance(mark, dict) or mark.get("id") != manifest.id:
+            raise CheckpointError(
+                f"{folder}: config.json and {MANIFEST} are of different saves: a save was "
+                "interrupted, or files were copied from elsewhere; save again."
+            )
+        self._manifest = (folder, manifest)
+        return manifest
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Note what the stock quantizer makes of it."""
+        self._device_map = super().update_device_map(device_map)  # type: ignore[misc]
+        return self._device_map
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Note the settled device map, which transformers shows here last."""
+        super().validate_environment(*args, **kwargs)  # type: ignore[misc]
+        self._device_map = kwargs.get("device_map")
+        if self._plan is not None:
+            self._plan.device_map = self._device_map
+
+    def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
+        """Plan what is packed, while the model is still as it was built."""
+        files = kwargs.get("checkpoint_files")
+        self._plan = self._make_plan(model, dtype, files, kwargs.get("device_map"))
+        self._plan.device_map = self._device_map
+        super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
+
+    def _make_plan(self, model: Any, dtype: Any, files: list[str] | None, place: Any) -> LoadPlan:
+        folder = Path(files[0]).parent if files else None
+        if self._entry is None:
+            if folder is not None and self.pre_quantized and (folder / MANIFEST).is_file():
+                raise CheckpointError(
+                    f"{folder} holds a manifest of moe_qlora, but its config.json does not say so: "
+                    "it was overwritten; restore it, or pack the model again."
+                )
+            plan = plan_packing(model, self.quantization_config, dtype, place)
+        else:
+            if folder is None or files is None:
+                raise CheckpointError("A packed folder is loaded by its path, not by tensors.")
+            manifest = self._check(folder, self._mark)
+            # transformers was sent to the first file only; the manifest knows them all.
+            files[:] = [str(folder / name) for name in manifest.shards]
+            model.config.__dict__.pop("transformers_weights", None)
+            plan = plan_reload(model, self.quantization_config, dtype, manifest, folder)
+        plan.files = safetensors_files(files)
+        return plan
+
+    def _convert_model_for_quantization(self, model: Any) -> None:
+        """Leave fused experts alone, unless the checkpoint holds them as single layers."""
+        # Llama 4: stock swaps its experts for a list of Linear layers, as such folders once were.
+        plan = self._plan
+        if plan is not None and plan.files is not None:
+            names = [param.module_name for param in plan.layout.experts]
+            if not any(f"{name}.0." in key for key in plan.files for name in names):
+                return
+        super()._convert_model_for_quantization(model)  # type: ignore[misc]
+
+    def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
+        """Put converters that pack in the place of the model's own, and add those for the rest."""
+        plan = self._plan
+        if plan is None or not plan.params:
+            return super().update_weight_conversions(weight_conversions, *model)  # type: ignore[misc]
+        if plan.manifest is not None:
+            # A packed folder has the model's own names: nothing to rename, nothing to merge.
+            own = [PackedConverter(leaf, plan) for leaf in plan.leaves()]
+            return own + super().update_weight_conversions([], *model)  # type: ignore[misc]
+        conversions = []
+        for theirs in weight_conversions:
+            if isinstance(theirs, WeightConverter):
+                ours = PackingConverter.standing_for(theirs, plan)
+                plan.replaced.append((ours, theirs))
+                conversions.append(ours)
+            else:
+                conversions.append(theirs)
+        conversions = super().update_weight_conversions(conversions, *model)  # type: ignore[misc]
+        for leaf in plan.leaves():
+            ours = PackingConverter.for_fused(leaf, plan)
+            plan.replaced.append((ours, None))
+            conversions.append(ours)
+        return conversions
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a parameter ends up packed."""
+        if self._plan is not None and param_name in self._plan.params:
+            return True
+        needs: bool = super().param_needs_quantization(model, param_name, **kwargs)  # type: ignore[misc]
+        return needs
+
+    def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
+        """Bytes of an element once it is loaded, a packed stack's statistics included."""
+        if self._plan is not None and param_name in self._plan.params:
+            return self._plan.nbytes(param_name) / param.numel()
+        size: float = super().param_element_size(model, param_name, param)  # type: ignore[misc]
+        return size
+
+    def get_quantize_ops(self) -> Any:
+        """The stock operation, kept from expert stacks: converters have packed these already."""
+        ops = super().get_quantize_ops()  # type: ignore[misc]
+        return ops if self._plan is None else _LeaveExperts(ops, self._plan)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Put the packed stacks on their modules, and step back."""
+        model = super()._process_model_after_weight_loading(model, **kwargs)  # type: ignore[misc]
+        plan, self._plan = self._plan, None
+        if model.__dict__.get("hf_quantizer") is self:
+            model.hf_quantizer = self._stock()
+        if plan is not None:
+            finish(model, plan, self.quantization_config)
+        return model
+
+    def _stock(self) -> Any:
+        """The same quantizer as one of the stock class, for the model to keep."""
+        stock: Any = type(self).__mro__[2]
+        quantizer = stock.__new__(stock)
+        quantizer.__dict__.update(self.__dict__)
+        for name in ("_plan", "_device_map", "_entry", "_manifest", "_mark"):
+            quantizer.__dict__.pop(name, None)
+        return quantizer
+
+
+class _LeaveExperts(ConversionOps):
+    """Quantizes what the stock operation does, and passes expert stacks on."""
+
+    def __init__(self, stock: Any, plan: LoadPlan) -> None:
+        self.stock, self.plan = stock, plan
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **context: Any) -> Any:
+        """Names to tensors, those of Linear layers packed."""
+        stacks = {n: value for n, value in input_dict.items() if n in self.plan.params}
+        rest = {n: value for n, value in input_dict.items() if n not in stacks}
+        return stacks | (self.stock.convert(rest, *args, **context) if rest else {})
+
+
+def finish(model: Any, plan: LoadPlan, config: Any) -> None:
+    """Attach what was packed, pack what was not, and make the model say what it is.
+
+    Args:
+        model: Loaded; packed stacks are still plain parameters that hold the codes.
+        plan: Of the load.
+        config: The caller's `BitsAndBytesConfig`.
+
+    Raises:
+        CheckpointError: A stack of a packed folder was not in its files.
+    """
+    _restore_conversions(model, plan)
+    if not plan.params:
+        return
+    holders = {id(storage.hold(stack)): stack for stack in plan.stacks.values()}
+    for name, param in plan.params.items():
+        module, leaf = _owner(model, name)
+        if storage.is_packed(module, leaf):
+            continue  # by another name of it
+        weight = module._parameters.get(leaf)
+        stack = holders.get(id(weight))
+        if stack is None:
+            if plan.manifest is not None or weight is None:
+                raise CheckpointError(f"{name} was not loaded: the checkpoint does not hold it.")
+            # It came by a way of its own, or was missing and has just been initialised.
+            stack = pack(weight, plan.settings)
+        for other in (param.name, *param.aliases):
+            module, leaf = _owner(model, other)
+            if module._parameters.get(leaf) is weight:
+                storage.attach(module, leaf, stack)
+    packed = {module.name for module in plan.layout.modules if _any_packed(model, module.name)}
+    dispatching = [m.name for m in plan.layout.modules if m.name in packed and m.dispatches]
+    experts.activate(model, dispatching)
+    quantize_host.adopt(model, config, plan.settings)
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    module_name, _, leaf = name.rpartition(".")
+    return model.get_submodule(module_name), leaf
+
+
+def _any_packed(model: nn.Module, module_name: str) -> bool:
+    return bool(storage.packed_names(model.get_submodule(module_name)))
+
+
+def _restore_conversions(model: Any, plan: LoadPlan) -> None:
+    """Let a later save of the decoded model find transformers' own converters."""
+    if plan.manifest is not None:
+        # Nothing was renamed on the way in; without a record, the model type's mapping is used.
+        model.__dict__.pop("_weight_conversions", None)
+        return
+    theirs = {id(ours): original for ours, original in plan.replaced}
+    kept = []
+    for conversion in model.__dict__.get("_weight_conversions") or []:
+        original = theirs.get(id(conversion), conversion)
+        if original is not None:
+            if original is not conversion:
+                original._was_used = conversion._was_used
+            kept.append(original)
+    if "_weight_conversions" in model.__dict__:
+        model._weight_conversions = kept
+
+
+def _entry(mark: Any) -> str:
+    """The file that a packed folder's config sends transformers to."""
+    version = mark.get("format_version") if isinstance(mark, dict) else None
+    entry = mark.get("entry") if isinstance(mark, dict) else None
+    if version != 1:
+        raise CheckpointError(
+            f"config.json says moe_qlora.format_version={version!r}, and this version of moe_qlora "
+            "reads format 1: install a newer one, or pack the model again."
+        )
+    named = isinstance(entry, str) and entry == Path(entry).name and entry.endswith(".safetensors")
+    if not named:
+        raise CheckpointError(
+            f"config.json says moe_qlora.entry={entry!r}, which is no safetensors file of its "
+            "folder: the file is damaged."
+        )
+    return str(entry)
