@@ -98,7 +98,7 @@ def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
     """
     config = source.config
     dtype = config.dtype or config.get_text_config().dtype or torch.bfloat16
-    with torch.device("meta"), _quiet():
+    with torch.device("meta"), quiet():
         try:
             maker = _model_class(config)
             if maker is not None:
@@ -113,9 +113,14 @@ def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
             ) from error
 
 
+def of_config(config: PretrainedConfig) -> Source:
+    """The source that a configuration is."""
+    return _with_own_settings(Source(config.name_or_path or config.model_type, config))
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' advice about models that are only looked at off the terminal."""
+def quiet() -> Iterator[None]:
+    """Keep transformers' and torch's advice about models only looked at off the terminal."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -130,7 +135,7 @@ def _from_config(label: str, where: str | Path, trust_remote_code: bool) -> Sour
     if isinstance(where, Path):
         _check_json(label, where)
     try:
-        with _quiet():
+        with quiet():
             config = AutoConfig.from_pretrained(str(where), trust_remote_code=trust_remote_code)
     except Exception as error:
         raise CheckpointError(_explain(label, error)) from error

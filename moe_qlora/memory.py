@@ -50,3 +50,24 @@ def packed_nbytes(
         return total + _FLOAT * blocks
     nested = -(-blocks // _NESTED_BLOCK)
     return total + blocks + _FLOAT * (nested + 256 + 1)
+
+
+def load_extra_nbytes(
+    shapes: Sequence[Sequence[int]], itemsize: int, kind: str, *, double_quant: bool = False
+) -> int:
+    """Bytes that packing one module's stacks while loading needs beside their packed form.
+
+    The largest expert's matrix in the dtype of the checkpoint, and with double quantization the
+    float32 statistics of all stacks, which are quantized in their turn once a stack is complete.
+
+    Args:
+        shapes: Shapes of the decoded stacks, or of a single matrix.
+        itemsize: Bytes of one weight as it comes.
+        kind: "nf4", "fp4" or "int8".
+        double_quant: Whether the 4-bit statistics are quantized as well.
+    """
+    matrices = (math.prod(shape[1:] if len(shape) > 2 else shape) for shape in shapes)
+    extra = itemsize * max(matrices, default=0)
+    if kind == "int8" or not double_quant:
+        return extra
+    return extra + sum(_FLOAT * -(-math.prod(shape) // 64) for shape in shapes)

@@ -1,11 +1,12 @@
 """What packed experts keep and what they need for a moment, in training; free of torch.
 
-These two functions are the only place where a plan depends on how the kernels compute. `kept_nbytes`
-is the table of `experts.py`; `scratch_nbytes` follows `kernels/grouped.py` (`SCRATCH_BYTES` is its
-limit), stage by stage. A kernel that decodes less or keeps less changes these and nothing else.
+These two functions are the only place where a plan depends on how the kernels compute.
+`kept_nbytes` is the table of `experts.py`; `scratch_nbytes` follows `kernels/grouped.py`
+(`SCRATCH_BYTES` is its limit), stage by stage. A kernel that decodes less or keeps less changes
+these and nothing else.
 
-Legend: T tokens, k choices a token, R = T k rows, E experts, H hidden and I intermediate size, g = 2
-for gated experts and 1 for others, b bytes of an activation, r rank.
+Legend: T tokens, k choices a token, R = T k rows, E experts, H hidden and I intermediate size,
+g = 2 for gated experts and 1 for others, b bytes of an activation, r rank.
 """
 
 from __future__ import annotations

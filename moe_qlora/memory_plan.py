@@ -8,9 +8,9 @@ moments that can be its peak on a device, with K(b) what the blocks that ran bef
     the optimizer's step    all gradients + what the step needs for a moment
 
 each on top of weights, statistics, adapters and optimizer states. With a vocabulary of 100,000 and
-more it is the backward of the head's block, which the loss belongs to: the 16-bit logits are gone by
-then, but three float32 tensors of their size are there (the log-probabilities that forward kept, the
-loss's gradient for them, and that of the logits).
+more it is the backward of the head's block, which the loss belongs to: the 16-bit logits are gone
+by then, but three float32 tensors of their size are there (the log-probabilities that forward kept,
+the loss's gradient for them, and that of the logits).
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .memory_devices import Span, partition, reserve_nbytes
+from .memory_experts import ExpertsCall, kept_nbytes, scratch_nbytes
 from .memory_optimizer import OptimizerBytes, optimizer_nbytes
 
-__all__ = ["Activity", "Block", "DeviceUse", "Peak", "Settings", "TARGETS", "peak_of", "spread"]
+__all__ = ["TARGETS", "Activity", "Block", "DeviceUse", "Peak", "Settings", "peak_of", "spread"]
+
+LIBRARY_BYTES = 64 << 20
+"""cuBLAS workspaces, which torch takes from its own allocator: 32 MiB on Hopper for each of the two
+threads that multiply, forward's and backward's."""
 
 TARGETS = ("attention", "all-linear", "experts", "attention,experts", "all-linear,experts")
 
@@ -136,6 +141,11 @@ class DeviceUse:
     blocks: tuple[str, ...]
 
     @property
+    def weights(self) -> int:
+        """Bytes of its blocks, packed, without adapters."""
+        return 0 if self.peak is None else sum(self.peak.parts[name] for name in COMPONENTS[:4])
+
+    @property
     def needed(self) -> int:
         """Bytes of tensors and reserve."""
         return 0 if self.peak is None else self.peak.nbytes + self.reserve
@@ -153,6 +163,7 @@ COMPONENTS = (
     "quantization statistics",
     "adapters",
     "optimizer states",
+    "library workspace",
     "gradients",
     "kept activations",
     "logits and loss",
@@ -161,8 +172,6 @@ COMPONENTS = (
     "optimizer step",
 )
 """What a peak is made of, in the order of the table."""
-
-_WORKING = ("logits and loss", "layer at work", "decode scratch", "optimizer step")
 
 
 def resident_nbytes(blocks: Sequence[Block]) -> int:
@@ -201,6 +210,7 @@ def peak_of(
         "quantization statistics": sum(block.statistics for block in blocks),
         "adapters": every,
         "optimizer states": held.resident,
+        "library workspace": LIBRARY_BYTES,
     }
     moments = [("the optimizer's step", "", {"gradients": every, "optimizer step": held.step})]
     kept, later = 0, every
@@ -239,7 +249,7 @@ def _highest(
 
 
 def spread(
-    blocks: Sequence[Block],
+    groups: Sequence[Sequence[Block]],
     activities: Sequence[Activity],
     settings: Settings,
     itemsize: int,
@@ -249,26 +259,26 @@ def spread(
     """Blocks over devices, in order, so that the fullest device is least full at its peak.
 
     Args:
-        blocks: In the order in which they are placed: embeddings first, norm and head last.
+        groups: Blocks that must share a device, in the order in which they are placed.
         activities: As for `peak_of`, like the rest.
         settings: How the model is trained.
         itemsize: Bytes of an element of the adapters.
         capacities: Bytes of each device.
         last: The block that the loss belongs to.
     """
-    if len(capacities) == 1:
-        spans: tuple[Span, ...] = (Span(0, 0, len(blocks)),)
-    else:
-        load = _Load(blocks, activities, settings, itemsize)
-        spans = partition(len(blocks), capacities, load)
+    spans: tuple[Span, ...] = (Span(0, 0, len(groups)),)
+    if len(capacities) > 1:
+        load = _Load(groups, activities, settings, itemsize)
+        spans = partition(len(groups), capacities, load)
     by_device = {span.device: span for span in spans}
     uses = []
     for index, capacity in enumerate(capacities):
         span = by_device.get(index)
-        here = () if span is None else blocks[span.first : span.last]
+        chosen = () if span is None else groups[span.first : span.last]
+        here = [block for group in chosen for block in group]
         most = peak_of(here, activities, settings, itemsize, last) if here else None
-        names = tuple(block.name for block in here)
         reserve = 0 if most is None else reserve_nbytes(most.nbytes)
+        names = tuple(block.name for block in here)
         uses.append(DeviceUse(index, capacity, most, reserve, names))
     return tuple(uses)
 
@@ -278,20 +288,24 @@ class _Load:
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        groups: Sequence[Sequence[Block]],
         activities: Sequence[Activity],
         settings: Settings,
         itemsize: int,
     ) -> None:
-        states = [optimizer_nbytes(settings.optimizer, b.trained, itemsize) for b in blocks]
-        self.gradients = [itemsize * sum(block.trained) for block in blocks]
+        states = [
+            optimizer_nbytes(settings.optimizer, [n for b in group for n in b.trained], itemsize)
+            for group in groups
+        ]
+        own = {b.name: itemsize * sum(b.trained) for group in groups for b in group}
+        self.gradients = [sum(own[block.name] for block in group) for group in groups]
         self.steps = [state.step for state in states]
         self.fixed = [
-            block.weights + grads + state.resident
-            for block, grads, state in zip(blocks, self.gradients, states, strict=True)
+            sum(block.weights for block in group) + grads + state.resident
+            for group, grads, state in zip(groups, self.gradients, states, strict=True)
         ]
-        place = {block.name: index for index, block in enumerate(blocks)}
-        self.run = [(place[a.name], a) for a in activities if a.name in place]
+        place = {block.name: index for index, group in enumerate(groups) for block in group}
+        self.run = [(place[a.name], own[a.name], a) for a in activities if a.name in place]
         self.accumulates = settings.accumulation > 1
         self.known: dict[tuple[int, int], int] = {}
 
@@ -303,11 +317,38 @@ class _Load:
     def _total(self, first: int, last: int) -> int:
         every = sum(self.gradients[first:last])
         most, kept, later = every + sum(self.steps[first:last]), 0, every
-        for index, activity in self.run:
+        for index, grads, activity in self.run:
             if not first <= index < last:
                 continue
-            later -= self.gradients[index]
+            later -= grads
             before, after = (every, every) if self.accumulates else (0, later)
             most = max(most, kept + activity.forward + before, kept + activity.backward + after)
             kept += activity.kept
-        return sum(self.fixed[first:last]) + most
+        return LIBRARY_BYTES + sum(self.fixed[first:last]) + most
+
+
+def estimate(
+    block: Block, settings: Settings, hidden: int, outputs: int, experts: ExpertsCall | None
+) -> Activity:
+    """What a block does, from its sizes alone: for layers that cannot be rehearsed.
+
+    Args:
+        block: The block.
+        settings: How the model is trained.
+        hidden: H.
+        outputs: Features that its Linear layers give out, together.
+        experts: The call of its experts, None where it has none.
+    """
+    tokens = settings.batch * settings.seq
+    inner = 2 * tokens * (outputs + 8 * hidden)
+    before, after = (0, 0) if experts is None else scratch_nbytes(experts)
+    if experts is not None:
+        inner += kept_nbytes(experts)
+    kept = 2 * tokens * hidden if settings.checkpointing else inner
+    return Activity(block.name, kept, inner + before, inner + after)
+
+
+def estimate_head(name: str, settings: Settings, vocabulary: int) -> Activity:
+    """The same for the head with its loss: 16-bit logits, then three float32 tensors like them."""
+    logits = settings.batch * settings.seq * vocabulary
+    return Activity(name, 4 * logits, 10 * logits, 12 * logits)

@@ -31,7 +31,7 @@ from .layout import ModelLayout, name_pattern
 from .lora import register_wrapper
 from .storage import read_packed
 
-_TOP_K_NAMES = (
+TOP_K_NAMES = (
     "num_experts_per_tok",
     "num_experts_per_token",
     "moe_top_k",
@@ -432,12 +432,12 @@ def _top_k(model: nn.Module) -> int:
     config: Any = getattr(model, "config", None)
     nested = config.get_text_config() if hasattr(config, "get_text_config") else config
     for holder in (config, nested):
-        for name in _TOP_K_NAMES:
+        for name in TOP_K_NAMES:
             value = getattr(holder, name, None)
             if isinstance(value, int) and value > 0:
                 return value
     raise ConfigError(
         "scale_expert_rank=True needs the number of experts that a token goes to, and the model's "
         "config has none of "
-        f"{', '.join(_TOP_K_NAMES)}; pass the number itself, as in scale_expert_rank=8."
+        f"{', '.join(TOP_K_NAMES)}; pass the number itself, as in scale_expert_rank=8."
     )

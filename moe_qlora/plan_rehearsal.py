@@ -20,7 +20,6 @@ between hand their input on.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from .checkpoint_source import quiet
 from .memory_plan import Activity
 from .plan_stand_ins import FusedAttention, echo
 
@@ -45,10 +45,12 @@ class Ledger(TorchDispatchMode):
 
     Args:
         known: Tensors whose storages are not counted: weights and inputs.
+        experts: How many experts the model chooses among.
     """
 
-    def __init__(self, known: Sequence[Tensor]) -> None:
+    def __init__(self, known: Sequence[Tensor], experts: int = 1) -> None:
         super().__init__()
+        self.experts = experts
         self.live = 0
         self.peak = 0
         self._known = [tensor.untyped_storage() for tensor in known]
@@ -58,7 +60,10 @@ class Ledger(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             # What models ask of contents is whether there is padding, packing or overflow.
             return args[0].dtype == torch.bool or 1
-        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
+            out = self._nonzero(args[0])
+        else:
+            out = func(*args, **(kwargs or {}))
         for item in tree_flatten(out)[0]:
             if isinstance(item, Tensor):
                 self._enter(item)
@@ -68,6 +73,11 @@ class Ledger(TorchDispatchMode):
         """Start a new section; returns the most that was alive in the one before."""
         peak, self.peak = self.peak, self.live
         return peak
+
+    def _nonzero(self, mask: Tensor) -> Tensor:
+        """Places in a mask: models ask which experts have tokens (all), and which tokens of one."""
+        count = mask.numel() if mask.numel() <= self.experts else mask.numel() // self.experts
+        return torch.empty((count, mask.dim()), dtype=torch.long, device="meta")
 
     def _enter(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -163,6 +173,7 @@ def rehearse(
     *,
     batch: int,
     seq: int,
+    experts: int = 1,
     every_layer: bool = False,
 ) -> tuple[Activity, ...]:
     """Rehearse one training step.
@@ -173,6 +184,7 @@ def rehearse(
         trained: Bytes of the trained parameters of each block.
         batch: Sequences.
         seq: Tokens in each.
+        experts: How many experts the model chooses among.
         every_layer: Rehearse each block, those that are alike included.
 
     Returns:
@@ -182,8 +194,8 @@ def rehearse(
     ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
     spark = torch.zeros((), device="meta", requires_grad=True)
     model.zero_grad(set_to_none=True)
-    ledger = Ledger([*model.parameters(), *model.buffers(), ids, spark])
-    with _quiet(), _echoes(blocks, groups, spark), ledger, FusedAttention():
+    ledger = Ledger([*model.parameters(), *model.buffers(), ids, spark], experts)
+    with quiet(), _echoes(blocks, groups, spark), ledger, FusedAttention():
         scribe = _Scribe(ledger, blocks)
         try:
             loss = _loss(model, ids)
@@ -199,7 +211,7 @@ def checkpointed(model: Any) -> None:
     """Switch checkpointing on, non-reentrant, so that recomputed layers meet the stand-ins too."""
     # Function modes do not reach into backward; what checkpointing computes again has this way in.
     how = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), FusedAttention())}
-    with _quiet():
+    with quiet():
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
@@ -259,9 +271,7 @@ def _signature(module: nn.Module) -> Any:
 
 
 @contextmanager
-def _echoes(
-    blocks: dict[str, nn.Module], groups: list[list[str]], spark: Tensor
-) -> Iterator[None]:
+def _echoes(blocks: dict[str, nn.Module], groups: list[list[str]], spark: Tensor) -> Iterator[None]:
     """Within, all of a group but its first and its last hand their hidden states on."""
     handles = []
     middle = [blocks[name] for group in groups for name in group[1:-1]]
@@ -325,18 +335,3 @@ def _echo_forward(form: list[Any], spark: Tensor) -> Any:
         return tree_map(make, form[0])
 
     return forward
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' and torch's advice about a step that nobody takes off the terminal."""
-    import transformers
-
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers.logging.set_verbosity(before)

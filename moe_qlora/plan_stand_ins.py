@@ -4,7 +4,7 @@ A stand-in computes nothing. It makes tensors of the sizes that the real operati
 backward what that keeps, and holds for a moment what that holds, so that a ledger of allocations
 reads as on a GPU:
 
-    packed Linear      bitsandbytes' MatMul4Bit and MatMul8bitLt: the weight decoded, in backward too
+    packed Linear      bitsandbytes' MatMul4Bit and MatMul8bitLt: the weight decoded, twice
     packed experts     one call of `experts_forward`, by the figures of `memory_experts.py`
     fused attention    the kernels behind `scaled_dot_product_attention` on CUDA
     a layer's twin     hands on hidden states for a layer of which one like it is rehearsed
@@ -48,7 +48,7 @@ class _Linear4(torch.autograd.Function):
 class _Linear8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:
-        ctx.shape, ctx.save = shape, x
+        ctx.shape = shape
         ctx.save_for_backward(x)
         half = x.to(torch.float16)
         codes = half.new_empty(half.shape, dtype=torch.int8)
@@ -87,7 +87,9 @@ def linear_forward(
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: ExpertsCall, x: Tensor, weights: Tensor, *factors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, call: ExpertsCall, x: Tensor, weights: Tensor, *factors: Tensor
+    ) -> Tensor:
         before, ctx.scratch = scratch_nbytes(call)
         kept = _block(kept_nbytes(call))
         scratch = _block(before)
@@ -205,7 +207,9 @@ class FusedAttention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask")
-        given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+        given = dict(zip(names, args, strict=False)) | {
+            k: v for k, v in kwargs.items() if k in names
+        }
         query, key, value = given["query"], given["key"], given["value"]
         if query.dim() != 4 or not query.is_meta:
             return func(*args, **kwargs)

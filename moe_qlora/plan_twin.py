@@ -27,9 +27,10 @@ from .codec_settings import CodecSettings
 from .detect import detect
 from .errors import ConfigError
 from .layout import ExpertParam, ModelLayout
-from .memory_experts import SCRATCH_BYTES
+from .memory_experts import SCRATCH_BYTES, ExpertsCall
 from .memory_plan import Block, Settings
 from .peft import get_peft_model
+from .peft_config import TOP_K_NAMES
 from .plan_stand_ins import decoded, experts_forward, linear_forward
 from .quantize import stacks_to_pack
 
@@ -291,12 +292,16 @@ def _lora_config(twin: Twin, settings: Settings) -> Any:
 
 
 def _attention(model: nn.Module) -> list[str]:
-    """Linear layers inside attention: nothing else in a model tells them from other Linears."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and _ATTENTION.search(name)
-    ]
+    """Linear layers inside modules that are attention by their class or by their name."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            parts = name.split(".")[:-1]
+            owners = [".".join(parts[: end + 1]) for end in range(len(parts))]
+            classes = [type(model.get_submodule(owner)).__name__ for owner in owners[-2:]]
+            if any(map(_ATTENTION.search, (*parts, *classes))):
+                found.append(name)
+    return found
 
 
 def stand_in(twin: Twin) -> None:
@@ -434,3 +439,92 @@ def _bytes(state: Any) -> int:
 def _scratch(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     size = torch.Size(shape).numel() * dtype.itemsize
     return size if size <= SCRATCH_BYTES else size // shape[0]
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether experts or Linear layers of a model are packed."""
+    return next(storage.iter_packed(model), None) is not None or any(
+        _is_packed_linear(module) for module in model.modules()
+    )
+
+
+def is_nested(twin: Twin) -> bool:
+    """Whether the statistics of a model that came packed are quantized as well."""
+    stacks = (storage.read_packed(m, leaf) for _, m, leaf in storage.iter_packed(twin.base))
+    return any(getattr(stack.state, "nested", False) for stack in stacks)
+
+
+def loaded_together(twin: Twin) -> Iterator[tuple[list[tuple[int, ...]], int]]:
+    """(decoded shapes, bytes of a weight) of what is in flight together while loading."""
+    by_module: dict[str, list[PackedStack]] = {}
+    for name, module, leaf in storage.iter_packed(twin.base):
+        by_module.setdefault(name, []).append(storage.read_packed(module, leaf))
+    for stacks in by_module.values():
+        yield [tuple(stack.shape) for stack in stacks], max(s.dtype.itemsize for s in stacks)
+    for name in twin.linears:
+        module = _innermost(twin.base.get_submodule(name))
+        state = getattr(module.weight, "quant_state", None)
+        itemsize = 2 if state is None else state.dtype.itemsize
+        yield [(module.out_features, module.in_features)], itemsize
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a model is before it is packed.
+
+    Attributes:
+        nbytes: Its parameters and buffers.
+        hidden: Hidden size.
+        vocabulary: Size of the vocabulary.
+        outputs: Block name -> features that its Linear layers give out together.
+        experts: Block name -> what an `ExpertsCall` needs beside the tokens.
+    """
+
+    nbytes: int
+    hidden: int
+    vocabulary: int
+    outputs: dict[str, int]
+    experts: dict[str, dict[str, Any]]
+
+    def call(self, block: str, tokens: int) -> ExpertsCall | None:
+        """The call of a block's experts for so many tokens; None where it has none."""
+        shape = self.experts.get(block)
+        return None if shape is None else ExpertsCall(tokens=tokens, **shape)
+
+
+def sizes_of(model: Any) -> Sizes:
+    """Read them off a model on meta."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    modules = whole_modules(model)
+    outputs = {
+        name: sum(part.out_features for part in module.modules() if isinstance(part, nn.Linear))
+        for name, module in modules.items()
+        if any(isinstance(part, nn.Linear) for part in module.modules())
+    }
+    experts_of: dict[str, dict[str, Any]] = {}
+    for owner in detect(model).modules:
+        block = _owner(f"{owner.name}.", list(modules))
+        inner = [p.in_features for p in owner.parameters if p.role == "down" and p.in_features]
+        wide = [p.out_features for p in owner.parameters if p.role == "down" and p.out_features]
+        if inner and wide:
+            experts_of[block] = {
+                "top_k": top_k_of(text),
+                "experts": owner.num_experts,
+                "hidden": wide[0],
+                "intermediate": inner[0],
+                "gated": any(p.role in ("gate_up", "gate") for p in owner.parameters),
+            }
+    tensors = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    hidden = int(getattr(text, "hidden_size", 0) or 0)
+    vocabulary = int(getattr(text, "vocab_size", 0) or 0)
+    return Sizes(sum(tensors.values()), hidden, vocabulary, outputs, experts_of)
+
+
+def top_k_of(config: Any) -> int:
+    """Experts that a token goes to, by the configuration; 1 where it does not say."""
+    for name in TOP_K_NAMES:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 1

@@ -1,0 +1,502 @@
+"""`moe_qlora.plan`: what a model takes on its devices, packed, loading and in training.
+
+Nothing of the model is loaded, downloaded or moved. What it holds is counted on its twin on the
+meta device (`plan_twin.py`), what a step needs is read off a rehearsal (`plan_rehearsal.py`), and
+both are added up, for one device or for several (`memory_plan.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PretrainedConfig
+
+from . import checkpoint_source, plan_rehearsal, plan_twin
+from .codec_settings import CodecSettings
+from .errors import ConfigError, MoeQloraError
+from .memory import load_extra_nbytes
+from .memory_devices import parse_devices, reserve_nbytes
+from .memory_optimizer import ALIASES, OPTIMIZERS
+from .memory_plan import (
+    Activity,
+    Block,
+    DeviceUse,
+    Settings,
+    estimate,
+    estimate_head,
+    resident_nbytes,
+    spread,
+)
+from .memory_report import Hint, MemoryPlan
+
+__all__ = ["MemoryPlan", "plan"]
+
+_LONGEST = 1 << 20
+_MOST = 1 << 12
+_STEP = 64  # tokens
+_CHUNK = 1024  # tokens of a loss that is computed in chunks
+
+
+def plan(
+    model: Any,
+    quantization_config: Any = None,
+    *,
+    gpus: str | int | Sequence[str | int] | None = None,
+    batch: int = 1,
+    seq: int = 4096,
+    rank: int = 16,
+    targets: str = "attention",
+    lora_config: Any = None,
+    adapter_dtype: str = "float32",
+    optimizer: str = "adamw",
+    checkpointing: bool = True,
+    accumulation: int = 1,
+    dtype: Any = None,
+    search: bool = True,
+    trust_remote_code: bool = False,
+) -> MemoryPlan:
+    """Plan a model's memory without loading it.
+
+    Args:
+        model: A transformers configuration; a path, model type or hub id as `moe-qlora dump` takes
+            it; or a model: on meta it stands for what `from_pretrained` will load, elsewhere for
+            itself, packed already or with experts that `quantize_experts` will pack.
+        quantization_config: `BitsAndBytesConfig` or dict; None is what the configuration says, else
+            nf4 with double quantization, computing in bfloat16. A model whose experts are packed
+            stays as it is.
+        gpus: Sizes of the devices: "2x24GiB", bytes, or a list of either; None for none.
+        batch: Sequences in a micro-batch.
+        seq: Tokens in each.
+        rank: LoRA rank.
+        targets: "attention", "all-linear", "experts", names of modules, or several of these
+            separated by commas.
+        lora_config: A `LoraConfig` in the place of `rank` and `targets`.
+        adapter_dtype: "float32", which PEFT's default gives, or "bfloat16".
+        optimizer: "adamw", "adamw_8bit", "paged_adamw" or "paged_adamw_8bit".
+        checkpointing: Whether gradient checkpointing is on.
+        accumulation: Micro-batches to an optimizer step.
+        dtype: What the rest is loaded in; None is what the configuration says.
+        search: Look for the longest sequence and the largest batch that fit `gpus`.
+        trust_remote_code: Run model code that a checkpoint brings.
+
+    Raises:
+        CheckpointError: There is no such model, or transformers cannot build it.
+        ConfigError: A setting makes no sense, or cannot be followed.
+    """
+    settings = Settings(
+        batch=batch,
+        seq=seq,
+        rank=rank,
+        targets=targets,
+        adapter_dtype=str(adapter_dtype).removeprefix("torch."),
+        optimizer=ALIASES.get(optimizer, optimizer),
+        checkpointing=bool(checkpointing),
+        accumulation=accumulation,
+    )
+    if lora_config is not None:
+        settings = replace(settings, rank=getattr(lora_config, "r", rank), targets="lora_config")
+    _check(settings)
+    capacities = _capacities(gpus)
+    source = _source(model, quantization_config, dtype, trust_remote_code)
+    planner = _Planner(source, settings, lora_config)
+    return planner.report(capacities, search=search and bool(capacities))
+
+
+def _check(settings: Settings) -> None:
+    for name in ("batch", "seq", "rank", "accumulation"):
+        value = getattr(settings, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
+    if settings.seq > _LONGEST:
+        raise ConfigError(f"seq is {settings.seq}; plans go up to {_LONGEST} tokens.")
+    if settings.adapter_dtype not in plan_twin.DTYPES:
+        known = ", ".join(plan_twin.DTYPES)
+        raise ConfigError(f"adapter_dtype is {settings.adapter_dtype!r}; give one of {known}.")
+    if settings.optimizer not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise ConfigError(f"optimizer is {settings.optimizer!r}; give one of {known}.")
+
+
+def _capacities(gpus: Any) -> tuple[int, ...]:
+    if gpus is None:
+        return ()
+    given = [gpus] if isinstance(gpus, (str, int)) else list(gpus)
+    sizes: list[int] = []
+    try:
+        for entry in given:
+            if isinstance(entry, int) and entry <= 0:
+                raise ValueError(f"{entry} is no size of a device; it must be over 0")
+            sizes += [entry] if isinstance(entry, int) else parse_devices(str(entry))
+    except ValueError as error:
+        raise ConfigError(f"gpus: {error}.") from error
+    return tuple(sizes)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where twins come from.
+
+    Attributes:
+        label: The model's name.
+        config: Its configuration, None where it has none.
+        make: Gives a new copy of the model on meta.
+        quantization: A `BitsAndBytesConfig`, None where nothing more is packed.
+        linears: Whether Linear layers are packed too.
+        free: Whether `quantization` may be changed by hints.
+        notes: What to know, a sentence each.
+    """
+
+    label: str
+    config: Any
+    make: Callable[[], nn.Module]
+    quantization: Any
+    linears: bool
+    free: bool
+    notes: tuple[str, ...] = ()
+
+    def twin(self) -> plan_twin.Twin:
+        with checkpoint_source.quiet():
+            return plan_twin.pack(self.make(), self.quantization, linears=self.linears)
+
+
+def _source(model: Any, quantization: Any, dtype: Any, trust: bool) -> _Source:
+    if isinstance(model, nn.Module):
+        return _source_of_module(model, quantization)
+    if isinstance(model, (str, Path)):
+        found = checkpoint_source.resolve(str(model), trust_remote_code=trust)
+    elif isinstance(model, PretrainedConfig):
+        found = checkpoint_source.of_config(model)
+    else:
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give a model, a transformers configuration, or "
+            "what moe-qlora dump takes."
+        )
+    wanted = _dtype(dtype)
+
+    def make() -> nn.Module:
+        config = copy.deepcopy(found.config)
+        if wanted is not None:
+            config.dtype = wanted
+        built: Any = checkpoint_source.build(replace(found, config=config), trust_remote_code=trust)
+        plan_twin.cast_as_loaded(built, next(built.parameters()).dtype)
+        return built
+
+    asked = _bnb_config(quantization if quantization is not None else found.settings)
+    return _Source(found.label, found.config, make, asked, True, True, found.notes)
+
+
+def _source_of_module(model: nn.Module, quantization: Any) -> _Source:
+    config: Any = getattr(model, "config", None)
+    if quantization is None:
+        quantization = getattr(config, "quantization_config", None)
+    on_meta = all(parameter.is_meta for parameter in model.parameters())
+    packed = plan_twin.is_packed(model)
+    asked = None if packed else _bnb_config(quantization)
+    label = getattr(config, "name_or_path", "") or type(model).__name__
+    return _Source(label, config, lambda: plan_twin.of_module(model), asked, on_meta, not packed)
+
+
+def _dtype(dtype: Any) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    found = plan_twin.DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ConfigError(f"dtype is {dtype!r}; give one of {', '.join(plan_twin.DTYPES)}.")
+    return found
+
+
+def _bnb_config(asked: Any) -> Any:
+    """The user's config as a `BitsAndBytesConfig`; the default one for None."""
+    if isinstance(asked, CodecSettings):
+        if asked.kind == "int8":
+            return BitsAndBytesConfig(
+                load_in_8bit=True, llm_int8_skip_modules=list(asked.skip_modules) or None
+            )
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=asked.kind,
+            bnb_4bit_use_double_quant=asked.double_quant,
+            bnb_4bit_quant_storage=asked.storage_dtype,
+            bnb_4bit_compute_dtype=asked.compute_dtype,
+            llm_int8_skip_modules=list(asked.skip_modules) or None,
+        )
+    if asked is None:
+        return _bnb_config(CodecSettings("nf4", True, compute_dtype=torch.bfloat16))
+    CodecSettings.from_config(asked)  # its errors are sentences
+    if isinstance(asked, Mapping):
+        return BitsAndBytesConfig.from_dict(dict(asked))
+    return asked
+
+
+class _Planner:
+    """One model with one set of settings."""
+
+    def __init__(self, source: _Source, settings: Settings, lora_config: Any = None) -> None:
+        self.source = source
+        self.settings = settings
+        self.lora_config = lora_config
+        self.notes: list[str] = []
+        self.estimated = False
+        self.itemsize = plan_twin.DTYPES[settings.adapter_dtype].itemsize
+        self._known: dict[tuple[int, int], tuple[Activity, ...]] = {}
+
+    @cached_property
+    def twin(self) -> plan_twin.Twin:
+        """Packed, adapted, and ready to run."""
+        return self._ready(self.source)
+
+    @cached_property
+    def sizes(self) -> plan_twin.Sizes:
+        """What the model is before it is packed."""
+        return plan_twin.sizes_of(self.source.make())
+
+    def _ready(self, source: _Source) -> plan_twin.Twin:
+        twin = source.twin()
+        with checkpoint_source.quiet():
+            plan_twin.adapt(twin, self.settings, self.lora_config)
+            plan_twin.stand_in(twin)
+            twin.model.train()
+            if self.settings.checkpointing:
+                self._checkpoint(twin.base)
+        text = getattr(twin.base, "config", None)
+        if text is not None:
+            text.use_cache = False
+            text.get_text_config().use_cache = False
+        return twin
+
+    def _checkpoint(self, model: Any) -> None:
+        try:
+            plan_rehearsal.checkpointed(model)
+        except (ValueError, AttributeError):
+            self.notes.append(
+                f"{type(model).__name__} supports no gradient checkpointing; the plan is without."
+            )
+
+    def activities(self, batch: int, seq: int) -> tuple[Activity, ...]:
+        """What each block does, in running order."""
+        if (batch, seq) not in self._known:
+            self._known[batch, seq] = self._activities(batch, seq)
+        return self._known[batch, seq]
+
+    def _activities(self, batch: int, seq: int) -> tuple[Activity, ...]:
+        if not self.estimated:
+            try:
+                return self._rehearse(self.twin, batch, seq)
+            except MoeQloraError:
+                raise
+            except Exception as error:  # noqa: BLE001 - models raise anything on meta tensors
+                self._cannot(error)
+        return self._estimate(batch, seq)
+
+    def _cannot(self, error: Exception) -> None:
+        self.estimated = True
+        lines = str(error).strip().splitlines() or [""]
+        self.notes.append(
+            "The step cannot be rehearsed without data "
+            f"({type(error).__name__}: {lines[0][:120]}); activations are a rough estimate."
+        )
+
+    def _rehearse(self, twin: plan_twin.Twin, batch: int, seq: int) -> tuple[Activity, ...]:
+        modules = plan_twin.whole_modules(twin.base)
+        trained = {block.name: self.itemsize * sum(block.trained) for block in twin.blocks}
+        counts = [param.num_experts for param in twin.layout.experts]
+        return plan_rehearsal.rehearse(
+            twin.model,
+            modules,
+            trained,
+            batch=batch,
+            seq=seq,
+            experts=max(counts, default=1),
+        )
+
+    def _estimate(self, batch: int, seq: int) -> tuple[Activity, ...]:
+        settings = replace(self.settings, batch=batch, seq=seq)
+        sizes = self.sizes
+        rows = [
+            estimate(
+                block,
+                settings,
+                sizes.hidden,
+                sizes.outputs.get(block.name, 0),
+                sizes.call(block.name, batch * seq),
+            )
+            for block in self.twin.blocks
+            if block.name in sizes.outputs or block.name in sizes.experts
+        ]
+        head = rows[-1].name if rows else "head"
+        return (*rows[:-1], estimate_head(head, settings, sizes.vocabulary))
+
+    def groups(self, activities: Iterable[Activity]) -> list[list[Block]]:
+        """Blocks in placing order; those that hold one tensor together."""
+        run = {activity.name: place for place, activity in enumerate(activities)}
+        # What does not run (a vision tower) and what holds buffers alone comes first.
+        blocks = sorted(self.twin.blocks, key=lambda block: run.get(block.name, -1))
+        leader = {block.name: block.name for block in blocks}
+        for first, second in plan_twin.tied_blocks(self.twin.base):
+            leader[second] = leader[first]
+        groups: dict[str, list[Block]] = {}
+        for block in blocks:
+            groups.setdefault(leader[block.name], []).append(block)
+        return list(groups.values())
+
+    def uses(
+        self, batch: int, seq: int, capacities: Sequence[int], head: float = 1.0
+    ) -> tuple[DeviceUse, ...]:
+        """The blocks over devices; `head` is the part of the loss's tensors that is there."""
+        activities = self.activities(batch, seq)
+        last = activities[-1] if activities else Activity("", 0, 0, 0)
+        if head < 1.0:
+            cut = [int(value * head) for value in (last.kept, last.forward, last.backward)]
+            activities = (*activities[:-1], Activity(last.name, *cut))
+        return spread(
+            self.groups(activities),
+            activities,
+            replace(self.settings, batch=batch, seq=seq),
+            self.itemsize,
+            capacities,
+            last.name,
+        )
+
+    def fits(self, batch: int, seq: int, capacities: Sequence[int]) -> bool:
+        """Whether a step fits these devices."""
+        return all(use.fits for use in self.uses(batch, seq, capacities))
+
+    def report(self, capacities: tuple[int, ...], *, search: bool) -> MemoryPlan:
+        """The plan."""
+        batch, seq = self.settings.batch, self.settings.seq
+        (whole,) = self.uses(batch, seq, (1,))
+        assert whole.peak is not None
+        resident = resident_nbytes(self.twin.blocks)
+        uses = self.uses(batch, seq, capacities) if capacities else ()
+        quantization = self.source.quantization
+        nested = bool(getattr(quantization, "bnb_4bit_use_double_quant", False))
+        if quantization is None:
+            nested = plan_twin.is_nested(self.twin)
+        made = MemoryPlan(
+            label=self.source.label,
+            model_type=str(getattr(self.source.config, "model_type", "")),
+            kind=self.twin.kind,
+            double_quant=nested and self.twin.kind != "int8",
+            settings=self.settings,
+            trained_weights=sum(sum(block.trained) for block in self.twin.blocks),
+            unpacked=self.sizes.nbytes,
+            resident=resident,
+            load_peak=resident + self._load_extra(nested),
+            peak=whole.peak,
+            reserve=reserve_nbytes(whole.peak.nbytes),
+            devices=uses,
+            device_map={name: use.index for use in uses for name in use.blocks} or None,
+        )
+        if search:
+            found_seq = _largest(lambda n: self.fits(batch, n, capacities), seq, _LONGEST, _STEP)
+            found_batch = _largest(lambda n: self.fits(n, seq, capacities), batch, _MOST, 1)
+            made = replace(made, largest_seq=found_seq, largest_batch=found_batch)
+        if made.fits is False:
+            made = replace(made, hints=tuple(_hints(self, made, capacities)))
+        notes = dict.fromkeys((*self.source.notes, *self.notes))
+        return replace(made, notes=tuple(notes), estimated=self.estimated)
+
+    def _load_extra(self, nested: bool) -> int:
+        kind = self.twin.kind
+        if kind is None:
+            return 0
+        extras = [
+            load_extra_nbytes(shapes, itemsize, kind, double_quant=nested)
+            for shapes, itemsize in plan_twin.loaded_together(self.twin)
+        ]
+        return max(extras, default=0)
+
+
+def _largest(fits: Callable[[int], bool], start: int, limit: int, step: int) -> int:
+    """The largest multiple of `step` up to `limit` that fits, to within 1/128; 0 where none does."""
+    low, high = 0, max(start // step, 1)
+    while high * step <= limit and fits(high * step):
+        low, high = high, high * 2
+    if high * step > limit:
+        high = limit // step + 1
+    while high - low > max(1, low // 128):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+def _hints(planner: _Planner, made: MemoryPlan, capacities: Sequence[int]) -> Iterable[Hint]:
+    """Changes that save something, those that cost least first, each tried by itself."""
+    settings, before = planner.settings, made.peak.nbytes
+
+    def hint(what: str, setting: str, other: _Planner, head: float = 1.0) -> Hint | None:
+        batch, seq = other.settings.batch, other.settings.seq
+        (whole,) = other.uses(batch, seq, (1,), head)
+        assert whole.peak is not None
+        saves = before - whole.peak.nbytes
+        if saves < before // 200:
+            return None
+        fits = all(use.fits for use in other.uses(batch, seq, capacities, head))
+        return Hint(what, setting, saves, fits)
+
+    for what, setting, source, changed, head in _changes(planner, made):
+        same = source is planner.source and changed == settings
+        lora = planner.lora_config if changed.targets == settings.targets else None
+        found = hint(what, setting, planner if same else _Planner(source, changed, lora), head)
+        if found is not None:
+            yield found
+
+
+_Change = tuple[str, str, _Source, Settings, float]
+
+
+def _changes(planner: _Planner, made: MemoryPlan) -> Iterable[_Change]:
+    """(what, setting, source, settings, part of the loss's tensors that is there at once)."""
+    settings, source = planner.settings, planner.source
+    if not settings.checkpointing:
+        changed = replace(settings, checkpointing=True)
+        yield "compute layers again in backward", "checkpointing=True", source, changed, 1.0
+    if source.free and made.kind in ("nf4", "fp4") and not made.double_quant:
+        nested = copy.deepcopy(source.quantization)
+        nested.bnb_4bit_use_double_quant = True
+        other = replace(source, quantization=nested)
+        setting = "bnb_4bit_use_double_quant=True"
+        yield "quantize the statistics too", setting, other, settings, 1.0
+    if source.free and made.kind == "int8":
+        other = replace(source, quantization=_bnb_config(None))
+        yield "pack to 4 bit", "load_in_4bit=True", other, settings, 1.0
+    tokens = settings.batch * settings.seq
+    if tokens > _CHUNK:
+        what = f"compute the loss {_CHUNK} tokens at a time"
+        yield what, "use_liger_kernel=True (Trainer)", source, settings, _CHUNK / tokens
+    for what, setting, fields in _smaller(settings, made, planner.lora_config is None):
+        yield what, setting, source, replace(settings, **fields), 1.0
+
+
+def _smaller(
+    settings: Settings, made: MemoryPlan, free: bool
+) -> Iterable[tuple[str, str, dict[str, Any]]]:
+    """Changes of the training settings alone; `free`: no `LoraConfig` fixes rank and targets."""
+    less: dict[str, Any]
+    if settings.optimizer == "adamw":
+        less = {"optimizer": "adamw_8bit"}
+        yield "keep the optimizer's moments in 8 bit", "optimizer='adamw_8bit'", less
+    if not settings.optimizer.startswith("paged"):
+        less = {"optimizer": "paged_adamw_8bit"}
+        yield "keep them in 8 bit and in pages", "optimizer='paged_adamw_8bit'", less
+    if settings.adapter_dtype == "float32":
+        less = {"adapter_dtype": "bfloat16"}
+        yield "train adapters in bfloat16", "adapter_dtype='bfloat16'", less
+    if settings.batch > 1:
+        less = {"batch": 1, "accumulation": settings.accumulation * settings.batch}
+        what = f"batch=1, accumulation={less['accumulation']}"
+        yield "one sequence at a time", what, less
+    shorter = made.largest_seq or settings.seq // 2
+    if 0 < shorter < settings.seq:
+        yield "shorter sequences", f"seq={shorter}", {"seq": shorter}
+    if free and settings.rank > 8:
+        yield "half the rank", f"rank={settings.rank // 2}", {"rank": settings.rank // 2}
+    if free and settings.targets != "attention":
+        yield "LoRA on attention alone", "targets='attention'", {"targets": "attention"}
