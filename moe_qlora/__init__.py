@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .detect import detect
 
 if TYPE_CHECKING:
+    from .checkpoint_merge import merge_adapter as merge_adapter
     from .errors import AdapterError as AdapterError
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
@@ -62,6 +63,7 @@ _HOME = {
     "exclude_modules": "peft",
     "get_peft_model": "peft",
     "load_adapter": "peft",
+    "merge_adapter": "checkpoint_merge",
     "plan": "plan_model",
     "quantize_experts": "quantize",
     "target_parameters": "peft",
@@ -89,6 +91,7 @@ __all__ = [
     "exclude_modules",
     "get_peft_model",
     "load_adapter",
+    "merge_adapter",
     "plan",
     "quantize_experts",
     "target_parameters",

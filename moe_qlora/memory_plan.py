@@ -225,7 +225,7 @@ def peak_of(
             parts["gradients"] = every if settings.accumulation > 1 else grads
             moments.append((f"{what} of {activity.name}", activity.name, parts))
         kept += activity.kept
-    return _highest(fixed, moments, kept, held.paged)
+    return _highest(fixed, moments, held.paged)
 
 
 def _work(block: Block, most: int, is_last: bool) -> dict[str, int]:
@@ -236,14 +236,13 @@ def _work(block: Block, most: int, is_last: bool) -> dict[str, int]:
 
 
 def _highest(
-    fixed: dict[str, int], moments: list[tuple[str, str, dict[str, int]]], kept: int, paged: int
+    fixed: dict[str, int], moments: list[tuple[str, str, dict[str, int]]], paged: int
 ) -> Peak:
     moment, block, parts = max(moments, key=lambda entry: sum(entry[2].values()))
     largest = {
         name: max((entry[2].get(name, 0) for entry in moments), default=0) for name in COMPONENTS
     }
     largest |= fixed
-    largest["kept activations"] = max(kept, largest["kept activations"])
     whole = {name: fixed.get(name, parts.get(name, 0)) for name in COMPONENTS}
     return Peak(sum(whole.values()), moment, block, whole, largest, paged)
 

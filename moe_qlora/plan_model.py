@@ -36,11 +36,12 @@ from .memory_plan import (
 )
 from .memory_report import Hint, MemoryPlan
 
-__all__ = ["MemoryPlan", "plan"]
+__all__ = ["MemoryPlan", "plan", "with_packing"]
 
 _LONGEST = 1 << 20
 _MOST = 1 << 12
 _STEP = 64  # tokens
+_DEFAULT = CodecSettings("nf4", True, compute_dtype=torch.bfloat16)
 _CHUNK = 1024  # tokens of a loss that is computed in chunks
 
 
@@ -188,6 +189,8 @@ def _source(model: Any, quantization: Any, dtype: Any, trust: bool) -> _Source:
         plan_twin.cast_as_loaded(built, next(built.parameters()).dtype)
         return built
 
+    if isinstance(quantization, _Packing):
+        quantization = quantization.over(found.settings)
     asked = _bnb_config(quantization if quantization is not None else found.settings)
     return _Source(found.label, found.config, make, asked, True, True, found.notes)
 
@@ -201,6 +204,29 @@ def _source_of_module(model: nn.Module, quantization: Any) -> _Source:
     asked = None if packed else _bnb_config(quantization)
     label = getattr(config, "name_or_path", "") or type(model).__name__
     return _Source(label, config, lambda: plan_twin.of_module(model), asked, on_meta, not packed)
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """What a command line says of packing; None leaves it to the model's own configuration."""
+
+    kind: str | None
+    double_quant: bool | None
+
+    def over(self, settings: CodecSettings | None) -> CodecSettings:
+        """These settings with what is said put in their place."""
+        own = settings or _DEFAULT
+        kind = self.kind or own.kind
+        double = own.double_quant if self.double_quant is None else self.double_quant
+        if kind == "int8":
+            return CodecSettings("int8", storage_dtype=torch.int8, skip_modules=own.skip_modules)
+        own = own if own.kind != "int8" else replace(_DEFAULT, skip_modules=own.skip_modules)
+        return replace(own, kind=kind, double_quant=double)
+
+
+def with_packing(kind: str | None, double_quant: bool | None) -> Any:
+    """A `quantization_config` for `plan`: what the model itself says, but for what is given."""
+    return None if kind is None and double_quant is None else _Packing(kind, double_quant)
 
 
 def _dtype(dtype: Any) -> torch.dtype | None:
@@ -228,7 +254,7 @@ def _bnb_config(asked: Any) -> Any:
             llm_int8_skip_modules=list(asked.skip_modules) or None,
         )
     if asked is None:
-        return _bnb_config(CodecSettings("nf4", True, compute_dtype=torch.bfloat16))
+        return _bnb_config(_DEFAULT)
     CodecSettings.from_config(asked)  # its errors are sentences
     if isinstance(asked, Mapping):
         return BitsAndBytesConfig.from_dict(dict(asked))
@@ -415,7 +441,7 @@ class _Planner:
 
 
 def _largest(fits: Callable[[int], bool], start: int, limit: int, step: int) -> int:
-    """The largest multiple of `step` up to `limit` that fits, to within 1/128; 0 where none does."""
+    """The largest multiple of `step` up to `limit` that fits (within 1/128); 0 where none does."""
     low, high = 0, max(start // step, 1)
     while high * step <= limit and fits(high * step):
         low, high = high, high * 2

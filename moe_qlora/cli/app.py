@@ -13,6 +13,8 @@ import typer
 from .. import __version__
 from ..errors import MoeQloraError
 from .dump import dump
+from .merge import merge
+from .plan import plan
 
 BAD_INPUT = 2
 
@@ -24,6 +26,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(dump)
+app.command()(merge)
+app.command()(plan)
 
 
 def _version(asked: bool) -> None:

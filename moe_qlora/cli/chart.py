@@ -1,0 +1,79 @@
+"""The stacked bar chart of `moe-qlora plan --chart FILE`; matplotlib comes in when it is drawn."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..memory_plan import COMPONENTS, Peak
+from ..memory_report import MemoryPlan
+
+_GIB = 1 << 30
+
+
+def check(file: Path) -> None:
+    """Refuse what cannot be drawn, before anything is computed.
+
+    Raises:
+        ConfigError: matplotlib is missing, or `file` is no PNG in a folder that is there.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--chart needs matplotlib, which is not installed: pip install matplotlib"
+        )
+    if file.suffix.lower() != ".png":
+        raise ConfigError(f"--chart {file}: charts are PNG files; name one that ends in .png.")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"--chart {file}: there is no folder {file.absolute().parent}.")
+
+
+def draw(made: MemoryPlan, file: Path) -> None:
+    """Write one bar for each device (one alone where none was given), by component, in GiB."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    bars = _bars(made)
+    figure = Figure(figsize=(max(6.0, 2.2 + 1.3 * len(bars)), 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    bottoms = [0.0] * len(bars)
+    places = range(len(bars))
+    colors = _colors()
+    for name in (*COMPONENTS, "context and gaps"):
+        heights = [parts.get(name, 0) / _GIB for _, parts, _ in bars]
+        if any(heights):
+            axes.bar(places, heights, 0.6, bottoms, label=name, color=colors[name])
+            bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
+    for place, (_, _, capacity) in zip(places, bars, strict=True):
+        if capacity:
+            line = capacity / _GIB
+            axes.hlines(line, place - 0.4, place + 0.4, colors="black", linestyles="dashed")
+            axes.annotate(f"{line:.0f} GiB", (place, line), ha="center", va="bottom")
+    axes.set_xticks(list(places), [label for label, _, _ in bars])
+    axes.set_ylabel("GiB at the peak")
+    settings = made.settings
+    axes.set_title(f"{made.label}: {settings.batch} x {settings.seq} tokens, {settings.optimizer}")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize="small")
+    FigureCanvasAgg(figure).print_png(str(file))
+
+
+def _bars(made: MemoryPlan) -> list[tuple[str, dict[str, int], int]]:
+    """(label, bytes by component, size of the device or 0)."""
+    if not made.devices:
+        return [("one device", _parts(made.peak, made.reserve), 0)]
+    return [
+        (f"device {use.index}", _parts(use.peak, use.reserve), use.capacity) for use in made.devices
+    ]
+
+
+def _parts(peak: Peak | None, reserve: int) -> dict[str, int]:
+    return {} if peak is None else {**peak.parts, "context and gaps": reserve}
+
+
+def _colors() -> dict[str, object]:
+    from matplotlib import colormaps
+
+    names = (*COMPONENTS, "context and gaps")
+    table = colormaps["tab20"]
+    return {name: table(index / 20) for index, name in enumerate(names)}

@@ -1,0 +1,99 @@
+"""`moe-qlora plan MODEL`: what a model takes on its devices, packed, loading and in training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .dump import Color, Quant
+
+DOES_NOT_FIT = 4
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoint folder, config.json, axolotl-style YAML, model type or hub id."
+        ),
+    ],
+    gpus: Annotated[
+        str | None, typer.Option(help="Devices: 24GiB, 2x24GiB, or 24GiB,2x48GiB.")
+    ] = None,
+    seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(help="Sequences in a micro-batch.")] = 1,
+    accumulation: Annotated[int, typer.Option(help="Micro-batches to an optimizer step.")] = 1,
+    rank: Annotated[int, typer.Option(help="LoRA rank.")] = 16,
+    targets: Annotated[
+        str,
+        typer.Option(help="What gets LoRA: attention, all-linear, experts, or names, by comma."),
+    ] = "attention",
+    adapter_dtype: Annotated[
+        str, typer.Option(help="Of the adapters: float32 (PEFT's default) or bfloat16.")
+    ] = "float32",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adamw_8bit, paged_adamw or paged_adamw_8bit.")
+    ] = "adamw",
+    checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--checkpointing/--no-checkpointing", help="Compute layers again in backward."
+        ),
+    ] = True,
+    quant: Annotated[
+        Quant | None, typer.Option(help="Packed type; default: what MODEL says, else nf4.")
+    ] = None,
+    double_quant: Annotated[
+        bool | None,
+        typer.Option(
+            "--double-quant/--no-double-quant",
+            help="Quantize the statistics too; default: what MODEL says, else yes.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    chart: Annotated[
+        Path | None, typer.Option(help="Write a stacked bar chart to this PNG file.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code that MODEL brings.")
+    ] = False,
+    color: Annotated[Color, typer.Option(help="When to colour.")] = Color.auto,
+) -> None:
+    """Show what MODEL takes, whether it fits, where its layers go, and what to change if not.
+
+    Nothing is loaded or downloaded but the configuration. Ends with 0, with 4 where it does not fit
+    the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
+    """
+    from ..plan_model import plan as make
+    from ..plan_model import with_packing
+    from . import chart as charts
+    from . import render, render_plan
+
+    if chart is not None:
+        charts.check(chart)
+    made = make(
+        model,
+        with_packing(None if quant is None else quant.value, double_quant),
+        gpus=gpus,
+        batch=batch,
+        seq=seq,
+        rank=rank,
+        targets=targets,
+        adapter_dtype=adapter_dtype,
+        optimizer=optimizer,
+        checkpointing=checkpointing,
+        accumulation=accumulation,
+        trust_remote_code=trust_remote_code,
+    )
+    if chart is not None:
+        charts.draw(made, chart)
+    if as_json:
+        sys.stdout.write(json.dumps(made.as_dict(), indent=2) + "\n")
+    else:
+        render_plan.show(made, render.console(color.value))
+    if made.fits is False:
+        raise typer.Exit(DOES_NOT_FIT)

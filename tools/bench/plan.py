@@ -1,0 +1,242 @@
+"""Measures what `moe_qlora.plan` says: planned bytes against a GPU's own count; results/plan.csv.
+
+    python tools/bench/plan.py                       every case, one GPU, about two minutes
+    python tools/bench/plan.py --only olmoe          the cases whose name begins so
+    python tools/bench/plan.py --tiny --device cpu   whether it runs at all (nothing is measured)
+
+Each case builds a model with random weights on the device, packs it, trains it for three steps, and
+compares `torch.cuda.memory_allocated` after packing and `max_memory_allocated` in training with a
+plan made from the configuration alone, and with one made from the packed model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, Rows, environment
+
+import moe_qlora
+
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and one way to train it."""
+
+    model: str
+    layers: int
+    seq: int
+    checkpointing: bool
+    targets: str
+    adapter_dtype: str = "float32"
+    optimizer: str = "adamw"
+    batch: int = 1
+    linears: bool = False
+
+
+CASES = (
+    Case("qwen3", 16, 4096, True, "attention", "bfloat16"),
+    Case("qwen3", 16, 4096, True, "attention,experts"),
+    Case("qwen3", 16, 2048, False, "attention,experts", "bfloat16", "adamw_8bit"),
+    Case("olmoe", 16, 4096, True, "all-linear", batch=2, linears=True),
+    Case("olmoe", 16, 2048, False, "attention", linears=True),
+    Case("gpt_oss", 8, 2048, True, "attention", linears=True),
+    Case("gpt_oss", 8, 2048, False, "attention,experts", "bfloat16", "paged_adamw_8bit"),
+)
+
+
+def main() -> None:
+    """Run the cases that the command line asks for."""
+    options = _options()
+    device = torch.device(options.device)
+    where = environment(device, options.commit)
+    for case in CASES:
+        if case.model.startswith(options.only):
+            torch.manual_seed(0)
+            measure(case, device, options, where)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS / "plan.csv")
+    parser.add_argument("--commit", help="for a copy of the tree without its history")
+    return parser.parse_args()
+
+
+def config_of(case: Case, tiny: bool) -> Any:
+    """The configuration, in the sizes that were published but for its layers."""
+    from transformers import GptOssConfig, OlmoeConfig, Qwen3MoeConfig
+
+    sizes: dict[str, Any] = {"num_hidden_layers": case.layers, "dtype": DTYPE}
+    if tiny:
+        sizes |= {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    if case.model == "qwen3":
+        large = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144}
+        large |= {"moe_intermediate_size": 768, "num_attention_heads": 32, "head_dim": 128}
+        large |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
+        small = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+        return Qwen3MoeConfig(**({**large, **sizes, **(small if tiny else {})}))
+    if case.model == "olmoe":
+        small = {"num_experts": 8, "num_experts_per_tok": 2}
+        return OlmoeConfig(**sizes, **(small if tiny else {}))
+    small = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return GptOssConfig(**sizes, **(small if tiny else {"num_local_experts": 32}))
+
+
+def measure(case: Case, device: torch.device, options: argparse.Namespace, where: Any) -> None:
+    """Build, pack, plan, train, compare."""
+    start = time.perf_counter()
+    config = config_of(case, options.tiny)
+    seq = 64 if options.tiny else case.seq
+    setting = (
+        f"layers={config.num_hidden_layers} seq={seq} batch={case.batch} lora={case.targets} r=16 "
+        f"adapters={case.adapter_dtype} optimizer={case.optimizer} "
+        f"checkpointing={'non-reentrant' if case.checkpointing else 'none'} "
+        f"packed={'experts+linear' if case.linears else 'experts'} nf4+double"
+    )
+    print(f"\n{case.model}: {setting}", flush=True)
+    rows = Rows(options.out, where, f"plan-{case.model}", setting)
+    model = build(config, case, device)
+    weights = _allocated(device)
+    asked: dict[str, Any] = {
+        "seq": seq,
+        "batch": case.batch,
+        "rank": 16,
+        "targets": case.targets,
+        "adapter_dtype": case.adapter_dtype,
+        "optimizer": case.optimizer,
+        "checkpointing": case.checkpointing,
+    }
+    planned = moe_qlora.plan(model, **asked)
+    if case.linears:
+        from_config = moe_qlora.plan(config, **asked)
+        if from_config.peak != planned.peak:
+            raise RuntimeError(f"two plans: {from_config.peak} and {planned.peak}")
+    peak = train(model, case, seq, device)
+    print(f"planned moment: {planned.peak.moment}; {time.perf_counter() - start:.0f} s")
+    for name, real, said in (
+        ("packed weights", weights, planned.resident),
+        ("peak in training", peak, planned.peak.nbytes),
+    ):
+        rows.add(f"{name}, measured", "bytes", real)
+        rows.add(f"{name}, planned", "bytes", said)
+        rows.add(f"{name}, error", "%", 100 * (said - real) / max(real, 1))
+    del model
+    _release(device)
+
+
+def build(config: Any, case: Case, device: torch.device) -> Any:
+    """The model with random weights, packed."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPE,
+    )
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+    moe_qlora.quantize_experts(model, quantization)
+    if case.linears:
+        _pack_linears(model, quantization)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    _release(device)
+    return model
+
+
+def _pack_linears(model: Any, quantization: Any) -> None:
+    """What `from_pretrained` does to Linear layers, with the weights that are there."""
+    import bitsandbytes as bnb
+    from transformers.integrations import replace_with_bnb_linear
+    from transformers.quantizers.base import HfQuantizer
+
+    linears: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    skips = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    replace_with_bnb_linear(model, modules_to_not_convert=skips, quantization_config=quantization)
+    for name, module in model.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            weight = linears[name].weight
+            module.weight = bnb.nn.Params4bit(
+                weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
+            ).to(weight.device)
+            module.weight.module = module
+            module.bias = linears[name].bias
+            linears[name].weight = None
+    model.is_loaded_in_4bit = True
+
+
+def train(model: Any, case: Case, seq: int, device: torch.device) -> int:
+    """Three steps; the peak."""
+    from peft import LoraConfig
+
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.config.use_cache = False
+    words = case.targets.split(",")
+    modules: Any = "all-linear" if "all-linear" in words else []
+    if "attention" in words:
+        modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    lora = LoraConfig(
+        r=16,
+        lora_alpha=32,
+        target_modules=modules,
+        target_parameters=moe_qlora.target_parameters(model) if "experts" in words else None,
+    )
+    wrapped = moe_qlora.get_peft_model(model, lora, autocast_adapter_dtype=False)
+    wrapped.train()
+    trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.data.to(getattr(torch, case.adapter_dtype))
+    optimizer = _optimizer(case.optimizer, trained)
+    _release(device)
+    for _ in range(3):
+        ids = torch.randint(model.config.vocab_size, (case.batch, seq), device=device)
+        loss = wrapped(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if not torch.isfinite(loss):
+        raise RuntimeError(f"the loss is {loss.item()}")
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _optimizer(name: str, parameters: list[Any]) -> Any:
+    if name == "adamw":
+        return torch.optim.AdamW(parameters)
+    from bitsandbytes import optim
+
+    makers = {
+        "adamw_8bit": optim.AdamW8bit,
+        "paged_adamw": optim.PagedAdamW32bit,
+        "paged_adamw_8bit": optim.PagedAdamW8bit,
+    }
+    return makers[name](parameters)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+if __name__ == "__main__":
+    main()
