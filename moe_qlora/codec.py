@@ -66,7 +66,7 @@ _NESTED_BLOCK = 256
 
 # Weights packed or decoded in one piece. The CPU path needs about 20 bytes of temporaries a weight,
 # the others half a byte, so that either chunk stays within some tens of megabytes.
-_CPU_CHUNK = 2**20
+_CPU_CHUNK = 2**18
 _DEVICE_CHUNK = 2**24
 
 

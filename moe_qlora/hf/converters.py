@@ -18,13 +18,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from .. import storage
-from ..codec import PackedStack, Packer, first_nonfinite, restore
+from ..codec import PackedStack, Packer, restore
 from ..errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
 from .plan import LoadPlan
 
@@ -120,6 +122,7 @@ class PackingConverter(WeightConverter):
         collected: dict[str, list[Deferred]] = dict(self.collected_tensors)
         self.collected_tensors.clear()
         reader = _Reader(self.plan, packed[0])
+        reader.expect(collected)
         steps = None
         if len(packed) == len(self.target_patterns):
             shapes = [tuple(self.plan.params[name].shape) for name in packed]
@@ -194,6 +197,7 @@ class StackPacker:
         self.shape = tuple(plan.params[name].shape)
         self.rows = 0
         self.packer: Packer | None = None
+        self.extremes: list[tuple[int, Tensor]] = []
 
     def add(self, piece: Tensor) -> None:
         """Pack the next rows of the first dimension.
@@ -201,7 +205,6 @@ class StackPacker:
         Raises:
             CheckpointError: The piece is of another shape than the stack's rows.
             UnsupportedWeightError: It is packed already, or of a dtype that cannot be.
-            NonFiniteWeightError: It holds NaN or inf.
         """
         if not piece.is_floating_point() or piece.element_size() == 1:
             dtype = str(piece.dtype).removeprefix("torch.")
@@ -215,13 +218,7 @@ class StackPacker:
                 f"{self.name}: the checkpoint gives a stack of shape {seen} or more, the model's "
                 f"config asks for {self.shape}: they are not of one model."
             )
-        index = first_nonfinite(piece)
-        if index is not None:
-            place = [self.rows + index[0], *index[1:]]
-            raise NonFiniteWeightError(
-                f"{self.name} holds {float(piece[index])} at index {place}, and a block with it "
-                "could not be decoded: repair the checkpoint."
-            )
+        self.extremes.append((self.rows, torch.stack(torch.aminmax(piece))))
         if self.packer is None:
             weights = self.plan.dtypes[self.name]
             self.packer = Packer(self.shape, weights, piece.device, self.plan.settings)
@@ -233,11 +230,20 @@ class StackPacker:
 
         Raises:
             CheckpointError: Rows are missing.
+            NonFiniteWeightError: The stack holds NaN or inf.
         """
         if self.packer is None or self.rows != self.shape[0]:
             raise CheckpointError(
                 f"{self.name}: the checkpoint gives {self.rows} rows of its first dimension, the "
                 f"model's config asks for {self.shape[0]}: tensors are missing."
+            )
+        # Once a stack: asking after each expert would wait for the device each time.
+        finite = torch.stack([extreme for _, extreme in self.extremes]).isfinite().all(1).tolist()
+        if not all(finite):
+            row = self.extremes[finite.index(False)][0]
+            raise NonFiniteWeightError(
+                f"{self.name} holds NaN or inf in row {row} of its first dimension or soon after, "
+                "and a block with it could not be decoded: repair the checkpoint."
             )
         packed: PackedStack = self.packer.finish()
         self.plan.keep(self.name, packed)
@@ -272,6 +278,12 @@ class _Reader:
 
     def __init__(self, plan: LoadPlan, name: str) -> None:
         self.files, self.dtype, self.device = plan.files, plan.dtypes[name], plan.device(name)
+
+    def expect(self, collected: dict[str, list[Deferred]]) -> None:
+        """Have the stack read ahead, in the order in which its experts are taken."""
+        if self.files is not None:
+            lists = zip_longest(*collected.values())
+            self.files.expect([item.key for items in lists for item in items if item is not None])
 
     def read(self, item: Deferred, start: int | None = None, stop: int | None = None) -> Tensor:
         if self.files is None or item.key not in self.files:
