@@ -10,7 +10,8 @@ already), from the caller, or from the note that this package leaves beside an a
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import lora_merge, storage
 from .codec import CodecSettings, PackedStack, Packer
 from .detect import detect
 from .errors import CheckpointError, ConfigError
 from .folder import read_json
+from .folder_write import replace_file
 from .quantize import stacks_to_pack
 
 NOTE = "moe_qlora_adapter.json"
@@ -87,6 +90,52 @@ def from_config(model: nn.Module, config: Any) -> Rounding:
         if isinstance(module, (Linear4bit, Linear8bitLt))
     }
     return Rounding(settings, frozenset(experts), frozenset(linears))
+
+
+def from_packed(model: nn.Module) -> Rounding | None:
+    """What of a packed model is packed; None where no expert is.
+
+    Args:
+        model: Without PEFT's wrappers, or with them inside.
+    """
+    import bitsandbytes as bnb
+
+    linear_classes = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
+    stacks = {
+        f"{owner}.{name}" if owner else name: storage.read_packed(module, name)
+        for owner, module, name in storage.iter_packed(model)
+    }
+    if not stacks:
+        return None
+    linears = {
+        f"{name}.weight"
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, linear_classes)
+    }
+    settings = lora_merge.settings_of(next(iter(stacks.values())))
+    return Rounding(settings, _plain(stacks), _plain(linears))
+
+
+def _plain(names: Iterable[str]) -> frozenset[str]:
+    """The names that modules had before PEFT wrapped them."""
+    return frozenset(name.replace(".base_layer", "") for name in names)
+
+
+def write_note(folder: Path, packed: Rounding) -> None:
+    """Leave a note of what was packed in training beside an adapter."""
+    settings = packed.settings
+    codec = {
+        "kind": settings.kind,
+        "double_quant": settings.double_quant,
+        "blocksize": settings.blocksize,
+    }
+    note = {
+        "format_version": NOTE_VERSION,
+        "codec": codec,
+        "experts": sorted(packed.experts),
+        "linears": sorted(packed.linears),
+    }
+    replace_file(folder / NOTE, (json.dumps(note, indent=1) + "\n").encode())
 
 
 def from_note(folder: Path) -> Rounding | None:

@@ -19,11 +19,13 @@ import copy
 import re
 import warnings
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, cast
 
 from peft import LoraConfig, PeftConfig
 from torch import nn
 
+from . import checkpoint_rounding
 from . import peft_targets as targets
 from .detect import detect
 from .errors import ConfigError
@@ -74,10 +76,12 @@ class AdaptedLoraConfig(LoraConfig):
         _edits: For each changed field the value set here and the caller's.
         _reload_note: One sentence for `save_pretrained` where stock PEFT would not load the file
             right, or "".
+        _packed: What of the model was packed, for the note that a merge reads; None where unknown.
     """
 
     _edits: dict[str, tuple[Any, Any]] = {}  # never changed in place
     _reload_note: str = ""
+    _packed: checkpoint_rounding.Rounding | None = None
 
     def callers(self) -> dict[str, Any]:
         """The caller's value of each field that still has the value set by `adapt`.
@@ -99,6 +103,8 @@ class AdaptedLoraConfig(LoraConfig):
         if self._reload_note:
             warnings.warn(self._reload_note, UserWarning, stacklevel=2)
         super().save_pretrained(save_directory, **kwargs)
+        if self._packed is not None:
+            checkpoint_rounding.write_note(Path(save_directory), self._packed)
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -157,7 +163,10 @@ def adapt(
         if scale_expert_rank:
             _scale_rank(model, adapted, chosen, scale_expert_rank)
         register_wrapper(adapted)
-    return _finish(adapted, callers, note)
+    finished = _finish(adapted, callers, note)
+    if isinstance(finished, AdaptedLoraConfig):
+        finished._packed = checkpoint_rounding.from_packed(model)
+    return finished
 
 
 def spell_exactly(model: nn.Module, config: PeftConfig) -> PeftConfig:

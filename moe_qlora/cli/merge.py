@@ -1,0 +1,105 @@
+"""`moe-qlora merge BASE ADAPTER OUT`: a plain checkpoint with the adapter in its weights."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+
+class Dtype(StrEnum):
+    """What `--dtype` takes."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class Quant(StrEnum):
+    """The packed types that `--quant` takes."""
+
+    nf4 = "nf4"
+    fp4 = "fp4"
+    int8 = "int8"
+
+
+def merge(
+    base: Annotated[
+        str, typer.Argument(help="16-bit checkpoint folder, or one that moe-qlora has packed.")
+    ],
+    adapter: Annotated[str, typer.Argument(help="Folder that PEFT saved the adapter to.")],
+    out: Annotated[str, typer.Argument(help="New folder; nothing is overwritten.")],
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the merged weights; default: each as it is in BASE.")
+    ] = None,
+    like_training: Annotated[
+        bool,
+        typer.Option(
+            "--like-training",
+            help="Round BASE first as the weights were rounded that ADAPTER was trained on.",
+        ),
+    ] = False,
+    quant: Annotated[
+        Quant | None,
+        typer.Option(help="With --like-training: the packed type, where no file tells."),
+    ] = None,
+    double_quant: Annotated[
+        bool,
+        typer.Option("--double-quant", help="With --quant: the statistics were quantized too."),
+    ] = False,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(help="With --quant: a module that stayed in 16 bit; may be repeated."),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Of the files, where BASE is packed; else BASE's own are kept.")
+    ] = "5GB",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code that BASE brings.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")] = False,
+) -> None:
+    """Merge a LoRA adapter into its base, a few experts at a time; no model is ever loaded.
+
+    OUT has the original layout of the checkpoint, so that whatever loads BASE's original loads it.
+    """
+    import torch
+
+    from ..checkpoint_merge import merge_adapter
+
+    report = merge_adapter(
+        base,
+        adapter,
+        out,
+        dtype=None if dtype is None else getattr(torch, dtype.value),
+        like_training=like_training,
+        quantization_config=_config(quant, double_quant, skip),
+        max_shard_size=max_shard_size,
+        trust_remote_code=trust_remote_code,
+        progress=not quiet,
+    )
+    sys.stdout.write(f"{report}\n")
+
+
+def _config(quant: Quant | None, double_quant: bool, skip: list[str] | None) -> Any:
+    """The `BitsAndBytesConfig` that the options stand for, None without `--quant`."""
+    from ..errors import ConfigError
+
+    if quant is None:
+        if double_quant or skip:
+            raise ConfigError("--double-quant and --skip go with --quant; give the packed type.")
+        return None
+    four = quant is not Quant.int8
+    if double_quant and not four:
+        raise ConfigError("--double-quant is for nf4 and fp4; leave it out with int8.")
+    config: dict[str, Any] = {"load_in_4bit": four, "load_in_8bit": not four}
+    if skip:
+        config["llm_int8_skip_modules"] = list(skip)
+    if four:
+        config |= {
+            "bnb_4bit_quant_type": quant.value,
+            "bnb_4bit_use_double_quant": double_quant,
+        }
+    return config
