@@ -45,6 +45,7 @@ SENTENCE = (
 """What stock transformers quotes when it is asked to load a packed folder."""
 
 _READ = 1 << 20
+_SMALL = 1 << 16
 _NESTED_BLOCK = 256
 _KINDS = ("nf4", "fp4", "int8")
 
@@ -269,26 +270,72 @@ def check_folder(
     Raises:
         CheckpointError: Something is missing, damaged or foreign; the message names it.
     """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it was not packed by moe_qlora.")
-    infos: dict[str, TensorInfo] = {}
-    for name, shard in manifest.shards.items():
-        infos |= _check_shard(folder, name, shard, manifest)
-    for key in manifest.tensors:
-        if key not in infos:
-            raise CheckpointError(f"{folder / manifest.tensors[key].file} lacks {key}.")
-    for name in manifest.experts:
-        check_stack(folder, name, manifest)
-    if checksum:
-        for key, found in checksums(infos, workers).items():
-            if found != manifest.tensors[key].sha256:
-                raise CheckpointError(
-                    f"{infos[key].file}: the bytes of {key} are not those that were written (their "
-                    "checksum differs): copy the file again."
-                )
-    return manifest
+    check = FolderCheck(folder, workers, large=checksum)
+    check.finish()
+    return check.manifest
+
+
+class FolderCheck:
+    """A check of a packed folder whose longest part runs while its files are loaded.
+
+    What is small, which is all that a loader has to make sense of, is checked at once; the
+    checksums of large tensors, whose bytes no loader trips over, are compared in threads.
+
+    Args:
+        folder: A packed folder.
+        workers: Threads; None is up to 8.
+        large: Whether to compare large tensors' checksums at all.
+
+    Raises:
+        CheckpointError: As `check_folder`.
+    """
+
+    def __init__(
+        self, folder: str | Path, workers: int | None = None, *, large: bool = True
+    ) -> None:
+        self.folder = folder = Path(folder)
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise CheckpointError(f"{folder} has no {MANIFEST}: it was not packed by moe_qlora.")
+        self.manifest = manifest
+        self._infos: dict[str, TensorInfo] = {}
+        for name, shard in manifest.shards.items():
+            self._infos |= _check_shard(folder, name, shard, manifest)
+        for key in manifest.tensors:
+            if key not in self._infos:
+                raise CheckpointError(f"{folder / manifest.tensors[key].file} lacks {key}.")
+        for name in manifest.experts:
+            check_stack(folder, name, manifest)
+        small = {k: info for k, info in self._infos.items() if info.nbytes <= _SMALL}
+        for key, info in small.items():
+            self._compare(key, _checksum(info))
+        self._pool = ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1))
+        rest = {k: i for k, i in self._infos.items() if large and k not in small}
+        # largest first, so that none is left over at the end
+        order = sorted(rest, key=lambda key: -rest[key].nbytes)
+        self._sums = {key: self._pool.submit(_checksum, rest[key]) for key in order}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FolderCheck:
+        return self  # transformers copies its quantizer for every tensor
+
+    def _compare(self, key: str, found: str) -> None:
+        if found != self.manifest.tensors[key].sha256:
+            raise CheckpointError(
+                f"{self._infos[key].file}: the bytes of {key} are not those that were written "
+                "(their checksum differs): copy the file again."
+            )
+
+    def finish(self) -> None:
+        """Wait for the rest.
+
+        Raises:
+            CheckpointError: A checksum differs.
+        """
+        try:
+            for key, found in self._sums.items():
+                self._compare(key, found.result())
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _check_shard(

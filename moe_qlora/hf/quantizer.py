@@ -26,7 +26,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from .. import experts, quantize_host, storage
 from ..codec import pack
 from ..errors import CheckpointError
-from ..folder_manifest import MANIFEST, Manifest, check_folder, read_manifest
+from ..folder_manifest import MANIFEST, FolderCheck, Manifest, read_manifest
 from .converters import PackedConverter, PackingConverter
 from .plan import LoadPlan, plan_packing, plan_reload, safetensors_files
 
@@ -47,7 +47,7 @@ class _Packing:
     _plan: LoadPlan | None = None
     _device_map: Any = None
     _entry: str | None = None
-    _manifest: tuple[Path, Manifest] | None = None
+    _checked: FolderCheck | None = None
     _mark: Any = None
 
     def update_attn_implementation(self, config: Any) -> Any:
@@ -66,21 +66,20 @@ class _Packing:
         return config
 
     def _check(self, folder: Path, mark: Any) -> Manifest:
-        if self._manifest is not None and self._manifest[0] == folder:
-            return self._manifest[1]
+        if self._checked is not None and self._checked.folder == folder:
+            return self._checked.manifest
         if read_manifest(folder) is None:
             raise CheckpointError(
                 f"{folder} was packed by moe_qlora, but its manifest {MANIFEST} is missing: copy "
                 "the whole folder, or pack the model again."
             )
-        manifest = check_folder(folder)
-        if not isinstance(mark, dict) or mark.get("id") != manifest.id:
+        self._checked = FolderCheck(folder)
+        if not isinstance(mark, dict) or mark.get("id") != self._checked.manifest.id:
             raise CheckpointError(
                 f"{folder}: config.json and {MANIFEST} are of different saves: a save was "
                 "interrupted, or files were copied from elsewhere; save again."
             )
-        self._manifest = (folder, manifest)
-        return manifest
+        return self._checked.manifest
 
     def update_device_map(self, device_map: Any) -> Any:
         """Note what the stock quantizer makes of it."""
@@ -178,6 +177,8 @@ class _Packing:
         """Put the packed stacks on their modules, and step back."""
         model = super()._process_model_after_weight_loading(model, **kwargs)  # type: ignore[misc]
         plan, self._plan = self._plan, None
+        if self._checked is not None:
+            self._checked.finish()
         if model.__dict__.get("hf_quantizer") is self:
             model.hf_quantizer = self._stock()
         if plan is not None:
@@ -189,7 +190,7 @@ class _Packing:
         stock: Any = type(self).__mro__[2]
         quantizer = stock.__new__(stock)
         quantizer.__dict__.update(self.__dict__)
-        for name in ("_plan", "_device_map", "_entry", "_manifest", "_mark"):
+        for name in ("_plan", "_device_map", "_entry", "_checked", "_mark"):
             quantizer.__dict__.pop(name, None)
         return quantizer
 
