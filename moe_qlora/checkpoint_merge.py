@@ -68,9 +68,12 @@ class MergeReport:
     nbytes: int
 
     def __str__(self) -> str:
+        gib = self.nbytes >= 2**30
+        size = f"{self.nbytes / 2**30:.1f} GiB" if gib else f"{self.nbytes / 2**20:.1f} MiB"
+        rounded = f"; {self.rounded} parameters rounded as in training" if self.rounded else ""
         return (
-            f"{self.folder}: {self.tensors} tensors, {self.nbytes / 2**30:.2f} GiB; the adapter "
-            f"changed {self.changed}, and {self.rounded} parameters were rounded as in training."
+            f"{self.folder}: {self.tensors} tensors, {size}, {self.changed} of them changed by the "
+            f"adapter{rounded}."
         )
 
 

@@ -83,7 +83,7 @@ def from_config(model: nn.Module, config: Any) -> Rounding:
     stacks = stacks_to_pack(model, detect(model), config, settings)
     experts = {name for one in stacks for name in (one.name, *one.aliases)}
     quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
-    quantizer.preprocess_model(model=model)
+    quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     linears = {
         f"{name}.weight"
         for name, module in model.named_modules(remove_duplicate=False)

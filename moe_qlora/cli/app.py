@@ -15,6 +15,7 @@ from ..errors import MoeQloraError
 from .dump import dump
 from .merge import merge
 from .plan import plan
+from .quantize import quantize
 
 BAD_INPUT = 2
 
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(dump)
 app.command()(merge)
 app.command()(plan)
+app.command()(quantize)
 
 
 def _version(asked: bool) -> None:

@@ -1,0 +1,265 @@
+"""Merging on disk equals merging in memory, for every kind of layout that a checkpoint may have."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import peft
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import checkpoint_names, testing
+from moe_qlora.folder import Checkpoint
+from moe_qlora.peft_config import spell_exactly
+
+FAMILIES = [
+    "qwen3_moe",  # a key for each expert and projection
+    "mixtral",  # the same, under other names and in another order
+    "qwen2_moe",  # a shared expert beside them
+    "deepseek_v3",  # shared experts, dense layers first
+    "ernie4_5_vl_moe",  # two banks made of one list of keys
+    "gpt_oss",  # fused on disk, transposed, biased
+    "granitemoe",  # fused on disk under other names, tied embeddings
+    "llama4_text",  # transposed, and the module does not say so
+    "qwen3_vl_moe",  # transposed where the shapes ask for it
+    "inkling_mm_model",  # interleaved halves, stacked shared experts
+    "nemotron_h",  # no gate, experts in some layers only
+    "dbrx",  # a matrix of all experts
+    "jetmoe",  # experts in attention, tied embeddings
+    "zaya",  # several numbers of experts
+]
+# Mamba layers are no LoRA targets for PEFT.
+UNTARGETED = {"out_proj", "conv1d"}
+QUANT: dict[str, dict[str, Any]] = {
+    "nf4": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.float32,
+    },
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _few_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny stacks are cut into slices too, mostly of one or two experts."""
+    monkeypatch.setattr(checkpoint_names, "SLICE_ELEMENTS", 2500)
+
+
+def targets(model: nn.Module) -> tuple[list[str], list[str]]:
+    """All expert parameters that PEFT can adapt, and all Linear layers outside of them."""
+    layout = moe_qlora.detect(model)
+    inside = tuple(f"{module.name}." for module in layout.modules)
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and name.rpartition(".")[2] not in UNTARGETED
+        and not name.startswith(inside)
+    ]
+    return linears, [param.name for param in layout.experts if len(param.shape) < 4]
+
+
+def reached_by_all_targets(model: nn.Module) -> set[str]:
+    """Names of the weights that `adapt` changes, those of tied ones included."""
+    linears, experts = targets(model)
+    named = {*experts, *(f"{name}.weight" for name in linears)}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    held = {id(every[name]) for name in named}
+    return {name for name, parameter in every.items() if id(parameter) in held}
+
+
+def randomise(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+
+
+def adapt(model: Any, folder: Path) -> Any:
+    """A random adapter on everything, saved."""
+    packed = bool(moe_qlora.target_parameters(model))
+    linears, experts = targets(model)
+    config: Any = LoraConfig(r=3, lora_alpha=7, target_modules=linears, target_parameters=experts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of lm_head, and of spellings that stock PEFT rewrites
+        if packed:
+            adapted = moe_qlora.get_peft_model(model, config)
+        else:
+            adapted = peft.get_peft_model(model, spell_exactly(model, config))
+        randomise(adapted)
+        adapted.save_pretrained(folder)
+    return adapted
+
+
+def merge(*arguments: Any, **settings: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* is tied to .*")
+        moe_qlora.merge_adapter(*arguments, **settings)
+
+
+def merged_in_memory(adapted: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied embeddings
+        return adapted.merge_and_unload()
+
+
+def on_disk(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    with Checkpoint.open(folder) as checkpoint:
+        return {key: (checkpoint.info(key).shape, checkpoint.info(key).dtype) for key in checkpoint}
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    with Checkpoint.open(folder) as checkpoint:
+        return {key: checkpoint.read(key) for key in checkpoint}
+
+
+def assert_close(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        torch.testing.assert_close(value, right[key], rtol=0, atol=1e-6, msg=lambda m, k=key: k + m)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_plain_base_gives_what_stock_peft_merges_in_memory(
+    model_type: str, tmp_path: Path
+) -> None:
+    model: Any = testing.tiny_model(model_type)
+    kind = type(model)
+    model.save_pretrained(tmp_path / "base")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    reached = reached_by_all_targets(model)
+    adapted = adapt(model, tmp_path / "adapter")
+
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+
+    assert on_disk(tmp_path / "out") == on_disk(tmp_path / "base")
+    loaded, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    merged = merged_in_memory(adapted)
+    assert_close(loaded.state_dict(), merged.state_dict())
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, before[name]) == (name not in reached), name
+    inputs = testing.tiny_inputs(merged)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**inputs)[0], merged(**inputs)[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_packed_base_and_like_training_give_what_is_merged_in_memory(
+    model_type: str, tmp_path: Path
+) -> None:
+    model: Any = testing.tiny_model(model_type)
+    model.save_pretrained(tmp_path / "base")
+    kind = "int8" if model_type in ("mixtral", "gpt_oss") else "nf4"
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**QUANT[kind]))
+    model.save_pretrained(tmp_path / "packed")
+    experts = moe_qlora.target_parameters(model)
+    adapted = adapt(model, tmp_path / "adapter")
+
+    merge(tmp_path / "packed", tmp_path / "adapter", tmp_path / "one", max_shard_size="60KB")
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "two", like_training=True)
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "exact")
+
+    assert on_disk(tmp_path / "one") == on_disk(tmp_path / "base") == on_disk(tmp_path / "two")
+    one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    assert all(torch.equal(value, two[key]) for key, value in one.items())
+    merged = merged_in_memory(adapted)
+    loaded = type(merged).from_pretrained(tmp_path / "one").state_dict()
+    assert_close(loaded, merged.state_dict())
+    exact = type(merged).from_pretrained(tmp_path / "exact").state_dict()
+    for name in experts:
+        if loaded[name].dim() == 3:  # the same sums, in the same order
+            assert torch.equal(loaded[name], merged.state_dict()[name]), name
+        assert not torch.allclose(loaded[name], exact[name], rtol=0, atol=1e-5), name
+
+
+@pytest.mark.parametrize("kind", sorted(QUANT))
+def test_linear_layers_are_rounded_as_bitsandbytes_rounded_them(kind: str, tmp_path: Path) -> None:
+    testing.tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    settings = BitsAndBytesConfig(**QUANT[kind], llm_int8_skip_modules=["lm_head", "k_proj"])
+    with moe_qlora.enabled():
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "base", quantization_config=settings, dtype=torch.bfloat16
+        )
+    model.save_pretrained(tmp_path / "packed")
+    experts = moe_qlora.target_parameters(model)
+    config = LoraConfig(r=3, target_modules=["o_proj"], target_parameters=experts)
+    adapted = moe_qlora.get_peft_model(model, config)
+    randomise(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+
+    merge(tmp_path / "packed", tmp_path / "adapter", tmp_path / "packed_out")
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "noted", like_training=True)
+    (tmp_path / "adapter" / "moe_qlora_adapter.json").unlink()
+    told = {"like_training": True, "quantization_config": settings}
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "told", **told)
+
+    noted, base = tensors(tmp_path / "noted"), tensors(tmp_path / "base")
+    for other in (tensors(tmp_path / "packed_out"), tensors(tmp_path / "told")):
+        assert other.keys() == noted.keys()
+        assert all(torch.equal(value, noted[key]) for key, value in other.items())
+    prefix = "model.layers.0.self_attn"
+    assert torch.equal(noted[f"{prefix}.k_proj.weight"], base[f"{prefix}.k_proj.weight"])
+    attention = adapted.get_base_model().model.layers[0].self_attn
+    q = decoded(attention.q_proj)
+    assert not torch.equal(q, base[f"{prefix}.q_proj.weight"])
+    assert torch.equal(noted[f"{prefix}.q_proj.weight"], q)
+    lora = attention.o_proj
+    total = (
+        decoded(lora.base_layer)
+        .float()
+        .addmm(
+            lora.lora_B["default"].weight.float(),
+            lora.lora_A["default"].weight.float(),
+            alpha=lora.scaling["default"],
+        )
+    )
+    assert torch.equal(noted[f"{prefix}.o_proj.weight"], total.bfloat16())
+
+
+def decoded(layer: Any) -> Tensor:
+    """The weight of a bitsandbytes layer, by bitsandbytes' own functions, in bfloat16."""
+    weight = layer.weight
+    if isinstance(layer, bnb.nn.Linear4bit):
+        # block by block, which the AVX-512 kernel gets right whatever the row's length
+        state = weight.quant_state
+        flat = torch.ops.bitsandbytes.dequantize_4bit.default(
+            weight.data.view(-1, 1),
+            absmax_of(state),
+            state.blocksize,
+            state.quant_type,
+            (weight.data.numel() * 2 // state.blocksize, state.blocksize),
+            torch.bfloat16,
+        )
+        return flat.view(state.shape)
+    scales = weight.SCB if weight.SCB is not None else layer.state.SCB
+    return (weight.data.float() * (scales.view(-1, 1) / 127)).bfloat16()
+
+
+def absmax_of(state: Any) -> Tensor:
+    if not state.nested:
+        return state.absmax
+    return bnb.functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "granitemoe"])
+def test_16_bit_weights_are_rounded_once(model_type: str, tmp_path: Path) -> None:
+    model: Any = testing.tiny_model(model_type, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    merged = merged_in_memory(adapt(model.float(), tmp_path / "adapter"))
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    loaded = type(model).from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
+    for name, exact in merged.state_dict().items():
+        off = (loaded[name].float() - exact).abs()
+        half_a_step = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 9)
+        assert bool((off <= half_a_step + 1e-7).all()), name
