@@ -273,6 +273,31 @@ class AsOnDisk(Keep):
     hf_quantizer = True
 
 
+class WholeNames(ConversionOps):
+    """An operation of bitsandbytes' Linear layers, whose keys were told apart by whole components.
+
+    The stock pattern "weight" also matches in the middle of `block_inject_weight.weight.absmax`,
+    which is then lost, and with it the layer's statistics.
+    """
+
+    def __init__(self, stock: Any, names: dict[str, str]) -> None:
+        self.stock, self.names = stock, names
+        self.hf_quantizer = stock.hf_quantizer
+
+    @classmethod
+    def converter(cls, theirs: Any) -> WeightConverter:
+        """A converter as `theirs`, but with patterns for whole components of a name."""
+        names = {_whole_name(pattern): pattern for pattern in theirs._original_source_patterns}
+        [stock] = theirs.operations
+        return WeightConverter(list(names), list(theirs.target_patterns), [cls(stock, names)])
+
+    def convert(self, input_dict: dict[str, Any], **context: Any) -> dict[str, Any]:
+        """What the stock operation gives for the same tensors under its own patterns."""
+        tensors = {self.names[pattern]: tensor for pattern, tensor in input_dict.items()}
+        result: dict[str, Any] = self.stock.convert(tensors, **context)
+        return result
+
+
 class _Reader:
     """Reads tensors of one stack to its device, in the dtype it would be loaded in."""
 

@@ -27,7 +27,7 @@ from .. import experts, quantize_host, storage
 from ..codec import pack
 from ..errors import CheckpointError
 from ..folder_manifest import MANIFEST, FolderCheck, Manifest, read_manifest
-from .converters import PackedConverter, PackingConverter
+from .converters import PackedConverter, PackingConverter, WholeNames
 from .plan import LoadPlan, plan_packing, plan_reload, safetensors_files
 
 _MARK = "moe_qlora"
@@ -138,7 +138,8 @@ class _Packing:
         if plan.manifest is not None:
             # A packed folder has the model's own names: nothing to rename, nothing to merge.
             own = [PackedConverter(leaf, plan) for leaf in plan.leaves()]
-            return own + super().update_weight_conversions([], *model)  # type: ignore[misc]
+            theirs = super().update_weight_conversions([], *model)  # type: ignore[misc]
+            return own + [WholeNames.converter(linears) for linears in theirs]
         conversions = []
         for theirs in weight_conversions:
             if isinstance(theirs, WeightConverter):
