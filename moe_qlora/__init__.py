@@ -16,6 +16,7 @@ from .detect import detect
 
 if TYPE_CHECKING:
     from .checkpoint_merge import merge_adapter as merge_adapter
+    from .checkpoint_quantize import quantize_checkpoint as quantize_checkpoint
     from .errors import AdapterError as AdapterError
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
@@ -65,6 +66,7 @@ _HOME = {
     "load_adapter": "peft",
     "merge_adapter": "checkpoint_merge",
     "plan": "plan_model",
+    "quantize_checkpoint": "checkpoint_quantize",
     "quantize_experts": "quantize",
     "target_parameters": "peft",
 }
@@ -93,6 +95,7 @@ __all__ = [
     "load_adapter",
     "merge_adapter",
     "plan",
+    "quantize_checkpoint",
     "quantize_experts",
     "target_parameters",
 ]

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -97,12 +98,9 @@ class ShardWriter:
         offset, _, dtype, _ = self._places[key]
         if tensor.dtype != dtype:
             raise CheckpointError(f"{key} is {tensor.dtype}, not {dtype}.")
-        flat = tensor.detach().contiguous().view(-1)
         self._file.seek(self._begin + offset + skip)
-        for piece in torch.split(flat, max(_PIECE // dtype.itemsize, 1)):
-            # bytes by way of uint8: numpy has no bfloat16
-            self._file.write(piece.cpu().view(torch.uint8).numpy().data)
-        self._missing[key] -= flat.nbytes
+        _write_tensor(self._file, tensor)
+        self._missing[key] -= tensor.nbytes
 
     def close(self) -> None:
         """Flush the file to the disk.
@@ -131,6 +129,67 @@ class ShardWriter:
             self.close()
         else:
             self._file.close()
+
+
+class GrowingShard:
+    """Writes a safetensors file whose tensors become known one after the other.
+
+    The header, which comes first in the file, gets its room beforehand and is written last; what it
+    does not fill are spaces, which the format allows.
+
+    Args:
+        path: The file; must not exist.
+        keys: Every key that may come, to reckon the header's room.
+        metadata: Of the file.
+    """
+
+    def __init__(self, path: Path, keys: Sequence[str], metadata: Mapping[str, str]) -> None:
+        self.path = Path(path)
+        self._header: dict[str, object] = {"__metadata__": dict(metadata)}
+        # per tensor: its key, escaped at worst, and dtype, shape and offsets at their longest
+        room = len(json.dumps(self._header)) + sum(len(json.dumps(key)) + 192 for key in keys)
+        self._room = room + -room % 8
+        self._file = self.path.open("xb")
+        self._file.write(b" " * (8 + self._room))
+        self._offset = 0
+
+    def add(self, key: str, tensor: Tensor) -> None:
+        """Append a tensor, from any device.
+
+        Raises:
+            CheckpointError: Of a dtype that the format does not have.
+        """
+        if tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{key} is {tensor.dtype}, which safetensors cannot store.")
+        _write_tensor(self._file, tensor)
+        self._header[key] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [self._offset, self._offset + tensor.nbytes],
+        }
+        self._offset += tensor.nbytes
+
+    def close(self) -> None:
+        """Write the header, and flush the file to the disk."""
+        raw = json.dumps(self._header, separators=(",", ":")).encode()
+        if len(raw) > self._room:
+            raise CheckpointError(f"{self.path}: the header needs {len(raw)} bytes.")
+        self._file.seek(0)
+        self._file.write(self._room.to_bytes(8, "little") + raw)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file without its header."""
+        self._file.close()
+
+
+def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
+    flat = tensor.detach().contiguous().view(-1)
+    for piece in torch.split(flat, max(_PIECE // tensor.dtype.itemsize, 1)):
+        # bytes by way of uint8: numpy has no bfloat16
+        file.write(piece.cpu().view(torch.uint8).numpy().data)
 
 
 def shard_bytes(size: int | str) -> int:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import folder_manifest as manifests
@@ -190,6 +191,25 @@ def _write_side_files(model: Any, work: Path, kwargs: dict[str, Any]) -> None:
     finally:
         del quantizer.get_state_dict_and_metadata
     (work / SINGLE).unlink(missing_ok=True)
+    config = read_json(work / CONFIG)
+    config["dtype"] = _main_dtype(model) or config.get("dtype")
+    replace_file(work / CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _main_dtype(model: Any) -> str | None:
+    """The dtype of most plain weights, those that their class always keeps in fp32 left out.
+
+    The stock method notes the first parameter's, whatever it is: a reload would cast all others.
+    """
+    kept = model._get_dtype_plan(torch.bfloat16) or {}
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept]
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        plain = parameter.is_floating_point() and not isinstance(parameter, storage.Params4bit)
+        if plain and not any(pattern.search(name) for pattern in patterns):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            sizes[dtype] = sizes.get(dtype, 0) + parameter.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
 
 def write_packed(

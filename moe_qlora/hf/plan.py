@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,23 +140,27 @@ def plan_reload(
     known = {name: param for param in layout.experts for name in (param.name, *param.aliases)}
     params: dict[str, ExpertParam] = {}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
+
+    def param_of(name: str) -> ExpertParam | None:
+        names = (name, prefix + name, name.removeprefix(prefix))
+        return next((known[found] for found in names if found in known), None)
+
     for name, entry in manifest.experts.items():
-        found = next(
-            (n for n in (name, prefix + name, name.removeprefix(prefix)) if n in known), None
-        )
-        if found is None:
+        param = param_of(name)
+        if param is None:
             raise CheckpointError(
                 f"{folder} holds the packed stack {name}, which a {type(model).__name__} does not "
                 "have: load it with the class that it was saved from."
             )
-        param = known[found]
         if tuple(param.shape) != tuple(entry.shape):
             raise CheckpointError(
                 f"{folder}: {name} was packed with the shape {tuple(entry.shape)}, the model's "
                 f"config gives {tuple(param.shape)}: config.json is not the one it was saved with."
             )
-        for alias in (param.name, *param.aliases):
-            params[alias] = param
+        # Not tied yet on the meta device, the other names of a stack may be parameters of their own.
+        for tied in (param, *filter(None, map(param_of, entry.aliases))):
+            for alias in (tied.name, *tied.aliases):
+                params[alias] = tied
     saved = manifest.codec
     asked = {
         "kind": settings.kind,
@@ -187,24 +191,33 @@ def _offloaded(name: str, device_map: Any) -> bool:
     return get_device(dict(device_map), name) in ("cpu", "disk", torch.device("cpu"))
 
 
-def _dtypes(model: Any, layout: ModelLayout, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """What transformers would load each stack in: the parameter's dtype, or the model's plan."""
-    policy: dict[str, torch.dtype] = {}
-    if dtype is not None and hasattr(model, "_get_dtype_plan"):
-        policy = model._get_dtype_plan(dtype) or {}
+def _dtypes(
+    model: nn.Module, layout: ModelLayout, dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    policy = dtype_policy(model, dtype)
     found = {}
     for param in layout.experts:
-        own = model.get_parameter(param.name).dtype
-        match = next(
-            (wanted for glob, wanted in policy.items() if re.search(_regex(glob), param.name)), own
-        )
-        for name in (param.name, *param.aliases):
-            found[name] = match
+        wanted = policy(param.name, model.get_parameter(param.name).dtype)
+        found |= dict.fromkeys((param.name, *param.aliases), wanted)
     return found
 
 
-def _regex(glob: str) -> str:
-    return glob.replace("*", r".*")
+def dtype_policy(
+    model: Any, dtype: torch.dtype | None
+) -> Callable[[str, torch.dtype], torch.dtype]:
+    """What transformers loads a parameter in, by name and own dtype.
+
+    That is its own dtype, unless the class keeps some of its parameters in another one.
+    """
+    plan: Mapping[str, torch.dtype] = {}
+    if dtype is not None and hasattr(model, "_get_dtype_plan"):
+        plan = model._get_dtype_plan(dtype) or {}
+    patterns = [(re.compile(glob.replace("*", ".*")), wanted) for glob, wanted in plan.items()]
+
+    def policy(name: str, own: torch.dtype) -> torch.dtype:
+        return next((wanted for pattern, wanted in patterns if pattern.search(name)), own)
+
+    return policy
 
 
 def safetensors_files(files: Sequence[str] | None) -> Checkpoint | None:

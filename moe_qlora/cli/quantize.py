@@ -1,0 +1,98 @@
+"""`moe-qlora quantize SRC DST`: a packed folder from a 16-bit checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+
+class Quant(StrEnum):
+    """What experts and Linear layers are packed to."""
+
+    nf4 = "nf4"
+    fp4 = "fp4"
+    int8 = "int8"
+
+
+class Float(StrEnum):
+    """What `--dtype` and `--compute-dtype` take."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class Storage(StrEnum):
+    """What `--storage` takes."""
+
+    uint8 = "uint8"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+def quantize(
+    src: Annotated[str, typer.Argument(help="Folder of the 16-bit checkpoint (safetensors).")],
+    dst: Annotated[str, typer.Argument(help="New folder; nothing is overwritten.")],
+    quant: Annotated[Quant, typer.Option(help="What to pack to.")] = Quant.nf4,
+    double_quant: Annotated[
+        bool,
+        typer.Option("--double-quant/--no-double-quant", help="Quantize the statistics as well."),
+    ] = True,
+    compute_dtype: Annotated[
+        Float, typer.Option(help="What packed layers compute in.")
+    ] = Float.bfloat16,
+    storage: Annotated[Storage, typer.Option(help="How 4-bit codes are stored.")] = Storage.uint8,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(help="A module to leave in 16 bit (llm_int8_skip_modules); may be repeated."),
+    ] = None,
+    dtype: Annotated[
+        Float | None, typer.Option(help="Of what is not packed; default: as in SRC.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where to pack; default: a GPU where there is one.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of the files of DST.")] = "5GB",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code that SRC brings.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")] = False,
+) -> None:
+    """Pack a checkpoint without ever holding the model; an interrupted run goes on where it was.
+
+    DST loads in seconds: `with moe_qlora.enabled(): AutoModelForCausalLM.from_pretrained(DST)`.
+    """
+    import torch
+
+    from ..checkpoint_quantize import quantize_checkpoint
+
+    settings: dict[str, Any] = {"load_in_8bit": True}
+    if quant != Quant.int8:
+        settings = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": quant.value,
+            "bnb_4bit_use_double_quant": double_quant,
+            "bnb_4bit_compute_dtype": getattr(torch, compute_dtype.value),
+            "bnb_4bit_quant_storage": getattr(torch, storage.value),
+        }
+    if skip:
+        settings["llm_int8_skip_modules"] = skip
+    manifest = quantize_checkpoint(
+        src,
+        dst,
+        settings,
+        dtype=None if dtype is None else getattr(torch, dtype.value),
+        device=device,
+        max_shard_size=max_shard_size,
+        progress=None if quiet else sys.stderr.isatty(),
+        trust_remote_code=trust_remote_code,
+    )
+    total = sum(shard.nbytes for shard in manifest.shards.values())
+    typer.echo(
+        f"{dst}: {len(manifest.experts)} stacks of experts packed to {manifest.codec['kind']}, "
+        f"{total / 1e9:.2f} GB in {len(manifest.shards)} files."
+    )
