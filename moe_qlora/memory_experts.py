@@ -87,36 +87,44 @@ def kept_nbytes(call: ExpertsCall) -> int:
 
 
 def scratch_nbytes(call: ExpertsCall) -> tuple[int, int]:
-    """Bytes that are there for a moment beside what is kept: (in forward, in backward)."""
-    first, second = _decoded(call, call.width), _decoded(call, call.intermediate)
+    """Bytes that are there for a moment beside what is kept: (in forward, in backward).
+
+    Each stage is counted with what of the activations is there then; these, kept as they are,
+    are taken off at the end.
+    """
     rows, wide = call.rows, _WIDE * call.tokens * call.hidden
     hidden = rows * call.hidden * call.itemsize
     inner = rows * call.intermediate * call.itemsize
     outer = rows * call.width * call.itemsize
-    up_terms = _terms(call, call.first, call.hidden, call.width)
-    down_terms = _terms(call, call.second, call.intermediate, call.hidden)
-    forward = (
-        hidden + first,  # tokens gathered to rows, one stack decoded
-        hidden + 2 * outer + up_terms if call.first else 0,  # the sum and what is added to it
-        second + hidden,
-        3 * hidden + down_terms if call.second else 0,
-        2 * hidden + wide,  # rows scaled, brought back into the tokens' order, and summed
-    )
-    scale = 3 * rows * call.intermediate * _WIDE  # the routing weights' gradient, in float32
-    backward = (
-        hidden + second + inner,
-        hidden + inner + scale,
-        2 * hidden + 3 * inner + _gradients(call, call.second, call.intermediate, call.hidden)
-        if call.second
-        else 0,
-        5 * inner + outer,  # the gate, computed again
-        outer + 2 * hidden + first,
-        outer + 2 * hidden + wide,
-        outer + 4 * hidden + _gradients(call, call.first, call.hidden, call.width)
-        if call.first
-        else 0,
-    )
-    return max(forward), max(backward)
+    up, down = _decoded(call, call.width), _decoded(call, call.intermediate)
+    forward = [
+        hidden + up + outer,  # tokens gathered to rows, the stack decoded, the product
+        outer + inner + down + hidden,
+        outer + inner + 2 * hidden + wide,  # rows scaled, put in the tokens' order, summed
+    ]
+    backward = [
+        outer + inner + hidden + down + inner,  # the gradient's rows, decoded, the product
+        outer + inner + hidden + inner + 3 * rows * call.intermediate * _WIDE,  # routing weights
+        2 * outer + 4 * inner,  # the gate, computed again; the activations have gone
+        outer + 2 * hidden + up,  # pre-activations have gone too: this is their gradient
+        outer + 3 * hidden + wide,
+    ]
+    for term in call.first:
+        in_rows, out_rows = rows * call.hidden, rows * call.width
+        forward.append(hidden + outer + _sums(call, term, out_rows))
+        forward.append(hidden + outer + _cast(call, term, in_rows))
+        # The input as the term computes, what goes on to the input, and the sum brought to tokens.
+        onward = _sums(call, term, in_rows) + in_rows * max(term.itemsize, call.itemsize)
+        factors = _factors(call, term, call.hidden, call.width)
+        backward.append(outer + hidden + _cast(call, term, in_rows) + onward + wide + factors)
+    for term in call.second:
+        in_rows, out_rows = rows * call.intermediate, rows * call.hidden
+        casts = _cast(call, term, in_rows) + _cast(call, term, out_rows)
+        forward.append(outer + inner + hidden + _sums(call, term, out_rows))
+        factors = _factors(call, term, call.intermediate, call.hidden)
+        backward.append(outer + 2 * inner + 2 * hidden + casts + factors)
+    activations = outer + inner
+    return max(forward) - activations, max(backward) - activations
 
 
 def _decoded(call: ExpertsCall, features: int) -> int:
@@ -128,18 +136,17 @@ def _decoded(call: ExpertsCall, features: int) -> int:
     return matrix * call.weight_itemsize
 
 
-def _terms(call: ExpertsCall, terms: tuple[Adapter, ...], inputs: int, outputs: int) -> int:
-    """The largest term's factors laid out for grouped products, its input cast, its inner rows."""
-    return max((_factors(call, term, inputs, outputs) for term in terms), default=0)
+def _sums(call: ExpertsCall, term: Adapter, elements: int) -> int:
+    """What a term adds, and the sum, in the wider of both types."""
+    return elements * (term.itemsize + max(term.itemsize, call.itemsize))
 
 
-def _gradients(call: ExpertsCall, terms: tuple[Adapter, ...], inputs: int, outputs: int) -> int:
-    """The same in backward: the factors' gradients stand beside them."""
-    return max((2 * _factors(call, term, inputs, outputs) for term in terms), default=0)
+def _cast(call: ExpertsCall, term: Adapter, elements: int) -> int:
+    """Rows in the term's type, where that is another."""
+    return elements * term.itemsize if term.itemsize != call.itemsize else 0
 
 
 def _factors(call: ExpertsCall, term: Adapter, inputs: int, outputs: int) -> int:
+    """The factors laid out for grouped products, and their gradients."""
     rank = -(-term.rank // _ALIGN) * _ALIGN
-    factors = call.experts * rank * (inputs + outputs) * term.itemsize
-    cast = call.rows * inputs * term.itemsize if term.itemsize != call.itemsize else 0
-    return factors + cast + call.rows * rank * term.itemsize
+    return 2 * call.experts * rank * (inputs + outputs) * term.itemsize

@@ -150,10 +150,10 @@ def cast_as_loaded(model: Any, dtype: torch.dtype) -> None:
     if not plan:
         return
     pattern, groups, _ = build_glob_alternation(list(plan))
-    for name, parameter in model.named_parameters():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found = pattern.search(name)
-        if found is not None:
-            parameter.data = parameter.data.to(plan[groups[found.lastgroup]])
+        if found is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(plan[groups[found.lastgroup]])
 
 
 def pack(model: Any, config: Any, *, linears: bool) -> Twin:

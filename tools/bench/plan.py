@@ -39,6 +39,8 @@ class Case:
     optimizer: str = "adamw"
     batch: int = 1
     linears: bool = False
+    kind: str = "nf4"
+    vocabulary: int = 0
 
 
 CASES = (
@@ -49,6 +51,10 @@ CASES = (
     Case("olmoe", 16, 2048, False, "attention", linears=True),
     Case("gpt_oss", 8, 2048, True, "attention", linears=True),
     Case("gpt_oss", 8, 2048, False, "attention,experts", "bfloat16", "paged_adamw_8bit"),
+    # A small vocabulary, so that the peak is a layer's and not the loss's.
+    Case("qwen3", 8, 8192, True, "attention", "bfloat16", vocabulary=4096),
+    Case("qwen3", 8, 8192, True, "attention,experts", vocabulary=4096),
+    Case("olmoe", 8, 4096, True, "attention,experts", "bfloat16", kind="int8", vocabulary=4096),
 )
 
 
@@ -81,6 +87,8 @@ def config_of(case: Case, tiny: bool) -> Any:
     if tiny:
         sizes |= {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    if case.vocabulary and not tiny:
+        sizes["vocab_size"] = case.vocabulary
     if case.model == "qwen3":
         large = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144}
         large |= {"moe_intermediate_size": 768, "num_attention_heads": 32, "head_dim": 128}
@@ -103,12 +111,15 @@ def measure(case: Case, device: torch.device, options: argparse.Namespace, where
         f"layers={config.num_hidden_layers} seq={seq} batch={case.batch} lora={case.targets} r=16 "
         f"adapters={case.adapter_dtype} optimizer={case.optimizer} "
         f"checkpointing={'non-reentrant' if case.checkpointing else 'none'} "
-        f"packed={'experts+linear' if case.linears else 'experts'} nf4+double"
+        f"packed={'experts+linear' if case.linears else 'experts'} "
+        f"{case.kind}{'' if case.kind == 'int8' else '+double'} vocab={config.vocab_size}"
     )
     print(f"\n{case.model}: {setting}", flush=True)
     rows = Rows(options.out, where, f"plan-{case.model}", setting)
+    _release(device)
+    before = _allocated(device)
     model = build(config, case, device)
-    weights = _allocated(device)
+    weights = _allocated(device) - before
     asked: dict[str, Any] = {
         "seq": seq,
         "batch": case.batch,
@@ -141,7 +152,8 @@ def build(config: Any, case: Case, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
+        load_in_4bit=case.kind != "int8",
+        load_in_8bit=case.kind == "int8",
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=DTYPE,
@@ -163,7 +175,7 @@ def _pack_linears(model: Any, quantization: Any) -> None:
     from transformers.integrations import replace_with_bnb_linear
     from transformers.quantizers.base import HfQuantizer
 
-    linears: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    linears: dict[str, Any] = dict(model.named_modules())
     skips = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     replace_with_bnb_linear(model, modules_to_not_convert=skips, quantization_config=quantization)
     for name, module in model.named_modules():
@@ -174,7 +186,7 @@ def _pack_linears(model: Any, quantization: Any) -> None:
             ).to(weight.device)
             module.weight.module = module
             module.bias = linears[name].bias
-            linears[name].weight = None
+            linears[name].weight = None  # the 16-bit weight goes before the next one is packed
     model.is_loaded_in_4bit = True
 
 
