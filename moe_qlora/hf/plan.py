@@ -157,7 +157,7 @@ def plan_reload(
                 f"{folder}: {name} was packed with the shape {tuple(entry.shape)}, the model's "
                 f"config gives {tuple(param.shape)}: config.json is not the one it was saved with."
             )
-        # Not tied yet on the meta device, the other names of a stack may be parameters of their own.
+        # Nothing is tied on the meta device yet: a stack's other names are parameters of their own.
         for tied in (param, *filter(None, map(param_of, entry.aliases))):
             for alias in (tied.name, *tied.aliases):
                 params[alias] = tied
@@ -195,7 +195,7 @@ def _dtypes(
     model: nn.Module, layout: ModelLayout, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     policy = dtype_policy(model, dtype)
-    found = {}
+    found: dict[str, torch.dtype] = {}
     for param in layout.experts:
         wanted = policy(param.name, model.get_parameter(param.name).dtype)
         found |= dict.fromkeys((param.name, *param.aliases), wanted)
