@@ -159,6 +159,7 @@ def open_adapter(folder: Path) -> Adapter:
         raise CheckpointError(f"{path} is damaged: it cannot be read as JSON ({error}).") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds no JSON object, so it is no adapter's configuration.")
+    _check_types(path, config)
     _refuse(folder, config)
     if not (folder / WEIGHTS).is_file():
         if (folder / PICKLE).exists():
@@ -168,6 +169,36 @@ def open_adapter(folder: Path) -> Adapter:
             )
         raise CheckpointError(f"{folder} has no {WEIGHTS}.")
     return Adapter(folder, config, Checkpoint.of_files([folder / WEIGHTS]))
+
+
+def _check_types(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise where a setting that decides sums or names is not of its type."""
+    for name in ("r", "lora_alpha"):
+        value = config.get(name, 8)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            raise CheckpointError(f"{path} is damaged: {name} is {value!r}, which is no number.")
+    for name in ("rank_pattern", "alpha_pattern"):
+        for pattern, value in dict(_typed(path, config, name, Mapping) or {}).items():
+            try:
+                re.compile(pattern)
+                usable = not isinstance(value, bool) and float(value) >= 0
+            except (re.error, TypeError, ValueError):
+                usable = False
+            if not usable:
+                raise CheckpointError(
+                    f"{path} is damaged: {name} maps {pattern!r} to {value!r}; expected a regex "
+                    "and a number."
+                )
+    names = _typed(path, config, "target_parameters", (list, str)) or []
+    if not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{path} is damaged: target_parameters holds more than names.")
+
+
+def _typed(path: Path, config: Mapping[str, Any], name: str, kinds: Any) -> Any:
+    value = config.get(name)
+    if value is not None and not isinstance(value, kinds):
+        raise CheckpointError(f"{path} is damaged: {name} is {value!r}.")
+    return value
 
 
 def _refuse(folder: Path, config: Mapping[str, Any]) -> None:
@@ -331,6 +362,9 @@ class Resolver:
             self._faults.append(f"{a or b or next(iter(part.values()))} lacks its other half")
             return
         rank, scaling = _settings(adapter.config, said)
+        if rank < 1:
+            self._faults.append(f"{a} has the rank {rank} by the adapter's own settings")
+            return
         convolves = isinstance(module, nn.modules.conv._ConvNd)
         experts = shape[0] if len(shape) == 3 and not convolves else 0
         flip = leaf == "embedding" or type(module).__name__ == "Conv1D"
@@ -373,9 +407,9 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _settings(config: Mapping[str, Any], name: str) -> tuple[int, float]:
     """Rank and scaling of one target, by PEFT's rule: the first pattern that matches counts."""
-    rank = _pattern(config.get("rank_pattern"), name, config.get("r", 8))
+    rank = int(_pattern(config.get("rank_pattern"), name, config.get("r", 8)))
     alpha = _pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return rank, alpha / max(math.sqrt(rank) if config.get("use_rslora") else rank, 1)
 
 
 def _pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:

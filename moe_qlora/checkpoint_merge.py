@@ -31,21 +31,16 @@ from .checkpoint_adapter import Adapter, Resolver, Term, Updates, open_adapter
 from .checkpoint_bases import FLOATS, INDEX, Base, OutFile, PackedBase, PlainBase, index_text
 from .checkpoint_names import Group, same_bits
 from .checkpoint_rounding import Rounding
+from .checkpoint_sides import copy_side_files
 from .codec import PackedStack
 from .errors import AdapterError, CheckpointError, ConfigError
-from .folder import INDEX_SUFFIX, index_of, read_json
+from .folder import index_of, read_json
 from .folder_manifest import CONFIG_KEY, MANIFEST
 from .folder_write import ShardWriter, absolute, check_new, new_folder
 
 Progress = Callable[[int, int, str], None]
 
 _CONFIG = "config.json"
-_WEIGHTS = (".safetensors", INDEX_SUFFIX, ".bin.index.json")
-_NEVER = (
-    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz", ".npy"),
-    *(".gguf", ".onnx", ".ot", ".tflite", ".partial"),
-)
-_FOLDERS = ("additional_chat_templates",)
 _OURS = ("quantization_config", "transformers_weights", CONFIG_KEY)
 
 
@@ -219,23 +214,19 @@ class _Merge:
 
     def _check_reached(self) -> None:
         """Everything the adapter changes, and what is rounded, must lie on the base's disk."""
-        there = {name for group in self._base.layout.groups for name in group.shapes}
-        lost = [name for name in (*self._updates.terms, *self._updates.values) if name not in there]
+        holds, updates = self._base.layout.holds, self._updates
+        lost = [name for name in (*updates.terms, *updates.values) if not holds(name)]
         if lost:
             raise AdapterError(
                 f"{self._adapter.folder} changes {lost[0]}, which the base's files do not hold."
             )
         if self._lossy is not None:
-            strange = sorted((self._lossy.experts | self._lossy.linears) - there)
-            known = {name for name in strange if name in self._tied_names()}
-            strange = [name for name in strange if name not in known]
+            packed = sorted(self._lossy.experts | self._lossy.linears)
+            strange = [name for name in packed if not holds(name) and name not in updates.tied]
             if strange:
                 raise CheckpointError(
                     f"{strange[0]} was packed in training, and the base's files do not hold it."
                 )
-
-    def _tied_names(self) -> set[str]:
-        return self._updates.tied
 
     def report(self, folder: Path) -> MergeReport:
         tensors = len(self._base.disk)
@@ -528,17 +519,7 @@ def _side_files(
     source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
 ) -> None:
     """Everything of the base but weights: configuration, tokenizer, index."""
-    for file in sorted(source.iterdir()):
-        name = file.name
-        if file.is_dir():
-            if name in _FOLDERS:
-                shutil.copytree(file, folder / name)
-        elif not (
-            name.startswith((".", "adapter_"))
-            or name in (_CONFIG, MANIFEST, rounding.NOTE)
-            or name.lower().endswith(_WEIGHTS + _NEVER)
-        ):
-            shutil.copyfile(file, folder / name)
+    copy_side_files(source, folder)
     config = read_json(source / _CONFIG)
     if dtype is None and not any(name in config for name in _OURS):
         shutil.copyfile(source / _CONFIG, folder / _CONFIG)
@@ -582,9 +563,10 @@ def _reporter(progress: bool | Progress | None) -> Iterator[Progress]:
     if progress is None or progress is False:
         yield lambda done, total, name: None
     elif progress is True:
+        from rich.console import Console
         from rich.progress import Progress as Bar
 
-        with Bar() as bar:
+        with Bar(console=Console(stderr=True)) as bar:
             task = bar.add_task("Merging")
 
             def update(done: int, total: int, name: str) -> None:

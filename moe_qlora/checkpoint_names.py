@@ -110,6 +110,7 @@ class DiskLayout:
         self._disk = disk
         mapping = get_model_conversion_mapping(self._model)
         self.groups = self._groups(mapping)
+        self._places = {name: group for group in self.groups for name in group.shapes}
         # What was used to read is what has to be undone, as `from_pretrained` keeps it.
         self._model.__dict__["_weight_conversions"] = [one for one in mapping if one.was_used()]
 
@@ -176,6 +177,24 @@ class DiskLayout:
             return "key" if operations[0].dim == 0 and counts == rows else ""
         first = {self._disk[key][0][0] for key in group.keys if self._disk[key][0]}
         return "row" if counts == {1} and first == rows else ""
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter lies on disk, under this very name.
+
+        Raises:
+            CheckpointError: It does, in another shape than the model's.
+        """
+        group = self._places.get(name)
+        if group is None:
+            return False
+        shape = tuple(self._model.state_dict()[name].shape)
+        if group.shapes[name] != shape:
+            raise CheckpointError(
+                f"{name} has the shape {group.shapes[name]} on disk ({len(group.keys)} tensors, "
+                f"{group.keys[0]} for one) and {shape} by config.json: files are missing, or of "
+                "another model."
+            )
+        return True
 
     def convert(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by key on disk -> parameters by name, as a load does it.
