@@ -48,6 +48,7 @@ _READ = 1 << 20
 _SMALL = 1 << 16
 _NESTED_BLOCK = 256
 _KINDS = ("nf4", "fp4", "int8")
+_FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +215,7 @@ def read_manifest(folder: str | Path) -> Manifest | None:
 
 def _parse(folder: Path, value: dict[str, Any]) -> Manifest:
     """The manifest in a JSON value; KeyError, TypeError or ValueError where it is none."""
-    experts = {
-        name: PackedEntry(_shape(entry["shape"]), str(entry["dtype"]), tuple(entry["aliases"]))
-        for name, entry in value["experts"].items()
-    }
+    experts = {name: _packed_entry(name, entry) for name, entry in value["experts"].items()}
     shards = {
         name: ShardEntry(int(entry["nbytes"]), str(entry["header_sha256"]))
         for name, entry in value["shards"].items()
@@ -234,8 +232,7 @@ def _parse(folder: Path, value: dict[str, Any]) -> Manifest:
     for key, entry in tensors.items():
         if entry.file not in shards:
             raise CheckpointError(f"{file}: {key} is said to be in {entry.file!r}, no file of it.")
-    if value["codec"]["kind"] not in _KINDS:
-        raise CheckpointError(f"{file} names the unknown codec {value['codec']['kind']!r}.")
+    _check_codec(value["codec"])
     if value["id"] != manifest_id(tensors, value["codec"]):
         raise CheckpointError(f"{file} has the id of other tensors.")
     return Manifest(
@@ -249,6 +246,26 @@ def _parse(folder: Path, value: dict[str, Any]) -> Manifest:
         str(value["config_sha256"]),
         dict(value["source_config"]),
     )
+
+
+def _packed_entry(name: str, value: dict[str, Any]) -> PackedEntry:
+    shape, dtype, aliases = _shape(value["shape"]), value["dtype"], value["aliases"]
+    if len(shape) < 2 or not all(shape) or dtype not in _FLOATS:
+        raise ValueError(f"{name} of shape {shape} and dtype {dtype!r} is no packed stack")
+    if not all(isinstance(alias, str) for alias in aliases):
+        raise ValueError(f"{name} is also called {aliases!r}, which are no names")
+    return PackedEntry(shape, dtype, tuple(aliases))
+
+
+def _check_codec(codec: dict[str, Any]) -> None:
+    kind, blocksize = codec["kind"], codec["blocksize"]
+    storage, compute = codec["storage_dtype"], codec["compute_dtype"]
+    if kind not in _KINDS:
+        raise ValueError(f"the codec {kind!r} is unknown")
+    if type(blocksize) is not int or blocksize < 1 or not isinstance(codec["double_quant"], bool):
+        raise ValueError(f"{codec!r} is no codec")
+    if storage not in ("int8", "uint8", *_FLOATS) or compute not in (None, *_FLOATS):
+        raise ValueError(f"{codec!r} is no codec")
 
 
 def _shape(value: Any) -> tuple[int, ...]:

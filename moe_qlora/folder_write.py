@@ -67,7 +67,8 @@ class ShardWriter:
             offset += nbytes
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
-        self.path, self._missing = Path(path), {k: p[1] for k, p in self._places.items()}
+        self.path = Path(path)
+        self._written: dict[str, list[tuple[int, int]]] = {key: [] for key in self._places}
         try:
             self._file = self.path.open("xb")
         except FileExistsError as error:
@@ -88,7 +89,11 @@ class ShardWriter:
         self._put(key, 0, tensor)
 
     def write_rows(self, key: str, start: int, tensor: Tensor) -> None:
-        """Write the rows from `start` on of the first dimension."""
+        """Write the rows from `start` on of the first dimension, in any order.
+
+        Raises:
+            CheckpointError: They are no rows of the tensor, or some of them are written already.
+        """
         _, nbytes, _, shape = self._places[key]
         if tuple(tensor.shape[1:]) != shape[1:] or start + len(tensor) > shape[0]:
             raise CheckpointError(f"{key}: rows of shape {tuple(tensor.shape)} are not of {shape}.")
@@ -98,9 +103,12 @@ class ShardWriter:
         offset, _, dtype, _ = self._places[key]
         if tensor.dtype != dtype:
             raise CheckpointError(f"{key} is {tensor.dtype}, not {dtype}.")
+        span = (skip, skip + tensor.nbytes)
+        if any(span[0] < stop and start < span[1] for start, stop in self._written[key]):
+            raise CheckpointError(f"{self.path}: {key} is written twice.")
+        self._written[key].append(span)
         self._file.seek(self._begin + offset + skip)
         _write_tensor(self._file, tensor)
-        self._missing[key] -= tensor.nbytes
 
     def close(self) -> None:
         """Flush the file to the disk.
@@ -108,7 +116,8 @@ class ShardWriter:
         Raises:
             CheckpointError: A tensor was not written, or not all of it.
         """
-        missing = next((key for key, left in self._missing.items() if left), None)
+        whole = {key: sum(b - a for a, b in spans) for key, spans in self._written.items()}
+        missing = next((key for key, place in self._places.items() if whole[key] < place[1]), None)
         if missing is not None:
             self._file.close()
             raise CheckpointError(f"{self.path}: {missing} was not written.")
