@@ -1,0 +1,439 @@
+"""A whole layer of packed experts with LoRA, forward and backward, over decoded scratch.
+
+Shape legend: T tokens, k choices a token, R = T k rows sorted by expert, E experts, H hidden size,
+I intermediate size, P = 2 I (gated) or I, r1 and r2 the padded ranks of both projections.
+
+    rows   (R, H + r1)  the tokens' rows, and beside them s1 x A1^T
+    pre    (R, P)       = rows [W1 | B1]^T: the LoRA product is r1 more terms of the contraction
+    inner  (R, I + r2)  h = gate(pre + bias), and beside it s2 h A2^T
+    y      (R, H)       = inner [W2 | B2]^T
+    out    (T, H)       the sum over choices of w (y + bias), in fp32
+
+and backward, from the tokens' gradient g:
+
+    rows   (R, H + r2)  g's rows, and s2 g B2
+    u      (R, I)       = rows [W2 ; A2]: the gradient of h for w = 1
+    dpre   (R, P + r1)  w u gate'(pre), and s1 dpre B1
+    dx     (R, H)       = dpre [W1 ; A1], summed to tokens
+    dw     <u, h>       needs no saved output, LoRA's part included, since u has it
+    dA, dB               outer products over each expert's rows, with (R, r) on one side
+
+Kept between the two beside inputs: pre, s1 x A1^T, s2 h A2^T and 8 R bytes of routing. The host
+never waits for the device, and every sum has one order.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from . import decode, rows, scratch
+from .packed import Packed, padded
+
+ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
+
+_BLOCK = 64
+"""Features in a step of the row kernels."""
+
+
+class Gate(NamedTuple):
+    """h = (clamp(up, -limit, limit) + shift) act(min(gate, limit)), or act(pre) where not gated.
+
+    Attributes:
+        act: Key of `ACTS`; "silu" is z sigmoid(alpha z).
+        gated: Whether pre holds gate and up.
+        interleaved: Whether gate and up alternate, else gate is the first half.
+        limit: Clamp, None without one.
+        alpha: Of silu.
+        shift: Added to up.
+    """
+
+    act: str
+    gated: bool = True
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+    shift: float = 0.0
+
+
+class Lora(NamedTuple):
+    """One projection's factors, as PEFT stores them.
+
+    Attributes:
+        a: `(E r, in)`, expert slowest.
+        b: `(out, r E)`, expert fastest.
+        scaling: Factor of the product.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
+class Layer(NamedTuple):
+    """What is constant of a layer.
+
+    Attributes:
+        first: Packed stack of gate and up, `(E, P, H)`, or `(E, H, P)` where transposed.
+        second: Packed stack of down, `(E, H, I)` or `(E, I, H)`.
+        transposed: Whether stacks are stored `(E, in, out)`.
+        partial: Whether some choices belong to no expert that is held here.
+        gate: The gate.
+        dtype: bf16 or fp16: of rows and decoded weights.
+    """
+
+    first: Packed
+    second: Packed
+    transposed: bool
+    partial: bool
+    gate: Gate
+    dtype: torch.dtype
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """E, H, P, I."""
+        experts, a, b = self.first.shape
+        width, hidden = (b, a) if self.transposed else (a, b)
+        return experts, hidden, width, width // 2 if self.gate.gated else width
+
+
+class Routing(NamedTuple):
+    """Which rows are whose.
+
+    Attributes:
+        order: `(R,)` int32: the choice (token x k + slot) in each row.
+        inverse: `(R,)` int32: the row of each choice.
+        bounds: `(E + 1,)` int32: rows of expert e are [bounds[e], bounds[e + 1]).
+        tiles: `(n, 2)` int32: expert and first row of each tile, -1 for none.
+        top_k: k.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    bounds: Tensor
+    tiles: Tensor
+    top_k: int
+
+
+class Saved(NamedTuple):
+    """What backward needs beside the inputs: `pre`, and both `(R, r)` products (empty: no LoRA)."""
+
+    pre: Tensor
+    product1: Tensor
+    product2: Tensor
+
+
+class Grads(NamedTuple):
+    """Gradients of `backward`; None where not asked for or where there is no LoRA."""
+
+    x: Tensor | None
+    weights: Tensor
+    a1: Tensor | None
+    b1: Tensor | None
+    a2: Tensor | None
+    b2: Tensor | None
+
+
+@lru_cache(maxsize=64)
+def _edges(experts: int, device: torch.device) -> Tensor:
+    return torch.arange(experts + 1, device=device, dtype=torch.int16)
+
+
+def route(index: Tensor, experts: int) -> Routing:
+    """Sort the choices by expert, stably.
+
+    Args:
+        index: `(T, k)` integers; E and above mean no expert that is held here.
+        experts: E.
+    """
+    count, device = index.numel(), index.device
+    keys, order64 = index.reshape(-1).clamp(max=experts).to(torch.int16).sort(stable=True)
+    bounds = torch.searchsorted(keys, _edges(experts, device), out_int32=True)
+    order = torch.empty(count, dtype=torch.int32, device=device)
+    inverse = torch.empty_like(order)
+    n = count // rows.TILE + min(experts, count)
+    tiles = torch.empty(n, 2, dtype=torch.int32, device=device)
+    grid = max(triton.cdiv(count, 1024), triton.cdiv(n, 32))
+    rows.route_kernel[(grid,)](
+        order64, bounds, order, inverse, tiles, count, n,
+        E=experts, EP=triton.next_power_of_2(experts), TILE=rows.TILE, BLOCK=1024, TB=32,
+    )  # fmt: skip
+    return Routing(order, inverse, bounds, tiles, index.shape[-1])
+
+
+class _Factors(NamedTuple):
+    """LoRA factors as the kernels read them: a `(E, r, in)`, b `(E, out, r)`, r padded."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[1]
+
+
+def _factors(lora: Lora | None, experts: int, dtype: torch.dtype) -> _Factors | None:
+    if lora is None:
+        return None
+    rank = lora.a.shape[0] // experts
+    wide = padded(rank)
+    a = lora.a.detach().to(dtype).reshape(experts, rank, -1)
+    if wide != rank:
+        a = F.pad(a, (0, 0, 0, wide - rank))
+    out_features = lora.b.shape[0]
+    b = torch.empty(experts, out_features, wide, dtype=dtype, device=a.device)
+    total = out_features * wide
+    rows.spread_kernel[(triton.cdiv(total, 64), triton.cdiv(experts, 64))](
+        lora.b.detach().contiguous(), b, total, RANK=rank, PADDED=wide, E=experts, BQ=64, BE=64,
+    )  # fmt: skip
+    return _Factors(a.contiguous(), b, lora.scaling)
+
+
+def _decoded(
+    packed: Packed, factors: _Factors | None, layer: Layer, routing: Routing, name: str
+) -> Tensor:
+    """`(E, rows + r, cols + r)` on the shared scratch: weights, and the factors beside them."""
+    right = below = None
+    rank = 0
+    if factors is not None:
+        rank = factors.rank
+        right, below = factors.b, factors.a
+        if layer.transposed:
+            right, below = factors.a.transpose(1, 2), factors.b.transpose(1, 2)
+    _, n_rows, n_cols = packed.shape
+    bounds = routing.bounds
+    capturing = bounds.is_cuda and torch.cuda.is_current_stream_capturing()
+    owner = None if capturing else (bounds.data_ptr(), packed.codes.data_ptr(), rank)
+    out, held = scratch.take(
+        name, (packed.experts, n_rows + rank, n_cols + rank), layer.dtype, bounds.device,
+        owner, (bounds,),
+    )  # fmt: skip
+    if not held:
+        decode.decode(packed, out, bounds=bounds, right=right, below=below)
+    return out
+
+
+def _multiply(
+    x: Tensor, packed: Packed, factors: _Factors | None, layer: Layer, routing: Routing,
+    name: str, *, back: bool,
+) -> Tensor:  # fmt: skip
+    """x [W | B]^T for each expert's rows, or x [W ; A] where `back`."""
+    full = _decoded(packed, factors, layer, routing, name)
+    _, n_rows, n_cols = packed.shape
+    # The contraction takes the factors in; the other dimension leaves them out.
+    by_rows = layer.transposed != back
+    right = full[:, :, :n_cols] if by_rows else full[:, :n_rows, :].transpose(1, 2)
+    return F.grouped_mm(x, right, offs=routing.bounds[1:])
+
+
+def forward(
+    layer: Layer,
+    routing: Routing,
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    lora1: Lora | None,
+    lora2: Lora | None,
+) -> tuple[Tensor, Saved]:
+    """The layer's output, and what its backward needs.
+
+    Args:
+        layer: The layer.
+        routing: From `route`.
+        x: `(T, H)` contiguous, in the layer's dtype.
+        weights: `(T, k)` routing weights, contiguous.
+        index: `(T, k)`, as given to `route`.
+        bias1: `(E, P)` or None.
+        bias2: `(E, H)` or None.
+        lora1: Of the first projection, or None.
+        lora2: Of the second, or None.
+    """
+    experts, hidden, width, inner_size = layer.sizes
+    f1 = _factors(lora1, experts, layer.dtype)
+    f2 = _factors(lora2, experts, layer.dtype)
+    gathered, product1 = _copied(layer, routing, x, f1, None if f1 is None else f1.a, gathers=True)
+    pre = _multiply(gathered, layer.first, f1, layer, routing, "first", back=False)
+    del gathered
+    count = routing.order.shape[0]
+    rank = 0 if f2 is None else f2.rank
+    inner = torch.empty(count, inner_size + rank, dtype=layer.dtype, device=x.device)
+    product2 = torch.empty(count, rank, dtype=layer.dtype, device=x.device)
+    a2 = x if f2 is None else f2.a
+    rows.gate_kernel[(routing.tiles.shape[0],)](
+        pre, pre if bias1 is None else bias1, a2, routing.tiles, routing.bounds, inner, product2,
+        1.0 if f2 is None else f2.scaling, *_numbers(layer.gate),
+        a2.stride(0), 1, a2.stride(1),
+        I=inner_size, RANK=rank, BIASED=bias1 is not None, **_gate_flags(layer.gate),
+        BM=rows.TILE, BI=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    y = _multiply(inner, layer.second, f2, layer, routing, "second", back=False)
+    del inner
+    out = _summed(layer, routing, y, weights, index, bias2)
+    return out, Saved(pre, product1, product2)
+
+
+def _numbers(gate: Gate) -> tuple[float, float, float]:
+    return gate.limit or 0.0, gate.alpha, gate.shift
+
+
+def _gate_flags(gate: Gate) -> dict[str, int | bool]:
+    return {
+        "ACT": ACTS[gate.act],
+        "GATED": gate.gated,
+        "INTERLEAVED": gate.gated and gate.interleaved,
+        "LIMITED": gate.limit is not None,
+    }
+
+
+def _copied(
+    layer: Layer, routing: Routing, x: Tensor, factors: _Factors | None, factor: Tensor | None,
+    *, gathers: bool, bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rows of x with the product of a low-rank factor beside them; and that product alone.
+
+    With a bias the second is a pair's first half: see `_dotted`.
+    """
+    return _dotted(layer, routing, x, factors, factor, gathers=gathers, bias=bias)[:2]
+
+
+def _dotted(
+    layer: Layer, routing: Routing, x: Tensor, factors: _Factors | None, factor: Tensor | None,
+    *, gathers: bool, bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `_copied`, and each row's product with its expert's bias.
+
+    factor: `(E, r, K)` or `(E, K, r)`: told apart by its shape's place of the rank.
+    """
+    count, size = routing.order.shape[0], x.shape[-1]
+    rank = 0 if factors is None else factors.rank
+    out = torch.empty(count, size + rank, dtype=layer.dtype, device=x.device)
+    product = torch.empty(count, rank, dtype=layer.dtype, device=x.device)
+    dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
+    f = x if factor is None else factor
+    strides = (0, 0, 0)
+    if factors is not None and factor is not None:
+        over_rows = factor is factors.a
+        strides = (f.stride(0), f.stride(2 if over_rows else 1), f.stride(1 if over_rows else 2))
+    rows.copy_kernel[(routing.tiles.shape[0],)](
+        x, routing.order, f, routing.tiles, routing.bounds, out, product,
+        f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling, *strides,
+        K=size, TOP_K=routing.top_k, RANK=rank, GATHERS=gathers, BIASED=bias is not None,
+        BM=rows.TILE, BK=2 * _BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out, product, dots
+
+
+def _summed(
+    layer: Layer, routing: Routing, y: Tensor, weights: Tensor | None, index: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    size = y.shape[1]
+    tokens = y.shape[0] // routing.top_k
+    out = torch.empty(tokens, size, dtype=layer.dtype, device=y.device)
+    block = min(triton.next_power_of_2(size), 1024)
+    rows.sum_kernel[(tokens, triton.cdiv(size, block))](
+        y, routing.inverse, y if weights is None else weights, y if index is None else index,
+        y if bias is None else bias, routing.bounds, out, tokens,
+        N=size, TOP_K=routing.top_k, E=layer.first.experts, WEIGHTED=weights is not None,
+        BIASED=bias is not None, PARTIAL=layer.partial, BT=1, BN=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def backward(
+    layer: Layer,
+    routing: Routing,
+    saved: Saved,
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    lora1: Lora | None,
+    lora2: Lora | None,
+    *,
+    needs_x: bool = True,
+) -> Grads:
+    """Gradients of `forward`.
+
+    Args:
+        layer: The layer, as given to `forward`, like all that follow but `grad`.
+        routing: As there.
+        saved: What `forward` gave.
+        grad: `(T, H)`, of the output.
+        x: As there.
+        weights: As there.
+        bias1: As there.
+        bias2: As there.
+        lora1: As there.
+        lora2: As there.
+        needs_x: Whether x's gradient is wanted.
+    """
+    experts, hidden, width, inner_size = layer.sizes
+    grad = grad.to(layer.dtype).contiguous()
+    f1 = _factors(lora1, experts, layer.dtype)
+    f2 = _factors(lora2, experts, layer.dtype)
+    gathered, product_g, dots = _dotted(
+        layer, routing, grad, f2, None if f2 is None else f2.b, gathers=True, bias=bias2
+    )
+    u = _multiply(gathered, layer.second, f2, layer, routing, "second", back=True)
+    del gathered
+    count = u.shape[0]
+    rank = 0 if f1 is None else f1.rank
+    d_pre = torch.empty(count, width + rank, dtype=layer.dtype, device=u.device)
+    empty = torch.zeros_like if layer.partial else torch.empty_like
+    d_weights = empty(weights)
+    rows.gate_backward_kernel[(routing.tiles.shape[0],)](
+        u, saved.pre, u if bias1 is None else bias1, weights, routing.order, dots,
+        u if f1 is None else f1.b, routing.tiles, routing.bounds, d_pre, d_weights,
+        1.0 if f1 is None else f1.scaling, *_numbers(layer.gate),
+        I=inner_size, RANK=rank, BIASED=bias1 is not None, DOTS=bias2 is not None,
+        **_gate_flags(layer.gate), BM=rows.TILE, BI=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    del u
+    a1 = b1 = a2 = b2 = None
+    if f2 is not None and lora2 is not None:
+        a2 = _outer(lora2.a, product_g, saved.pre, layer, routing, inner_size, weights=weights,
+                    bias=bias1, gates=True)  # fmt: skip
+        b2 = _outer(lora2.b, saved.product2, grad, layer, routing, hidden, weights=weights,
+                    gathers=True, over=True)  # fmt: skip
+    if f1 is not None and lora1 is not None:
+        a1 = _outer(lora1.a, d_pre[:, width:], x, layer, routing, hidden, gathers=True)
+        b1 = _outer(lora1.b, saved.product1, d_pre, layer, routing, width, over=True)
+    dx = None
+    if needs_x:
+        d_rows = _multiply(d_pre, layer.first, f1, layer, routing, "first", back=True)
+        del d_pre
+        dx = _summed(layer, routing, d_rows, None, None, None)
+    return Grads(dx, d_weights, a1, b1, a2, b2)
+
+
+def _outer(
+    like: Tensor, small: Tensor, big: Tensor, layer: Layer, routing: Routing, size: int,
+    *, weights: Tensor | None = None, bias: Tensor | None = None, gathers: bool = False,
+    gates: bool = False, over: bool = False,
+) -> Tensor:  # fmt: skip
+    """A factor's gradient in the shape and dtype of `like`; `over`: it is B, expert fastest."""
+    experts = layer.first.experts
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    rank = small.shape[1]
+    real = (like.shape[1] if over else like.shape[0]) // experts
+    strides = (1, real * experts, experts) if over else (real * size, 1, size)
+    block = 128 if size >= 128 else 64
+    rows.outer_kernel[(triton.cdiv(size, block), experts)](
+        small, big, big if bias is None else bias, big if weights is None else weights,
+        routing.order, routing.bounds, out, small.stride(0), big.stride(0), *strides,
+        *_numbers(layer.gate),
+        N=size, RANK=rank, REAL=real, TOP_K=routing.top_k, GATHERS=gathers,
+        WEIGHTED=weights is not None, GATES=gates, BIASED=bias is not None,
+        **_gate_flags(layer.gate), BM=64, BN=block, num_warps=4,
+    )  # fmt: skip
+    return out

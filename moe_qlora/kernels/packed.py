@@ -1,0 +1,63 @@
+"""What the kernels are handed: a packed stack as plain tensors and numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Packed(NamedTuple):
+    """A packed stack `(E, rows, cols)`, every part contiguous and on one device.
+
+    Attributes:
+        codes: 4-bit: uint8, two codes a byte, the first in the high half; int8: the codes.
+        absmax: 4-bit: fp32 or, with double quantization, uint8, one a block; int8: fp32, one a row.
+        table: `(16,)` fp32 values of the 4-bit codes; None for int8.
+        blocksize: Weights in a block, a power of two; of int8 unused.
+        nested: Table `(256,)` fp32, absmax fp32, offset `()` fp32 and block size of the second
+            level; None without double quantization.
+        shape: `(E, rows, cols)`.
+        kind: "nf4", "fp4" or "int8".
+    """
+
+    codes: Tensor
+    absmax: Tensor
+    table: Tensor | None
+    blocksize: int
+    nested: tuple[Tensor, Tensor, Tensor, int] | None
+    shape: tuple[int, int, int]
+    kind: str
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.shape[0]
+
+    @property
+    def matrix(self) -> int:
+        """Weights of one expert."""
+        return self.shape[1] * self.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and statistics."""
+        inner = sum(t.nbytes for t in self.nested[:3]) if self.nested is not None else 0
+        return self.codes.nbytes + self.absmax.nbytes + inner
+
+    def suits(self) -> bool:
+        """Whether the kernels decode it: whole groups of 8 weights in each row and block."""
+        block = self.blocksize
+        return (
+            self.shape[2] % 8 == 0
+            and (self.kind == "int8" or (block >= 8 and block & (block - 1) == 0))
+            and self.codes.data_ptr() % 8 == 0
+            and (self.nested is None or self.nested[3] & (self.nested[3] - 1) == 0)
+            and math.prod(self.shape) > 0
+        )
+
+
+def padded(rank: int) -> int:
+    """The rank as the kernels hold it: a power of two of at least 16, as matrix units want it."""
+    return max(16, 1 << (rank - 1).bit_length())

@@ -1,0 +1,377 @@
+"""Kernels over sorted rows: gather, gate, its backward, sum to tokens, the LoRA factors' gradients.
+
+Shapes: T tokens, k choices a token, R = T k rows sorted by expert, E experts, H hidden size,
+I intermediate size, r rank (padded, see `packed.padded`), N features.
+
+What these kernels read and write is all that a layer moves beside its matrix products, so each
+pass does what it can while a row is at hand: the low-rank product with the rows that are copied or
+activated anyway, the routing weights' gradient with the gate's. No atomics: every sum is taken by
+one program, in one order.
+
+Rows are worked on in tiles of TILE rows of one expert. Which tile is whose is written by a kernel
+as well (`Routing.tiles`), so that the host never has to know the routing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TILE = 64
+
+SILU: tl.constexpr = tl.constexpr(0)
+GELU_TANH: tl.constexpr = tl.constexpr(1)
+GELU: tl.constexpr = tl.constexpr(2)
+RELU: tl.constexpr = tl.constexpr(3)
+RELU2: tl.constexpr = tl.constexpr(4)
+
+
+@triton.jit
+def route_kernel(
+    order64, bounds, order, inverse, tiles, rows, count,
+    E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TB: tl.constexpr,
+):  # fmt: skip
+    """order and inverse as int32, and for each tile (expert, first row), -1 where there is none."""
+    pid = tl.program_id(0)
+    if pid * BLOCK < rows:
+        i = pid * BLOCK + tl.arange(0, BLOCK)
+        live = i < rows
+        choice = tl.load(order64 + i, mask=live, other=0).to(tl.int32)
+        tl.store(order + i, choice, mask=live)
+        tl.store(inverse + choice, i, mask=live)
+    if pid * TB < count:
+        e = tl.arange(0, EP)
+        low = tl.load(bounds + e, mask=e < E, other=0)
+        high = tl.load(bounds + e + 1, mask=e < E, other=0)
+        n = (high - low + TILE - 1) // TILE
+        last = tl.cumsum(n, 0)
+        tile = pid * TB + tl.arange(0, TB)
+        expert = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), 1)
+        mine = e[None, :] == expert[:, None]
+        start = tl.sum(tl.where(mine, (low - (last - n) * TILE)[None, :], 0), 1)
+        some = expert < E
+        tl.store(tiles + 2 * tile, tl.where(some, expert, -1), mask=tile < count)
+        tl.store(tiles + 2 * tile + 1, start + tile * TILE, mask=(tile < count) & some)
+
+
+@triton.jit
+def spread_kernel(
+    b, out, total, RANK: tl.constexpr, PADDED: tl.constexpr, E: tl.constexpr,
+    BQ: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """lora_B (N, RANK E), expert fastest -> (E, N, PADDED), zeros beyond RANK."""
+    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    n, j = q // PADDED, q % PADDED
+    ok = (q < total)[:, None] & (e < E)[None, :]
+    spot = (n * RANK + j)[:, None] * E + e[None, :]
+    value = tl.load(b + spot, mask=ok & (j < RANK)[:, None], other=0.0)
+    to = e.to(tl.int64)[None, :] * total + q[:, None]
+    tl.store(out + to, value.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _tile(tiles, bounds, BM: tl.constexpr):
+    """This program's expert (-1: none), its rows, and which of them are the expert's."""
+    pid = tl.program_id(0)
+    expert = tl.load(tiles + 2 * pid)
+    rows = tl.arange(0, BM)
+    live = rows < 0
+    if expert >= 0:
+        rows += tl.load(tiles + 2 * pid + 1)
+        live = rows < tl.load(bounds + expert + 1)
+    return expert, rows.to(tl.int64), live
+
+
+@triton.jit
+def _act(z, alpha, ACT: tl.constexpr):
+    """The activation and its derivative, in fp32."""
+    if ACT == 0:
+        s = tl.sigmoid(z * alpha)
+        return z * s, s * (1.0 + alpha * z * (1.0 - s))
+    elif ACT == 1:
+        inner = 1.5957691216057308 * (z + 0.044715 * z * z * z)
+        s = tl.sigmoid(inner)
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * z * z)
+        return z * s, s + z * s * (1.0 - s) * slope
+    elif ACT == 2:
+        phi = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+        return z * phi, phi + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    elif ACT == 3:
+        return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
+    else:
+        p = tl.maximum(z, 0.0)
+        return p * p, 2.0 * p
+
+
+@triton.jit
+def _load_pre(
+    pre, bias, expert, rows, cols, live, I: tl.constexpr, BI: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Gate and up halves (BM, BI) of the pre-activation in fp32, bias added."""
+    WIDTH: tl.constexpr = 2 * I if GATED else I
+    start = rows[:, None] * WIDTH
+    ok = live[:, None] & (cols < I)[None, :]
+    if INTERLEAVED:
+        both = 2 * tl.min(cols, 0) + tl.arange(0, 2 * BI)
+        inside = both < WIDTH
+        pair = tl.load(pre + start + both[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        pair = pair.to(tl.float32)
+        if BIASED:
+            add = tl.load(bias + expert * WIDTH + both, mask=inside, other=0.0)
+            pair += add.to(tl.float32)[None, :]
+        gate, up = tl.split(tl.reshape(pair, [pair.shape[0], BI, 2]))
+    else:
+        gate = tl.load(pre + start + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+        up = gate
+        if GATED:
+            up = tl.load(pre + start + I + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+        if BIASED:
+            spot = bias + expert * WIDTH + cols
+            gate += tl.load(spot, mask=cols < I, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(spot + I, mask=cols < I, other=0.0).to(tl.float32)[None, :]
+    return gate, up
+
+
+@triton.jit
+def _gate(
+    gate, up, limit, alpha, shift,
+    ACT: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
+    """h, dh/dgate and dh/dup."""
+    z, v = gate, up
+    if LIMITED:
+        z = tl.minimum(gate, limit)
+        v = tl.minimum(tl.maximum(up, -limit), limit)
+    value, slope = _act(z, alpha, ACT)
+    if not GATED:
+        return value, slope, slope
+    v += shift
+    d_gate, d_up = v * slope, value
+    if LIMITED:
+        d_gate = tl.where(gate <= limit, d_gate, 0.0)
+        d_up = tl.where((up >= -limit) & (up <= limit), d_up, 0.0)
+    return v * value, d_gate, d_up
+
+
+@triton.jit
+def copy_kernel(
+    x, order, factor, tiles, bounds, out, small, bias, dots, scaling,
+    factor_se, factor_sk, factor_sj,
+    K: tl.constexpr, TOP_K: tl.constexpr, RANK: tl.constexpr, GATHERS: tl.constexpr,
+    BIASED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out[i] = (x_i, scaling x_i F_e), small[i] the same product, dots[i] = <x_i, bias_e>.
+
+    x_i is row order[i] // TOP_K of x, or row i. out (R, K + RANK), small (R, RANK), F (E, K, RANK).
+    """
+    expert, rows, live = _tile(tiles, bounds, BM)
+    if expert < 0:
+        return
+    source = rows
+    if GATHERS:
+        source = (tl.load(order + rows, mask=live, other=0) // TOP_K).to(tl.int64)
+    j = tl.arange(0, RANK if RANK > 0 else 16)
+    product = tl.zeros([BM, RANK if RANK > 0 else 16], tl.float32)
+    dot = tl.zeros([BM], tl.float32)
+    factor += expert.to(tl.int64) * factor_se
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        ok = live[:, None] & (k < K)[None, :]
+        value = tl.load(x + source[:, None] * K + k[None, :], mask=ok, other=0.0)
+        tl.store(out + rows[:, None] * (K + RANK) + k[None, :], value, mask=ok)
+        if RANK > 0:
+            spots = factor + k[:, None] * factor_sk + j[None, :] * factor_sj
+            f = tl.load(spots, mask=(k < K)[:, None], other=0.0)
+            product = tl.dot(value, f, product, input_precision="ieee")
+        if BIASED:
+            add = tl.load(bias + expert * K + k, mask=k < K, other=0.0)
+            dot += tl.sum(value.to(tl.float32) * add.to(tl.float32)[None, :], 1)
+    if RANK > 0:
+        tail = (product * scaling).to(out.dtype.element_ty)
+        tl.store(out + rows[:, None] * (K + RANK) + K + j[None, :], tail, mask=live[:, None])
+        tl.store(small + rows[:, None] * RANK + j[None, :], tail, mask=live[:, None])
+    if BIASED:
+        tl.store(dots + rows, dot, mask=live)
+
+
+@triton.jit
+def gate_kernel(
+    pre, bias, factor, tiles, bounds, out, small, scaling, limit, alpha, shift,
+    factor_se, factor_sk, factor_sj,
+    I: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr,
+    BM: tl.constexpr, BI: tl.constexpr,
+):  # fmt: skip
+    """out[i] = (h_i, scaling h_i F_e) with h the gate of pre_i; small[i] the same product."""
+    expert, rows, live = _tile(tiles, bounds, BM)
+    if expert < 0:
+        return
+    j = tl.arange(0, RANK if RANK > 0 else 16)
+    product = tl.zeros([BM, RANK if RANK > 0 else 16], tl.float32)
+    factor += expert.to(tl.int64) * factor_se
+    for start in range(0, I, BI):
+        i = start + tl.arange(0, BI)
+        gate, up = _load_pre(
+            pre, bias, expert, rows, i, live, I, BI, GATED, INTERLEAVED, BIASED
+        )  # fmt: skip
+        h, _, _ = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED)
+        h = tl.where((i < I)[None, :], h, 0.0).to(out.dtype.element_ty)
+        ok = live[:, None] & (i < I)[None, :]
+        tl.store(out + rows[:, None] * (I + RANK) + i[None, :], h, mask=ok)
+        if RANK > 0:
+            spots = factor + i[:, None] * factor_sk + j[None, :] * factor_sj
+            f = tl.load(spots, mask=(i < I)[:, None], other=0.0)
+            product = tl.dot(h, f, product, input_precision="ieee")
+    if RANK > 0:
+        tail = (product * scaling).to(out.dtype.element_ty)
+        tl.store(out + rows[:, None] * (I + RANK) + I + j[None, :], tail, mask=live[:, None])
+        tl.store(small + rows[:, None] * RANK + j[None, :], tail, mask=live[:, None])
+
+
+@triton.jit
+def gate_backward_kernel(
+    u, pre, bias, weights, order, dots, factor, tiles, bounds, out, grad_weights,
+    scaling, limit, alpha, shift,
+    I: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr, DOTS: tl.constexpr,
+    BM: tl.constexpr, BI: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the pre-activation and of the routing weights.
+
+    u (R, I): gradient of h before the routing weight w. out[i] = (d, scaling d F_e) with
+    d = w u dh/dpre, out (R, width + RANK), F (E, width, RANK);
+    grad_weights[order[i]] = <u_i, h_i> (+ dots[i]).
+    """
+    expert, rows, live = _tile(tiles, bounds, BM)
+    if expert < 0:
+        return
+    WIDTH: tl.constexpr = 2 * I if GATED else I
+    STRIDE: tl.constexpr = WIDTH + RANK
+    j = tl.arange(0, RANK if RANK > 0 else 16)
+    product = tl.zeros([BM, RANK if RANK > 0 else 16], tl.float32)
+    dot = tl.zeros([BM], tl.float32)
+    choice = tl.load(order + rows, mask=live, other=0)
+    w = tl.load(weights + choice, mask=live, other=0.0).to(tl.float32)
+    factor += expert.to(tl.int64) * (WIDTH * RANK)
+    dtype = out.dtype.element_ty
+    for start in range(0, I, BI):
+        i = start + tl.arange(0, BI)
+        inside = i < I
+        ok = live[:, None] & inside[None, :]
+        gate, up = _load_pre(
+            pre, bias, expert, rows, i, live, I, BI, GATED, INTERLEAVED, BIASED
+        )  # fmt: skip
+        d = tl.load(u + rows[:, None] * I + i[None, :], mask=ok, other=0.0).to(tl.float32)
+        h, d_gate, d_up = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED)
+        dot += tl.sum(d * h, 1)
+        d *= w[:, None]
+        d_gate = tl.where(inside[None, :], d * d_gate, 0.0).to(dtype)
+        start_out = out + rows[:, None] * STRIDE
+        if INTERLEAVED:
+            d_up = tl.where(inside[None, :], d * d_up, 0.0).to(dtype)
+            both = 2 * start + tl.arange(0, 2 * BI)
+            pair = tl.interleave(d_gate, d_up)
+            okay = live[:, None] & (both < WIDTH)[None, :]
+            tl.store(start_out + both[None, :], pair, mask=okay)
+            if RANK > 0:
+                spots = factor + both[:, None] * RANK + j[None, :]
+                f = tl.load(spots, mask=(both < WIDTH)[:, None], other=0.0)
+                product = tl.dot(pair, f, product, input_precision="ieee")
+        else:
+            tl.store(start_out + i[None, :], d_gate, mask=ok)
+            if RANK > 0:
+                spots = factor + i[:, None] * RANK + j[None, :]
+                f = tl.load(spots, mask=inside[:, None], other=0.0)
+                product = tl.dot(d_gate, f, product, input_precision="ieee")
+            if GATED:
+                d_up = tl.where(inside[None, :], d * d_up, 0.0).to(dtype)
+                tl.store(start_out + I + i[None, :], d_up, mask=ok)
+                if RANK > 0:
+                    f = tl.load(spots + I * RANK, mask=inside[:, None], other=0.0)
+                    product = tl.dot(d_up, f, product, input_precision="ieee")
+    if RANK > 0:
+        tail = (product * scaling).to(dtype)
+        tl.store(out + rows[:, None] * STRIDE + WIDTH + j[None, :], tail, mask=live[:, None])
+    if DOTS:
+        dot += tl.load(dots + rows, mask=live, other=0.0)
+    tl.store(grad_weights + choice, dot.to(grad_weights.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def sum_kernel(
+    y, inverse, weights, index, bias, bounds, out, tokens,
+    N: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, WEIGHTED: tl.constexpr,
+    BIASED: tl.constexpr, PARTIAL: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """out[t] = the sum over t's choices, in their order, of w (y_row + bias_e), in fp32."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    here = t < tokens
+    total = tl.zeros([BT, BN], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        choice = t * TOP_K + slot
+        row = tl.load(inverse + choice, mask=here, other=0)
+        live = here
+        if PARTIAL:
+            live = here & (row < tl.load(bounds + E))
+        ok = live[:, None] & (n < N)[None, :]
+        value = tl.load(y + row.to(tl.int64)[:, None] * N + n[None, :], mask=ok, other=0.0)
+        value = value.to(tl.float32)
+        if BIASED:
+            expert = tl.load(index + choice, mask=live, other=0).to(tl.int32)
+            add = tl.load(bias + expert[:, None] * N + n[None, :], mask=ok, other=0.0)
+            value += add.to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weights + choice, mask=live, other=0.0).to(tl.float32)[:, None]
+        total += value
+    ok = here[:, None] & (n < N)[None, :]
+    to = out + t.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def outer_kernel(
+    small, big, bias, weights, order, bounds, out, small_stride, big_stride, out_se, out_sn, out_sj,
+    limit, alpha, shift,
+    N: tl.constexpr, RANK: tl.constexpr, REAL: tl.constexpr, TOP_K: tl.constexpr,
+    GATHERS: tl.constexpr, WEIGHTED: tl.constexpr, GATES: tl.constexpr,
+    ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
+    BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """out[e, n, j] = sum over e's rows i of big[i, n] small[i, j] (w_i).
+
+    big is (R, N) rows, rows of tokens (GATHERS), or the gate of a pre-activation (GATES).
+    Strides of out are any; only j < REAL is written.
+    """
+    expert = tl.program_id(1)
+    low, high = tl.load(bounds + expert), tl.load(bounds + expert + 1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    j = tl.arange(0, RANK)
+    total = tl.zeros([BN, RANK], tl.float32)
+    for start in range(low, high, BM):
+        rows = (start + tl.arange(0, BM)).to(tl.int64)
+        live = rows < high
+        ok = live[:, None] & (n < N)[None, :]
+        s = tl.load(small + rows[:, None] * small_stride + j[None, :], mask=live[:, None], other=0.0)
+        if GATES:
+            gate, up = _load_pre(
+                big, bias, expert, rows, n, live, N, BN, GATED, INTERLEAVED, BIASED
+            )  # fmt: skip
+            h, _, _ = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED)
+            value = tl.where(ok, h, 0.0).to(s.dtype)
+        else:
+            source = rows
+            if GATHERS:
+                source = (tl.load(order + rows, mask=live, other=0) // TOP_K).to(tl.int64)
+            value = tl.load(big + source[:, None] * big_stride + n[None, :], mask=ok, other=0.0)
+        if WEIGHTED:
+            choice = tl.load(order + rows, mask=live, other=0)
+            w = tl.load(weights + choice, mask=live, other=0.0).to(tl.float32)
+            s = (s.to(tl.float32) * w[:, None]).to(value.dtype)
+        total = tl.dot(tl.trans(value), s, total, input_precision="ieee")
+    to = out + expert.to(tl.int64) * out_se + n[:, None] * out_sn + j[None, :] * out_sj
+    ok = (n < N)[:, None] & (j < REAL)[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=ok)

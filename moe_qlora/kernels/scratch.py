@@ -1,0 +1,101 @@
+"""One buffer for decoded weights, shared by all layers of a device.
+
+A decoded stack lives between its decoding and its grouped product, so that all layers can use one
+buffer. It is kept between calls, on each device and stream, since a block of this size does not
+come back from the allocator in one piece.
+
+Under gradient checkpointing a layer's backward follows its recomputation at once. What was decoded
+last is therefore remembered by its owner, and not decoded again where it is still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+DEFAULT_CAP = 4 << 30
+
+
+@dataclass
+class _Slot:
+    """One buffer.
+
+    Attributes:
+        buffer: Bytes.
+        owner: What it holds now; compared, never looked into.
+        alive: Tensors that `owner` names by address: held, so that no other takes their place.
+    """
+
+    buffer: Tensor | None = None
+    owner: Hashable = None
+    alive: tuple[Tensor, ...] = field(default=(), repr=False)
+
+
+_slots: dict[tuple[torch.device, int, str], _Slot] = {}
+_cap = DEFAULT_CAP
+
+
+def set_scratch_cap(nbytes: int) -> None:
+    """Upper bound for the bytes of one decoded piece; stacks over it go in chunks of experts.
+
+    Args:
+        nbytes: Bytes; one expert's matrix is decoded at a time where it is less than that.
+    """
+    global _cap
+    _cap = int(nbytes)
+    release_scratch()
+
+
+def scratch_cap() -> int:
+    """The bound in bytes."""
+    return _cap
+
+
+def release_scratch() -> None:
+    """Give all buffers back to the allocator."""
+    _slots.clear()
+
+
+def _key(device: torch.device, name: str) -> tuple[torch.device, int, str]:
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return device, stream, name
+
+
+def take(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    owner: Hashable = None,
+    alive: tuple[Tensor, ...] = (),
+) -> tuple[Tensor, bool]:
+    """A contiguous tensor on the shared buffer, valid until the next call with this name.
+
+    Args:
+        name: Which buffer: one for each projection, so that a layer's two do not displace each
+            other.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        device: Where.
+        owner: What will be written; None is never remembered.
+        alive: Tensors to hold as long as `owner` is remembered.
+
+    Returns:
+        The tensor, and whether it already holds what `owner` names.
+    """
+    slot = _slots.setdefault(_key(device, name), _Slot())
+    numel = 1
+    for size in shape:
+        numel *= size
+    nbytes = numel * dtype.itemsize
+    if slot.buffer is None or slot.buffer.numel() < nbytes:
+        slot.buffer = slot.owner = None
+        slot.alive = ()
+        slot.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    tensor = slot.buffer[:nbytes].view(dtype).view(shape)
+    held = owner is not None and slot.owner == owner
+    slot.owner, slot.alive = owner, alive
+    return tensor, held
