@@ -5,14 +5,16 @@ A packed folder holds, besides what transformers writes:
     config.json                      two more keys: `moe_qlora` (format_version, id, entry), and
                                      `transformers_weights`, a sentence that stock transformers,
                                      which cannot read the folder, quotes in its error
-    model-<id8>-00001-of-0000N.safetensors
+    model-<hash>-00001-of-0000N.safetensors
                                      tensors under the model's own names; a packed stack has the
                                      keys that bitsandbytes gives a packed Linear (`<name>`,
                                      `<name>.absmax`, ...), or `<name>` and `<name>.SCB` for int8
     moe_qlora.json                   this manifest
 
-Shards are named after the manifest's id, a checksum of all that is in them, so that a second save
-into a folder never touches a file of the first; the manifest is replaced last.
+Shards are named after a checksum of all that is in them and of how it is cut, so that a second save
+into a folder never touches a file of the first. The next manifest is written beside the old one,
+then config.json is replaced, which decides, then the manifest. Between the two, the manifest beside
+is the one that config.json names.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -32,7 +35,7 @@ import torch
 from .errors import CheckpointError
 from .folder import DTYPE_NAMES, DTYPES, TensorInfo, header_bytes, inside, read_header, read_json
 from .folder import reading as reading_file
-from .folder_write import replace_file
+from .folder_write import beside, replace_file
 
 MANIFEST = "moe_qlora.json"
 CONFIG = "config.json"
@@ -44,6 +47,7 @@ SENTENCE = (
 )
 """What stock transformers quotes when it is asked to load a packed folder."""
 
+_NEXT = beside(Path(MANIFEST)).name
 _READ = 1 << 20
 _SMALL = 1 << 16
 _NESTED_BLOCK = 256
@@ -127,9 +131,14 @@ def manifest_id(tensors: Mapping[str, TensorEntry], codec: Mapping[str, Any]) ->
     return _sum({"tensors": table, "codec": dict(codec)})
 
 
-def shard_name(identity: str, number: int, of: int) -> str:
-    """Name of a shard, numbered from 1."""
-    return f"model-{identity[:8]}-{number:05d}-of-{of:05d}.safetensors"
+SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
+
+
+def shard_names(identity: str, shards: Sequence[ShardEntry]) -> list[str]:
+    """Names of a save's shards: equal names for equal files, others for all others."""
+    tag = _sum({"id": identity, "shards": [asdict(shard) for shard in shards]})[:8]
+    of = len(shards)
+    return [f"model-{tag}-{number:05d}-of-{of:05d}.safetensors" for number in range(1, of + 1)]
 
 
 def tensor_entries(files: Sequence[Path], workers: int | None = None) -> dict[str, TensorEntry]:
@@ -196,10 +205,27 @@ def read_manifest(folder: str | Path) -> Manifest | None:
     Raises:
         CheckpointError: It is damaged, of another format, or names files outside the folder.
     """
-    file = Path(folder) / MANIFEST
-    if not os.path.lexists(file):
+    folder = Path(folder)
+    if os.path.lexists(folder / _NEXT):
+        manifest = _of_interrupted_save(folder)
+        if manifest is not None:
+            return manifest
+    return _read(folder, MANIFEST) if os.path.lexists(folder / MANIFEST) else None
+
+
+def _of_interrupted_save(folder: Path) -> Manifest | None:
+    """The manifest beside, where config.json is of its save already."""
+    try:
+        mark = read_json(inside(folder, CONFIG)).get(CONFIG_KEY)
+        manifest = _read(folder, _NEXT)
+    except CheckpointError:
         return None
-    value = read_json(inside(Path(folder), MANIFEST))
+    return manifest if isinstance(mark, dict) and mark.get("id") == manifest.id else None
+
+
+def _read(folder: Path, name: str) -> Manifest:
+    file = inside(folder, name)
+    value = read_json(file)
     version = value.get("format_version")
     if version != FORMAT_VERSION or isinstance(version, bool):
         raise CheckpointError(
@@ -210,7 +236,7 @@ def read_manifest(folder: str | Path) -> Manifest | None:
     with reading_file(file):
         if said != _sum(value):
             raise CheckpointError(f"{file} is damaged: its checksum does not fit.")
-        return _parse(Path(folder), value)
+        return _parse(folder, value)
 
 
 def _parse(folder: Path, value: dict[str, Any]) -> Manifest:

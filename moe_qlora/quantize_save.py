@@ -28,7 +28,15 @@ from .codec import Int8State, PackedStack
 from .errors import AdapterError, CheckpointError, ConfigError
 from .folder import SINGLE, read_json
 from .folder_manifest import CONFIG, MANIFEST, Manifest, PackedEntry
-from .folder_write import ShardWriter, absolute, flush, new_folder, plan_shards, replace_file
+from .folder_write import (
+    ShardWriter,
+    absolute,
+    flush,
+    new_folder,
+    plan_shards,
+    replace_file,
+    write_beside,
+)
 
 _STAGING = ".moe_qlora.partial"
 
@@ -137,48 +145,63 @@ def _same(one: Any, other: Any) -> bool:
 @contextmanager
 def _target(folder: Path) -> Iterator[Path]:
     """A folder to write into, whose content is then moved to its place."""
-    if folder.is_file():
+    if folder.is_dir():
+        folder = folder.resolve()
+    elif folder.exists():
         raise CheckpointError(f"{folder} is a file: name a folder to save to.")
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if _can_be_renamed_to(folder):
         with new_folder(folder) as work:
             yield work
         return
     staging = folder / _STAGING
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
     try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
         yield staging
         _publish(staging, folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}.") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def _can_be_renamed_to(folder: Path) -> bool:
+    """Whether a folder that is built beside this one can take its place."""
+    if not folder.is_dir():
+        return True
+    fixed = folder.is_mount() or not os.access(folder.parent, os.W_OK)
+    return not fixed and not any(folder.iterdir())
+
+
 def _publish(staging: Path, folder: Path) -> None:
-    """Move a finished save into a folder: shards, then the rest, the config, the manifest last."""
+    """Move a finished save into a folder.
+
+    What is new comes first, then config.json, at which the folder turns from the old save to the
+    new one, then the manifest.
+    """
     last = (CONFIG, MANIFEST)
     for file in staging.rglob("*"):
         flush(file)
-    previous = _shards_of(folder)
-    entries = sorted(staging.iterdir(), key=lambda file: (file.suffix != ".safetensors", file.name))
-    for entry in entries:
+    for entry in sorted(staging.iterdir()):
         if entry.is_dir():
             shutil.copytree(entry, folder / entry.name, dirs_exist_ok=True)
         elif entry.name not in last:
             entry.replace(folder / entry.name)
+    # flushes the folder too, and with it the names of the files above
+    manifest = write_beside(folder / MANIFEST, (staging / MANIFEST).read_bytes())
+    replace_file(folder / CONFIG, (staging / CONFIG).read_bytes())
+    manifest.replace(folder / MANIFEST)
     flush(folder)
-    for name in last:
-        replace_file(folder / name, (staging / name).read_bytes())
-    for name in previous - _shards_of(folder):
-        (folder / name).unlink(missing_ok=True)
+    _remove_stale(folder)
 
 
-def _shards_of(folder: Path) -> set[str]:
-    """The shards that a folder's manifest names; nothing where it has none that can be read."""
-    try:
-        manifest = manifests.read_manifest(folder)
-    except CheckpointError:
-        return set()
-    return set(manifest.shards) if manifest is not None else set()
+def _remove_stale(folder: Path) -> None:
+    """Remove shards of earlier saves, finished or not."""
+    manifest = manifests.read_manifest(folder)
+    for file in folder.iterdir():
+        ours = manifests.SHARD_NAME.fullmatch(file.name)
+        if ours and manifest is not None and file.name not in manifest.shards:
+            file.unlink(missing_ok=True)
 
 
 def _write_side_files(model: Any, work: Path, kwargs: dict[str, Any]) -> None:
@@ -255,10 +278,10 @@ def finish_packed(
 
     tensors = manifests.tensor_entries(files)
     identity = manifests.manifest_id(tensors, codec)
-    names = {}
-    for number, file in enumerate(files, 1):
-        names[file.name] = manifests.shard_name(identity, number, len(files))
-    entries = {names[file.name]: manifests.shard_entry(file) for file in files}
+    shards = [manifests.shard_entry(file) for file in files]
+    new_names = manifests.shard_names(identity, shards)
+    names = {file.name: new for file, new in zip(files, new_names, strict=True)}
+    entries = dict(zip(new_names, shards, strict=True))
     for file in files:
         file.rename(work / names[file.name])
     source = read_json(work / CONFIG)

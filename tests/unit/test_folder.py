@@ -30,7 +30,7 @@ from moe_qlora.folder_manifest import (
     manifest_id,
     read_manifest,
     shard_entry,
-    shard_name,
+    shard_names,
     tensor_entries,
     write_manifest,
 )
@@ -520,7 +520,8 @@ def packed_folder(folder: Path) -> Manifest:
         save_file(tensors, folder / f"s{number}")
     tables = tensor_entries([folder / "s1", folder / "s2"])
     identity = manifest_id(tables, CODEC)
-    names = {f"s{n}": shard_name(identity, n, 2) for n in (1, 2)}
+    shards = [shard_entry(folder / name) for name in ("s1", "s2")]
+    names = dict(zip(("s1", "s2"), shard_names(identity, shards), strict=True))
     for old, new in names.items():
         (folder / old).rename(folder / new)
     manifest = Manifest(
@@ -529,7 +530,7 @@ def packed_folder(folder: Path) -> Manifest:
         "toy",
         CODEC,
         {"w": PackedEntry((2, 3, 4), "bfloat16")},
-        {name: shard_entry(folder / name) for name in names.values()},
+        dict(zip(names.values(), shards, strict=True)),
         {
             key: type(entry)(names[entry.file], entry.dtype, entry.shape, entry.sha256)
             for key, entry in tables.items()
