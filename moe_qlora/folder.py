@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class Checkpoint:
                     raise CheckpointError(f"{file}: {key} is in {other} as well.")
                 self._infos[key] = info
         self._stack = ExitStack()
+        weakref.finalize(self, self._stack.close)  # for who forgets to, as a failed load does
         self._open: dict[Path, Any] = {}
         self._handles: dict[Path, int] = {}
 
