@@ -336,7 +336,7 @@ class _Merge:
         if terms:
             tensor = self._added(tensor, terms, start if rows else 0)
         tensor = tensor.to(self.dtypes[key])
-        if not bool(torch.isfinite(tensor).all()):
+        if codec.first_nonfinite(tensor) is not None:
             raise AdapterError(
                 f"Merged, {key} holds NaN or inf in {self.dtypes[key]}: the adapter, or the base, "
                 "is broken, or the dtype too narrow."

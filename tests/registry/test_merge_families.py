@@ -51,8 +51,8 @@ QUANT: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _few_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny stacks are cut into slices too, mostly of one or two experts."""
-    monkeypatch.setattr(checkpoint_names, "SLICE_ELEMENTS", 2500)
+    """Tiny stacks are cut into slices too, mostly of three experts and one."""
+    monkeypatch.setattr(checkpoint_names, "SLICE_ELEMENTS", 13000)
 
 
 def targets(model: nn.Module) -> tuple[list[str], list[str]]:
