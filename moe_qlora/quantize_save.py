@@ -134,6 +134,9 @@ def _tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tenso
                 f"{key} is {where} and cannot be saved: load the model without offloading it."
             )
         kept[key] = value
+    missing = packed - aliases - kept.keys()
+    if missing:
+        raise CheckpointError(f"The state dict to save lacks the packed stack {min(missing)}.")
     return kept
 
 
@@ -299,6 +302,8 @@ def finish_packed(
         config_sha256=hashlib.sha256(text).hexdigest(),
         source_config=source,
     )
+    for name in experts:
+        manifests.check_stack(work, name, manifest)
     manifests.write_manifest(work, manifest)
     return manifest
 
