@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -29,9 +28,10 @@ from . import checkpoint_source, codec
 from .checkpoint_adapter import CONFIG as ADAPTER_CONFIG
 from .checkpoint_adapter import Adapter, Resolver, Term, Updates, open_adapter
 from .checkpoint_bases import FLOATS, INDEX, Base, OutFile, PackedBase, PlainBase, index_text
-from .checkpoint_names import Group, same_bits
+from .checkpoint_names import Group
 from .checkpoint_rounding import Rounding
 from .checkpoint_sides import copy_side_files
+from .checkpoint_ties import Ties
 from .codec import PackedStack
 from .errors import AdapterError, CheckpointError, ConfigError
 from .folder import index_of, read_json
@@ -96,8 +96,8 @@ def merge_adapter(
         out: The new folder; must not exist, or be empty. It appears whole or not at all.
         dtype: Of floating tensors; None leaves each as it is on disk. What transformers always
             keeps in fp32 stays so.
-        like_training: Round the base through the codec that the adapter was trained on first. A
-            packed base is rounded already.
+        like_training: Round the base, in the dtype that it has on disk, through the codec that the
+            adapter was trained on first. A packed base is rounded already.
         quantization_config: The `BitsAndBytesConfig` of the training, for `like_training` where
             neither the base nor the adapter's folder tells.
         max_shard_size: Of the files, where the base is packed; otherwise its own files are kept.
@@ -200,7 +200,7 @@ class _Merge:
         dtype: torch.dtype | None,
     ) -> None:
         self._base, self._adapter, self._lossy = base, adapter, lossy
-        self._updates = _Ties(model, base, adapter).settle(updates)
+        self._updates = Ties(model, base, adapter).settle(updates)
         self._factors: dict[Term, tuple[Tensor, Tensor]] = {}
         self._changed: set[str] = set()
         self._rounded: set[str] = set()
@@ -228,6 +228,24 @@ class _Merge:
                     f"{strange[0]} was packed in training, and the base's files do not hold it."
                 )
 
+        strange = [
+            key
+            for group in self._base.layout.groups
+            for key in group.keys
+            if self._touches(group) and self._base.disk[key][1] not in FLOATS
+        ]
+        if strange:
+            raise CheckpointError(
+                f"{strange[0]} is {self._base.disk[strange[0]][1]}, which an adapter cannot be "
+                "added to: name a base in 16 bit."
+            )
+
+    def _touches(self, group: Group) -> bool:
+        """Whether the adapter changes anything of a group."""
+        updates = self._updates
+        named = any(name in updates.terms or name in updates.values for name in group.shapes)
+        return named or any(key in updates.disk for key in group.keys)
+
     def report(self, folder: Path) -> MergeReport:
         tensors = len(self._base.disk)
         return MergeReport(folder, tensors, len(self._changed), len(self._rounded), self.nbytes)
@@ -249,9 +267,7 @@ class _Merge:
         tell(len(groups), len(groups), "")
 
     def _group(self, group: Group, writers: _Writers) -> None:
-        updates = self._updates
-        touched = any(name in updates.terms or name in updates.values for name in group.shapes)
-        touched |= any(key in updates.disk for key in group.keys)
+        touched = self._touches(group)
         packed = {} if self._lossy is None else self._pack(group, self._lossy)
         if not touched and not packed:
             self._copy(group, writers)
@@ -384,119 +400,6 @@ class _Writers:
         while self._open:
             _, writer = self._open.popitem()
             writer.__exit__(kind or CheckpointError, None, None)
-
-
-class _Ties:
-    """Tied weights: one tensor under several names, of which the disk mostly has one.
-
-    Args:
-        model: On meta, tied.
-        base: Says which names lie on disk.
-        adapter: Whose changes go to all of them.
-    """
-
-    def __init__(self, model: nn.Module, base: Base, adapter: Adapter) -> None:
-        self._base, self._adapter = base, adapter
-        self._names: dict[int, list[str]] = {}
-        for name, tensor in model.named_parameters(remove_duplicate=False):
-            self._names.setdefault(id(tensor), []).append(name)
-        self._groups = {name: group for group in base.layout.groups for name in group.shapes}
-
-    def settle(self, updates: Updates) -> Updates:
-        """The same changes, by the names that lie on disk.
-
-        Raises:
-            AdapterError: Two names of one tensor are changed in different ways.
-        """
-        for names in self._names.values():
-            if len(names) < 2:
-                continue
-            stored = [name for name in names if name in self._groups]
-            updates.tied.update(set(names) - set(stored))
-            for name in names:  # PEFT saves the base's own embeddings beside LoRA on them
-                if name in updates.values and stored and self._unchanged(updates, name, stored[0]):
-                    del updates.values[name]
-            asked = [n for n in names if n in updates.terms or n in updates.values]
-            if not asked or self._differ(stored):
-                continue
-            first, *others = asked
-            for other in others:
-                if not self._same(updates, first, other):
-                    raise AdapterError(
-                        f"{self._adapter.folder} changes {first} and {other} in different ways, "
-                        "and the base ties them: one tensor on disk cannot hold both; untie them "
-                        "in the base first."
-                    )
-            if updates.values.get(first) and len(others) + 1 < len(names):
-                left = next(name for name in names if name not in asked)
-                raise AdapterError(
-                    f"{self._adapter.folder} holds {first} trained in full, which the base ties "
-                    f"to {left}, which was not: one tensor on disk cannot hold both; untie them in "
-                    "the base first."
-                )
-            if first in updates.terms and len(asked) < len(names):
-                warnings.warn(
-                    f"{first} is tied to {next(n for n in names if n not in asked)}: merging "
-                    "LoRA into one changes both, as PEFT's own merge does.",
-                    UserWarning,
-                    stacklevel=4,
-                )
-            terms, value = updates.terms.get(first), updates.values.get(first)
-            for name in asked:
-                updates.terms.pop(name, None)
-                updates.values.pop(name, None)
-            for name in stored:
-                if terms is not None:
-                    updates.terms[name] = terms
-                if value is not None:
-                    updates.values[name] = value
-        return updates
-
-    def _unchanged(self, updates: Updates, name: str, stored: str) -> bool:
-        """Whether what is said to be trained in full has the base's values."""
-        group, key = self._groups[stored], updates.values[name]
-        for start, stop in group.slices():
-            old = self._base.values(group, start, stop)[stored]
-            new = self._adapter.file.read(key)[start:stop]
-            if not same_bits(new.to(old.dtype), old):
-                return False
-        return True
-
-    def _differ(self, stored: list[str]) -> bool:
-        """Whether the base has several and they are not equal: transformers then unties them."""
-        if len(stored) < 2:
-            return False
-        first = self._groups[stored[0]]
-        for start, stop in first.slices():
-            left = self._base.values(first, start, stop)[stored[0]]
-            for other in stored[1:]:
-                right = self._base.values(self._groups[other], start, stop)[other]
-                if not same_bits(left, right):
-                    return True
-        return False
-
-    def _same(self, updates: Updates, left: str, right: str) -> bool:
-        file = self._adapter.file
-        values = [updates.values.get(name) for name in (left, right)]
-        if (values[0] is None) != (values[1] is None):
-            return False
-        if values[0] and values[1] and not same_bits(file.read(values[0]), file.read(values[1])):
-            return False
-        terms = [updates.terms.get(name, []) for name in (left, right)]
-        if len(terms[0]) != len(terms[1]):
-            return False
-        return all(
-            one.scaling == other.scaling
-            and all(
-                same_bits(a, b)
-                for a, b in zip(
-                    one.factors(file, torch.float32),
-                    other.factors(file, torch.float32),
-                    strict=True,
-                )
-            )
-            for one, other in zip(*terms, strict=True)
-        )
 
 
 def _dtypes(base: Base, model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:

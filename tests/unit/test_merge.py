@@ -152,6 +152,22 @@ def test_what_the_adapter_does_not_touch_is_copied(folders: Path) -> None:
     assert changed == {key for key in before if "q_proj" in key or ".experts." in key}
 
 
+def test_tensors_that_the_model_does_not_have_are_copied(folders: Path, tmp_path: Path) -> None:
+    """Such as the layers for predicting several tokens, which transformers leaves out."""
+    base, out = tmp_path / "base", tmp_path / "out"
+    base.mkdir()
+    (base / "config.json").write_bytes((folders / "base" / "config.json").read_bytes())
+    extra = {
+        "model.layers.2.eh_proj.weight": torch.randn(8, 4, generator=torch.Generator()).bfloat16(),
+        "a_scalar": torch.tensor(3, dtype=torch.int64),
+    }
+    save_file(tensors(folders / "base") | extra, base / "model.safetensors", {"format": "pt"})
+    moe_qlora.merge_adapter(base, folders / "adapter", out)
+    merged = tensors(out)
+    assert_close({key: merged.pop(key) for key in extra}, extra)
+    assert_close(merged, tensors(folders / "out"))
+
+
 def test_slices_do_not_matter(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,6 +525,18 @@ def test_settings_of_another_type(fields: dict[str, Any], folders: Path, tmp_pat
     adapter = changed_config(folders, tmp_path / "adapter", **fields)
     match = "adapter_config.json is damaged"
     refuses(CheckpointError, match, folders / "base", adapter, tmp_path / "out")
+
+
+def test_a_weight_that_is_not_plain(folders: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_bytes((folders / "base" / "config.json").read_bytes())
+    weights = tensors(folders / "base")
+    key = "model.layers.0.self_attn.q_proj.weight"
+    weights[key] = weights[key].to(torch.float8_e4m3fn)
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    match = "q_proj.weight is torch.float8_e4m3fn, which an adapter"
+    refuses(CheckpointError, match, base, folders / "adapter", tmp_path / "out")
 
 
 def test_damage_is_named(folders: Path, tmp_path: Path) -> None:
