@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import checkpoint_names, testing
+from moe_qlora.errors import AdapterError
 from moe_qlora.folder import Checkpoint
 from moe_qlora.peft_config import spell_exactly
 
@@ -34,6 +35,7 @@ FAMILIES = [
     "dbrx",  # a matrix of all experts
     "jetmoe",  # experts in attention, tied embeddings
     "zaya",  # several numbers of experts
+    *("olmoe", "phimoe", "glm4_moe", "minimax_m2", "hunyuan_v1_moe", "qwen3_next", "lfm2_moe"),
 ]
 # Mamba layers are no LoRA targets for PEFT.
 UNTARGETED = {"out_proj", "conv1d"}
@@ -181,6 +183,31 @@ def test_a_packed_base_and_like_training_give_what_is_merged_in_memory(
         if loaded[name].dim() == 3:  # the same sums, in the same order
             assert torch.equal(loaded[name], merged.state_dict()[name]), name
         assert not torch.allclose(loaded[name], exact[name], rtol=0, atol=1e-5), name
+
+
+def test_tied_experts_take_one_adapter(tmp_path: Path) -> None:
+    """diffusion_gemma's encoder and decoder share all experts, which are once on disk."""
+    model: Any = testing.tiny_model("diffusion_gemma")
+    model.save_pretrained(tmp_path / "base")
+    names = [
+        name
+        for param in moe_qlora.detect(model)
+        for name in (param.name, *param.aliases)
+        if "decoder." in name
+    ]
+    config = LoraConfig(r=3, target_modules=[], target_parameters=names)
+    adapted: Any = peft.get_peft_model(model, config)
+    randomise(adapted)
+    adapted.save_pretrained(tmp_path / "one")
+    with pytest.warns(UserWarning, match=r"is tied to model.encoder.*and \d more such pairs"):
+        moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "one", tmp_path / "out")
+    merged_in_memory(adapted).save_pretrained(tmp_path / "reference")
+    assert_close(tensors(tmp_path / "out"), tensors(tmp_path / "reference"))
+
+    adapt(testing.tiny_model("diffusion_gemma"), tmp_path / "both")
+    with pytest.raises(AdapterError, match=r"in different ways, and the base ties them"):
+        merge(tmp_path / "base", tmp_path / "both", tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("kind", sorted(QUANT))
