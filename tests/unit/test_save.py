@@ -1,4 +1,4 @@
-"""`save_pretrained` of packed models, and their reload: bit-equal, whole, and clear where refused."""
+"""`save_pretrained` of packed models, and their reload: bit-equal, whole, clear where refused."""
 
 from __future__ import annotations
 

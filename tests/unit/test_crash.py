@@ -1,0 +1,219 @@
+"""A save that is killed leaves the old model or the new one, and the next one is as if never."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import folder_write, quantize_experts
+from moe_qlora.folder_manifest import CONFIG, MANIFEST, check_folder
+from moe_qlora.folder_write import partial_of
+from moe_qlora.testing import tiny_model
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks its victims")
+
+KILLED = 9
+FOREIGN = {"tokenizer.json": b"{}", "notes/log": b"kept"}
+_EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.copytree"}
+
+
+class Saves:
+    """Two models of one shape, and the folders that undisturbed saves of them are."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.models = [self._packed(seed) for seed in (0, 1)]
+        self.sizes = ("20KB", "25KB")
+        for number in (0, 1):
+            self.save(number, self.fresh(number))
+
+    @staticmethod
+    def _packed(seed: int) -> Any:
+        model: Any = tiny_model("qwen3_moe", seed=seed, dtype=torch.bfloat16, num_hidden_layers=1)
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+        quantize_experts(model, config)
+        return model
+
+    def fresh(self, number: int) -> Path:
+        return self.root / f"fresh{number}"
+
+    def save(self, number: int, folder: Path) -> None:
+        self.models[number].save_pretrained(folder, max_shard_size=self.sizes[number])
+
+    def start(self, folder: Path, *, existing: bool) -> None:
+        """The folder as it is before a save: absent, or with the first model and foreign files."""
+        for old in (folder, partial_of(folder)):
+            shutil.rmtree(old, ignore_errors=True)
+        if existing:
+            shutil.copytree(self.fresh(0), folder)
+            for name, content in FOREIGN.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(content)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saves]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield Saves(tmp_path_factory.mktemp("saves"))
+
+
+def fork(work: Callable[[], None]) -> int:
+    """A copy of this process that does `work` and ends; its id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        torch.set_num_threads(1)  # the parent's threads are not in the copy
+        work()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def ended(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def counting(root: Path, stop: int, report: int) -> None:
+    """End this process just before its `stop`-th change of the disk below `root`.
+
+    The number of changes so far is written to the file `report`, 8 bytes each time.
+    """
+    count = 0
+
+    def tick() -> None:
+        nonlocal count
+        count += 1
+        os.pwrite(report, count.to_bytes(8, "little"), 0)
+        if count == stop:
+            os._exit(KILLED)
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if (writes or event in _EVENTS) and str(root) in str(args[0]):
+            tick()
+
+    flush, put = os.fsync, folder_write.ShardWriter._put
+
+    def fsync(handle: int) -> None:
+        tick()
+        flush(handle)
+
+    def write(self: Any, *args: Any) -> None:
+        tick()
+        put(self, *args)
+        self._file.flush()
+
+    os.fsync, folder_write.ShardWriter._put = fsync, write
+    sys.addaudithook(hook)
+
+
+def judge(saves: Saves, folder: Path, *, existing: bool) -> str:
+    """Which save the folder holds; fails where it is neither."""
+    if not folder.exists():
+        assert not existing
+        return "none"
+    manifest = check_folder(folder)
+    found = files(folder)
+    for number, name in enumerate(("old", "new")):
+        want = files(saves.fresh(number))
+        if found[CONFIG] != want[CONFIG]:
+            continue
+        shards = {file for file in want if file.endswith(".safetensors")}
+        assert set(manifest.shards) == shards
+        assert all(found[file] == want[file] for file in shards)
+        assert manifest.to_bytes() == want[MANIFEST]
+        if existing:
+            assert FOREIGN.items() <= found.items()
+            return "between" if found[MANIFEST] != want[MANIFEST] else name
+        assert found == want
+        return name
+    raise AssertionError("config.json is of neither save")
+
+
+def saved_again(saves: Saves, folder: Path, *, existing: bool) -> None:
+    saves.save(1, folder)
+    assert files(folder) == files(saves.fresh(1)) | (FOREIGN if existing else {})
+    assert not partial_of(folder).exists()
+
+
+@pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
+def test_killed_before_each_change_of_the_disk(saves, tmp_path, existing):
+    folder = tmp_path / "model"
+    report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
+    total, stop, seen = 10**6, 0, []
+    while stop < total:
+        stop += 1
+        saves.start(folder, existing=existing)
+
+        def work(stop: int = stop) -> None:
+            counting(folder.parent / "", stop, report)
+            saves.save(1, folder)
+
+        status = ended(fork(work))
+        assert status in (0, KILLED)
+        if status == 0:
+            total = int.from_bytes(os.pread(report, 8, 0), "little")
+            assert total == stop - 1
+        seen.append(judge(saves, folder, existing=existing))
+        if seen[-1] == "between":
+            with moe_qlora.enabled():
+                again = AutoModelForCausalLM.from_pretrained(folder)
+            state = saves.models[1].state_dict()
+            assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
+        if stop % 3 == 0 or seen[-1] == "between":
+            saved_again(saves, folder, existing=existing)
+    os.close(report)
+    # Everything in its order, and nothing twice: old (or none), then new.
+    order = ["old", "between", "new"] if existing else ["none", "new"]
+    assert list(dict.fromkeys(seen)) == order
+    assert seen == sorted(seen, key=order.index)
+    assert len(seen) > 30
+
+
+@pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
+def test_killed_at_random_moments(saves, tmp_path, existing):
+    folder = tmp_path / "model"
+    saves.start(folder, existing=existing)
+    begin = time.monotonic()
+    assert ended(fork(lambda: saves.save(1, folder))) == 0
+    duration = time.monotonic() - begin
+    generator = random.Random(existing)
+    killed = 0
+    for _ in range(14):
+        saves.start(folder, existing=existing)
+        child = fork(lambda: saves.save(1, folder))
+        time.sleep(generator.uniform(0.05, 1.0) * duration)
+        os.kill(child, signal.SIGKILL)
+        killed += ended(child) == -signal.SIGKILL
+        judge(saves, folder, existing=existing)
+        saved_again(saves, folder, existing=existing)
+    assert killed > 3  # some may have been done before
