@@ -93,14 +93,20 @@ def adapt(model: Any, folder: Path) -> Any:
     linears, experts = targets(model)
     config: Any = LoraConfig(r=3, lora_alpha=7, target_modules=linears, target_parameters=experts)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of lm_head, and of spellings that stock PEFT rewrites
+        warnings.simplefilter("ignore")  # of spellings that stock PEFT rewrites
         if packed:
             adapted = moe_qlora.get_peft_model(model, config)
         else:
             adapted = peft.get_peft_model(model, spell_exactly(model, config))
-        randomise(adapted)
-        adapted.save_pretrained(folder)
+    randomise(adapted)
+    store(adapted, folder)
     return adapted
+
+
+def store(adapted: Any, folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of lm_head, and of a base that is in no folder
+        adapted.save_pretrained(folder)
 
 
 def merge(*arguments: Any, **settings: Any) -> None:
@@ -198,7 +204,7 @@ def test_tied_experts_take_one_adapter(tmp_path: Path) -> None:
     config = LoraConfig(r=3, target_modules=[], target_parameters=names)
     adapted: Any = peft.get_peft_model(model, config)
     randomise(adapted)
-    adapted.save_pretrained(tmp_path / "one")
+    store(adapted, tmp_path / "one")
     with pytest.warns(UserWarning, match=r"is tied to model.encoder.*and \d more such pairs"):
         moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "one", tmp_path / "out")
     merged_in_memory(adapted).save_pretrained(tmp_path / "reference")
@@ -223,7 +229,7 @@ def test_linear_layers_are_rounded_as_bitsandbytes_rounded_them(kind: str, tmp_p
     config = LoraConfig(r=3, target_modules=["o_proj"], target_parameters=experts)
     adapted = moe_qlora.get_peft_model(model, config)
     randomise(adapted)
-    adapted.save_pretrained(tmp_path / "adapter")
+    store(adapted, tmp_path / "adapter")
 
     merge(tmp_path / "packed", tmp_path / "adapter", tmp_path / "packed_out")
     merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "noted", like_training=True)
