@@ -48,6 +48,14 @@ def parse_size(text: str) -> int:
     return size
 
 
+def exact_size(nbytes: int) -> str:
+    """The shortest text that `parse_size` reads as so many bytes: "24GiB", "1536MiB", "1000"."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if nbytes % _UNITS[unit.lower()] == 0:
+            return f"{nbytes // _UNITS[unit.lower()]}{unit}"
+    return str(nbytes)
+
+
 def parse_devices(text: str) -> tuple[int, ...]:
     """Bytes of each device of "2x24GiB", "80GiB" or "24GiB,2x48GiB".
 

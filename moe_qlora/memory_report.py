@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .memory_devices import CONTEXT_BYTES
 from .memory_plan import COMPONENTS, DeviceUse, Peak, Settings
 
 
@@ -79,7 +80,8 @@ class MemoryPlan:
             return None
         loads = self.load_peak - self.resident
         return all(use.fits for use in self.devices) and all(
-            use.peak is None or use.weights + loads <= use.capacity for use in self.devices
+            use.peak is None or use.weights + loads + CONTEXT_BYTES <= use.capacity
+            for use in self.devices
         )
 
     def rows(self) -> list[tuple[str, int, int]]:

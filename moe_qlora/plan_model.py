@@ -22,7 +22,7 @@ from . import checkpoint_source, plan_rehearsal, plan_twin
 from .codec_settings import CodecSettings
 from .errors import ConfigError, MoeQloraError
 from .memory import load_extra_nbytes
-from .memory_devices import parse_devices, reserve_nbytes
+from .memory_devices import exact_size, parse_devices, reserve_nbytes
 from .memory_optimizer import ALIASES, OPTIMIZERS
 from .memory_plan import (
     Activity,
@@ -41,6 +41,7 @@ __all__ = ["MemoryPlan", "plan", "with_packing"]
 _LONGEST = 1 << 20
 _MOST = 1 << 12
 _STEP = 64  # tokens
+_DEVICES = 16
 _DEFAULT = CodecSettings("nf4", True, compute_dtype=torch.bfloat16)
 _CHUNK = 1024  # tokens of a loss that is computed in chunks
 
@@ -453,76 +454,126 @@ def _largest(fits: Callable[[int], bool], start: int, limit: int, step: int) -> 
     return low * step
 
 
-def _hints(planner: _Planner, made: MemoryPlan, capacities: Sequence[int]) -> Iterable[Hint]:
-    """Changes that save something, those that cost least first, each tried by itself."""
-    settings, before = planner.settings, made.peak.nbytes
+@dataclass(frozen=True)
+class _Change:
+    """One thing to do otherwise.
 
-    def hint(what: str, setting: str, other: _Planner, head: float = 1.0) -> Hint | None:
+    Attributes:
+        what: In words.
+        setting: For `plan` and the command line.
+        fields: Of `Settings`.
+        packing: Gives the quantization config, None leaves it as it is.
+        head: The part of the loss's tensors that is there at once.
+    """
+
+    what: str
+    setting: str
+    fields: dict[str, Any]
+    packing: Callable[[Any], Any] | None = None
+    head: float = 1.0
+
+
+def _hints(planner: _Planner, made: MemoryPlan, capacities: Sequence[int]) -> Iterable[Hint]:
+    """Changes that save something, those that cost least first: each by itself, then together."""
+
+    def tried(what: str, setting: str, changes: Sequence[_Change]) -> Hint:
+        other, head = _changed(planner, changes)
         batch, seq = other.settings.batch, other.settings.seq
         (whole,) = other.uses(batch, seq, (1,), head)
         assert whole.peak is not None
-        saves = before - whole.peak.nbytes
-        if saves < before // 200:
-            return None
         fits = all(use.fits for use in other.uses(batch, seq, capacities, head))
-        return Hint(what, setting, saves, fits)
+        return Hint(what, setting, made.peak.nbytes - whole.peak.nbytes, fits)
 
-    for what, setting, source, changed, head in _changes(planner, made):
-        same = source is planner.source and changed == settings
-        lora = planner.lora_config if changed.targets == settings.targets else None
-        found = hint(what, setting, planner if same else _Planner(source, changed, lora), head)
-        if found is not None:
-            yield found
+    least = made.peak.nbytes // 200
+    useful: list[_Change] = []
+    alone = False
+    for change in _changes(planner, made):
+        hint = tried(change.what, change.setting, [change])
+        if hint.saves >= least:
+            useful.append(change)
+            alone = alone or hint.fits
+            yield hint
+    for count in range(2, len(useful) + 1) if not alone else ():
+        chosen = useful[:count]
+        hint = tried(f"the first {count} together", "", chosen)
+        if hint.fits:
+            # Of two changes of one setting the later one holds.
+            settings = {change.setting.partition("=")[0]: change.setting for change in chosen}
+            yield replace(hint, setting=", ".join(settings.values()))
+            break
+    yield from _more_devices(planner, made, capacities)
 
 
-_Change = tuple[str, str, _Source, Settings, float]
+def _changed(planner: _Planner, changes: Sequence[_Change]) -> tuple[_Planner, float]:
+    source, settings, head = planner.source, planner.settings, 1.0
+    for change in changes:
+        settings = replace(settings, **change.fields)
+        if change.packing is not None:
+            source = replace(source, quantization=change.packing(source.quantization))
+        head = min(head, change.head)
+    if source is planner.source and settings == planner.settings:
+        return planner, head
+    # A caller's LoraConfig stands for rank and targets until a change names others.
+    lora = planner.lora_config if settings.targets == planner.settings.targets else None
+    return _Planner(source, settings, lora), head
+
+
+def _more_devices(planner: _Planner, made: MemoryPlan, capacities: Sequence[int]) -> Iterable[Hint]:
+    size, fullest = max(capacities), max(use.needed for use in made.devices)
+    for count in range(len(capacities) + 1, _DEVICES + 1):
+        uses = planner.uses(planner.settings.batch, planner.settings.seq, [size] * count)
+        if all(use.fits for use in uses):
+            saves = fullest - max(use.needed for use in uses)
+            what = f"spread it over {count} devices like the largest"
+            yield Hint(what, f"gpus='{count}x{exact_size(size)}'", saves, True)
+            return
 
 
 def _changes(planner: _Planner, made: MemoryPlan) -> Iterable[_Change]:
-    """(what, setting, source, settings, part of the loss's tensors that is there at once)."""
     settings, source = planner.settings, planner.source
     if not settings.checkpointing:
-        changed = replace(settings, checkpointing=True)
-        yield "compute layers again in backward", "checkpointing=True", source, changed, 1.0
+        fields = {"checkpointing": True}
+        yield _Change("compute layers again in backward", "checkpointing=True", fields)
     if source.free and made.kind in ("nf4", "fp4") and not made.double_quant:
-        nested = copy.deepcopy(source.quantization)
-        nested.bnb_4bit_use_double_quant = True
-        other = replace(source, quantization=nested)
         setting = "bnb_4bit_use_double_quant=True"
-        yield "quantize the statistics too", setting, other, settings, 1.0
+        yield _Change("quantize the statistics too", setting, {}, _nested)
     if source.free and made.kind == "int8":
-        other = replace(source, quantization=_bnb_config(None))
-        yield "pack to 4 bit", "load_in_4bit=True", other, settings, 1.0
+        yield _Change("pack to 4 bit", "load_in_4bit=True", {}, lambda asked: _bnb_config(None))
     tokens = settings.batch * settings.seq
     if tokens > _CHUNK:
         what = f"compute the loss {_CHUNK} tokens at a time"
-        yield what, "use_liger_kernel=True (Trainer)", source, settings, _CHUNK / tokens
-    for what, setting, fields in _smaller(settings, made, planner.lora_config is None):
-        yield what, setting, source, replace(settings, **fields), 1.0
+        yield _Change(what, "use_liger_kernel=True (Trainer)", {}, head=_CHUNK / tokens)
+    yield from _smaller(settings, made, planner.lora_config is None)
 
 
-def _smaller(
-    settings: Settings, made: MemoryPlan, free: bool
-) -> Iterable[tuple[str, str, dict[str, Any]]]:
+def _nested(asked: Any) -> Any:
+    nested = copy.deepcopy(asked)
+    nested.bnb_4bit_use_double_quant = True
+    return nested
+
+
+def _smaller(settings: Settings, made: MemoryPlan, free: bool) -> Iterable[_Change]:
     """Changes of the training settings alone; `free`: no `LoraConfig` fixes rank and targets."""
     less: dict[str, Any]
     if settings.optimizer == "adamw":
         less = {"optimizer": "adamw_8bit"}
-        yield "keep the optimizer's moments in 8 bit", "optimizer='adamw_8bit'", less
+        yield _Change("keep the optimizer's moments in 8 bit", "optimizer='adamw_8bit'", less)
     if not settings.optimizer.startswith("paged"):
         less = {"optimizer": "paged_adamw_8bit"}
-        yield "keep them in 8 bit and in pages", "optimizer='paged_adamw_8bit'", less
+        yield _Change("and in pages", "optimizer='paged_adamw_8bit'", less)
     if settings.adapter_dtype == "float32":
         less = {"adapter_dtype": "bfloat16"}
-        yield "train adapters in bfloat16", "adapter_dtype='bfloat16'", less
+        yield _Change("train adapters in bfloat16", "adapter_dtype='bfloat16'", less)
     if settings.batch > 1:
         less = {"batch": 1, "accumulation": settings.accumulation * settings.batch}
         what = f"batch=1, accumulation={less['accumulation']}"
-        yield "one sequence at a time", what, less
+        yield _Change("one sequence at a time", what, less)
     shorter = made.largest_seq or settings.seq // 2
     if 0 < shorter < settings.seq:
-        yield "shorter sequences", f"seq={shorter}", {"seq": shorter}
+        yield _Change("shorter sequences", f"seq={shorter}", {"seq": shorter})
     if free and settings.rank > 8:
-        yield "half the rank", f"rank={settings.rank // 2}", {"rank": settings.rank // 2}
+        rank = settings.rank // 2
+        yield _Change("half the rank", f"rank={rank}", {"rank": rank})
     if free and settings.targets != "attention":
-        yield "LoRA on attention alone", "targets='attention'", {"targets": "attention"}
+        less = {"targets": "attention"}
+        yield _Change("LoRA on attention alone", "targets='attention'", less)
