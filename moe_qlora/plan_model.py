@@ -272,6 +272,7 @@ class _Planner:
         self.notes: list[str] = []
         self.estimated = False
         self.itemsize = plan_twin.DTYPES[settings.adapter_dtype].itemsize
+        self._unpacked: plan_twin.Twin | None = None
         self._known: dict[tuple[int, int], tuple[Activity, ...]] = {}
 
     @cached_property
@@ -313,13 +314,18 @@ class _Planner:
         return self._known[batch, seq]
 
     def _activities(self, batch: int, seq: int) -> tuple[Activity, ...]:
-        if not self.estimated:
+        while not self.estimated:
+            twin = self._unpacked or self.twin
             try:
-                return self._rehearse(self.twin, batch, seq)
+                return self._rehearse(twin, batch, seq)
             except MoeQloraError:
                 raise
             except Exception as error:  # noqa: BLE001 - models raise anything on meta tensors
-                self._cannot(error)
+                if self._unpacked is None and self.source.linears:
+                    # Some models read a Linear layer's weight past its forward.
+                    self._unpacked = self._ready(replace(self.source, linears=False))
+                else:
+                    self._cannot(error)
         return self._estimate(batch, seq)
 
     def _cannot(self, error: Exception) -> None:

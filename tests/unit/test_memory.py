@@ -7,6 +7,7 @@ import torch
 
 from moe_qlora import memory
 from moe_qlora.codec import CodecSettings, pack
+from moe_qlora.memory_devices import exact_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,17 @@ def test_bytes_of_a_weight():
 def test_unknown_kind():
     with pytest.raises(ValueError, match="kind is 'nf3'; expected one of nf4, fp4, int8"):
         memory.packed_nbytes((2, 2, 2), "nf3")
+
+
+def test_loading_needs_one_matrix_and_the_statistics_in_flight():
+    shapes = [(8, 64, 128), (8, 128, 32)]
+    assert memory.load_extra_nbytes(shapes, 2, "nf4") == 2 * 64 * 128
+    statistics = 4 * (8 * 64 * 128 // 64 + 8 * 128 * 32 // 64)
+    expected = 2 * 64 * 128 + statistics
+    assert memory.load_extra_nbytes(shapes, 2, "fp4", double_quant=True) == expected
+    assert memory.load_extra_nbytes([(30, 65)], 4, "int8", double_quant=True) == 4 * 30 * 65
+
+
+@pytest.mark.parametrize("nbytes", [24 << 30, 1536 << 20, 3 << 10, 1001])
+def test_exact_sizes_are_read_back(nbytes):
+    assert parse_size(exact_size(nbytes)) == nbytes

@@ -482,6 +482,21 @@ def test_hints_say_what_they_save():
         assert hints[setting].saves == made.peak.nbytes - other.peak.nbytes, setting
         assert hints[setting].saves > 0
     assert hints["use_liger_kernel=True (Trainer)"].saves > 0
+    together = [hint for hint in made.hints if hint.what.endswith("together")]
+    alone = [hint for hint in made.hints if hint not in together and "gpus" not in hint.setting]
+    assert any(hint.fits for hint in alone) or all(hint.fits for hint in together)
+
+
+def test_hints_name_enough_devices():
+    config = qwen3_30b(num_hidden_layers=16, vocab_size=4096)
+    made = moe_qlora.plan(config, gpus="6GiB", seq=2048)
+    assert made.fits is False
+    setting = made.hints[-1].setting
+    assert setting.startswith("gpus='")
+    text = setting.removeprefix("gpus='").rstrip("'")
+    count = int(text.partition("x")[0])
+    assert moe_qlora.plan(config, gpus=text, seq=2048).fits
+    assert count == 2 or not moe_qlora.plan(config, gpus=f"{count - 1}x6GiB", seq=2048).fits
 
 
 def test_moments():
