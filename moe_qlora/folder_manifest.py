@@ -236,7 +236,12 @@ def _read(folder: Path, name: str) -> Manifest:
     with reading_file(file):
         if said != _sum(value):
             raise CheckpointError(f"{file} is damaged: its checksum does not fit.")
-        return _parse(folder, value)
+        try:
+            return _parse(folder, value)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(
+                f"{file} is damaged: a field is missing or is of another type ({error!r})."
+            ) from error
 
 
 def _parse(folder: Path, value: dict[str, Any]) -> Manifest:

@@ -14,7 +14,7 @@ from torch import nn
 from ..codec import CodecSettings, PackedStack, why_not_packed
 from ..detect import detect
 from ..errors import CheckpointError, UnsupportedWeightError
-from ..folder import Checkpoint
+from ..folder import DTYPES, Checkpoint
 from ..folder_manifest import Manifest
 from ..layout import ExpertParam, ModelLayout
 from ..memory import packed_nbytes
@@ -161,6 +161,15 @@ def plan_reload(
         for tied in (param, *filter(None, map(param_of, entry.aliases))):
             for alias in (tied.name, *tied.aliases):
                 params[alias] = tied
+    for name, param in known.items():
+        stored = manifest.tensors.get(name)
+        if name in params or stored is None:
+            continue
+        if stored.shape != tuple(param.shape) or not DTYPES[stored.dtype].is_floating_point:
+            raise CheckpointError(
+                f"{folder} holds {stored.dtype} of shape {stored.shape} as {name}, but its "
+                "manifest does not say that this stack is packed."
+            )
     saved = manifest.codec
     asked = {
         "kind": settings.kind,
