@@ -102,11 +102,16 @@ class PlainBase(Base):
             by_file[self.checkpoint.info(key).file].append(key)
         return [OutFile(file.name, tuple(keys), _metadata(file)) for file, keys in by_file.items()]
 
+    def parameters(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
+        """Rows of the group's parameters, however they would be written."""
+        return self.layout.convert(group, self._tensors(group, start, stop))
+
+    def _tensors(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
+        last = stop if group.unit == "row" else None
+        return {key: self.read(key, start, last) for key in group.part(start, stop)}
+
     def values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
-        parts = group.part(start, stop)
-        rows = stop is not None and group.unit == "row"
-        last = stop if rows else None
-        read = {key: self.read(key, start, last) for key in parts}
+        parts, read = group.part(start, stop), self._tensors(group, start, stop)
         values = self.layout.convert(group, read)
         if group.converter is not None:
             back = self.layout.restore(group, values)
@@ -130,6 +135,73 @@ def _metadata(file: Path) -> dict[str, str]:
     return dict(found) if isinstance(found, dict) else {}
 
 
+class PackedWeights:
+    """The packed weights of a folder: expert stacks and Linear layers, one in memory at a time.
+
+    Args:
+        folder: Holds a manifest, and has been checked.
+        manifest: Its manifest.
+        checkpoint: Its files.
+        model: Its model on meta, which knows the shapes of Linear layers.
+
+    Attributes:
+        keys: Each packed weight by name, and the keys that hold it.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, checkpoint: Checkpoint, model: nn.Module
+    ) -> None:
+        self._folder, self._manifest, self._checkpoint = folder, manifest, checkpoint
+        self._plain = model.state_dict()
+        self.keys = packed_names(manifest)
+        self._held: tuple[str, PackedStack] | None = None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the decoded weight.
+
+        Raises:
+            CheckpointError: The model has no such weight.
+        """
+        entry = self._manifest.experts.get(name)
+        if entry is None and name not in self._plain:
+            raise CheckpointError(
+                f"{self._folder}: {name} is no tensor of the model: config.json is not the one it "
+                "was saved with."
+            )
+        return tuple(entry.shape if entry else self._plain[name].shape)
+
+    def stack(self, name: str) -> PackedStack:
+        """A packed weight; the last one is kept, for its next slice.
+
+        Raises:
+            CheckpointError: Its tensors do not belong together.
+        """
+        if self._held is not None and self._held[0] == name:
+            return self._held[1]
+        saved, entry = self._manifest.codec, self._manifest.experts.get(name)
+        shape = self.shape(name)
+        if saved["kind"] == "int8":
+            settings = CodecSettings("int8", storage_dtype=torch.int8)
+        else:
+            storage = getattr(torch, saved["storage_dtype"])
+            settings = CodecSettings(
+                saved["kind"], bool(saved["double_quant"]), storage, None, int(saved["blocksize"])
+            )
+        keys = [key for key in self.keys[name] if not key.endswith(_INT8_FORMAT)]
+        stats = {
+            _SCALES if key.endswith(_SCALES) else key.removeprefix(name): self._checkpoint.read(key)
+            for key in keys
+            if key != name
+        }
+        dtype = getattr(torch, entry.dtype) if entry else self._plain[name].dtype
+        try:
+            stack = codec.restore(self._checkpoint.read(name), stats, shape, dtype, settings)
+        except ValueError as error:
+            raise CheckpointError(f"{self._folder}: {name}: {error}.") from error
+        self._held = (name, stack)
+        return stack
+
+
 class PackedBase(Base):
     """A folder that this package packed, decoded; in the layout that transformers would save.
 
@@ -149,8 +221,7 @@ class PackedBase(Base):
         )
         self._folder = folder
         self._model: Any = model
-        self._packed = _packed_names(self.manifest)
-        self._held: tuple[str, PackedStack] | None = None
+        self._weights = PackedWeights(folder, self.manifest, self.checkpoint, model)
         self.params = self._parameters()
         shown = {
             name: torch.empty(shape, dtype=dtype, device="meta")
@@ -171,14 +242,14 @@ class PackedBase(Base):
 
     def _parameters(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each decoded parameter and buffer."""
-        parts = {key for keys in self._packed.values() for key in keys}
+        parts = {key for keys in self._weights.keys.values() for key in keys}
         found = {}
         state = self._model.state_dict()
         for key in self.checkpoint:
-            if key in self._packed:
+            if key in self._weights.keys:
                 entry = self.manifest.experts.get(key)
                 shape = tuple(entry.shape if entry else state[key].shape)
-                dtype = getattr(torch, entry.dtype) if entry else self._stack(key).dtype
+                dtype = getattr(torch, entry.dtype) if entry else self._weights.stack(key).dtype
                 found[key] = (shape, dtype)
             elif key not in parts:
                 info = self.checkpoint.info(key)
@@ -190,34 +261,6 @@ class PackedBase(Base):
                 f"{type(self._model).__name__}: config.json is not the one it was saved with."
             )
         return found
-
-    def _stack(self, name: str) -> PackedStack:
-        """A packed weight; the last one is kept, for its next slice."""
-        if self._held is not None and self._held[0] == name:
-            return self._held[1]
-        saved, entry = self.manifest.codec, self.manifest.experts.get(name)
-        blocksize = int(saved["blocksize"])
-        shape = tuple(entry.shape if entry else self._model.state_dict()[name].shape)
-        if saved["kind"] == "int8":
-            settings = CodecSettings("int8", storage_dtype=torch.int8)
-        else:
-            storage = getattr(torch, saved["storage_dtype"])
-            settings = CodecSettings(
-                saved["kind"], bool(saved["double_quant"]), storage, None, blocksize
-            )
-        keys = [key for key in self._packed[name] if not key.endswith(_INT8_FORMAT)]
-        stats = {
-            _SCALES if key.endswith(_SCALES) else key.removeprefix(name): self.checkpoint.read(key)
-            for key in keys
-            if key != name
-        }
-        dtype = getattr(torch, entry.dtype) if entry else self._model.state_dict()[name].dtype
-        try:
-            stack = codec.restore(self.checkpoint.read(name), stats, shape, dtype, settings)
-        except ValueError as error:
-            raise CheckpointError(f"{self._folder}: {name}: {error}.") from error
-        self._held = (name, stack)
-        return stack
 
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
         sizes = {
@@ -248,11 +291,11 @@ class PackedBase(Base):
         return values
 
     def _rows(self, name: str, start: int, stop: int | None) -> Tensor:
-        if name not in self._packed:
+        if name not in self._weights.keys:
             if stop is None:
                 return self.checkpoint.read(name)
             return self.checkpoint.read(name, start, stop)
-        stack = self._stack(name)
+        stack = self._weights.stack(name)
         return codec.unpack_range(stack, start, stack.shape[0] if stop is None else stop)
 
     def read(self, key: str, start: int, stop: int | None) -> Tensor:
@@ -262,7 +305,7 @@ class PackedBase(Base):
         self.checkpoint.close()
 
 
-def _packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
+def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     """Each packed weight, expert stack or Linear, and the keys that hold it."""
     keys = manifest.tensors
     owners = set(manifest.experts)
