@@ -1,5 +1,8 @@
 """The experts forward "moe_qlora": computes from packed codes, through transformers' own interface.
 
+On a GPU the whole module is one operation (`experts_layer.py`) where its layout and dtypes suit
+that; the rest of this file is what runs everywhere, projection by projection, and the reference.
+
 `activate` registers `experts_forward` in transformers' `ALL_EXPERTS_FUNCTIONS`, a public extension
 point, and selects it on the configuration that the experts modules read. The forward decodes and
 decodes again in backward (one expert at a time, or on a GPU one stack into a scratch that lives for
@@ -30,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from . import storage
+from . import experts_layer, storage
 from .detection.walk import dispatches
 from .experts_op import Inputs, Projection, compiled_projection, register_operators
 
@@ -108,11 +111,13 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
         configs[id(config)] = config
     if configs and IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
         register_operators()
+        experts_layer.register_operators()
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
     for module in model.modules():
         config = getattr(module, "config", None)
         if id(config) in configs and dispatches(module) and _PREVIOUS not in module.__dict__:
             module.__dict__[_PREVIOUS] = getattr(config, "_experts_implementation", None)
+            experts_layer.prepare(module)
     for config in configs.values():
         # The internal name, as `set_experts_implementation` writes it: the property's setter would
         # pass the choice on to sub-configurations that own no packed experts.
@@ -146,6 +151,14 @@ def experts_forward(
     names = (first_name, "down_proj")
     if not any(storage.is_packed(self, name) for name in names):
         return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
+    provider = lora_provider(self)
+    terms = [provider.terms(name) if provider is not None else () for name in names]
+    whole = experts_layer.run(
+        self, first_name, hidden_states, top_k_index, top_k_weights, terms,
+        _autocast_dtype(hidden_states),
+    )  # fmt: skip
+    if whole is not None:
+        return whole
     top_k = top_k_index.shape[1]
     experts = _num_experts(self, first_name)
     flat = top_k_index.reshape(-1)

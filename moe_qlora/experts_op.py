@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .codec import Int8State, PackedStack, unpack_range
 from .kernels import dispatch, reference
+from .kernels.packed import Packed
 
 
 class Inputs(NamedTuple):
@@ -174,7 +175,7 @@ def compiled_projection(
     module: nn.Module, name: str, projection: Projection, inputs: Inputs
 ) -> Tensor:
     """`Projection.packed` as one custom operator, for graphs."""
-    tensors, constants = _packed_inputs(module, name)
+    tensors, constants = packed_inputs(module, name)
     dropped = [source is not None for source in inputs.sources]
     constants = (
         constants,
@@ -211,7 +212,7 @@ def _dtype(name: str) -> torch.dtype | None:
     return getattr(torch, name) if name else None
 
 
-def _packed_inputs(module: Any, name: str) -> tuple[list[Tensor], Any]:
+def packed_inputs(module: Any, name: str) -> tuple[list[Tensor], Any]:
     """A packed parameter as tensors and constants, by attribute reads that Dynamo can follow."""
     stack = module.parametrizations[name]
     first, codes = stack[0], stack.original
@@ -235,6 +236,20 @@ def _packed_inputs(module: Any, name: str) -> tuple[list[Tensor], Any]:
         _dtype_name(compute),
     ]
     return tensors, constants
+
+
+def packed_of(stack: PackedStack) -> Packed:
+    """A packed stack `(E, rows, cols)` as the kernels take it."""
+    shape = (stack.shape[0], stack.shape[1], stack.numel // stack.shape[0] // stack.shape[1])
+    state = stack.state
+    if isinstance(state, Int8State):
+        return Packed(stack.codes.view(-1), state.scales, None, 0, None, shape, "int8")
+    nested = None
+    if state.nested:
+        inner = state.state2
+        nested = (inner.code, inner.absmax, state.offset, inner.blocksize)
+    codes = stack.codes.detach().view(-1).view(torch.uint8)
+    return Packed(codes, state.absmax, state.code, state.blocksize, nested, shape, stack.kind)
 
 
 def _stack(tensors: Sequence[Tensor], constants: Any) -> PackedStack:
@@ -381,4 +396,11 @@ def register_operators() -> None:
     forward.register_autograd(_autograd, setup_context=_setup)
 
 
-__all__ = ["Inputs", "Projection", "compiled_projection", "register_operators"]
+__all__ = [
+    "Inputs",
+    "Projection",
+    "compiled_projection",
+    "packed_inputs",
+    "packed_of",
+    "register_operators",
+]

@@ -1,7 +1,7 @@
 """Codes and absmax to 16 or 32 bit in one pass, by Triton; the LoRA factors beside the weights.
 
 A group of 8 weights is one 32-bit word of codes; it never straddles a row or a block. The value of
-a code comes from a 16-entry table, times its block's absmax in fp32, rounded once: what
+a code comes from a 16-entry table (which stays in the first cache), times its block's absmax in fp32, rounded once: what
 bitsandbytes' kernel computes, bit for bit. A product and a sum stay apart (no fused
 multiply-add), since bitsandbytes adds the offset of a nested absmax in a step of its own.
 
@@ -9,8 +9,6 @@ Bytes moved a weight, nf4 with double quantization to bf16: 0.516 read, 2 writte
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
@@ -20,92 +18,8 @@ from torch import Tensor
 from .packed import Packed
 
 BLOCK = 256
-UNROLL = 4
+UNROLL = 1
 WARPS = 4
-
-TABLES = {
-    "nf4": (
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ),
-    "fp4": (
-        0.0, 0.0052083334885537624, 0.6666666865348816, 1.0,
-        0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
-        0.0, -0.0052083334885537624, -0.6666666865348816, -1.0,
-        -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
-    ),
-}  # fmt: skip
-"""The codes' values, as bitsandbytes' `get_4bit_type` gives them."""
-
-
-@cache
-def lookup_asm(kind: str) -> str:
-    """PTX: a word of 8 codes ($8) to 8 fp32 values ($0 to $7), by byte permutation.
-
-    `prmt` picks 4 bytes out of 8 by 4 nibbles, so that 4 codes at a time look up one of the four
-    bytes of their values: once among the codes below 8, once among the others, and the codes' high
-    bits choose between the two.
-    """
-    bits = torch.tensor(TABLES[kind], dtype=torch.float32).view(torch.int32).tolist()
-
-    def pool(plane: int, first: int) -> str:
-        word = sum(((bits[first + i] >> (8 * plane)) & 255) << (8 * i) for i in range(4))
-        return f"0x{word:08x}"
-
-    lines = [
-        ".reg .b32 s, h, m, a, b, p0, p1, p2, p3, x, y, z, w;",
-        "and.b32 s, $8, 0x77777777;",
-        "shr.u32 h, $8, 3;",
-        "and.b32 h, h, 0x11111111;",
-    ]
-    for half in range(2):
-        if half:
-            lines += ["shr.u32 s, s, 16;", "shr.u32 h, h, 16;"]
-        lines.append("prmt.b32 m, 0x0000ff00, 0, h;")
-        for plane in range(4):
-            low, high = (pool(plane, 0), pool(plane, 4)), (pool(plane, 8), pool(plane, 12))
-            lines += [
-                f"mov.b32 a, {low[0]}; mov.b32 b, {low[1]}; prmt.b32 x, a, b, s;",
-                f"mov.b32 a, {high[0]}; mov.b32 b, {high[1]}; prmt.b32 y, a, b, s;",
-                f"lop3.b32 p{plane}, x, y, m, 0xd8;",
-            ]
-        lines += [
-            "prmt.b32 x, p0, p1, 0x5140;",
-            "prmt.b32 y, p2, p3, 0x5140;",
-            "prmt.b32 z, p0, p1, 0x7362;",
-            "prmt.b32 w, p2, p3, 0x7362;",
-        ]
-        # nibble 0 of a byte is its second weight
-        out = [half * 4 + i for i in (1, 0, 3, 2)]
-        lines += [
-            f"prmt.b32 ${out[0]}, x, y, 0x5410;",
-            f"prmt.b32 ${out[1]}, x, y, 0x7632;",
-            f"prmt.b32 ${out[2]}, z, w, 0x5410;",
-            f"prmt.b32 ${out[3]}, z, w, 0x7632;",
-        ]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-@triton.jit
-def _lookup(word, table, ASM: tl.constexpr):
-    """`(N,)` words -> `(N, 8)` fp32 values of their codes, in the order of the weights."""
-    if len(ASM) > 0:
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            ASM,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r",
-            [word],
-            dtype=(tl.float32,) * 8,
-            is_pure=True,
-            pack=1,
-        )
-        low = tl.join(tl.join(a, e), tl.join(c, g))
-        high = tl.join(tl.join(b, f), tl.join(d, h))
-        return tl.reshape(tl.join(low, high), [word.shape[0], 8])
-    shifts = (tl.arange(0, 8) ^ 1) * 4
-    return tl.load(table + ((word[:, None] >> shifts[None, :]) & 15))
-
 
 @triton.jit
 def block_absmax(absmax, table2, absmax2, offset, block, live, NESTED: tl.constexpr):
@@ -114,7 +28,8 @@ def block_absmax(absmax, table2, absmax2, offset, block, live, NESTED: tl.conste
         code = tl.load(absmax + block, mask=live, other=0).to(tl.int32)
         outer = tl.load(absmax2 + block // NESTED, mask=live, other=0.0)
         return tl.load(table2 + code) * outer + tl.load(offset)
-    return tl.load(absmax + block, mask=live, other=0.0)
+    else:
+        return tl.load(absmax + block, mask=live, other=0.0)
 
 
 @triton.jit
@@ -133,7 +48,7 @@ def _decode_kernel(
     first_expert, right_se, right_sr, right_sc, below_se, below_sr, below_sc,
     ROWS: tl.constexpr, COLS: tl.constexpr, RANK_R: tl.constexpr, RANK_B: tl.constexpr,
     BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, INT8: tl.constexpr, SKIP: tl.constexpr,
-    ASM: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """One expert's matrix (program 1) in pieces of BLOCK x UNROLL groups of 8 weights (program 0).
 
@@ -166,7 +81,9 @@ def _decode_kernel(
                 word = tl.load(words + at, mask=live, other=0)
                 block = at // (BLOCKSIZE // 8)
                 scale = block_absmax(absmax, table2, absmax2, offset, block, live, NESTED)
-                value = _lookup(word, table, ASM) * scale[:, None]
+                # The first weight of a byte is its high half.
+                nibble = (word[:, None] >> ((eighth ^ 1) * 4)[None, :]) & 15
+                value = tl.load(table + nibble) * scale[:, None]
             to = group * 8 + row * RANK_R
             spots = out + to[:, None] + eighth[None, :]
             tl.store(spots, value.to(out.dtype.element_ty), mask=live[:, None])
@@ -241,7 +158,6 @@ def decode(
         *((0, 0, 0) if below is None else below.stride()),
         ROWS=rows, COLS=cols, RANK_R=rank_r, RANK_B=rank_b,
         BLOCKSIZE=packed.blocksize, NESTED=second, INT8=int8, SKIP=bounds is not None,
-        ASM="" if int8 or not out.is_cuda else lookup_asm(packed.kind),
         BLOCK=BLOCK, UNROLL=UNROLL, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -24,6 +24,7 @@ never waits for the device, and every sum has one order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from . import decode, rows, scratch
+from . import decode, fused, rows, scratch
 from .packed import Packed, padded
 
 ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
@@ -111,6 +112,7 @@ class Routing(NamedTuple):
         bounds: `(E + 1,)` int32: rows of expert e are [bounds[e], bounds[e + 1]).
         tiles: `(n, 2)` int32: expert and first row of each tile, -1 for none.
         top_k: k.
+        tile: Rows in a tile.
     """
 
     order: Tensor
@@ -118,6 +120,7 @@ class Routing(NamedTuple):
     bounds: Tensor
     tiles: Tensor
     top_k: int
+    tile: int
 
 
 class Saved(NamedTuple):
@@ -156,14 +159,26 @@ def route(index: Tensor, experts: int) -> Routing:
     bounds = torch.searchsorted(keys, _edges(experts, device), out_int32=True)
     order = torch.empty(count, dtype=torch.int32, device=device)
     inverse = torch.empty_like(order)
-    n = count // rows.TILE + min(experts, count)
+    tile = _tile(count, experts)
+    n = count // tile + min(experts, count)
     tiles = torch.empty(n, 2, dtype=torch.int32, device=device)
     grid = max(triton.cdiv(count, 1024), triton.cdiv(n, 32))
     rows.route_kernel[(grid,)](
         order64, bounds, order, inverse, tiles, count, n,
-        E=experts, EP=triton.next_power_of_2(experts), TILE=rows.TILE, BLOCK=1024, TB=32,
+        E=experts, EP=triton.next_power_of_2(experts), TILE=tile, BLOCK=1024, TB=32,
     )  # fmt: skip
-    return Routing(order, inverse, bounds, tiles, index.shape[-1])
+    return Routing(order, inverse, bounds, tiles, index.shape[-1], tile)
+
+
+def _tile(count: int, experts: int) -> int:
+    """Rows in a tile: few where experts have few."""
+    return next((t for t in (16, 32) if count <= t * experts), rows.TILE)
+
+
+def routing_of(tensors: Sequence[Tensor], shape: Sequence[int], experts: int) -> Routing:
+    """The `Routing` whose tensors these are (its first four fields); shape: `(T, k)`."""
+    order, inverse, bounds, tiles = tensors
+    return Routing(order, inverse, bounds, tiles, shape[-1], _tile(order.shape[0], experts))
 
 
 class _Factors(NamedTuple):
@@ -196,7 +211,7 @@ def _factors(lora: Lora | None, experts: int, dtype: torch.dtype) -> _Factors | 
 
 
 def _decoded(
-    packed: Packed, factors: _Factors | None, layer: Layer, routing: Routing, name: str
+    packed: Packed, factors: _Factors | None, layer: Layer, routing: Routing, name: str, back: bool
 ) -> Tensor:
     """`(E, rows + r, cols + r)` on the shared scratch: weights, and the factors beside them."""
     right = below = None
@@ -209,9 +224,12 @@ def _decoded(
     _, n_rows, n_cols = packed.shape
     bounds = routing.bounds
     capturing = bounds.is_cuda and torch.cuda.is_current_stream_capturing()
-    owner = None if capturing else (bounds.data_ptr(), packed.codes.data_ptr(), rank)
+    owner = None if capturing else (bounds.data_ptr(), packed.codes.data_ptr(), name, rank)
+    # Both projections stay only where backward follows at once: in a checkpoint's recomputation.
+    stays = scratch.holds(name, bounds.device, owner) if back else _in_backward()
+    slot = name if stays else "first"
     out, held = scratch.take(
-        name, (packed.experts, n_rows + rank, n_cols + rank), layer.dtype, bounds.device,
+        slot, (packed.experts, n_rows + rank, n_cols + rank), layer.dtype, bounds.device,
         owner, (bounds,),
     )  # fmt: skip
     if not held:
@@ -219,17 +237,45 @@ def _decoded(
     return out
 
 
+def _in_backward() -> bool:
+    """Whether the autograd engine runs this forward: a checkpoint's recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _multiply(
     x: Tensor, packed: Packed, factors: _Factors | None, layer: Layer, routing: Routing,
     name: str, *, back: bool,
 ) -> Tensor:  # fmt: skip
     """x [W | B]^T for each expert's rows, or x [W ; A] where `back`."""
-    full = _decoded(packed, factors, layer, routing, name)
+    if not back and _is_few(packed, layer, routing):
+        return _multiply_few(x, packed, factors, routing)
+    full = _decoded(packed, factors, layer, routing, name, back)
     _, n_rows, n_cols = packed.shape
     # The contraction takes the factors in; the other dimension leaves them out.
     by_rows = layer.transposed != back
     right = full[:, :, :n_cols] if by_rows else full[:, :n_rows, :].transpose(1, 2)
     return F.grouped_mm(x, right, offs=routing.bounds[1:])
+
+
+FEW = 64
+"""Rows an expert, on average, up to which `fused` beats decoding (H200, Qwen3-30B-A3B)."""
+
+
+def _is_few(packed: Packed, layer: Layer, routing: Routing) -> bool:
+    rows_each = routing.order.shape[0] / packed.experts
+    return rows_each <= FEW and not layer.transposed and fused.suits(packed)
+
+
+def _multiply_few(
+    x: Tensor, packed: Packed, factors: _Factors | None, routing: Routing
+) -> Tensor:
+    absmax = packed.absmax
+    if packed.nested is not None:
+        absmax, _ = scratch.take("absmax", tuple(absmax.shape), torch.float32, x.device)
+    factor = None if factors is None else factors.b
+    return fused.multiply(
+        x, packed, factor, absmax, routing.bounds, routing.tiles, routing.tile
+    )
 
 
 def forward(
@@ -259,7 +305,10 @@ def forward(
     experts, hidden, width, inner_size = layer.sizes
     f1 = _factors(lora1, experts, layer.dtype)
     f2 = _factors(lora2, experts, layer.dtype)
-    gathered, product1 = _copied(layer, routing, x, f1, None if f1 is None else f1.a, gathers=True)
+    few1, few2 = (_is_few(packed, layer, routing) for packed in (layer.first, layer.second))
+    gathered, product1, _ = _copied(
+        layer, routing, x, f1, None if f1 is None else f1.a, split=few1
+    )
     pre = _multiply(gathered, layer.first, f1, layer, routing, "first", back=False)
     del gathered
     count = routing.order.shape[0]
@@ -271,8 +320,8 @@ def forward(
         pre, pre if bias1 is None else bias1, a2, routing.tiles, routing.bounds, inner, product2,
         1.0 if f2 is None else f2.scaling, *_numbers(layer.gate),
         a2.stride(0), 1, a2.stride(1),
-        I=inner_size, RANK=rank, BIASED=bias1 is not None, **_gate_flags(layer.gate),
-        BM=rows.TILE, BI=_BLOCK, num_warps=4,
+        I=inner_size, RANK=rank, BIASED=bias1 is not None, SPLIT=few2, **_gate_flags(layer.gate),
+        BM=routing.tile, BI=_BLOCK, num_warps=4,
     )  # fmt: skip
     y = _multiply(inner, layer.second, f2, layer, routing, "second", back=False)
     del inner
@@ -295,22 +344,11 @@ def _gate_flags(gate: Gate) -> dict[str, int | bool]:
 
 def _copied(
     layer: Layer, routing: Routing, x: Tensor, factors: _Factors | None, factor: Tensor | None,
-    *, gathers: bool, bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rows of x with the product of a low-rank factor beside them; and that product alone.
-
-    With a bias the second is a pair's first half: see `_dotted`.
-    """
-    return _dotted(layer, routing, x, factors, factor, gathers=gathers, bias=bias)[:2]
-
-
-def _dotted(
-    layer: Layer, routing: Routing, x: Tensor, factors: _Factors | None, factor: Tensor | None,
-    *, gathers: bool, bias: Tensor | None,
+    *, bias: Tensor | None = None, split: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `_copied`, and each row's product with its expert's bias.
+    """The tokens' rows and their products with a factor: beside them, and alone; and with the bias.
 
-    factor: `(E, r, K)` or `(E, K, r)`: told apart by its shape's place of the rank.
+    factor: `(E, r, K)` if it is `factors.a`, else `(E, K, r)`.
     """
     count, size = routing.order.shape[0], x.shape[-1]
     rank = 0 if factors is None else factors.rank
@@ -325,8 +363,8 @@ def _dotted(
     rows.copy_kernel[(routing.tiles.shape[0],)](
         x, routing.order, f, routing.tiles, routing.bounds, out, product,
         f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling, *strides,
-        K=size, TOP_K=routing.top_k, RANK=rank, GATHERS=gathers, BIASED=bias is not None,
-        BM=rows.TILE, BK=2 * _BLOCK, num_warps=4,
+        K=size, TOP_K=routing.top_k, RANK=rank, GATHERS=True, BIASED=bias is not None,
+        SPLIT=split, BM=routing.tile, BK=2 * _BLOCK, num_warps=4,
     )  # fmt: skip
     return out, product, dots
 
@@ -381,8 +419,8 @@ def backward(
     grad = grad.to(layer.dtype).contiguous()
     f1 = _factors(lora1, experts, layer.dtype)
     f2 = _factors(lora2, experts, layer.dtype)
-    gathered, product_g, dots = _dotted(
-        layer, routing, grad, f2, None if f2 is None else f2.b, gathers=True, bias=bias2
+    gathered, product_g, dots = _copied(
+        layer, routing, grad, f2, None if f2 is None else f2.b, bias=bias2
     )
     u = _multiply(gathered, layer.second, f2, layer, routing, "second", back=True)
     del gathered
@@ -396,7 +434,7 @@ def backward(
         u if f1 is None else f1.b, routing.tiles, routing.bounds, d_pre, d_weights,
         1.0 if f1 is None else f1.scaling, *_numbers(layer.gate),
         I=inner_size, RANK=rank, BIASED=bias1 is not None, DOTS=bias2 is not None,
-        **_gate_flags(layer.gate), BM=rows.TILE, BI=_BLOCK, num_warps=4,
+        **_gate_flags(layer.gate), BM=routing.tile, BI=_BLOCK, num_warps=4,
     )  # fmt: skip
     del u
     a1 = b1 = a2 = b2 = None

@@ -157,14 +157,31 @@ def _gate(
 
 
 @triton.jit
+def _store(
+    out, value, live, start, K: tl.constexpr, B: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
+    """Store columns [start, start + B) of rows: in their places, or even columns before odd ones."""
+    if SPLIT:
+        even, odd = tl.split(tl.reshape(value, [value.shape[0], B // 2, 2]))
+        half = start // 2 + tl.arange(0, B // 2)
+        ok = live[:, None] & (half < K // 2)[None, :]
+        tl.store(out + half[None, :], even, mask=ok)
+        tl.store(out + K // 2 + half[None, :], odd, mask=ok)
+    else:
+        k = start + tl.arange(0, B)
+        tl.store(out + k[None, :], value, mask=live[:, None] & (k < K)[None, :])
+
+
+@triton.jit
 def copy_kernel(
     x, order, factor, tiles, bounds, out, small, bias, dots, scaling,
     factor_se, factor_sk, factor_sj,
     K: tl.constexpr, TOP_K: tl.constexpr, RANK: tl.constexpr, GATHERS: tl.constexpr,
-    BIASED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    BIASED: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out[i] = (x_i, scaling x_i F_e), small[i] the same product, dots[i] = <x_i, bias_e>.
 
+    SPLIT: even columns of x before odd ones.
     x_i is row order[i] // TOP_K of x, or row i. out (R, K + RANK), small (R, RANK), F (E, K, RANK).
     """
     expert, rows, live = _tile(tiles, bounds, BM)
@@ -181,7 +198,7 @@ def copy_kernel(
         k = start + tl.arange(0, BK)
         ok = live[:, None] & (k < K)[None, :]
         value = tl.load(x + source[:, None] * K + k[None, :], mask=ok, other=0.0)
-        tl.store(out + rows[:, None] * (K + RANK) + k[None, :], value, mask=ok)
+        _store(out + rows[:, None] * (K + RANK), value, live, start, K, BK, SPLIT)
         if RANK > 0:
             spots = factor + k[:, None] * factor_sk + j[None, :] * factor_sj
             f = tl.load(spots, mask=(k < K)[:, None], other=0.0)
@@ -202,7 +219,7 @@ def gate_kernel(
     pre, bias, factor, tiles, bounds, out, small, scaling, limit, alpha, shift,
     factor_se, factor_sk, factor_sj,
     I: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr,
     BM: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """out[i] = (h_i, scaling h_i F_e) with h the gate of pre_i; small[i] the same product."""
@@ -219,8 +236,7 @@ def gate_kernel(
         )  # fmt: skip
         h, _, _ = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED)
         h = tl.where((i < I)[None, :], h, 0.0).to(out.dtype.element_ty)
-        ok = live[:, None] & (i < I)[None, :]
-        tl.store(out + rows[:, None] * (I + RANK) + i[None, :], h, mask=ok)
+        _store(out + rows[:, None] * (I + RANK), h, live, start, I, BI, SPLIT)
         if RANK > 0:
             spots = factor + i[:, None] * factor_sk + j[None, :] * factor_sj
             f = tl.load(spots, mask=(i < I)[:, None], other=0.0)

@@ -64,6 +64,12 @@ def _key(device: torch.device, name: str) -> tuple[torch.device, int, str]:
     return device, stream, name
 
 
+def holds(name: str, device: torch.device, owner: Hashable) -> bool:
+    """Whether the buffer of this name still holds what `owner` names."""
+    slot = _slots.get(_key(device, name))
+    return owner is not None and slot is not None and slot.owner == owner
+
+
 def take(
     name: str,
     shape: tuple[int, ...],

@@ -1,0 +1,497 @@
+"""A whole experts module as one operation on a GPU: which modules suit, eager and compiled.
+
+`run` computes what `experts.experts_forward` computes, by the kernels of `kernels/layer.py`, where
+everything about the call suits these; it gives None otherwise, and the projections then run one by
+one (`experts_op.py`), which is the reference for every result here.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import storage
+from .experts_op import packed_inputs
+from .kernels.packed import Packed
+
+_GATE = "_moe_qlora_gate"
+_MAX_RANK = 128
+
+
+_usable: dict[int, bool] = {}
+"""By CUDA device: whether the kernels run there. Filled where a compiler is not looking on."""
+
+
+@cache
+def _kernels() -> Any:
+    """`kernels.layer`, None where Triton is not installed."""
+    try:
+        from .kernels import layer
+    except ImportError:
+        return None
+    return layer
+
+
+def available(device: torch.device) -> bool:
+    """Whether the kernels run on this device: CUDA, compute capability 8.0 or more, and Triton."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    index = device.index or 0
+    if index not in _usable:
+        if torch.compiler.is_compiling():
+            return False
+        ready = _kernels() is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+        _usable[index] = ready
+    return _usable[index]
+
+
+def prepare(module: Any) -> None:
+    """Find out, outside of any compiler, what a compiled call of this module must know."""
+    find_gate(module)
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.is_cuda:
+        available(parameter.device)
+
+
+# Which gate a module computes, found by trying it: no name says what an activation does.
+
+
+def find_gate(module: Any) -> tuple[Any, ...] | None:
+    """The fields of `kernels.layer.Gate` that give what the module's gate gives; None if none do.
+
+    The gate is tried once, on the CPU in fp64, against every combination of the activations that
+    the kernels know and the numbers that the module has. Kept on the module.
+    """
+    if torch.compiler.is_compiling():
+        return module.__dict__.get(_GATE)
+    if _GATE not in module.__dict__:
+        module.__dict__[_GATE] = _find_gate(module)
+    return module.__dict__[_GATE]
+
+
+@torch.no_grad()
+def _find_gate(module: Any) -> tuple[Any, ...] | None:
+    gated = bool(module.has_gate)
+    gate = module._apply_gate if gated else module.act_fn
+    numbers = sorted({
+        float(value) for value in vars(module).values()
+        if isinstance(value, float) and math.isfinite(value) and value > 0
+    })  # fmt: skip
+    spread = max([3.0, *(3 * n for n in numbers if n < 100)])
+    probe = torch.linspace(-spread, spread, 4 * 257, dtype=torch.float64)
+    probe = probe[torch.randperm(len(probe), generator=torch.Generator().manual_seed(0))]
+    probe = probe.view(4, -1)[:, :256].contiguous()
+    try:
+        wanted = gate(probe.clone())
+    except Exception:  # noqa: BLE001 - whatever it is, the module's own gate stays in use
+        return None
+    limits = [None, *numbers] if gated else [None]
+    ways = product(
+        ("silu", "gelu_tanh", "gelu", "relu", "relu2"),
+        (False, True) if gated else (False,),
+        limits,
+        [1.0, *(n for n in numbers if n != 1.0)],
+        (0.0, 1.0) if gated else (0.0,),
+    )
+    for act, interleaved, limit, alpha, shift in ways:
+        if act != "silu" and alpha != 1.0:
+            continue
+        fields = (act, gated, interleaved, limit, alpha, shift)
+        ours = plain_gate(probe, *fields)
+        if wanted.shape == ours.shape and torch.allclose(wanted, ours, rtol=1e-6, atol=1e-9):
+            return fields
+    return None
+
+
+def plain_gate(
+    pre: Tensor,
+    act: str,
+    gated: bool,
+    interleaved: bool,
+    limit: float | None,
+    alpha: float,
+    shift: float,
+) -> Tensor:
+    """What the kernels compute for a `Gate` of these fields, in plain torch: `(R, P)` -> `(R, I)`."""
+    acts = {
+        "silu": lambda z: z * torch.sigmoid(alpha * z),
+        "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+        "gelu": F.gelu,
+        "relu": F.relu,
+        "relu2": lambda z: F.relu(z).square(),
+    }
+    if not gated:
+        return acts[act](pre)
+    gate, up = (pre[..., ::2], pre[..., 1::2]) if interleaved else pre.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + shift) * acts[act](gate)
+
+
+# What of a call suits
+
+
+class _Call(NamedTuple):
+    """One call, as the custom operators take it: lists of tensors, and one string of constants."""
+
+    x: Tensor
+    weights: Tensor
+    index: Tensor
+    biases: list[Tensor]
+    lora: list[Tensor]
+    packed: list[Tensor]
+    constants: str
+
+
+def run(
+    module: Any,
+    first_name: str,
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    terms: Sequence[Sequence[Any]],
+    autocast: torch.dtype | None,
+) -> Tensor | None:
+    """The module's output by the fused kernels; None where they do not suit.
+
+    Args:
+        module: The experts module.
+        first_name: Its first projection: "gate_up_proj" or "up_proj".
+        x: `(T, H)`.
+        index: `(T, k)`.
+        weights: `(T, k)`.
+        terms: The `LoraTerm`s of the first projection and of the second.
+        autocast: The autocast dtype, None outside autocast.
+    """
+    if not available(x.device) or x.numel() == 0 or module.has_post_expert_norm:
+        return None
+    names = (first_name, "down_proj")
+    if not all(storage.is_packed(module, name) for name in names):
+        return None
+    call = _call(module, names, x, index, weights, terms, autocast)
+    if call is None:
+        return None
+    if torch.compiler.is_compiling():
+        out: Tensor = torch.ops.moe_qlora.experts_layer(*call)[0]
+    else:
+        n = len(call.biases), len(call.lora)
+        out = _Layer.apply(
+            call.constants, n, call.packed, call.index, call.x, call.weights,
+            *call.biases, *call.lora,
+        )  # fmt: skip
+    return out.to(x.dtype)
+
+
+def _call(
+    module: Any,
+    names: tuple[str, str],
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    terms: Sequence[Sequence[Any]],
+    autocast: torch.dtype | None,
+) -> _Call | None:
+    gate = find_gate(module)
+    dtype = autocast or x.dtype
+    if gate is None or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    biases = [getattr(module, f"{name}_bias") for name in names] if module.has_bias else []
+    if any(bias.requires_grad for bias in biases):
+        return None
+    packed: list[Tensor] = []
+    stacks = []
+    for name in names:
+        tensors, constants = _stack_parts(module, name)
+        compute = constants[-1]
+        if len(constants[1]) != 3 or (compute not in ("", str(dtype)) and autocast is None):
+            return None
+        packed += tensors
+        stacks.append((len(tensors), *constants[:-1]))
+    experts = stacks[0][2][0]
+    lora: list[Tensor] = []
+    scalings: list[float | None] = []
+    for projection in terms:
+        factors = _one_term(projection, experts, dtype, autocast)
+        if factors is None:
+            return None
+        scalings.append(factors[2] if factors else None)
+        lora += factors[:2]
+    constants_text = repr((
+        gate, stacks, scalings, bool(module.is_transposed), bool(module._is_expert_parallel),
+        str(dtype), len(biases),
+    ))  # fmt: skip
+    if not _fits(packed, stacks):
+        return None
+    cast = x.to(dtype).contiguous()
+    return _Call(cast, weights.contiguous(), index.contiguous(), biases, lora, packed, constants_text)
+
+
+def _stack_parts(module: Any, name: str) -> tuple[list[Tensor], Any]:
+    """A packed parameter as tensors and constants."""
+    if not torch.compiler.is_compiling():
+        storage.read_packed(module, name)  # checks the codes, and has the statistics follow them
+    tensors, (kind, shape, _, blocksize, nested, compute) = packed_inputs(module, name)
+    dtype = f"torch.{compute}" if compute else ""
+    return tensors, (kind, tuple(shape), blocksize, nested, dtype)
+
+
+def _one_term(
+    terms: Sequence[Any], experts: int, dtype: torch.dtype, autocast: torch.dtype | None
+) -> tuple[Any, ...] | None:
+    """The terms as one of all their ranks: (a, b, scaling); () for no terms, None if they differ."""
+    if not terms:
+        return ()
+    for term in terms:
+        dropped = term.dropout is not None and term.dropout.training
+        if dropped or term.scaling != terms[0].scaling or (autocast is None and term.a.dtype != dtype):
+            return None
+    ranks = [term.a.shape[0] // experts for term in terms]
+    if sum(ranks) > _MAX_RANK:
+        return None
+    if len(terms) == 1:
+        return terms[0].a, terms[0].b, terms[0].scaling
+    a = torch.cat([t.a.view(experts, r, -1) for t, r in zip(terms, ranks, strict=True)], 1)
+    b = torch.cat([t.b.view(-1, r, experts) for t, r in zip(terms, ranks, strict=True)], 1)
+    return a.flatten(0, 1), b.flatten(1, 2), terms[0].scaling
+
+
+def _packed_stack(tensors: Sequence[Tensor], stack: tuple[Any, ...]) -> Packed:
+    _, kind, shape, blocksize, nested = stack
+    if kind == "int8":
+        scales = tensors[1].view(torch.float32)
+        return Packed(tensors[0].detach().view(-1), scales, None, 0, None, shape, kind)
+    codes = tensors[0].detach().view(-1).view(torch.uint8)
+    if codes.data_ptr() % 16:  # a view into something larger; the kernels read whole words
+        codes = codes.clone()
+    second = (tensors[4], tensors[5], tensors[3]) if nested else None
+    inner = (second[1], second[0], second[2], nested) if second is not None else None
+    return Packed(codes, tensors[1], tensors[2], blocksize, inner, shape, kind)
+
+
+def _layer(packed: Sequence[Tensor], constants: str) -> tuple[Any, list[float | None], int]:
+    """`kernels.layer.Layer`, the scalings and the number of biases."""
+    kernels = _kernels()
+    gate, stacks, scalings, transposed, partial, dtype, biases = _literal(constants)
+    count = stacks[0][0]
+    first, second = (
+        _packed_stack(part, stack)
+        for part, stack in zip((packed[:count], packed[count:]), stacks, strict=True)
+    )
+    layer = kernels.Layer(
+        first, second, transposed, partial, kernels.Gate(*gate),
+        getattr(torch, dtype.removeprefix("torch.")),
+    )  # fmt: skip
+    return layer, scalings, biases
+
+
+@cache
+def _literal(constants: str) -> Any:
+    return ast.literal_eval(constants)
+
+
+def _fits(packed: Sequence[Tensor], stacks: Sequence[Any]) -> bool:
+    """Whether sizes are whole groups of 8, and all is plain and on the device that computes."""
+    wide = all(size % 8 == 0 for stack in stacks for size in stack[2][1:])
+    whole = all(s[1] == "int8" or (s[3] >= 8 and s[3] & (s[3] - 1) == 0) for s in stacks)
+    few = all(stack[2][0] < 2**15 - 1 for stack in stacks)
+    plain = all(available(tensor.device) and not hasattr(tensor, "device_mesh") for tensor in packed)
+    return wide and whole and few and plain
+
+
+# Eager and compiled
+
+
+def _forward(
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    biases: Sequence[Tensor],
+    lora: Sequence[Tensor],
+    packed: Sequence[Tensor],
+    constants: str,
+) -> list[Tensor]:
+    """The output, then what backward needs: routing (4), pre-activation and LoRA products (3)."""
+    kernels = _kernels()
+    layer, scalings, _ = _layer(packed, constants)
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        routing = kernels.route(index, layer.first.experts)
+        lora1, lora2 = _loras(lora, scalings)
+        out, saved = kernels.forward(
+            layer, routing, x, weights, index, *(biases or (None, None)), lora1, lora2
+        )
+    return [out, *routing[:4], *saved]
+
+
+def _loras(lora: Sequence[Tensor], scalings: Sequence[float | None]) -> list[Any]:
+    given = iter(lora)
+    make = _kernels().Lora
+    return [None if s is None else make(next(given), next(given), s) for s in scalings]
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    biases: Sequence[Tensor],
+    lora: Sequence[Tensor],
+    packed: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    constants: str,
+    needs_x: bool,
+) -> list[Tensor | None]:
+    """Gradients of x and weights, then of each LoRA factor."""
+    kernels = _kernels()
+    layer, scalings, _ = _layer(packed, constants)
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        routing = kernels.routing_of(saved[:4], weights.shape, layer.first.experts)
+        lora1, lora2 = _loras(lora, scalings)
+        grads = kernels.backward(
+            layer, routing, kernels.Saved(*saved[4:]), grad, x, weights,
+            *(biases or (None, None)), lora1, lora2, needs_x=needs_x,
+        )  # fmt: skip
+    factors = [g for g in (grads.a1, grads.b1, grads.a2, grads.b2) if g is not None]
+    return [grads.x, grads.weights, *factors]
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, constants: str, n: Any, packed: list[Tensor], index: Tensor,
+                x: Tensor, weights: Tensor, *rest: Tensor) -> Tensor:  # fmt: skip
+        biases, lora = rest[: n[0]], rest[n[0] :]
+        out, *saved = _forward(x, weights, index, biases, lora, packed, constants)
+        ctx.constants, ctx.n, ctx.packed = constants, n, packed
+        ctx.save_for_backward(x, weights, *rest, *saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        biases, factors = ctx.n
+        x, weights, *rest = ctx.saved_tensors
+        end = biases + factors
+        grads = _backward(
+            grad, x, weights, rest[:biases], rest[biases:end], ctx.packed, rest[end:],
+            ctx.constants, ctx.needs_input_grad[4],
+        )  # fmt: skip
+        return (None,) * 4 + (grads[0], grads[1], *[None] * biases, *grads[2:])
+
+
+def _forward_fake(
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    biases: Sequence[Tensor],
+    lora: Sequence[Tensor],
+    packed: Sequence[Tensor],
+    constants: str,
+) -> list[Tensor]:
+    from .kernels.packed import padded
+
+    gate, stacks, scalings, transposed, *_ = _literal(constants)
+    experts, rows, cols = stacks[0][2]
+    width = cols if transposed else rows
+    count = index.numel()
+    given = iter(lora)
+    ranks = []
+    for scaling in scalings:
+        ranks.append(0 if scaling is None else padded(next(given).shape[0] // experts))
+        if scaling is not None:
+            next(given)
+    ints = {"dtype": torch.int32}
+    return [
+        torch.empty_like(x),
+        index.new_empty(count, **ints),
+        index.new_empty(count, **ints),
+        index.new_empty(experts + 1, **ints),
+        index.new_empty(tiles_of(count, experts), 2, **ints),
+        x.new_empty(count, width),
+        x.new_empty(count, ranks[0]),
+        x.new_empty(count, ranks[1]),
+    ]
+
+
+def tiles_of(count: int, experts: int) -> int:
+    """Length of the routing's table of tiles, as `kernels.layer.route` makes it."""
+    tile = next((t for t in (16, 32) if count <= t * experts), 64)
+    return count // tile + min(experts, count)
+
+
+def _backward_op(*args: Any) -> list[Tensor]:
+    grad = args[0]
+    return [grad.new_empty(0) if g is None else g for g in _backward(*args)]
+
+
+def _backward_fake(
+    grad: Tensor, x: Tensor, weights: Tensor, biases: Any, lora: Any, packed: Any,
+    saved: Any, constants: str, needs_x: bool,
+) -> list[Tensor]:  # fmt: skip
+    first = torch.empty_like(x) if needs_x else grad.new_empty(0)
+    return [first, torch.empty_like(weights), *(torch.empty_like(f) for f in lora)]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    x, weights, index, biases, lora, packed, constants = inputs
+    ctx.counts = len(biases), len(lora), len(packed)
+    ctx.constants = constants
+    ctx.save_for_backward(x, weights, *biases, *lora, *packed, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
+    x, weights, *rest = ctx.saved_tensors
+    parts = []
+    for count in ctx.counts:
+        parts.append(rest[:count])
+        rest = rest[count:]
+    biases, lora, packed = parts
+    if grads[0] is None:
+        return (None,) * 7
+    out = torch.ops.moe_qlora.experts_layer_backward(
+        grads[0], x, weights, biases, lora, packed, rest, ctx.constants,
+        ctx.needs_input_grad[0],
+    )  # fmt: skip
+    need = ctx.needs_input_grad
+    return (
+        out[0] if need[0] else None,
+        out[1] if need[1] else None,
+        None,
+        [None] * len(biases),
+        list(out[2:]),
+        [None] * len(packed),
+        None,
+    )
+
+
+def register_operators() -> None:
+    """Define the custom operators, once; nothing is registered on import."""
+    if hasattr(torch.ops.moe_qlora, "experts_layer"):
+        return
+    inputs = (
+        "Tensor x, Tensor weights, {}Tensor[] biases, Tensor[] lora, Tensor[] packed"
+    )
+    forward = torch.library.custom_op(
+        "moe_qlora::experts_layer",
+        _forward,
+        mutates_args=(),
+        schema=f"({inputs.format('Tensor index, ')}, str constants) -> Tensor[]",
+    )
+    forward.register_fake(_forward_fake)
+    backward = torch.library.custom_op(
+        "moe_qlora::experts_layer_backward",
+        _backward_op,
+        mutates_args=(),
+        schema=f"(Tensor grad, {inputs.format('')}, Tensor[] saved, str constants, bool needs_x) "
+        "-> Tensor[]",
+    )
+    backward.register_fake(_backward_fake)
+    forward.register_autograd(_autograd, setup_context=_setup)
+
+
+__all__ = ["available", "find_gate", "plain_gate", "prepare", "register_operators", "run"]

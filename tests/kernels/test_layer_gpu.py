@@ -1,0 +1,302 @@
+"""On a CUDA device: the whole-layer kernels, from decoding to a module's gradients."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_qlora import codec, experts, experts_layer
+from moe_qlora.codec_settings import CodecSettings
+from moe_qlora.experts_op import packed_of
+
+pytestmark = pytest.mark.gpu
+
+KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False), ("int8", False)]
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def scratch():
+    from moe_qlora.kernels import scratch
+
+    scratch.release_scratch()
+    yield scratch
+    scratch.release_scratch()
+    scratch.set_scratch_cap(scratch.DEFAULT_CAP)
+
+
+@pytest.fixture
+def tests(monkeypatch):
+    """The unit tests' styles of experts modules, at sizes that suit the kernels."""
+    spec = importlib.util.spec_from_file_location(
+        "experts_tests", Path(__file__).parents[1] / "unit" / "test_experts.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "experts_tests", module)
+    spec.loader.exec_module(module)
+    module.H, module.I, module.E, module.T = 192, 128, 6, 37
+    return module
+
+
+def settings(kind, double):
+    return CodecSettings(kind, double, torch.int8 if kind == "int8" else torch.uint8)
+
+
+@pytest.mark.parametrize(("kind", "double"), KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_decode_equals_bitsandbytes(kind, double, dtype):
+    from moe_qlora.kernels import decode
+
+    for shape in [(5, 24, 40), (4, 64, 128), (3, 200, 1400), (2, 1, 8)]:
+        weight = torch.randn(shape, device="cuda", dtype=dtype)
+        stack = codec.pack(weight, settings(kind, double))
+        expected = codec.unpack(stack)
+        out = torch.full(shape, float("nan"), device="cuda", dtype=dtype)
+        decode.decode(packed_of(stack), out)
+        assert torch.equal(out, expected)
+        if kind != "int8":
+            tail = torch.full((out.numel() - 3,), float("nan"), device="cuda", dtype=dtype)
+            decode.decode_flat(packed_of(stack), tail, 3)
+            assert torch.equal(tail, expected.view(-1)[3:])
+
+
+def test_decodes_beyond_int32():
+    from moe_qlora.kernels import decode
+
+    weight = torch.empty(33, 8192, 8192, device="cuda", dtype=torch.bfloat16).normal_()
+    stack = codec.pack(weight, settings("nf4", True))
+    del weight
+    out = torch.full((33, 8192, 8192), float("nan"), device="cuda", dtype=torch.bfloat16)
+    decode.decode(packed_of(stack), out)
+    for e in (0, 31, 32):
+        assert torch.equal(out[e : e + 1], codec.unpack_range(stack, e, e + 1))
+
+
+def on_gpu(tests, style, dtype, **kwargs):
+    module = tests.pack(tests.make(style, dtype), style, **kwargs).to("cuda")
+    if hasattr(module, "alpha"):
+        module.alpha = None
+        del module.alpha
+        module.alpha = 1.3
+    return module
+
+
+def provider_of(tests, style, dtype, ranks):
+    provider = tests.Provider(style, ranks=ranks, dtype=dtype)
+    for name, terms in provider.all.items():
+        provider.all[name] = tuple(
+            experts.LoraTerm(
+                t.a.detach().cuda().requires_grad_(), t.b.detach().cuda().requires_grad_(), 0.5
+            )
+            for t in terms
+        )
+    return provider
+
+
+def routed(tests, dtype, **kwargs):
+    x, index, weights = tests.routing(dtype, **kwargs)
+    return (
+        x.detach().cuda().requires_grad_(),
+        index.cuda(),
+        weights.detach().cuda().requires_grad_(),
+    )
+
+
+def gradients(module, provider, x, index, weights, call=None):
+    leaves = [x, weights, *(provider.leaves() if provider else [])]
+    out = (call or module)(x, index, weights)
+    g = torch.Generator("cuda").manual_seed(9)
+    seed = torch.randn(out.shape, generator=g, device="cuda").to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
+
+
+def both_ways(module, provider, parts, monkeypatch):
+    """Outputs and gradients of the kernels, and of the projections one by one."""
+    ran = []
+    real = experts_layer.run
+    monkeypatch.setattr(
+        experts_layer, "run", lambda *a: ran.append(real(*a)) or ran[-1], raising=True
+    )
+    fused = gradients(module, provider, *parts)
+    assert ran[-1] is not None
+    monkeypatch.setattr(experts_layer, "run", lambda *a: None)
+    plain = gradients(module, provider, *parts)
+    monkeypatch.setattr(experts_layer, "run", real)
+    return fused, plain
+
+
+def in_fp64(tests, style, module, provider, parts, dtype):
+    """The unit tests' plain loops in fp64 on the CPU, over the same decoded weights."""
+    wide = tests.make(style, torch.float64)
+    for name in tests.names(style):
+        setattr(wide, name, torch.nn.Parameter(getattr(module, name).detach().double().cpu()))
+        if style.bias:
+            bias = getattr(module, f"{name}_bias").detach().double().cpu()
+            setattr(wide, f"{name}_bias", torch.nn.Parameter(bias))
+    if hasattr(wide, "alpha"):
+        wide.alpha = torch.nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+    x, index, weights = parts
+    x, weights = (t.detach().double().cpu().requires_grad_() for t in (x, weights))
+    twin = None
+    if provider is not None:
+        twin = tests.Provider(style, ranks=((1,), (1,)))
+        for name, terms in provider.all.items():
+            twin.all[name] = tuple(
+                experts.LoraTerm(
+                    t.a.detach().double().cpu().requires_grad_(),
+                    t.b.detach().double().cpu().requires_grad_(),
+                    t.scaling,
+                )
+                for t in terms
+            )
+    leaves = [x, weights, *(twin.leaves() if twin else [])]
+    out = tests.slow(wide, style, twin, x, index.cpu(), weights)
+    g = torch.Generator("cuda").manual_seed(9)
+    seed = torch.randn(out.shape, generator=g, device="cuda").to(dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, seed.double().cpu())]
+
+
+STYLES = ["concatenated", "transposed", "biased", "interleaved", "non-gated",
+          "non-gated-transposed-biased"]  # fmt: skip
+ROUTINGS = {
+    "usual": {},
+    "one token": {"tokens": 1},
+    "many": {"tokens": 700},
+    "empty experts": {"empty": (0, 4)},
+    "partial": {"sentinel": True},
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("case", ROUTINGS.values(), ids=ROUTINGS.keys())
+@pytest.mark.parametrize("ranks", [((16,), (16,)), ((3,), (128,)), ((), (1,)), ((4, 8), (2,))])
+def test_module_is_as_exact_as_its_projections(tests, style, case, ranks, monkeypatch):
+    style = tests.STYLES[style]
+    dtype = torch.bfloat16
+    module = on_gpu(tests, style, dtype)
+    module.requires_grad_(False)
+    module._is_expert_parallel = bool(case.get("sentinel"))
+    provider = provider_of(tests, style, dtype, ranks)
+    experts.set_lora_provider(module, provider)
+    parts = routed(tests, dtype, **case)
+    fused, plain = both_ways(module, provider, parts, monkeypatch)
+    exact = in_fp64(tests, style, module, provider, parts, dtype)
+    for mine, other, right in zip(fused, plain, exact, strict=True):
+        right = right.cuda()
+        allowed = 1.25 * (other.double() - right).norm() + 0.003 * right.norm()
+        assert (mine.double() - right).norm() <= allowed
+    again = gradients(module, provider, *parts)
+    assert all(torch.equal(a, b) for a, b in zip(fused, again, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_kind_and_dtype(tests, kind, dtype, monkeypatch):
+    style = tests.STYLES["concatenated"]
+    module = on_gpu(tests, style, dtype, kind=kind)
+    provider = provider_of(tests, style, dtype, ((8,), (8,)))
+    experts.set_lora_provider(module, provider)
+    for mine, other in zip(*both_ways(module, provider, routed(tests, dtype), monkeypatch),
+                           strict=True):  # fmt: skip
+        assert (mine - other).double().norm() < 0.02 * other.double().norm()
+
+
+def test_what_does_not_suit_goes_on_projection_by_projection(tests):
+    style = tests.STYLES["normed"]
+    module = on_gpu(tests, style, torch.bfloat16)
+    x, index, weights = routed(tests, torch.bfloat16)
+    assert experts_layer.run(module, "gate_up_proj", x, index, weights, [(), ()], None) is None
+    style = tests.STYLES["concatenated"]
+    module = on_gpu(tests, style, torch.float32)
+    x, index, weights = routed(tests, torch.float32)
+    assert experts_layer.run(module, "gate_up_proj", x, index, weights, [(), ()], None) is None
+    with torch.autocast("cuda", torch.bfloat16):
+        mixed = module(x, index, weights)
+    assert mixed.dtype == torch.float32
+    assert (mixed - module(x, index, weights)).norm() < 0.02 * mixed.norm()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("tokens", [37, 700])
+def test_checkpointing_changes_nothing(tests, reentrant, tokens):
+    style = tests.STYLES["concatenated"]
+    modules = [on_gpu(tests, style, torch.bfloat16) for _ in range(3)]
+    provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
+    for module in modules:
+        experts.set_lora_provider(module, provider)
+    x, index, weights = routed(tests, torch.bfloat16, tokens=tokens)
+
+    def chain(x, index, weights, wrap):
+        for module in modules:
+            x = x + wrap(module, x, index, weights)
+        return x
+
+    def checkpointed(module, *args):
+        return torch.utils.checkpoint.checkpoint(module, *args, use_reentrant=reentrant)
+
+    leaves = [x, weights, *provider.leaves()]
+    results = []
+    for wrap in (lambda module, *args: module(*args), checkpointed):
+        for leaf in leaves:
+            leaf.grad = None
+        chain(x, index, weights, wrap).float().square().sum().backward()
+        results.append([leaf.grad.clone() for leaf in leaves])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("style", ["concatenated", "interleaved"])
+def test_compiles_whole(tests, style, monkeypatch):
+    style = tests.STYLES[style]
+    module = on_gpu(tests, style, torch.bfloat16)
+    module.requires_grad_(False)
+    provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
+    experts.set_lora_provider(module, provider)
+    parts = routed(tests, torch.bfloat16)
+    plain = gradients(module, provider, *parts)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    calls = []
+    real = experts_layer._forward
+    monkeypatch.setattr(
+        experts_layer, "_layer", lambda *a, f=experts_layer._layer: calls.append(1) or f(*a)
+    )
+    assert real is experts_layer._forward
+    for mine, other in zip(gradients(module, provider, *parts, call=compiled), plain, strict=True):
+        assert torch.equal(mine, other)
+    assert calls
+
+
+def test_no_wait_for_the_device_and_graphs(tests):
+    style = tests.STYLES["concatenated"]
+    module = on_gpu(tests, style, torch.bfloat16)
+    provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
+    experts.set_lora_provider(module, provider)
+    parts = routed(tests, torch.bfloat16, tokens=300)
+    plain = gradients(module, provider, *parts)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(module, provider, *parts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    leaves = [parts[0], parts[2], *provider.leaves()]
+    seed = torch.ones_like(plain[0])
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(module(*parts), leaves, seed)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = module(*parts)
+        grads = torch.autograd.grad(out, leaves, seed)
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = torch.autograd.grad(module(*parts), leaves, seed)
+    assert torch.equal(out, plain[0])
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
