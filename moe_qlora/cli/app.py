@@ -16,6 +16,7 @@ from .dump import dump
 from .merge import merge
 from .plan import plan
 from .quantize import quantize
+from .verify import verify
 
 BAD_INPUT = 2
 
@@ -30,6 +31,7 @@ app.command()(dump)
 app.command()(merge)
 app.command()(plan)
 app.command()(quantize)
+app.command()(verify)
 
 
 def _version(asked: bool) -> None:

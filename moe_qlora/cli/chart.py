@@ -12,20 +12,24 @@ from ..memory_report import MemoryPlan
 _GIB = 1 << 30
 
 
-def check(file: Path) -> None:
+def check(file: Path, option: str = "--chart") -> None:
     """Refuse what cannot be drawn, before anything is computed.
+
+    Args:
+        file: Where the chart is to be written.
+        option: That named it, for the message.
 
     Raises:
         ConfigError: matplotlib is missing, or `file` is no PNG in a folder that is there.
     """
     if find_spec("matplotlib") is None:
         raise ConfigError(
-            "--chart needs matplotlib, which is not installed: pip install matplotlib"
+            f"{option} needs matplotlib, which is not installed: pip install matplotlib"
         )
     if file.suffix.lower() != ".png":
-        raise ConfigError(f"--chart {file}: charts are PNG files; name one that ends in .png.")
+        raise ConfigError(f"{option} {file}: charts are PNG files; name one that ends in .png.")
     if not file.absolute().parent.is_dir():
-        raise ConfigError(f"--chart {file}: there is no folder {file.absolute().parent}.")
+        raise ConfigError(f"{option} {file}: there is no folder {file.absolute().parent}.")
 
 
 def draw(made: MemoryPlan, file: Path) -> None:

@@ -1,0 +1,66 @@
+"""The heat map of `moe-qlora verify --heat-map FILE`; matplotlib comes in when it is drawn."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from ..checkpoint_verify import VerifyReport, WeightError
+from ..errors import CheckpointError
+from ..layout import name_pattern
+
+
+def draw(report: VerifyReport, file: Path) -> None:
+    """Write one map for each kind of stack: layers down, experts across, relative error in colour.
+
+    Raises:
+        CheckpointError: No stack of experts was compared.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = grids(report.errors)
+    if not panels:
+        raise CheckpointError(f"{report.folder} has no packed experts that a map could show.")
+    rows = [len(layers) for layers, _ in panels.values()]
+    figure = Figure(
+        figsize=(10.0, sum(max(1.6, 0.14 * n + 1.0) for n in rows)), layout="constrained"
+    )
+    every = [value for _, grid in panels.values() for row in grid for value in row]
+    finite = [value for value in every if math.isfinite(value)] or [0.0]
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 6 for n in rows])
+    for (pattern, (layers, grid)), axis in zip(panels.items(), axes[:, 0], strict=True):
+        image = axis.imshow(
+            grid,
+            aspect="auto",
+            interpolation="nearest",
+            vmin=min(finite),
+            vmax=max(finite),
+            cmap="viridis",
+        )
+        axis.set_title(pattern, fontsize="medium")
+        axis.set_ylabel("layer")
+        step = max(len(layers) // 12, 1)
+        axis.set_yticks(range(0, len(layers), step), layers[::step])
+        axis.set_xlabel("expert")
+    figure.colorbar(image, ax=axes[:, 0].tolist(), label="relative error (Frobenius)")
+    figure.suptitle(f"{report.folder.name}: error of {report.kind}")
+    FigureCanvasAgg(figure).print_png(str(file))
+
+
+def grids(errors: tuple[WeightError, ...]) -> dict[str, tuple[list[str], list[list[float]]]]:
+    """By kind of stack, the layers' numbers and a row of experts' errors for each.
+
+    Stacks of one name but of different numbers of experts are told apart.
+    """
+    found: dict[str, tuple[list[str], list[list[float]]]] = {}
+    for error in errors:
+        if not error.expert:
+            continue
+        pattern = f"{name_pattern(error.name)} ({len(error.experts)} experts)"
+        layers, grid = found.setdefault(pattern, ([], []))
+        numbers = re.findall(r"(?<![^.])\d+(?![^.])", error.name)
+        layers.append(".".join(numbers) or "-")
+        grid.append(list(error.experts))
+    return found

@@ -1,0 +1,78 @@
+"""How `moe-qlora verify` prints what it found."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..checkpoint_verify import VerifyReport, WeightError
+from ..layout import name_pattern
+from .render import size
+
+
+def show(report: VerifyReport, out: Console) -> None:
+    """Print the verdict, the warnings, and the errors of packing where they are known."""
+    for warning in report.warnings:
+        out.print(f"[yellow]warning:[/] {escape(warning)}")
+    for problem in report.problems:
+        out.print(f"[red]damaged:[/] {escape(problem)}")
+    if report.errors:
+        out.print(_table(report))
+    if not report.good:
+        return
+    what = "plain" if report.kind == "plain" else f"packed as {report.kind}"
+    held = f"{report.tensors} tensors in {report.files} files, {size(report.nbytes)}"
+    packed = f"; {report.experts} stacks of experts, {report.linears} Linear layers packed"
+    out.print(
+        f"[green]{escape(str(report.folder))} is whole[/]: {what}, {held}"
+        f"{'' if report.kind == 'plain' else packed}."
+    )
+
+
+def _table(report: VerifyReport) -> Table:
+    table = Table(
+        title=f"{escape(str(report.folder))}: error of {report.kind}, relative (Frobenius)"
+    )
+    for heading in ("parameter", "count", "shape", "error", "worst", "where", "largest difference"):
+        right = heading in ("count", "error", "worst", "largest difference")
+        table.add_column(
+            heading, justify="right" if right else "left", overflow="fold", no_wrap=right
+        )
+    for error in report.errors:
+        if error.expert:
+            table.add_row(
+                escape(error.name),
+                "1",
+                "x".join(map(str, error.shape)),
+                _percent(error.relative),
+                _percent(error.experts[error.worst]),
+                f"expert {error.worst}",
+                f"{error.max_abs:.3g}",
+            )
+    table.add_section()
+    for pattern, errors in _linears(report).items():
+        worst = max(errors, key=lambda error: error.relative)
+        shapes = {"x".join(map(str, error.shape)) for error in errors}
+        table.add_row(
+            escape(pattern),
+            str(len(errors)),
+            shapes.pop() if len(shapes) == 1 else "various",
+            _percent(sum(error.relative for error in errors) / len(errors)),
+            _percent(worst.relative),
+            escape(worst.name),
+            f"{max(error.max_abs for error in errors):.3g}",
+        )
+    return table
+
+
+def _linears(report: VerifyReport) -> dict[str, list[WeightError]]:
+    found: dict[str, list[WeightError]] = {}
+    for error in report.errors:
+        if not error.expert:
+            found.setdefault(name_pattern(error.name), []).append(error)
+    return found
+
+
+def _percent(value: float) -> str:
+    return f"{value:.2%}"

@@ -1,0 +1,84 @@
+"""`moe-qlora verify FOLDER`: is it whole, and how far are its packed weights from their source?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .dump import Color
+
+if TYPE_CHECKING:
+    from ..checkpoint_verify import Progress
+
+DAMAGED = 1
+
+
+def verify(
+    folder: Annotated[
+        Path, typer.Argument(help="Checkpoint folder, packed by moe-qlora or plain.")
+    ],
+    against: Annotated[
+        Path | None,
+        typer.Option(help="16-bit folder that FOLDER was packed from: show the error of packing."),
+    ] = None,
+    heat_map: Annotated[
+        Path | None,
+        typer.Option(help="With --against: draw the error by layer and expert to this PNG file."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code that --against brings.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")] = False,
+    color: Annotated[Color, typer.Option(help="When to colour.")] = Color.auto,
+) -> None:
+    """Check a checkpoint's files, checksums, shapes and statistics; nothing is written to it.
+
+    Ends with 0 where all is well, with 1 where something is damaged (named on stderr), and with 2
+    where FOLDER is no checkpoint or a setting cannot be followed.
+    """
+    from ..checkpoint_verify import verify as check
+    from ..errors import ConfigError
+    from . import chart, render, render_verify
+    from . import heat_map as maps
+
+    if heat_map is not None:
+        if against is None:
+            raise ConfigError("--heat-map shows the errors against a source: give --against too.")
+        chart.check(heat_map, "--heat-map")
+    with _progress(quiet) as tell:
+        report = check(folder, against, trust_remote_code=trust_remote_code, progress=tell)
+    if heat_map is not None and report.good:
+        maps.draw(report, heat_map)
+    if as_json:
+        sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n")
+    else:
+        render_verify.show(report, render.console(color.value))
+    if not report.good:
+        more = len(report.problems) - 1
+        line = report.problems[0] + (f" (and {more} more)" if more else "")
+        sys.stderr.write("damaged: " + " ".join(line.split()) + "\n")
+        raise typer.Exit(DAMAGED)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Progress | None]:
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("Checking")
+
+        def update(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, description=name or "Checking")
+
+        yield update
