@@ -43,6 +43,8 @@ def draw(report: VerifyReport, file: Path) -> None:
         axis.set_ylabel("layer")
         step = max(len(layers) // 12, 1)
         axis.set_yticks(range(0, len(layers), step), layers[::step])
+        across = max(len(grid[0]) // 16, 1)
+        axis.set_xticks(range(0, len(grid[0]), across))
         axis.set_xlabel("expert")
     figure.colorbar(image, ax=axes[:, 0].tolist(), label="relative error (Frobenius)")
     figure.suptitle(f"{report.folder.name}: error of {report.kind}")
