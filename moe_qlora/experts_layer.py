@@ -419,7 +419,7 @@ def _forward_fake(
 
 def tiles_of(count: int, experts: int) -> int:
     """Length of the routing's table of tiles, as `kernels.layer.route` makes it."""
-    tile = next((t for t in (16, 32) if count <= t * experts), 64)
+    tile = next((t for t in (16, 32) if 2 * t * experts >= 3 * count), 64)
     return count // tile + min(experts, count)
 
 

@@ -111,7 +111,7 @@ def _halves(codes, table, like, ASM: tl.constexpr):
     if len(ASM) > 0:
         high, low = tl.inline_asm_elementwise(
             ASM,
-            "=r,=r,=r,=r,r",
+            "=&r,=&r,=&r,=&r,r",
             [codes],
             dtype=(like.dtype.element_ty, like.dtype.element_ty),
             is_pure=True,
@@ -132,7 +132,7 @@ def _scaled_halves(codes, scale, table, like, ASM: tl.constexpr):
         pair = tl.broadcast_to((bits | (bits << 16))[:, :, None], codes.shape)
         high, low = tl.inline_asm_elementwise(
             ASM,
-            "=r,=r,=r,=r,r,r,r,r,r",
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
             [codes, pair],
             dtype=(like.dtype.element_ty, like.dtype.element_ty),
             is_pure=True,

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from . import decode, fused, rows, scratch
+from . import decode, fused, gemm, rows, scratch
 from .packed import Packed, padded
 
 ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
@@ -160,19 +160,28 @@ def route(index: Tensor, experts: int) -> Routing:
     order = torch.empty(count, dtype=torch.int32, device=device)
     inverse = torch.empty_like(order)
     tile = _tile(count, experts)
-    n = count // tile + min(experts, count)
-    tiles = torch.empty(n, 2, dtype=torch.int32, device=device)
-    grid = max(triton.cdiv(count, 1024), triton.cdiv(n, 32))
-    rows.route_kernel[(grid,)](
-        order64, bounds, order, inverse, tiles, count, n,
-        E=experts, EP=triton.next_power_of_2(experts), TILE=tile, BLOCK=1024, TB=32,
-    )  # fmt: skip
+    tiles = _tiles(order64, bounds, order, inverse, count, tile)
     return Routing(order, inverse, bounds, tiles, index.shape[-1], tile)
 
 
+def _tiles(
+    order64: Tensor, bounds: Tensor, order: Tensor, inverse: Tensor, count: int, tile: int
+) -> Tensor:
+    """`Routing.tiles`; order and inverse are filled in passing, where `order64` has any."""
+    experts = bounds.shape[0] - 1
+    n = count // tile + min(experts, count)
+    tiles = torch.empty(n, 2, dtype=torch.int32, device=bounds.device)
+    grid = max(triton.cdiv(order64.shape[0], 1024), triton.cdiv(n, 32))
+    rows.route_kernel[(grid,)](
+        order64, bounds, order, inverse, tiles, order64.shape[0], n,
+        E=experts, EP=triton.next_power_of_2(experts), TILE=tile, BLOCK=1024, TB=32,
+    )  # fmt: skip
+    return tiles
+
+
 def _tile(count: int, experts: int) -> int:
-    """Rows in a tile: few where experts have few."""
-    return next((t for t in (16, 32) if count <= t * experts), rows.TILE)
+    """Rows in a tile: few where experts have few, and room for most experts' rows in one."""
+    return next((t for t in (16, 32) if 2 * t * experts >= 3 * count), rows.TILE)
 
 
 def routing_of(tensors: Sequence[Tensor], shape: Sequence[int], experts: int) -> Routing:
@@ -211,9 +220,10 @@ def _factors(lora: Lora | None, experts: int, dtype: torch.dtype) -> _Factors | 
 
 
 def _decoded(
-    packed: Packed, factors: _Factors | None, layer: Layer, routing: Routing, name: str, back: bool
-) -> Tensor:
-    """`(E, rows + r, cols + r)` on the shared scratch: weights, and the factors beside them."""
+    packed: Packed, factors: _Factors | None, layer: Layer, routing: Routing, name: str, back: bool,
+    span: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """`(E', rows + r, cols + r)` on the shared scratch: weights of these experts, and factors."""
     right = below = None
     rank = 0
     if factors is not None:
@@ -224,16 +234,15 @@ def _decoded(
     _, n_rows, n_cols = packed.shape
     bounds = routing.bounds
     capturing = bounds.is_cuda and torch.cuda.is_current_stream_capturing()
-    owner = None if capturing else (bounds.data_ptr(), packed.codes.data_ptr(), name, rank)
+    owner = None if capturing else (bounds.data_ptr(), packed.codes.data_ptr(), name, rank, span)
     # Both projections stay only where backward follows at once: in a checkpoint's recomputation.
     stays = scratch.holds(name, bounds.device, owner) if back else _in_backward()
-    slot = name if stays else "first"
     out, held = scratch.take(
-        slot, (packed.experts, n_rows + rank, n_cols + rank), layer.dtype, bounds.device,
-        owner, (bounds,),
+        name if stays else "first", (span[1] - span[0], n_rows + rank, n_cols + rank),
+        layer.dtype, bounds.device, owner, (bounds,),
     )  # fmt: skip
     if not held:
-        decode.decode(packed, out, bounds=bounds, right=right, below=below)
+        decode.decode(packed, out, first=span[0], bounds=bounds, right=right, below=below)
     return out
 
 
@@ -249,15 +258,29 @@ def _multiply(
     """x [W | B]^T for each expert's rows, or x [W ; A] where `back`."""
     if not back and _is_few(packed, layer, routing):
         return _multiply_few(x, packed, factors, routing)
-    full = _decoded(packed, factors, layer, routing, name, back)
-    _, n_rows, n_cols = packed.shape
+    experts, n_rows, n_cols = packed.shape
+    rank = 0 if factors is None else factors.rank
+    nbytes = (n_rows + rank) * (n_cols + rank) * layer.dtype.itemsize
+    step = max(1, scratch.scratch_cap() // nbytes)
     # The contraction takes the factors in; the other dimension leaves them out.
     by_rows = layer.transposed != back
-    right = full[:, :, :n_cols] if by_rows else full[:, :n_rows, :].transpose(1, 2)
-    return F.grouped_mm(x, right, offs=routing.bounds[1:])
+    y = tiles = None
+    for first in range(0, experts, step):
+        span = first, min(first + step, experts)
+        full = _decoded(packed, factors, layer, routing, name, back, span)
+        right = full[:, :, :n_cols] if by_rows else full[:, :n_rows, :].transpose(1, 2)
+        if step >= experts:
+            return F.grouped_mm(x, right, offs=routing.bounds[1:])
+        if y is None or tiles is None:
+            y = torch.empty(x.shape[0], right.shape[2], dtype=x.dtype, device=x.device)
+            nothing = routing.order[:0]
+            tiles = _tiles(nothing, routing.bounds, nothing, nothing, x.shape[0], gemm.TILE)
+        gemm.multiply(x, right, y, tiles, routing.bounds, first)
+    assert y is not None
+    return y
 
 
-FEW = 64
+FEW = 128
 """Rows an expert, on average, up to which `fused` beats decoding (H200, Qwen3-30B-A3B)."""
 
 

@@ -59,6 +59,11 @@ def release_scratch() -> None:
     _slots.clear()
 
 
+def held_bytes() -> int:
+    """Bytes of all buffers."""
+    return sum(slot.buffer.nbytes for slot in _slots.values() if slot.buffer is not None)
+
+
 def _key(device: torch.device, name: str) -> tuple[torch.device, int, str]:
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return device, stream, name

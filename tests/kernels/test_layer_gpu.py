@@ -78,12 +78,10 @@ def test_decodes_beyond_int32():
 
 
 def on_gpu(tests, style, dtype, **kwargs):
-    module = tests.pack(tests.make(style, dtype), style, **kwargs).to("cuda")
-    if hasattr(module, "alpha"):
-        module.alpha = None
-        del module.alpha
-        module.alpha = 1.3
-    return module
+    module = tests.make(style, dtype)
+    del module.alpha  # numbers, as in transformers' own classes
+    module.alpha, module.limit = 1.3, 0.4
+    return tests.pack(module, style, **kwargs).to("cuda")
 
 
 def provider_of(tests, style, dtype, ranks):
@@ -138,8 +136,6 @@ def in_fp64(tests, style, module, provider, parts, dtype):
         if style.bias:
             bias = getattr(module, f"{name}_bias").detach().double().cpu()
             setattr(wide, f"{name}_bias", torch.nn.Parameter(bias))
-    if hasattr(wide, "alpha"):
-        wide.alpha = torch.nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
     x, index, weights = parts
     x, weights = (t.detach().double().cpu().requires_grad_() for t in (x, weights))
     twin = None
@@ -270,6 +266,22 @@ def test_compiles_whole(tests, style, monkeypatch):
     for mine, other in zip(gradients(module, provider, *parts, call=compiled), plain, strict=True):
         assert torch.equal(mine, other)
     assert calls
+
+
+@pytest.mark.parametrize("style", ["concatenated", "transposed"])
+@pytest.mark.parametrize("tokens", [37, 1500])
+def test_a_capped_scratch_gives_the_same(tests, scratch, style, tokens, monkeypatch):
+    style = tests.STYLES[style]
+    module = on_gpu(tests, style, torch.bfloat16)
+    provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
+    experts.set_lora_provider(module, provider)
+    parts = routed(tests, torch.bfloat16, tokens=tokens)
+    plain = gradients(module, provider, *parts)
+    for cap in (1, 3 * 208 * 272 * 2):
+        scratch.set_scratch_cap(cap)
+        for mine, other in zip(gradients(module, provider, *parts), plain, strict=True):
+            assert (mine - other).double().norm() < 0.005 * other.double().norm()
+        assert scratch.held_bytes() < 4 * 208 * 272 * 2 + 2**16
 
 
 def test_no_wait_for_the_device_and_graphs(tests):

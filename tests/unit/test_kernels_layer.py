@@ -203,6 +203,15 @@ def test_layer_equals_plain_loops(case):
         close(mine, right)
 
 
+@pytest.mark.parametrize("name", ["plain", "interleaved", "one-expert", "partial"])
+def test_capped_scratch_in_chunks_of_experts(name):
+    case = CASES[name]
+    for experts in (1, 2):
+        scratch.set_scratch_cap(experts * 4 * (2 * case.inner + 64) * (case.hidden + 64))
+        test_layer_equals_plain_loops(case)
+    scratch.set_scratch_cap(scratch.DEFAULT_CAP)
+
+
 @pytest.mark.parametrize(("early", "unroll"), [(True, 1), (True, 4), (False, 1), (False, 2)])
 def test_few_tokens_in_every_configuration(early, unroll, monkeypatch):
     monkeypatch.setattr(fused, "CHOSEN", fused.Config(64, unroll, early, 2, 4))
