@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import stat
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,13 +31,18 @@ INDEX_SUFFIX = ".safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100 << 20
 """Longest header that the safetensors format allows, in bytes."""
+MAX_JSON = 512 << 20
+"""Longest JSON file that is read, in bytes; the index of a million tensors has a quarter of it."""
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,
@@ -99,15 +106,23 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
-        """The tensors of a folder: of the files that its index names, or of its one file.
+        """The tensors of a folder: of the files that manifest or index name, or of its one file.
+
+        A packed folder's checksums are not compared, which takes as long as reading all of it.
 
         Raises:
             CheckpointError: There are none, files are missing or damaged, or the index leads out of
                 the folder.
         """
+        from .folder_manifest import packed_files
+
         folder = Path(folder)
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
+        with reading(folder):
+            if not folder.is_dir():
+                raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
+        packed = packed_files(folder)
+        if packed is not None:
+            return cls(packed)
         index = index_of(folder)
         if index is None:
             found = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
@@ -196,7 +211,7 @@ class Checkpoint:
 
 _DAMAGE = (
     *(OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError),
-    *(OverflowError, RecursionError, MemoryError),
+    *(OverflowError, RuntimeError, MemoryError),
 )
 
 
@@ -226,10 +241,11 @@ def inside(folder: Path, name: Any) -> Path:
             f"{folder} names the file {name!r}: only files of the folder itself are read."
         )
     path = folder / name
-    if path.is_symlink() and not _in_cache(folder, path):
-        raise CheckpointError(
-            f"{path} is a link that leads out of its folder: only files of the folder are read."
-        )
+    with reading(path):
+        if path.is_symlink() and not _in_cache(folder, path):
+            raise CheckpointError(
+                f"{path} is a link that leads out of its folder: only files of the folder are read."
+            )
     return path
 
 
@@ -245,15 +261,32 @@ def _in_cache(folder: Path, link: Path) -> bool:
     return any(place in target.parents for place in places)
 
 
+def _size_of(file: Path) -> int:
+    """Bytes of a file, which must be one: to open a pipe would wait for its writer."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{file} cannot be read: it is no regular file.")
+    return found.st_size
+
+
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-        CheckpointError: It is missing, no JSON, no object, or names a key twice.
+        CheckpointError: It is missing, too long, no JSON, no object, names a key twice, or holds
+            half of a surrogate pair, which is no text.
     """
     with reading(file):
+        if _size_of(file) > MAX_JSON:
+            raise CheckpointError(f"{file} cannot be read: it is longer than {MAX_JSON} bytes.")
+        raw = file.read_bytes()
         try:
-            value = json.loads(file.read_bytes().decode("utf-8"), object_pairs_hook=_once)
+            value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
+            if _HALF.search(raw):
+                json.dumps(value, ensure_ascii=False).encode("utf-8")
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} is no valid JSON: {error}.") from error
     if not isinstance(value, dict):
@@ -302,8 +335,9 @@ def header_bytes(file: Path) -> bytes:
     Raises:
         CheckpointError: The file is missing, too short, or says a length that it cannot have.
     """
+    with reading(file):
+        size = _size_of(file)
     with reading(file), file.open("rb") as handle:
-        size = os.fstat(handle.fileno()).st_size
         start = handle.read(8)
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > min(MAX_HEADER, size - 8):

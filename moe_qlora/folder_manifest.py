@@ -53,6 +53,7 @@ _SMALL = 1 << 16
 _NESTED_BLOCK = 256
 _KINDS = ("nf4", "fp4", "int8")
 _FLOATS = ("float32", "float16", "bfloat16")
+_MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +154,14 @@ def tensor_entries(files: Sequence[Path], workers: int | None = None) -> dict[st
             if key in infos:
                 raise CheckpointError(f"{file}: {key} is in {infos[key].file.name} as well.")
             infos[key] = info
-    sums = checksums(infos, workers)
+    sums = tensor_checksums(infos, workers)
     return {
         key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, sums[key])
         for key, info in infos.items()
     }
 
 
-def checksums(infos: Mapping[str, TensorInfo], workers: int | None = None) -> dict[str, str]:
+def tensor_checksums(infos: Mapping[str, TensorInfo], workers: int | None = None) -> dict[str, str]:
     """sha256 of each tensor's bytes, several at a time."""
     with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(infos, pool.map(_checksum, infos.values()), strict=True))
@@ -248,11 +249,13 @@ def _parse(folder: Path, value: dict[str, Any]) -> Manifest:
     """The manifest in a JSON value; KeyError, TypeError or ValueError where it is none."""
     experts = {name: _packed_entry(name, entry) for name, entry in value["experts"].items()}
     shards = {
-        name: ShardEntry(int(entry["nbytes"]), str(entry["header_sha256"]))
+        name: ShardEntry(_size(entry["nbytes"]), _text(entry["header_sha256"]))
         for name, entry in value["shards"].items()
     }
     tensors = {
-        key: TensorEntry(e["file"], str(e["dtype"]), _shape(e["shape"]), str(e["sha256"]))
+        key: TensorEntry(
+            _text(e["file"]), _text(e["dtype"]), _shape(e["shape"]), _text(e["sha256"])
+        )
         for key, e in value["tensors"].items()
     }
     file = folder / MANIFEST
@@ -263,19 +266,25 @@ def _parse(folder: Path, value: dict[str, Any]) -> Manifest:
     for key, entry in tensors.items():
         if entry.file not in shards:
             raise CheckpointError(f"{file}: {key} is said to be in {entry.file!r}, no file of it.")
+    for name, packed in experts.items():
+        other = next((alias for alias in packed.aliases if alias in tensors.keys() - experts), None)
+        if other is not None:
+            raise CheckpointError(f"{file}: {other} is a tensor, and said to be the stack {name}.")
     _check_codec(value["codec"])
+    if not isinstance(value["source_config"], dict):
+        raise TypeError("source_config is no object")
     if value["id"] != manifest_id(tensors, value["codec"]):
         raise CheckpointError(f"{file} has the id of other tensors.")
     return Manifest(
         value["id"],
-        str(value["written_by"]),
-        str(value["model_type"]),
+        _text(value["written_by"]),
+        _text(value["model_type"]),
         dict(value["codec"]),
         experts,
         shards,
         tensors,
-        str(value["config_sha256"]),
-        dict(value["source_config"]),
+        _text(value["config_sha256"]),
+        value["source_config"],
     )
 
 
@@ -283,7 +292,7 @@ def _packed_entry(name: str, value: dict[str, Any]) -> PackedEntry:
     shape, dtype, aliases = _shape(value["shape"]), value["dtype"], value["aliases"]
     if len(shape) < 2 or not all(shape) or dtype not in _FLOATS:
         raise ValueError(f"{name} of shape {shape} and dtype {dtype!r} is no packed stack")
-    if not all(isinstance(alias, str) for alias in aliases):
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise ValueError(f"{name} is also called {aliases!r}, which are no names")
     return PackedEntry(shape, dtype, tuple(aliases))
 
@@ -300,27 +309,54 @@ def _check_codec(codec: dict[str, Any]) -> None:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    if not all(type(size) is int and size >= 0 for size in value):
-        raise ValueError(f"{value!r} is no shape")
-    return tuple(value)
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
+        raise ValueError(f"{value!r:.80} is no shape")
+    return tuple(_size(size) for size in value)
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r:.80} is no size")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} is no text")
+    return value
 
 
 def check_folder(
-    folder: str | Path, *, checksum: bool = True, workers: int | None = None
+    folder: str | Path, *, checksums: bool = True, workers: int | None = None
 ) -> Manifest:
     """Check everything that can be checked without building the model.
 
     Args:
         folder: A packed folder.
-        checksum: Read all tensors and compare their checksums, too.
+        checksums: Read all tensors and compare their checksums, too.
         workers: Threads that do so; None is up to 8.
 
     Raises:
         CheckpointError: Something is missing, damaged or foreign; the message names it.
     """
-    check = FolderCheck(folder, workers, large=checksum)
+    check = FolderCheck(folder, workers, large=checksums)
     check.finish()
     return check.manifest
+
+
+def packed_files(folder: Path) -> list[Path] | None:
+    """The files of a packed folder, None where it is another: config.json decides, if there is one.
+
+    Raises:
+        CheckpointError: It is packed, and something but large tensors' checksums does not fit.
+    """
+    config = folder / CONFIG
+    if os.path.lexists(config):
+        if CONFIG_KEY not in read_json(config):
+            return None
+    elif read_manifest(folder) is None:
+        return None
+    return [folder / name for name in check_folder(folder, checksums=False).shards]
 
 
 class FolderCheck:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -200,6 +205,77 @@ def test_an_index_names_files_by_text(tmp_path, value):
     index(tmp_path, {"a": value})
     with pytest.raises(CheckpointError, match="no file name"):
         Checkpoint.open(tmp_path)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.one_of(
+        st.text(max_size=12),
+        st.lists(
+            st.sampled_from(["..", ".", "/", "\\", "a", "\0", ":", "~", "x" * 300]), max_size=6
+        ).map("".join),
+        st.none() | st.integers() | st.lists(st.text(max_size=3), max_size=2),
+    )
+)
+def test_a_name_gives_a_file_right_in_the_folder_or_is_refused(name):
+    folder = Path("/nowhere/folder")
+    try:
+        path = inside(folder, name)
+    except CheckpointError:
+        assert not (isinstance(name, str) and name.isalnum() and len(name.encode()) < 256)
+        return
+    assert path.parent == folder
+    assert path.name == name
+    assert os.path.normpath(path) == str(path)
+
+
+def test_names_too_long_for_the_system_are_refused(tmp_path):
+    two_shards(tmp_path)
+    index(tmp_path, {"a": "m-1.safetensors", "b": "x" * 5000})
+    with pytest.raises(CheckpointError, match="too long"):
+        Checkpoint.open(tmp_path)
+    with pytest.raises(CheckpointError, match="too long"):
+        Checkpoint.open("x" * 5000)
+    with pytest.raises(CheckpointError, match="not packed by moe_qlora"):
+        check_folder("x" * 5000)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Fail after some seconds instead of waiting for a pipe's writer for ever."""
+
+    def ring(*_: object) -> None:
+        pytest.fail("it waits for a pipe")
+
+    old = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(10)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes pipes")
+def test_pipes_are_not_waited_for(tmp_path):
+    two_shards(tmp_path / "plain")
+    manifest = packed_folder(tmp_path / "packed")
+    for folder, name, read in (
+        ("plain", "m-2.safetensors", Checkpoint.open),
+        ("plain", f"model{INDEX_SUFFIX}", Checkpoint.open),
+        ("packed", manifest.entry, check_folder),
+        ("packed", MANIFEST, read_manifest),
+        ("packed", "config.json", Checkpoint.open),
+    ):
+        file = tmp_path / folder / name
+        content = file.read_bytes() if file.exists() else None
+        file.unlink(missing_ok=True)
+        os.mkfifo(file)
+        with no_waiting(), pytest.raises(CheckpointError, match=name):
+            read(tmp_path / folder)
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
 
 
 def test_links_may_stay_in_the_folder_or_lead_to_the_blobs_of_a_cache(tmp_path):
@@ -563,7 +639,7 @@ def resigned(folder: Path, change) -> None:
 def test_a_manifest_reads_back_equal_and_says_the_same_twice(tmp_path):
     manifest = packed_folder(tmp_path / "a")
     assert read_manifest(tmp_path / "a") == manifest == check_folder(tmp_path / "a")
-    assert check_folder(tmp_path / "a", checksum=False) == manifest
+    assert check_folder(tmp_path / "a", checksums=False) == manifest
     assert packed_folder(tmp_path / "b") == manifest
     assert (tmp_path / "a" / MANIFEST).read_bytes() == (tmp_path / "b" / MANIFEST).read_bytes()
     assert read_manifest(tmp_path) is None
@@ -600,6 +676,37 @@ def test_a_manifest_or_shard_that_is_a_link_elsewhere_is_not_read(tmp_path):
         read_manifest(folder)
 
 
+def test_a_packed_folder_opens_by_its_manifest(tmp_path):
+    manifest = packed_folder(tmp_path)
+    save_file({"x": torch.ones(1)}, tmp_path / SINGLE)  # of nobody, as long as there is no config
+    for config in (None, {"moe_qlora": {}, "model_type": "toy"}):
+        if config is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        with Checkpoint.open(tmp_path) as checkpoint:
+            assert checkpoint.keys() == tuple(manifest.tensors)
+            assert [file.name for file in checkpoint.files] == list(manifest.shards)
+            assert same(checkpoint.read("w", 1), noise(torch.int8, 2, 3, 4)[1:])
+
+
+def test_a_plain_checkpoint_over_a_packed_one_opens_by_its_config(tmp_path):
+    packed_folder(tmp_path)
+    save_file({"x": torch.ones(1)}, tmp_path / SINGLE)
+    (tmp_path / "config.json").write_text('{"model_type": "toy"}')
+    assert Checkpoint.open(tmp_path).keys() == ("x",)
+
+
+def test_a_packed_folder_that_does_not_fit_its_manifest_does_not_open(tmp_path):
+    manifest = packed_folder(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "a" / list(manifest.shards)[1]).unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        Checkpoint.open(tmp_path / "a")
+    (tmp_path / "b" / "config.json").write_text('{"moe_qlora": {}}')
+    (tmp_path / "b" / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=MANIFEST):
+        Checkpoint.open(tmp_path / "b")
+
+
 RESIGNED = {
     "version": (lambda v: v.update(format_version=2), "format_version 2"),
     "version as truth": (lambda v: v.update(format_version=True), "format_version True"),
@@ -619,7 +726,7 @@ RESIGNED = {
     "unknown dtype": (lambda v: v["tensors"]["b"].update(dtype="F13"), "b is"),
     "shape": (lambda v: v["tensors"]["b"].update(shape=[1, 3]), "b is"),
     "shape as text": (lambda v: v["tensors"]["b"].update(shape="3"), "no shape"),
-    "negative shape": (lambda v: v["experts"]["w"].update(shape=[-2, -3, 4]), "no shape"),
+    "negative shape": (lambda v: v["experts"]["w"].update(shape=[-2, -3, 4]), "no size"),
     "stack's shape": (lambda v: v["experts"]["w"].update(shape=[3, 3, 4]), "w"),
     "stack without a shape": (lambda v: v["experts"]["w"].update(shape=[]), "w"),
     "stack of nothing": (lambda v: v["experts"]["w"].update(shape=[2, 3, 0]), "w"),
@@ -628,7 +735,25 @@ RESIGNED = {
     "unknown stack": (lambda v: v["experts"].update(x=dict(v["experts"]["w"])), "x"),
     "checksum": (lambda v: v["tensors"]["w"].update(sha256="0" * 64), "the bytes of w are not"),
     "file size": (lambda v: next(iter(v["shards"].values())).update(nbytes=8), "8 were written"),
-    "file size as text": (lambda v: next(iter(v["shards"].values())).update(nbytes="x"), MANIFEST),
+    "file size as text": (lambda v: next(iter(v["shards"].values())).update(nbytes="96"), MANIFEST),
+    "file size as truth": (lambda v: next(iter(v["shards"].values())).update(nbytes=True), "size"),
+    "file size as fraction": (
+        lambda v: next(iter(v["shards"].values())).update(nbytes=96.5),
+        "no size",
+    ),
+    "shapes that take for ever": (
+        lambda v: v["experts"]["w"].update(shape=[10**4000] * 3000),
+        "no shape",
+    ),
+    "a size that no text holds": (
+        lambda v: v["experts"]["w"].update(shape=[10**4000, 10**4000]),
+        "no size",
+    ),
+    "half a character": (lambda v: v["experts"].update({"\ud800": v["experts"]["w"]}), "JSON"),
+    "aliases as text": (lambda v: v["experts"]["w"].update(aliases="xy"), MANIFEST),
+    "alias of a tensor": (lambda v: v["experts"]["w"].update(aliases=["b"]), "b is a tensor"),
+    "type as list": (lambda v: v.update(model_type=[1]), MANIFEST),
+    "config as pairs": (lambda v: v.update(source_config=[["a", 1]]), MANIFEST),
     "endless file": (lambda v: next(iter(v["shards"].values())).update(nbytes=1e999), MANIFEST),
     "header": (
         lambda v: next(iter(v["shards"].values())).update(header_sha256="0"),
