@@ -311,6 +311,16 @@ def test_a_plain_config_that_is_damaged(cli, tmp_path, text):
     check_damaged(cli(tmp_path), "config.json")
 
 
+def test_bounds_may_be_infinite_and_weights_may_not(tmp_path):
+    bounds = {"low": torch.tensor(-torch.inf), "high": torch.full((3,), torch.inf)}
+    save_file(bounds, tmp_path / "model.safetensors")
+    assert verify(tmp_path).good
+    save_file(bounds | {"w": torch.full((3, 1), torch.inf)}, tmp_path / "model.safetensors")
+    assert "w holds NaN or inf" in verify(tmp_path).problems[0]
+    save_file(bounds | {"b": torch.tensor([torch.nan])}, tmp_path / "model.safetensors")
+    assert "b holds NaN or inf" in verify(tmp_path).problems[0]
+
+
 def test_what_is_no_checkpoint_is_bad_input(cli, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "plain").mkdir()
