@@ -31,7 +31,16 @@ from .codec_settings import FLOAT_DTYPES
 from .detect import detect
 from .errors import CheckpointError
 from .folder import INDEX_SUFFIX, Checkpoint, inside, read_json
-from .folder_manifest import CONFIG, CONFIG_KEY, MANIFEST, SENTENCE, SHARD_NAME, Manifest
+from .folder_manifest import (
+    CONFIG,
+    CONFIG_KEY,
+    MANIFEST,
+    NEXT,
+    SENTENCE,
+    SHARD_NAME,
+    Manifest,
+    of_interrupted_save,
+)
 from .folder_write import partial_of
 
 Progress = Callable[[int, int, str], None]
@@ -159,7 +168,7 @@ def _fields(report: VerifyReport) -> dict[str, Any]:
 
 def _is_packed(folder: Path) -> bool:
     """Whether anything says so; damage to one of the two files must not hide it."""
-    if (folder / MANIFEST).exists() or (folder / f".{MANIFEST}.partial").exists():
+    if (folder / MANIFEST).exists() or (folder / NEXT).exists():
         return True
     try:
         return CONFIG_KEY in read_json(folder / CONFIG)
@@ -324,7 +333,12 @@ def _leftovers(folder: Path, shards: set[str]) -> Iterator[str]:
     if partial_of(folder).exists():
         yield f"{partial_of(folder)} is left of an interrupted save: remove it."
     for file in sorted(folder.iterdir()):
-        if file.name.startswith(".") and file.name.endswith(".partial"):
+        if file.name == NEXT and of_interrupted_save(folder) is not None:
+            yield (
+                f"{file} is the folder's manifest, whose save was interrupted at its last step: "
+                f"rename it to {MANIFEST}."
+            )
+        elif file.name.startswith(".") and file.name.endswith(".partial"):
             yield f"{file} is left of an interrupted save: the next save removes it."
         elif SHARD_NAME.fullmatch(file.name) and file.name not in shards:
             yield f"{file} is a shard of another save: the next save removes it."

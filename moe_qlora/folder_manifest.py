@@ -38,6 +38,8 @@ from .folder import reading as reading_file
 from .folder_write import beside, replace_file
 
 MANIFEST = "moe_qlora.json"
+NEXT = beside(Path(MANIFEST)).name
+"""Where a save writes the manifest before it is renamed."""
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
 FORMAT_VERSION = 1
@@ -47,7 +49,6 @@ SENTENCE = (
 )
 """What stock transformers quotes when it is asked to load a packed folder."""
 
-_NEXT = beside(Path(MANIFEST)).name
 _READ = 1 << 20
 _SMALL = 1 << 16
 _NESTED_BLOCK = 256
@@ -207,18 +208,18 @@ def read_manifest(folder: str | Path) -> Manifest | None:
         CheckpointError: It is damaged, of another format, or names files outside the folder.
     """
     folder = Path(folder)
-    if os.path.lexists(folder / _NEXT):
-        manifest = _of_interrupted_save(folder)
+    if os.path.lexists(folder / NEXT):
+        manifest = of_interrupted_save(folder)
         if manifest is not None:
             return manifest
     return _read(folder, MANIFEST) if os.path.lexists(folder / MANIFEST) else None
 
 
-def _of_interrupted_save(folder: Path) -> Manifest | None:
-    """The manifest beside, where config.json is of its save already."""
+def of_interrupted_save(folder: Path) -> Manifest | None:
+    """The manifest beside, where config.json is of its save already; None otherwise."""
     try:
         mark = read_json(inside(folder, CONFIG)).get(CONFIG_KEY)
-        manifest = _read(folder, _NEXT)
+        manifest = _read(folder, NEXT)
     except CheckpointError:
         return None
     return manifest if isinstance(mark, dict) and mark.get("id") == manifest.id else None

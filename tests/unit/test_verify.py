@@ -276,6 +276,17 @@ def test_leftovers_are_warnings(cli, tmp_path):
     assert out.count("warning:") == 5
 
 
+def test_a_save_that_was_interrupted_at_its_last_step_is_good(cli, tmp_path):
+    small().save_pretrained(tmp_path)
+    (tmp_path / MANIFEST).rename(tmp_path / f".{MANIFEST}.partial")
+    report = verify(tmp_path)
+    assert report.good
+    [warning] = report.warnings
+    assert "rename it to moe_qlora.json" in warning
+    (tmp_path / f".{MANIFEST}.partial").rename(tmp_path / MANIFEST)
+    assert verify(tmp_path).warnings == ()
+
+
 # --- plain folders ------------------------------------------------------------------------------
 
 
