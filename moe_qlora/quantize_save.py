@@ -39,6 +39,8 @@ from .folder_write import (
 )
 
 _STAGING = ".moe_qlora.partial"
+# a save's shards, for the hub: only here do eight characters stand between "model" and the number
+_SHARDS = "model-????????-?????-of-?????.safetensors"
 
 
 def save_pretrained(
@@ -63,7 +65,7 @@ def save_pretrained(
         save_directory: The folder.
         is_main_process: False writes nothing.
         state_dict: What to save in the place of `self.state_dict()`.
-        push_to_hub: Upload the folder when it is written.
+        push_to_hub: Upload what was written, when all of it is.
         max_shard_size: Bytes, or such as "5GB".
         variant: Not supported.
         token: For the upload.
@@ -71,7 +73,7 @@ def save_pretrained(
 
     Raises:
         AdapterError: PEFT layers are in the model.
-        CheckpointError: The folder cannot be written, or a weight is on no device.
+        CheckpointError: The folder cannot be written, or a weight is on no device or sharded.
         ConfigError: `variant` or `distributed_checkpoint` is asked for.
     """
     stock = type(self).save_pretrained
@@ -100,8 +102,9 @@ def save_pretrained(
     with _target(folder) as work:
         _write_side_files(self, work, side)
         write_packed(work, self, tensors, max_shard_size)
+        written = [str(f.relative_to(work).as_posix()) for f in work.rglob("*") if f.is_file()]
     if push_to_hub:
-        _upload(folder, token, kwargs)
+        _upload(folder, sorted(written), token, kwargs)
 
 
 def _tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -128,16 +131,24 @@ def _tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tenso
             continue
         if key in ignored or any(key == name or key.startswith(f"{name}.") for name in aliases):
             continue
-        if not isinstance(value, Tensor) or value.is_meta:
-            where = "on the meta device" if isinstance(value, Tensor) else type(value).__name__
-            raise CheckpointError(
-                f"{key} is {where} and cannot be saved: load the model without offloading it."
-            )
+        reason = _why_not_saved(value)
+        if reason is not None:
+            raise CheckpointError(f"{key} {reason}.")
         kept[key] = value
     missing = packed - aliases - kept.keys()
     if missing:
         raise CheckpointError(f"The state dict to save lacks the packed stack {min(missing)}.")
     return kept
+
+
+def _why_not_saved(value: Any) -> str | None:
+    if not isinstance(value, Tensor):
+        return f"is {type(value).__name__} and no tensor: leave it out of state_dict"
+    if value.is_meta:
+        return "is on the meta device and cannot be saved: load the model without offloading it"
+    if hasattr(value, "full_tensor"):
+        return "is sharded over several processes: gather it, and pass state_dict"
+    return None
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -380,17 +391,27 @@ def _with_skips(config: dict[str, Any], plain: list[str]) -> dict[str, Any]:
     return {**config, "quantization_config": settings}
 
 
-def _upload(folder: Path, token: Any, kwargs: dict[str, Any]) -> None:
+def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]) -> None:
+    """Upload a save in one commit: what it wrote, and nothing else that lies in the folder.
+
+    Shards of an earlier save leave the repository with it.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
     known = {key: kwargs[key] for key in ("private",) if key in kwargs}
-    name = kwargs.get("repo_id", folder.name)
+    name = kwargs.get("repo_id") or folder.name
     repository = api.create_repo(name, exist_ok=True, **known).repo_id
-    message = kwargs.get("commit_message") or "Upload model"
     api.upload_folder(
         repo_id=repository,
         folder_path=folder,
-        commit_message=message,
+        allow_patterns=[_literal(file) for file in written],
+        delete_patterns=[_SHARDS],
+        commit_message=kwargs.get("commit_message") or "Upload model",
         create_pr=kwargs.get("create_pr", False),
     )
+
+
+def _literal(name: str) -> str:
+    """A pattern that is this name only."""
+    return re.sub(r"([*?[])", r"[\1]", name)

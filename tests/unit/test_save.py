@@ -306,6 +306,128 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_sharded_weight_and_what_is_no_tensor_are_named(tmp_path):
+    from torch import distributed
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    model = packed()
+    key = "model.norm.weight"
+    with pytest.raises(CheckpointError, match=f"{key} is int and no tensor"):
+        model.save_pretrained(tmp_path / "saved", state_dict=model.state_dict() | {key: 3})
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        weight = DTensor.from_local(torch.ones(8), mesh, [Shard(0)])
+        with pytest.raises(CheckpointError, match=f"{key} is sharded over several processes"):
+            model.save_pretrained(tmp_path / "saved", state_dict=model.state_dict() | {key: weight})
+    finally:
+        distributed.destroy_process_group()
+    assert list(tmp_path.iterdir()) == []
+
+
+class Hub:
+    """Stands for the hub's client, with the matching of file names that the real one does."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def __call__(self, token: Any = None) -> Hub:
+        self.calls.append(("token", {"token": token}))
+        return self
+
+    def create_repo(self, name: str, **kwargs: Any) -> Any:
+        self.calls.append(("create", {"name": name, **kwargs}))
+        return type("Repo", (), {"repo_id": f"me/{name}"})()
+
+    def upload_folder(
+        self,
+        folder_path: Path,
+        allow_patterns: list[str],
+        delete_patterns: list[str],
+        **kwargs: Any,
+    ) -> None:
+        from huggingface_hub.utils import filter_repo_objects
+
+        self.calls.append(("upload", kwargs))
+        check_folder(folder_path)  # all of it is there by now
+        local = files(folder_path)
+        added = set(filter_repo_objects(local, allow_patterns=allow_patterns))
+        for name in filter_repo_objects(list(self.files), allow_patterns=delete_patterns):
+            del self.files[name]
+        self.files |= {name: local[name] for name in added}
+
+
+def test_the_hub_gets_what_was_written_and_loses_the_shards_of_before(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "secrets.txt").write_text("not for the hub")
+    hub.files = {"README.md": b"card", "model-00001-of-00002.safetensors": b"plain"}
+    kept = dict(hub.files)
+    packed().save_pretrained(folder, max_shard_size="40KB", push_to_hub=True, token="t")
+    packed(seed=1).save_pretrained(
+        folder,
+        push_to_hub=True,
+        repo_id="other",
+        private=True,
+        commit_message="second",
+        create_pr=True,
+    )
+    local = files(folder)
+    del local["secrets.txt"]
+    assert hub.files == local | kept
+    assert hub.calls == [
+        ("token", {"token": "t"}),
+        ("create", {"name": "mine", "exist_ok": True}),
+        ("upload", {"repo_id": "me/mine", "commit_message": "Upload model", "create_pr": False}),
+        ("token", {"token": None}),
+        ("create", {"name": "other", "exist_ok": True, "private": True}),
+        ("upload", {"repo_id": "me/other", "commit_message": "second", "create_pr": True}),
+    ]
+
+
+def test_a_save_changes_nothing_of_the_model(tmp_path):
+    model = packed()
+    settings = model.config.quantization_config.to_dict()
+    quantizer, methods = dict(model.hf_quantizer.__dict__), set(model.__dict__)
+    model.save_pretrained(tmp_path)
+    assert model.config.quantization_config.to_dict() == settings
+    assert model.hf_quantizer.__dict__ == quantizer
+    assert set(model.__dict__) == methods
+    assert not hasattr(model.config, "moe_qlora")
+    assert not hasattr(model.config, "transformers_weights")
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    # as it was in the manifest, and in config.json with the plain layers named
+    assert manifest.source_config["quantization_config"]["llm_int8_skip_modules"] is None
+    linears = [n for n, m in model.named_modules() if type(m) is nn.Linear]
+    assert saved["llm_int8_skip_modules"] == [rf"{re.escape(name)}$" for name in linears]
+
+
+def test_the_signature_is_that_of_the_stock_method():
+    import inspect
+
+    model = packed()
+    ours = inspect.signature(model.save_pretrained).parameters
+    stock = inspect.signature(type(model).save_pretrained).parameters
+    positional = [name for name in ours if name != "kwargs"]
+    assert positional == list(stock)[1 : len(positional) + 1]
+    assert ours["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
+
+
+def test_a_decoded_model_is_saved_the_stock_way(tmp_path):
+    model = packed()
+    model.dequantize()
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / MANIFEST).exists()
+    assert bits(AutoModelForCausalLM.from_pretrained(tmp_path)) == bits(model)
+
+
 def test_a_failed_save_leaves_the_folder_as_it_was(tmp_path):
     packed().save_pretrained(tmp_path)
     before = files(tmp_path)
