@@ -36,9 +36,7 @@ class LoadPlan:
         files: The checkpoint on disk, None where it is given as tensors or is no safetensors.
         manifest: Of a folder that this package packed, None otherwise.
         device_map: As transformers settled it.
-        total: Bytes of the whole model once it is loaded.
-        block: Bytes of its largest block that is not split over devices.
-        largest: Bytes of that block, or of a larger layer outside blocks.
+        units: Bytes, once loaded, of the model's blocks and of the layers outside of them.
         stacks: What has been packed, by name.
         replaced: Converters of transformers that the plan's own stand for: `(own, theirs)`.
     """
@@ -50,9 +48,7 @@ class LoadPlan:
     files: Checkpoint | None = None
     manifest: Manifest | None = None
     device_map: Any = None
-    total: float = 0.0
-    block: float = 0.0
-    largest: float = 0.0
+    units: tuple[float, ...] = ()
     stacks: dict[str, PackedStack] = field(default_factory=dict)
     replaced: list[tuple[Any, Any]] = field(default_factory=list)
 

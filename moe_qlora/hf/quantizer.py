@@ -16,6 +16,7 @@ The quantizer that a loaded model keeps is of the stock class: nothing of this f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -189,33 +190,26 @@ class _Packing:
         if self._device_map not in ("auto", "balanced"):
             return shares
         places = [device for device, share in shares.items() if isinstance(device, int) and share]
-        even = self._plan.total / max(len(places), 1) + self._plan.block / 2
-        # On the first device accelerate keeps room for the largest layer free.
-        wanted = {
-            place: even + (self._plan.largest if place == places[0] else 0) for place in places
-        }
-        if sum(min(shares[place], even) for place in places) >= self._plan.total:
-            shares |= {place: min(shares[place], wanted[place]) for place in places[:-1]}
+        if len(places) < 2:
+            return shares
+        even = dict(zip(places, _even_shares(self._plan.units, len(places)), strict=True))
+        if all(shares[place] >= even[place] for place in places):
+            shares |= {place: even[place] for place in places[:-1]}
         return shares
 
     def _measure(self, model: Any) -> None:
-        """Note the bytes of the whole model, of its largest block, and of its largest layer."""
+        """Note the bytes of the model's blocks, and of the layers outside of them, in order."""
         plan = cast(LoadPlan, self._plan)
         blocks = set(model._no_split_modules or ())
-        owners = [name for name, part in model.named_modules() if type(part).__name__ in blocks]
-        sizes = dict.fromkeys(owners, 0.0)
+        owners = {name for name, part in model.named_modules() if type(part).__name__ in blocks}
+        units: dict[str, float] = {}
         for name, parameter in model.named_parameters():
-            size = parameter.numel() * self.param_element_size(model, name, parameter)
-            plan.total += size
             parts = name.split(".")
-            owners = [".".join(parts[:end]) for end in range(len(parts))]
-            owner = next((owner for owner in owners if owner in sizes), None)
-            if owner is None:
-                plan.largest = max(plan.largest, size)
-            else:
-                sizes[owner] += size
-        plan.block = max(sizes.values(), default=0.0)
-        plan.largest = max(plan.largest, plan.block)
+            above = (".".join(parts[:end]) for end in range(1, len(parts)))
+            unit = next((owner for owner in above if owner in owners), name.rpartition(".")[0])
+            size = parameter.numel() * self.param_element_size(model, name, parameter)
+            units[unit] = units.get(unit, 0.0) + size
+        plan.units = tuple(units.values())
 
     def get_quantize_ops(self) -> Any:
         """The stock operation, kept from expert stacks: converters have packed these already."""
@@ -242,6 +236,27 @@ class _Packing:
         for name in ("_plan", "_device_map", "_entry", "_checked", "_mark"):
             quantizer.__dict__.pop(name, None)
         return quantizer
+
+
+def _even_shares(units: Sequence[float], devices: int) -> list[float]:
+    """What each device may take so that units, filled in in their order, end up even.
+
+    Args:
+        units: Bytes of what is not split, in order.
+        devices: How many.
+    """
+    total, done, place = sum(units), 0.0, 0
+    held = [0.0] * max(devices, 1)
+    for unit in units:
+        # to where its middle lies, were the model one line cut into equal parts
+        while place < len(held) - 1 and done + unit / 2 > total * (place + 1) / len(held):
+            place += 1
+        held[place] += unit
+        done += unit
+    shares = [share + min(units, default=0.0) / 2 for share in held]
+    # On the first device accelerate keeps room for the largest layer free.
+    shares[0] += max(units, default=0.0)
+    return shares
 
 
 class _LeaveExperts(ConversionOps):

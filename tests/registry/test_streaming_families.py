@@ -1,0 +1,124 @@
+"""Loading while packing, saving, reloading, and packing from disk: equal in every family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import storage
+from moe_qlora.testing import registry_families, tiny_model
+
+NF4 = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+}
+INT8 = {"load_in_8bit": True}
+FLOATS = {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16}
+
+# Per expert and fused on disk, interleaved, transposed, biased, shared experts, two banks, 2-D,
+# tied, stacks in parts, plain forwards: one of each kind runs the longer tests, too.
+KINDS = (
+    *("qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3", "llama4_text", "dbrx", "jetmoe"),
+    *("diffusion_gemma", "ernie4_5_vl_moe", "granitemoe", "step3p5", "qwen3_vl_moe_text"),
+)
+TYPES = tuple(registry_families())
+
+# Llama 4 keeps its rotary frequencies in complex numbers, which a cast of the model warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values")
+
+
+def on_disk(family: str, folder: Path, shard: str = "60KB") -> type:
+    """A tiny bf16 model of a family as transformers saves it; its class."""
+    model = tiny_model(family).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return type(model)
+
+
+def bytes_of(model: torch.nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """The state dict, by value; codes that are stored as floats may hold NaN."""
+    return {
+        key: (value.dtype, tuple(value.shape), value.contiguous().view(-1).view(torch.uint8))
+        for key, value in model.state_dict().items()
+    }
+
+
+def assert_equal(left: torch.nn.Module, right: torch.nn.Module) -> None:
+    """Both hold the same tensors under the same names, packed alike."""
+    ours, theirs = bytes_of(left), bytes_of(right)
+    assert list(ours) == list(theirs)
+    for key, (dtype, shape, raw) in ours.items():
+        assert (dtype, shape) == theirs[key][:2], key
+        assert torch.equal(raw, theirs[key][2]), key
+    stacks = [f"{m}.{n}" for m, _, n in storage.iter_packed(left)]
+    assert stacks
+    assert stacks == [f"{m}.{n}" for m, _, n in storage.iter_packed(right)]
+    for (_, one, name), (_, other, _) in zip(
+        storage.iter_packed(left), storage.iter_packed(right), strict=True
+    ):
+        first, second = storage.read_packed(one, name), storage.read_packed(other, name)
+        assert (first.kind, first.shape, first.dtype) == (second.kind, second.shape, second.dtype)
+        assert first.compute_dtype == second.compute_dtype
+    assert left.get_memory_footprint() == right.get_memory_footprint()  # type: ignore[operator]
+
+
+def then_packed(cls: Any, folder: Path, settings: dict[str, Any]) -> Any:
+    """Loaded first, packed afterwards: the reference."""
+    model = cls.from_pretrained(folder, quantization_config=BitsAndBytesConfig(**settings))
+    moe_qlora.quantize_experts(model)
+    return model
+
+
+def streamed(cls: Any, folder: Path, settings: dict[str, Any] | None = None) -> Any:
+    """Loaded under the switch; without settings, a packed folder."""
+    extra = {} if settings is None else {"quantization_config": BitsAndBytesConfig(**settings)}
+    with moe_qlora.enabled():
+        return cls.from_pretrained(folder, **extra)
+
+
+@pytest.mark.parametrize("family", TYPES)
+def test_streaming_equals_packing_after_the_load_and_reloads(family: str, tmp_path: Path) -> None:
+    cls = on_disk(family, tmp_path / "plain")
+    reference = then_packed(cls, tmp_path / "plain", NF4)
+    model = streamed(cls, tmp_path / "plain", NF4)
+    assert_equal(model, reference)
+    assert type(model.hf_quantizer) is type(reference.hf_quantizer)
+    kinds = [
+        [type(c) for c in m.__dict__.get("_weight_conversions") or []] for m in (model, reference)
+    ]
+    assert kinds[0] == kinds[1]  # what a save of the decoded model will undo
+    model.save_pretrained(tmp_path / "packed")
+    assert_equal(streamed(cls, tmp_path / "packed"), model)
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("settings", [NF4, INT8, FLOATS], ids=["nf4", "int8", "floats"])
+def test_save_and_reload(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    cls = on_disk(family, tmp_path / "plain")
+    model = streamed(cls, tmp_path / "plain", settings)
+    model.save_pretrained(tmp_path / "packed", max_shard_size="50KB")
+    assert_equal(streamed(cls, tmp_path / "packed"), model)
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("settings", [NF4, INT8, FLOATS], ids=["nf4", "int8", "floats"])
+def test_packing_from_disk_equals_loading_and_saving(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    cls = on_disk(family, tmp_path / "plain")
+    streamed(cls, tmp_path / "plain", settings).save_pretrained(tmp_path / "saved")
+    moe_qlora.quantize_checkpoint(
+        tmp_path / "plain", tmp_path / "packed", settings, max_shard_size="50KB"
+    )
+    saved, packed = (
+        json.loads((tmp_path / n / "moe_qlora.json").read_text()) for n in ("saved", "packed")
+    )
+    assert saved["id"] == packed["id"]  # equal tensors, packed alike
+    assert saved["experts"] == packed["experts"]
+    assert_equal(streamed(cls, tmp_path / "packed"), streamed(cls, tmp_path / "saved"))
