@@ -420,6 +420,34 @@ def test_the_signature_is_that_of_the_stock_method():
     assert ours["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_weight_is_saved_once_and_tied_again(tmp_path, tied):
+    model = packed(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    stored = check_folder(tmp_path).tensors
+    assert ("lm_head.weight" in stored) is not tied
+    again = reload(tmp_path)
+    assert bits(again) == bits(model)
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) is tied
+
+
+def test_what_the_class_does_not_save_is_not_saved(tmp_path):
+    model = packed()
+    model._keys_to_ignore_on_save = ["model.norm.weight"]
+    model.save_pretrained(tmp_path)
+    left_out = model.state_dict().keys() - check_folder(tmp_path).tensors.keys()
+    assert left_out == {"model.norm.weight"}
+
+
+def test_the_dtype_of_the_config_is_that_of_most_weights(tmp_path):
+    model = packed(vocab_size=8)
+    model.model.embed_tokens.float()  # the first parameter, whose dtype is `model.dtype`
+    assert model.dtype == torch.float32
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert reload(tmp_path).lm_head.weight.dtype == torch.bfloat16
+
+
 def test_a_decoded_model_is_saved_the_stock_way(tmp_path):
     model = packed()
     model.dequantize()
