@@ -27,9 +27,10 @@ def block_absmax(absmax, table2, absmax2, offset, block, live, NESTED: tl.conste
     if NESTED > 0:
         code = tl.load(absmax + block, mask=live, other=0).to(tl.int32)
         outer = tl.load(absmax2 + block // NESTED, mask=live, other=0.0)
-        return tl.load(table2 + code) * outer + tl.load(offset)
-    else:
-        return tl.load(absmax + block, mask=live, other=0.0)
+        value = tl.load(table2 + code) * outer + tl.load(offset)
+    else:  # one return: Triton wants the dtypes of all to agree, also of those not taken
+        value = tl.load(absmax + block, mask=live, other=0.0)
+    return value
 
 
 @triton.jit
