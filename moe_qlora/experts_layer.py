@@ -120,7 +120,7 @@ def plain_gate(
     alpha: float,
     shift: float,
 ) -> Tensor:
-    """What the kernels compute for a `Gate` of these fields, in plain torch: `(R, P)` -> `(R, I)`."""
+    """What the kernels compute for a `Gate` of these fields: `(R, P)` -> `(R, I)`."""
     acts = {
         "silu": lambda z: z * torch.sigmoid(alpha * z),
         "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
@@ -144,7 +144,7 @@ class _Call(NamedTuple):
 
     x: Tensor
     weights: Tensor
-    index: Tensor
+    choices: Tensor
     biases: list[Tensor]
     lora: list[Tensor]
     packed: list[Tensor]
@@ -184,7 +184,7 @@ def run(
     else:
         n = len(call.biases), len(call.lora)
         out = _Layer.apply(
-            call.constants, n, call.packed, call.index, call.x, call.weights,
+            call.constants, n, call.packed, call.choices, call.x, call.weights,
             *call.biases, *call.lora,
         )  # fmt: skip
     return out.to(x.dtype)
@@ -231,7 +231,9 @@ def _call(
     if not _fits(packed, stacks):
         return None
     cast = x.to(dtype).contiguous()
-    return _Call(cast, weights.contiguous(), index.contiguous(), biases, lora, packed, constants_text)
+    return _Call(
+        cast, weights.contiguous(), index.contiguous(), biases, lora, packed, constants_text
+    )
 
 
 def _stack_parts(module: Any, name: str) -> tuple[list[Tensor], Any]:
@@ -246,12 +248,16 @@ def _stack_parts(module: Any, name: str) -> tuple[list[Tensor], Any]:
 def _one_term(
     terms: Sequence[Any], experts: int, dtype: torch.dtype, autocast: torch.dtype | None
 ) -> tuple[Any, ...] | None:
-    """The terms as one of all their ranks: (a, b, scaling); () for no terms, None if they differ."""
+    """The terms as one of all their ranks: (a, b, scaling); () for none, None if they differ."""
     if not terms:
         return ()
     for term in terms:
         dropped = term.dropout is not None and term.dropout.training
-        if dropped or term.scaling != terms[0].scaling or (autocast is None and term.a.dtype != dtype):
+        if (
+            dropped
+            or term.scaling != terms[0].scaling
+            or (autocast is None and term.a.dtype != dtype)
+        ):
             return None
     ranks = [term.a.shape[0] // experts for term in terms]
     if sum(ranks) > _MAX_RANK:
@@ -302,7 +308,9 @@ def _fits(packed: Sequence[Tensor], stacks: Sequence[Any]) -> bool:
     wide = all(size % 8 == 0 for stack in stacks for size in stack[2][1:])
     whole = all(s[1] == "int8" or (s[3] >= 8 and s[3] & (s[3] - 1) == 0) for s in stacks)
     few = all(stack[2][0] < 2**15 - 1 for stack in stacks)
-    plain = all(available(tensor.device) and not hasattr(tensor, "device_mesh") for tensor in packed)
+    plain = all(
+        available(tensor.device) and not hasattr(tensor, "device_mesh") for tensor in packed
+    )
     return wide and whole and few and plain
 
 
@@ -394,7 +402,7 @@ def _forward_fake(
 ) -> list[Tensor]:
     from .kernels.packed import padded
 
-    gate, stacks, scalings, transposed, *_ = _literal(constants)
+    _, stacks, scalings, transposed, *_ = _literal(constants)
     experts, rows, cols = stacks[0][2]
     width = cols if transposed else rows
     count = index.numel()
@@ -404,13 +412,12 @@ def _forward_fake(
         ranks.append(0 if scaling is None else padded(next(given).shape[0] // experts))
         if scaling is not None:
             next(given)
-    ints = {"dtype": torch.int32}
     return [
         torch.empty_like(x),
-        index.new_empty(count, **ints),
-        index.new_empty(count, **ints),
-        index.new_empty(experts + 1, **ints),
-        index.new_empty(tiles_of(count, experts), 2, **ints),
+        index.new_empty(count, dtype=torch.int32),
+        index.new_empty(count, dtype=torch.int32),
+        index.new_empty(experts + 1, dtype=torch.int32),
+        index.new_empty(tiles_of(count, experts), 2, dtype=torch.int32),
         x.new_empty(count, width),
         x.new_empty(count, ranks[0]),
         x.new_empty(count, ranks[1]),
@@ -437,7 +444,7 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    x, weights, index, biases, lora, packed, constants = inputs
+    x, weights, _, biases, lora, packed, constants = inputs
     ctx.counts = len(biases), len(lora), len(packed)
     ctx.constants = constants
     ctx.save_for_backward(x, weights, *biases, *lora, *packed, *output[1:])
@@ -473,9 +480,7 @@ def register_operators() -> None:
     """Define the custom operators, once; nothing is registered on import."""
     if hasattr(torch.ops.moe_qlora, "experts_layer"):
         return
-    inputs = (
-        "Tensor x, Tensor weights, {}Tensor[] biases, Tensor[] lora, Tensor[] packed"
-    )
+    inputs = "Tensor x, Tensor weights, {}Tensor[] biases, Tensor[] lora, Tensor[] packed"
     forward = torch.library.custom_op(
         "moe_qlora::experts_layer",
         _forward,

@@ -1,4 +1,4 @@
-"""Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen before its import."""
+"""Without a GPU, Triton kernels run in its interpreter, to be chosen before Triton's import."""
 
 from __future__ import annotations
 

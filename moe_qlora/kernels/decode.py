@@ -21,6 +21,7 @@ BLOCK = 256
 UNROLL = 1
 WARPS = 4
 
+
 @triton.jit
 def block_absmax(absmax, table2, absmax2, offset, block, live, NESTED: tl.constexpr):
     """fp32 absmax of these blocks; NESTED is the second level's block size, 0 without one."""

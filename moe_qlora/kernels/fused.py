@@ -47,29 +47,23 @@ class Config(NamedTuple):
     Attributes:
         block: Rows of W in a program.
         unroll: Blocks of 64 weights along the contraction in a step.
-        early: Whether weights are scaled before the product, in 16 bit: faster, and one more
-            rounding.
         stages: Steps loaded ahead.
         warps: Warps in a program.
     """
 
     block: int
     unroll: int
-    early: bool
     stages: int
     warps: int
 
 
-CHOSEN = Config(64, 1, False, 4, 4)
-
-
 @cache
-def lookup_asm(kind: str, dtype: torch.dtype, scaled: bool) -> str:
+def lookup_asm(kind: str, dtype: torch.dtype) -> str:
     """PTX: 4 bytes of codes ($4) to their high halves' values ($0, $1) and low halves' ($2, $3).
 
     `prmt` picks 4 bytes out of 8 by 4 nibbles, so that 4 codes at a time look up one of the two
     bytes of their values: once among the codes below 8, once among the others, and the codes' high
-    bits choose between the two. Scaled: times the pair of equal numbers in $5.
+    bits choose between the two.
     """
     values = torch.tensor(TABLES[kind], dtype=torch.float32).to(dtype)
     bits = [b & 0xFFFF for b in values.view(torch.int16).tolist()]
@@ -96,11 +90,6 @@ def lookup_asm(kind: str, dtype: torch.dtype, scaled: bool) -> str:
                 f"lop3.b32 p{plane}, x, y, m, 0xd8;",
             ]
         lines += [f"prmt.b32 ${half}, p0, p1, 0x7351;", f"prmt.b32 ${2 + half}, p0, p1, 0x6240;"]
-    if scaled:
-        kind16 = "bf16x2" if dtype == torch.bfloat16 else "f16x2"
-        zero = "0x80008000"
-        lines.append(f"mov.b32 a, {zero};")
-        lines += [f"fma.rn.{kind16} ${i}, ${i}, $5, a;" for i in range(4)]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -124,28 +113,6 @@ def _halves(codes, table, like, ASM: tl.constexpr):
 
 
 @triton.jit
-def _scaled_halves(codes, scale, table, like, ASM: tl.constexpr):
-    """`(N, U, 32)` bytes and `(N, U)` fp32 absmax -> values of their halves times the absmax."""
-    dtype = like.dtype.element_ty
-    if len(ASM) > 0:
-        bits = scale.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
-        pair = tl.broadcast_to((bits | (bits << 16))[:, :, None], codes.shape)
-        high, low = tl.inline_asm_elementwise(
-            ASM,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r",
-            [codes, pair],
-            dtype=(like.dtype.element_ty, like.dtype.element_ty),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        wide = codes.to(tl.int32)
-        high = (tl.load(table + (wide >> 4)) * scale[:, :, None]).to(dtype)
-        low = (tl.load(table + (wide & 15)) * scale[:, :, None]).to(dtype)
-    return high, low
-
-
-@triton.jit
 def absmax_kernel(
     absmax, table2, absmax2, offset, bounds, out, blocks,
     NESTED: tl.constexpr, BLOCK: tl.constexpr,
@@ -164,13 +131,12 @@ def absmax_kernel(
 @triton.jit
 def fused_kernel(
     x, codes, absmax, table, factor, tiles, bounds, y,
-    N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, ASM: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y (R, N) = x W^T: x (R, K + RANK) with even columns before odd ones, codes (E, N, K / 2).
 
     absmax (E, N, K / 64) fp32, factor (E, N, RANK). Program 0: N, in blocks; 1: tile of rows.
-    EARLY: weights are scaled before the product, else each block's product after it.
     """
     pid = tl.program_id(1)
     expert = tl.load(tiles + 2 * pid)
@@ -187,39 +153,21 @@ def fused_kernel(
     BLOCKS: tl.constexpr = K // 64
     total = tl.zeros([BN, BM], tl.float32)
     for start in tl.range(0, BLOCKS, UNROLL, num_stages=STAGES):
-        if EARLY:
-            u = start + tl.arange(0, UNROLL)
-            byte = u[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
-            some = inside[:, None] & (u < BLOCKS)[None, :]
+        for i in tl.static_range(UNROLL):
+            block = start + i
+            some = inside & (block < BLOCKS)
+            at = block * 32 + tl.arange(0, 32)
             packed = tl.load(
-                codes + wide[:, None, None] * (K // 2) + byte, mask=some[:, :, None], other=0
+                codes + wide[:, None] * (K // 2) + at[None, :], mask=some[:, None], other=0
             )
-            scale = tl.load(absmax + wide[:, None] * BLOCKS + u[None, :], mask=some, other=0.0)
-            at = start * 32 + tl.arange(0, 32 * UNROLL)
-            ok = live[None, :] & (at < K // 2)[:, None]
+            scale = tl.load(absmax + wide * BLOCKS + block, mask=some, other=0.0)
+            ok = live[None, :] & (block < BLOCKS)
             even = tl.load(x_start + at[:, None], mask=ok, other=0.0)
             odd = tl.load(x_start + (K // 2) + at[:, None], mask=ok, other=0.0)
-            high, low = _scaled_halves(packed, scale, table, x, ASM)
-            high = tl.reshape(high, [BN, 32 * UNROLL])
-            low = tl.reshape(low, [BN, 32 * UNROLL])
-            total = tl.dot(high, even, total, input_precision="ieee")
-            total = tl.dot(low, odd, total, input_precision="ieee")
-        else:
-            for i in tl.static_range(UNROLL):
-                block = start + i
-                some = inside & (block < BLOCKS)
-                at = block * 32 + tl.arange(0, 32)
-                packed = tl.load(
-                    codes + wide[:, None] * (K // 2) + at[None, :], mask=some[:, None], other=0
-                )
-                scale = tl.load(absmax + wide * BLOCKS + block, mask=some, other=0.0)
-                ok = live[None, :] & (block < BLOCKS)
-                even = tl.load(x_start + at[:, None], mask=ok, other=0.0)
-                odd = tl.load(x_start + (K // 2) + at[:, None], mask=ok, other=0.0)
-                high, low = _halves(packed, table, x, ASM)
-                part = tl.dot(high, even, input_precision="ieee")
-                part = tl.dot(low, odd, part, input_precision="ieee")
-                total += part * scale[:, None]
+            high, low = _halves(packed, table, x, ASM)
+            part = tl.dot(high, even, input_precision="ieee")
+            part = tl.dot(low, odd, part, input_precision="ieee")
+            total += part * scale[:, None]
     if RANK > 0:
         j = tl.arange(0, RANK)
         f = tl.load(factor + wide[:, None] * RANK + j[None, :], mask=inside[:, None], other=0.0)
@@ -230,11 +178,11 @@ def fused_kernel(
 
 
 def suits(packed: Packed) -> bool:
-    """Whether blocks lie within rows: what `multiply` needs beside `packed.suits()`."""
+    """Whether blocks lie within rows: what `launch` needs beside `packed.suits()`."""
     return packed.kind != "int8" and packed.blocksize == 64 and packed.shape[2] % 64 == 0
 
 
-def multiply(
+def launch(
     x: Tensor,
     packed: Packed,
     factor: Tensor | None,
@@ -242,6 +190,7 @@ def multiply(
     bounds: Tensor,
     tiles: Tensor,
     tile: int,
+    config: Config,
 ) -> Tensor:
     """`(R, N)` = x W^T, and x's last r columns times the factor.
 
@@ -253,6 +202,7 @@ def multiply(
         bounds: `(E + 1,)` int32.
         tiles: As `layer.Routing` has them.
         tile: Rows in a tile.
+        config: How to cut it.
     """
     experts, n, k = packed.shape
     if packed.nested is not None:
@@ -263,12 +213,11 @@ def multiply(
             NESTED=second, BLOCK=1024, enable_fp_fusion=False,
         )  # fmt: skip
     y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
-    config = CHOSEN
     fused_kernel[(triton.cdiv(n, config.block), tiles.shape[0])](
         x, packed.codes, absmax, packed.table, x if factor is None else factor, tiles, bounds, y,
         N=n, K=k, RANK=0 if factor is None else factor.shape[2],
-        ASM=lookup_asm(packed.kind, x.dtype, config.early) if x.is_cuda else "",
-        EARLY=config.early, BM=tile, BN=config.block, UNROLL=config.unroll, STAGES=config.stages,
+        ASM=lookup_asm(packed.kind, x.dtype) if x.is_cuda else "",
+        BM=tile, BN=config.block, UNROLL=config.unroll, STAGES=config.stages,
         num_warps=config.warps,
     )  # fmt: skip
     return y

@@ -48,9 +48,7 @@ def gemm_kernel(
     tl.store(to, total.to(y.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-def multiply(
-    x: Tensor, w: Tensor, y: Tensor, tiles: Tensor, bounds: Tensor, first: int
-) -> None:
+def multiply(x: Tensor, w: Tensor, y: Tensor, tiles: Tensor, bounds: Tensor, first: int) -> None:
     """y[i] = x[i] w[e - first] for the rows of the experts [first, first + len(w)).
 
     Args:

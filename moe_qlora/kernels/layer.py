@@ -33,13 +33,19 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from . import decode, fused, gemm, rows, scratch
+from . import decode, fused, gemm, rows, scratch, tune
 from .packed import Packed, padded
 
 ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
 _BLOCK = 64
 """Features in a step of the row kernels."""
+
+# One stage: with loads ahead, Triton 3.6's product beside a store of the same tile is a race (seen
+# with ranks of 64 and 128: results off by up to 26 %, and others at each run).
+_COPY = {"BK": 64, "num_warps": 4, "num_stages": 1}
+_GATE = {"num_warps": 4, "num_stages": 1}
+_OUTER = {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
 
 
 class Gate(NamedTuple):
@@ -261,7 +267,7 @@ def _multiply(
     experts, n_rows, n_cols = packed.shape
     rank = 0 if factors is None else factors.rank
     nbytes = (n_rows + rank) * (n_cols + rank) * layer.dtype.itemsize
-    step = max(1, scratch.scratch_cap() // nbytes)
+    step = max(1, scratch.scratch_cap(x.device) // nbytes)
     # The contraction takes the factors in; the other dimension leaves them out.
     by_rows = layer.transposed != back
     y = tiles = None
@@ -289,15 +295,14 @@ def _is_few(packed: Packed, layer: Layer, routing: Routing) -> bool:
     return rows_each <= FEW and not layer.transposed and fused.suits(packed)
 
 
-def _multiply_few(
-    x: Tensor, packed: Packed, factors: _Factors | None, routing: Routing
-) -> Tensor:
+def _multiply_few(x: Tensor, packed: Packed, factors: _Factors | None, routing: Routing) -> Tensor:
     absmax = packed.absmax
     if packed.nested is not None:
         absmax, _ = scratch.take("absmax", tuple(absmax.shape), torch.float32, x.device)
     factor = None if factors is None else factors.b
-    return fused.multiply(
-        x, packed, factor, absmax, routing.bounds, routing.tiles, routing.tile
+    config = tune.chosen(packed, x.dtype, routing.tile)
+    return fused.launch(
+        x, packed, factor, absmax, routing.bounds, routing.tiles, routing.tile, config
     )
 
 
@@ -325,13 +330,11 @@ def forward(
         lora1: Of the first projection, or None.
         lora2: Of the second, or None.
     """
-    experts, hidden, width, inner_size = layer.sizes
+    experts, _, _, inner_size = layer.sizes
     f1 = _factors(lora1, experts, layer.dtype)
     f2 = _factors(lora2, experts, layer.dtype)
     few1, few2 = (_is_few(packed, layer, routing) for packed in (layer.first, layer.second))
-    gathered, product1, _ = _copied(
-        layer, routing, x, f1, None if f1 is None else f1.a, split=few1
-    )
+    gathered, product1, _ = _copied(layer, routing, x, f1, None if f1 is None else f1.a, split=few1)
     pre = _multiply(gathered, layer.first, f1, layer, routing, "first", back=False)
     del gathered
     count = routing.order.shape[0]
@@ -344,7 +347,7 @@ def forward(
         1.0 if f2 is None else f2.scaling, *_numbers(layer.gate),
         a2.stride(0), 1, a2.stride(1),
         I=inner_size, RANK=rank, BIASED=bias1 is not None, SPLIT=few2, **_gate_flags(layer.gate),
-        BM=routing.tile, BI=_BLOCK, num_warps=4,
+        BM=routing.tile, BI=_BLOCK, **_GATE,
     )  # fmt: skip
     y = _multiply(inner, layer.second, f2, layer, routing, "second", back=False)
     del inner
@@ -387,7 +390,7 @@ def _copied(
         x, routing.order, f, routing.tiles, routing.bounds, out, product,
         f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling, *strides,
         K=size, TOP_K=routing.top_k, RANK=rank, GATHERS=True, BIASED=bias is not None,
-        SPLIT=split, BM=routing.tile, BK=2 * _BLOCK, num_warps=4,
+        SPLIT=split, BM=routing.tile, **_COPY,
     )  # fmt: skip
     return out, product, dots
 
@@ -457,7 +460,7 @@ def backward(
         u if f1 is None else f1.b, routing.tiles, routing.bounds, d_pre, d_weights,
         1.0 if f1 is None else f1.scaling, *_numbers(layer.gate),
         I=inner_size, RANK=rank, BIASED=bias1 is not None, DOTS=bias2 is not None,
-        **_gate_flags(layer.gate), BM=routing.tile, BI=_BLOCK, num_warps=4,
+        **_gate_flags(layer.gate), BM=routing.tile, BI=_BLOCK, **_GATE,
     )  # fmt: skip
     del u
     a1 = b1 = a2 = b2 = None
@@ -488,13 +491,12 @@ def _outer(
     rank = small.shape[1]
     real = (like.shape[1] if over else like.shape[0]) // experts
     strides = (1, real * experts, experts) if over else (real * size, 1, size)
-    block = 128 if size >= 128 else 64
-    rows.outer_kernel[(triton.cdiv(size, block), experts)](
+    rows.outer_kernel[(triton.cdiv(size, _OUTER["BN"]), experts)](
         small, big, big if bias is None else bias, big if weights is None else weights,
         routing.order, routing.bounds, out, small.stride(0), big.stride(0), *strides,
         *_numbers(layer.gate),
         N=size, RANK=rank, REAL=real, TOP_K=routing.top_k, GATHERS=gathers,
         WEIGHTED=weights is not None, GATES=gates, BIASED=bias is not None,
-        **_gate_flags(layer.gate), BM=64, BN=block, num_warps=4,
+        **_gate_flags(layer.gate), **_OUTER,
     )  # fmt: skip
     return out

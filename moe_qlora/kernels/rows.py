@@ -89,19 +89,18 @@ def _act(z, alpha, ACT: tl.constexpr):
     if ACT == 0:
         s = tl.sigmoid(z * alpha)
         return z * s, s * (1.0 + alpha * z * (1.0 - s))
-    elif ACT == 1:
+    if ACT == 1:
         inner = 1.5957691216057308 * (z + 0.044715 * z * z * z)
         s = tl.sigmoid(inner)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * z * z)
         return z * s, s + z * s * (1.0 - s) * slope
-    elif ACT == 2:
+    if ACT == 2:
         phi = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
         return z * phi, phi + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
-    elif ACT == 3:
+    if ACT == 3:
         return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
-    else:
-        p = tl.maximum(z, 0.0)
-        return p * p, 2.0 * p
+    p = tl.maximum(z, 0.0)
+    return p * p, 2.0 * p
 
 
 @triton.jit
@@ -371,7 +370,9 @@ def outer_kernel(
         rows = (start + tl.arange(0, BM)).to(tl.int64)
         live = rows < high
         ok = live[:, None] & (n < N)[None, :]
-        s = tl.load(small + rows[:, None] * small_stride + j[None, :], mask=live[:, None], other=0.0)
+        s = tl.load(
+            small + rows[:, None] * small_stride + j[None, :], mask=live[:, None], other=0.0
+        )
         if GATES:
             gate, up = _load_pre(
                 big, bias, expert, rows, n, live, N, BN, GATED, INTERLEAVED, BIASED

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
 
-DEFAULT_CAP = 4 << 30
+DEFAULT_PART = 8
+"""Without a cap of the user's: one part in so many of the device's memory."""
 
 
 @dataclass
@@ -35,23 +37,31 @@ class _Slot:
 
 
 _slots: dict[tuple[torch.device, int, str], _Slot] = {}
-_cap = DEFAULT_CAP
+_cap: int | None = None
 
 
-def set_scratch_cap(nbytes: int) -> None:
+def set_scratch_cap(nbytes: int | None) -> None:
     """Upper bound for the bytes of one decoded piece; stacks over it go in chunks of experts.
 
     Args:
-        nbytes: Bytes; one expert's matrix is decoded at a time where it is less than that.
+        nbytes: Bytes; one expert's matrix is decoded at a time where it is less than that. None
+            is an eighth of the device's memory, as it is before the first call.
     """
     global _cap
-    _cap = int(nbytes)
+    _cap = None if nbytes is None else int(nbytes)
     release_scratch()
 
 
-def scratch_cap() -> int:
-    """The bound in bytes."""
-    return _cap
+@cache
+def _default(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4 << 30
+    return int(torch.cuda.get_device_properties(device).total_memory) // DEFAULT_PART
+
+
+def scratch_cap(device: torch.device) -> int:
+    """The bound in bytes on this device."""
+    return _default(device) if _cap is None else _cap
 
 
 def release_scratch() -> None:

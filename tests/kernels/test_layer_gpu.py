@@ -26,7 +26,7 @@ def scratch():
     scratch.release_scratch()
     yield scratch
     scratch.release_scratch()
-    scratch.set_scratch_cap(scratch.DEFAULT_CAP)
+    scratch.set_scratch_cap(None)
 
 
 @pytest.fixture
@@ -107,7 +107,8 @@ def routed(tests, dtype, **kwargs):
 
 def gradients(module, provider, x, index, weights, call=None):
     leaves = [x, weights, *(provider.leaves() if provider else [])]
-    out = (call or module)(x, index, weights)
+    run = module if call is None else call  # a compiled module has no truth value
+    out = run(x, index, weights)
     g = torch.Generator("cuda").manual_seed(9)
     seed = torch.randn(out.shape, generator=g, device="cuda").to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
@@ -184,10 +185,29 @@ def test_module_is_as_exact_as_its_projections(tests, style, case, ranks, monkey
     exact = in_fp64(tests, style, module, provider, parts, dtype)
     for mine, other, right in zip(fused, plain, exact, strict=True):
         right = right.cuda()
-        allowed = 1.25 * (other.double() - right).norm() + 0.003 * right.norm()
+        # One token of rank 1 is one rounding for a whole column: nothing averages out.
+        allowed = 1.25 * (other.double() - right).norm() + 0.006 * right.norm()
         assert (mine.double() - right).norm() <= allowed
     again = gradients(module, provider, *parts)
     assert all(torch.equal(a, b) for a, b in zip(fused, again, strict=True))
+
+
+@pytest.mark.parametrize("rank", [16, 32, 64, 128])
+@pytest.mark.parametrize("hidden", [192, 2048])
+def test_repeats_to_the_bit(tests, rank, hidden, monkeypatch):
+    """Loads that run ahead of a product are where races were found, at high ranks."""
+    tests.H, tests.I = hidden, 256
+    style = tests.STYLES["concatenated"]
+    module = on_gpu(tests, style, torch.bfloat16)
+    provider = provider_of(tests, style, torch.bfloat16, ((rank,), (rank,)))
+    experts.set_lora_provider(module, provider)
+    parts = routed(tests, torch.bfloat16, tokens=3000)
+    fused, plain = both_ways(module, provider, parts, monkeypatch)
+    for mine, other in zip(fused, plain, strict=True):
+        assert (mine - other).double().norm() < 0.012 * other.double().norm()
+    for _ in range(10):
+        again = gradients(module, provider, *parts)
+        assert all(torch.equal(a, b) for a, b in zip(fused, again, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
@@ -258,11 +278,8 @@ def test_compiles_whole(tests, style, monkeypatch):
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     calls = []
-    real = experts_layer._forward
-    monkeypatch.setattr(
-        experts_layer, "_layer", lambda *a, f=experts_layer._layer: calls.append(1) or f(*a)
-    )
-    assert real is experts_layer._forward
+    real = experts_layer._layer
+    monkeypatch.setattr(experts_layer, "_layer", lambda *a: calls.append(1) or real(*a))
     for mine, other in zip(gradients(module, provider, *parts, call=compiled), plain, strict=True):
         assert torch.equal(mine, other)
     assert calls
@@ -284,6 +301,7 @@ def test_a_capped_scratch_gives_the_same(tests, scratch, style, tokens, monkeypa
         assert scratch.held_bytes() < 4 * 208 * 272 * 2 + 2**16
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_wait_for_the_device_and_graphs(tests):
     style = tests.STYLES["concatenated"]
     module = on_gpu(tests, style, torch.bfloat16)

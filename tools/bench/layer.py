@@ -1,9 +1,9 @@
 """One layer of experts, ours and its peers in one process; appends to results/layer.csv.
 
-    python tools/bench/layer.py                                       qwen3-30b-a3b, 4096 and 16384 tokens
+    python tools/bench/layer.py                         qwen3-30b-a3b, 4096 and 16384 tokens
     python tools/bench/layer.py --shape mixtral-8x7b --tokens 16,256,4096
-    python tools/bench/layer.py --shape qwen2_moe                     any model type, at its default size
-    python tools/bench/layer.py --tiny --device cpu                   whether it runs at all
+    python tools/bench/layer.py --shape qwen2_moe       any model type, at its default size
+    python tools/bench/layer.py --tiny --device cpu     whether it runs at all
 
 Random weights, uniform routing, bf16 activations. "step" is forward and backward to the input, the
 routing weights and the adapters; "checkpointed" runs the layer under non-reentrant checkpointing.
@@ -21,6 +21,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def main() -> None:
     where = environment(device, options.commit)
     for tokens in options.tokens:
         for peer in options.peers:
-            setting = f"tokens={tokens} r={options.rank} peer={peer} nf4+double bf16"
+            cap = "" if options.cap is None else f" cap={options.cap}"
+            setting = f"tokens={tokens} r={options.rank} peer={peer} nf4+double bf16{cap}"
             rows = Rows(options.out, where, options.shape, setting)
             try:
                 measure(peer, options, tokens, device, rows)
@@ -142,9 +144,10 @@ def _ours(options: argparse.Namespace, holder: Any) -> list[Tensor]:
         shape = weight.shape
         packed = codec.pack(weight.data, CodecSettings("nf4", True, torch.uint8))
         storage.attach(module, name, packed)
-        like = {"device": packed.device, "dtype": torch.bfloat16}
-        a = torch.randn(count * options.rank, shape[inp], **like) * shape[inp] ** -0.5
-        b = torch.randn(shape[out], options.rank * count, **like) * 0.01
+        device = packed.device
+        a = torch.randn(count * options.rank, shape[inp], device=device) * shape[inp] ** -0.5
+        b = torch.randn(shape[out], options.rank * count, device=device) * 0.01
+        a, b = a.bfloat16(), b.bfloat16()
         terms[name] = (experts.LoraTerm(a.requires_grad_(), b.requires_grad_(), 2.0),)
     experts.activate(holder, ["experts"])
 
@@ -165,6 +168,7 @@ def measure(
 ) -> None:
     """Times, kept bytes and peak of one peer."""
     torch.manual_seed(0)
+    _forget_scratch()
     holder, top_k = build(options, device)
     first = holder.experts.gate_up_proj if holder.experts.has_gate else holder.experts.up_proj
     count, weights = len(first), first.numel() + holder.experts.down_proj.numel()
@@ -216,6 +220,14 @@ def _memory(
     rows.add("peak", "MiB", (torch.cuda.max_memory_allocated(device) - before) / 2**20)
 
 
+def _forget_scratch() -> None:
+    try:
+        from moe_qlora.kernels import scratch
+    except ImportError:
+        return
+    scratch.release_scratch()
+
+
 def held_now() -> int:
     """Bytes of this package's shared scratch."""
     try:
@@ -228,20 +240,27 @@ def held_now() -> int:
 def _times(run: Callable[[], Any], device: torch.device, repeat: int) -> list[float]:
     for _ in range(3):
         run()
+    if device.type == "cuda":
+        return event_times(run, repeat)
     taken = []
     for _ in range(repeat):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            taken.append(start.elapsed_time(end))
-        else:
-            before = time.perf_counter()
-            run()
-            taken.append((time.perf_counter() - before) * 1e3)
+        before = time.perf_counter()
+        run()
+        taken.append((time.perf_counter() - before) * 1e3)
     return taken
+
+
+def event_times(run: Callable[[], Any], repeat: int) -> list[float]:
+    """Milliseconds of calls one behind the other, as a model's layers are, after two more.
+
+    The host's own time shows where it is the longer.
+    """
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 3)]
+    for mark in marks:
+        mark.record()
+        run()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(marks[2:])]
 
 
 def _release(device: torch.device) -> None:

@@ -1,7 +1,9 @@
 """Packs and trains a Qwen3-30B-A3B configuration with random weights; appends to results/model.csv.
 
     python tools/bench/qwen3_training.py                       one GPU with 80 GB or more
-    python tools/bench/qwen3_training.py --lora experts,attention
+    python tools/bench/qwen3_training.py --lora experts,attention --batch 4
+    python tools/bench/qwen3_training.py --bf16        experts left in bf16: the baseline
+    python tools/bench/qwen3_training.py --liger       Liger's chunked cross-entropy
     python tools/bench/qwen3_training.py --tiny --device cpu   whether it runs at all
 
 The model is built in bf16 on the device, so that packing is what happens after a stock load. Its
@@ -36,13 +38,18 @@ def main() -> None:
         torch.cuda.set_device(device)
     torch.manual_seed(0)
     setting = (
-        f"layers={options.layers} lora={options.lora} r={options.rank} seq={options.seq} batch=1 "
-        f"checkpointing={'none' if options.no_checkpointing else 'non-reentrant'} nf4+double"
+        f"layers={options.layers} lora={options.lora} r={options.rank} seq={options.seq} "
+        f"batch={options.batch} "
+        f"checkpointing={'none' if options.no_checkpointing else 'non-reentrant'} "
+        f"{'bf16' if options.bf16 else 'nf4+double'}{' liger' if options.liger else ''}"
     )
     name = "qwen3_moe-tiny" if options.tiny else "qwen3-30b-a3b"
     rows = Rows(options.out, environment(device, options.commit), name, setting)
     model = build(options, device)
-    pack(model, device, rows)
+    if options.bf16:
+        model.set_experts_implementation("grouped_mm")
+    else:
+        pack(model, device, rows)
     peft_model = adapt(model, options)
     record_kept(peft_model, options, rows)
     train(peft_model, options, device, rows)
@@ -55,6 +62,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lora", default="attention", help="attention, experts or both by comma")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--seq", type=int, default=None, help="default: 4096, or 64 with --tiny")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true", help="leave the experts in bf16")
+    parser.add_argument("--liger", action="store_true", help="Liger's chunked cross-entropy")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3, help="steps before those that count")
     parser.add_argument("--no-checkpointing", action="store_true")
@@ -88,6 +98,12 @@ def build(options: argparse.Namespace, device: torch.device) -> Any:
         sizes |= {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
         sizes |= {"moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
         sizes |= {"num_experts": 8, "num_experts_per_tok": 2}
+    if options.liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3_moe
+
+        apply_liger_kernel_to_qwen3_moe(
+            rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=True
+        )
     config = Qwen3MoeConfig(num_hidden_layers=options.layers, **sizes)
     start = time.perf_counter()
     with device:
@@ -135,6 +151,8 @@ def adapt(model: Any, options: argparse.Namespace) -> Any:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
     wanted = set(options.lora.split(","))
+    if options.bf16 and "experts" in wanted:
+        raise SystemExit("--bf16 is the baseline: --lora attention")
     targets = moe_qlora.target_parameters(model) if "experts" in wanted else None
     config = LoraConfig(
         r=options.rank,
@@ -172,7 +190,7 @@ def train(model: Any, options: argparse.Namespace, device: torch.device, rows: R
         raise RuntimeError(f"the loss is not finite: {losses}")
     seconds = seconds[options.warmup :]
     rows.add("step", "s", *seconds)
-    rows.add("throughput", "tokens/s", *(options.seq / step for step in seconds))
+    rows.add("throughput", "tokens/s", *(options.batch * options.seq / step for step in seconds))
     rows.add("first loss", "nats", losses[0])
     rows.add("last loss", "nats", losses[-1])
     if device.type == "cuda":
@@ -215,7 +233,7 @@ def record_kept(model: Any, options: argparse.Namespace, rows: Rows) -> None:
 def _tokens(vocab: int, options: argparse.Namespace, device: torch.device) -> Iterator[Any]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(options.warmup + options.steps):
-        yield torch.randint(vocab, (1, options.seq), generator=generator).to(device)
+        yield torch.randint(vocab, (options.batch, options.seq), generator=generator).to(device)
 
 
 def _check_gradients(model: Any) -> None:

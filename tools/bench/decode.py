@@ -1,0 +1,58 @@
+"""Bandwidth of decoding a stack, against a device copy and bitsandbytes; appends to decode.csv.
+
+python tools/bench/decode.py                     Qwen3-30B-A3B's gate_up: 402.7 M weights
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from common import RESULTS, Rows, environment
+from layer import event_times
+
+from moe_qlora import codec
+from moe_qlora.codec_settings import CodecSettings
+from moe_qlora.experts_op import packed_of
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", default="128,1536,2048", help="E,rows,columns")
+    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=RESULTS / "decode.csv")
+    parser.add_argument("--commit", help="for a copy of the tree without its history")
+    options = parser.parse_args()
+    from moe_qlora.kernels import decode
+
+    device = torch.device("cuda", 0)
+    where = environment(device, options.commit)
+    shape = tuple(int(size) for size in options.shape.split(","))
+    weight = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    other = torch.empty_like(weight)
+    copied = event_times(lambda: other.copy_(weight), options.repeat)
+    rows = Rows(options.out, where, "copy", f"shape={options.shape} bf16")
+    rows.add("bandwidth", "TB/s", *(2 * weight.nbytes / ms / 1e9 for ms in copied))
+    for kind, double in (("nf4", True), ("nf4", False), ("fp4", True), ("int8", False)):
+        storage = torch.int8 if kind == "int8" else torch.uint8
+        stack = codec.pack(weight, CodecSettings(kind, double, storage))
+        packed = packed_of(stack)
+        setting = f"shape={options.shape} {kind}{'+double' if double else ''} bf16"
+        moved = packed.nbytes + other.nbytes
+        ours = event_times(lambda p=packed: decode.decode(p, other), options.repeat)
+        rows = Rows(options.out, where, "decode", setting)
+        rows.add("bandwidth", "TB/s", *(moved / ms / 1e9 for ms in ours))
+        whole = codec.unpack(stack)
+        if not torch.equal(other, whole):
+            raise RuntimeError(f"{setting}: not what bitsandbytes decodes to")
+        theirs = event_times(
+            lambda s=stack: codec.unpack_range(s, 0, shape[0], out=other), options.repeat
+        )
+        rows = Rows(options.out, where, "bitsandbytes", setting)
+        rows.add("bandwidth", "TB/s", *(moved / ms / 1e9 for ms in theirs))
+
+
+if __name__ == "__main__":
+    main()
