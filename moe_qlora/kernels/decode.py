@@ -1,9 +1,9 @@
 """Codes and absmax to 16 or 32 bit in one pass, by Triton; the LoRA factors beside the weights.
 
 A group of 8 weights is one 32-bit word of codes; it never straddles a row or a block. The value of
-a code comes from a 16-entry table (which stays in the first cache), times its block's absmax in fp32, rounded once: what
-bitsandbytes' kernel computes, bit for bit. A product and a sum stay apart (no fused
-multiply-add), since bitsandbytes adds the offset of a nested absmax in a step of its own.
+a code comes from a 16-entry table (which stays in the first cache), times its block's absmax in
+fp32, rounded once: what bitsandbytes' kernel computes, bit for bit. A product and a sum stay apart
+(no fused multiply-add), since bitsandbytes adds the offset of a nested absmax in a step of its own.
 
 Bytes moved a weight, nf4 with double quantization to bf16: 0.516 read, 2 written.
 """

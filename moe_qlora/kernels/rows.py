@@ -159,7 +159,7 @@ def _gate(
 def _store(
     out, value, live, start, K: tl.constexpr, B: tl.constexpr, SPLIT: tl.constexpr
 ):  # fmt: skip
-    """Store columns [start, start + B) of rows: in their places, or even columns before odd ones."""
+    """Store columns [start, start + B) of rows in their places, or even columns before odd ones."""
     if SPLIT:
         even, odd = tl.split(tl.reshape(value, [value.shape[0], B // 2, 2]))
         half = start // 2 + tl.arange(0, B // 2)

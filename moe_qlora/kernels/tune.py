@@ -2,7 +2,8 @@
 
 `multiply` in `fused.py` asks `chosen`, which looks into a table and never measures: a measurement
 waits for the device, and a forward must not. The table is filled by `tune`, which takes seconds,
-and kept in the user's cache folder, one file for each device, Triton and torch:
+and kept in Triton's cache folder (`TRITON_CACHE_DIR`, or below the user's home), one file for each
+device, Triton and torch:
 
     <cache>/moe_qlora/kernels-<device>-triton<version>-torch<version>.json
 
@@ -13,9 +14,7 @@ be chosen; one that is off, or does not compile, is dropped.
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 import tempfile
 from functools import cache
 from itertools import product
@@ -40,8 +39,6 @@ _CANDIDATES = tuple(
 
 DEFAULT = Config(64, 1, 4, 4)
 
-_table: dict[str, dict[str, list[int]]] = {}
-
 
 def _key(packed: Packed, dtype: torch.dtype, tile: int) -> str:
     _, n, k = packed.shape
@@ -50,13 +47,15 @@ def _key(packed: Packed, dtype: torch.dtype, tile: int) -> str:
 
 def cache_file(device: torch.device) -> Path:
     """Where this device's table is kept."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    folder = Path(base) if base else Path.home() / ".cache"
-    if sys.platform == "win32" and not base:
-        folder = Path(os.environ.get("LOCALAPPDATA", str(Path.home())))
     name = f"{torch.cuda.get_device_name(device)}-triton{triton.__version__}"
     name = re.sub(r"[^\w.]+", "-", f"{name}-torch{torch.__version__}")
-    return folder / "moe_qlora" / f"kernels-{name}.json"
+    return Path(triton.knobs.cache.dir) / "moe_qlora" / f"kernels-{name}.json"
+
+
+def _is_candidate(value: object) -> bool:
+    if not isinstance(value, list) or not all(type(number) is int for number in value):
+        return False
+    return tuple(value) in {tuple(config) for config in _CANDIDATES}
 
 
 @cache
@@ -69,8 +68,7 @@ def _load(index: int) -> dict[str, list[int]]:
     if not isinstance(read, dict):
         return {}
     # A file may be anybody's: what is no candidate of this version is not used.
-    known = {tuple(config) for config in _CANDIDATES}
-    return {k: v for k, v in read.items() if isinstance(v, list) and tuple(v) in known}
+    return {key: value for key, value in read.items() if _is_candidate(value)}
 
 
 def chosen(packed: Packed, dtype: torch.dtype, tile: int) -> Config:

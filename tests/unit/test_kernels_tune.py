@@ -1,0 +1,82 @@
+"""What the tuner takes from its file, what it stores, and which results it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from moe_qlora import codec
+from moe_qlora.codec_settings import CodecSettings
+from moe_qlora.experts_op import packed_of
+
+triton = pytest.importorskip("triton")
+
+from moe_qlora.kernels import tune  # noqa: E402
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    path = tmp_path / "deep" / "kernels.json"
+    monkeypatch.setattr(tune, "cache_file", lambda device: path)
+    tune._load.cache_clear()
+    yield path
+    tune._load.cache_clear()
+
+
+def test_only_candidates_are_read(table):
+    good = list(tune._CANDIDATES[-1])
+    rows = {
+        "good": good,
+        "none such": [64, 1, 4, 5],
+        "nested": [good],
+        "bools": [True],
+        "text": "x",
+    }
+    table.parent.mkdir()
+    table.write_text(json.dumps(rows), encoding="utf-8")
+    assert tune._load(0) == {"good": good}
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", "\x00"])
+def test_a_missing_or_broken_file_is_an_empty_table(table, text):
+    if text is not None:
+        table.parent.mkdir()
+        table.write_text(text, encoding="utf-8")
+    assert tune._load(0) == {}
+
+
+def test_what_is_stored_is_read(table):
+    tune._store(table, {"key": list(tune.DEFAULT)})
+    assert tune._load(0) == {"key": list(tune.DEFAULT)}
+    assert [path.name for path in table.parent.iterdir()] == [table.name]
+
+
+def test_nowhere_to_write_is_no_error(table):
+    table.parent.write_text("a file where the folder should be", encoding="utf-8")
+    tune._store(table, {"key": list(tune.DEFAULT)})
+
+
+def test_wrong_results_are_refused(monkeypatch):
+    torch.manual_seed(0)
+    shape = (3, 32, 64)
+    weight = torch.randn(shape)
+    stack = codec.pack(weight, CodecSettings("nf4", True, torch.uint8))
+    decoded = codec.unpack(stack)
+
+    def decode(packed, out, *, first):
+        out.copy_(decoded[first : first + len(out)])
+
+    monkeypatch.setattr(tune.decode, "decode", decode)
+    whole = torch.randn(3 * 12, 64)
+    split = torch.cat([whole[:, ::2], whole[:, 1::2]], 1)
+    right = torch.einsum("erk,enk->ern", whole.view(3, 12, 64), decoded).reshape(36, 32)
+    bounds = torch.arange(4, dtype=torch.int32) * 12
+    assert tune._is_right(split, right, packed_of(stack), bounds)
+    for expert in range(3):
+        for bad in (0.0, float("nan")):
+            wrong = right.clone()
+            wrong[12 * expert + 5, 7:] = bad
+            assert not tune._is_right(split, wrong, packed_of(stack), bounds)
+    assert not tune._is_right(whole, right, packed_of(stack), bounds)
