@@ -35,7 +35,7 @@ import torch
 from .errors import CheckpointError
 from .folder import DTYPE_NAMES, DTYPES, TensorInfo, header_bytes, inside, read_header, read_json
 from .folder import reading as reading_file
-from .folder_write import beside, replace_file
+from .folder_write import beside, flush, replace_file
 
 MANIFEST = "moe_qlora.json"
 NEXT = beside(Path(MANIFEST)).name
@@ -215,6 +215,17 @@ def read_manifest(folder: str | Path) -> Manifest | None:
     return _read(folder, MANIFEST) if os.path.lexists(folder / MANIFEST) else None
 
 
+def finish_interrupted_save(folder: Path) -> None:
+    """Put the manifest beside in its place, where config.json is of its save already.
+
+    To be called before another one is written beside: that one would take the place of the only
+    manifest that the folder has.
+    """
+    if os.path.lexists(folder / NEXT) and of_interrupted_save(folder) is not None:
+        (folder / NEXT).replace(folder / MANIFEST)
+        flush(folder)
+
+
 def of_interrupted_save(folder: Path) -> Manifest | None:
     """The manifest beside, where config.json is of its save already; None otherwise."""
     try:
@@ -342,7 +353,19 @@ def check_folder(
     """
     check = FolderCheck(folder, workers, large=checksums)
     check.finish()
+    _check_config(check.folder, check.manifest)
     return check.manifest
+
+
+def _check_config(folder: Path, manifest: Manifest) -> None:
+    """Refuse a config.json that says to be of another save; it may also be absent, or plain."""
+    if os.path.lexists(folder / CONFIG):
+        mark = read_json(folder / CONFIG).get(CONFIG_KEY)
+        if mark is not None and (not isinstance(mark, dict) or mark.get("id") != manifest.id):
+            raise CheckpointError(
+                f"{folder / CONFIG} and {MANIFEST} are of different saves: a save was interrupted, "
+                "or files were copied from elsewhere; save again."
+            )
 
 
 def packed_files(folder: Path) -> list[Path] | None:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -267,13 +267,13 @@ def new_folder(destination: str | Path, *, keep_partial: bool = False) -> Iterat
         flush(partial)
         check_new(destination)
         partial.rename(destination)
-    except OSError as error:
-        raise CheckpointError(f"{destination} cannot be written: {error}.") from error
-    except BaseException:
+        flush(destination.parent)
+    except BaseException as error:
         if not keep_partial:
             shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{destination} cannot be written: {error}.") from error
         raise
-    flush(destination.parent)
 
 
 def absolute(path: str | Path) -> Path:
@@ -310,12 +310,23 @@ def beside(path: Path) -> Path:
 def write_beside(path: Path, content: bytes) -> Path:
     """Write a file's next content to the disk, and say where that is."""
     temporary = beside(path)
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    flush(path.parent)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        flush(path.parent)
+    except OSError:
+        discard(temporary)
+        raise
     return temporary
+
+
+def discard(*files: Path) -> None:
+    """Remove files as far as the system lets."""
+    for file in files:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:

@@ -31,6 +31,7 @@ from .folder_manifest import CONFIG, MANIFEST, Manifest, PackedEntry
 from .folder_write import (
     ShardWriter,
     absolute,
+    discard,
     flush,
     new_folder,
     plan_shards,
@@ -191,19 +192,31 @@ def _publish(staging: Path, folder: Path) -> None:
     """Move a finished save into a folder.
 
     What is new comes first, then config.json, at which the folder turns from the old save to the
-    new one, then the manifest.
+    new one, then the manifest. Where the system refuses a step before that turn, files that the
+    folder did not have go again.
     """
-    last = (CONFIG, MANIFEST)
     for file in staging.rglob("*"):
         flush(file)
-    for entry in sorted(staging.iterdir()):
-        if entry.is_dir():
-            shutil.copytree(entry, folder / entry.name, dirs_exist_ok=True)
-        elif entry.name not in last:
-            entry.replace(folder / entry.name)
-    # flushes the folder too, and with it the names of the files above
-    manifest = write_beside(folder / MANIFEST, (staging / MANIFEST).read_bytes())
-    replace_file(folder / CONFIG, (staging / CONFIG).read_bytes())
+    manifests.finish_interrupted_save(folder)
+    fresh: list[Path] = []
+    try:
+        for entry in sorted(staging.iterdir()):
+            target = folder / entry.name
+            if entry.is_dir():
+                shutil.copytree(entry, target, dirs_exist_ok=True)
+            elif entry.name not in (CONFIG, MANIFEST):
+                if not os.path.lexists(target):
+                    fresh.append(target)
+                entry.replace(target)
+        # flushes the folder too, and with it the names of the files above
+        manifest = write_beside(folder / MANIFEST, (staging / MANIFEST).read_bytes())
+        fresh.append(manifest)
+        config = write_beside(folder / CONFIG, (staging / CONFIG).read_bytes())
+    except OSError:
+        discard(*fresh)
+        raise
+    config.replace(folder / CONFIG)
+    flush(folder)
     manifest.replace(folder / MANIFEST)
     flush(folder)
     _remove_stale(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -19,13 +20,15 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import folder_write, quantize_experts
+from moe_qlora.errors import CheckpointError
 from moe_qlora.folder_manifest import CONFIG, MANIFEST, check_folder
-from moe_qlora.folder_write import partial_of
+from moe_qlora.folder_write import beside, partial_of
 from moe_qlora.testing import tiny_model
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks its victims")
 
 KILLED = 9
+REFUSED = 10
 FOREIGN = {"tokenizer.json": b"{}", "notes/log": b"kept"}
 _EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.copytree"}
 
@@ -102,8 +105,16 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def counting(root: Path, stop: int, report: int) -> None:
-    """End this process just before its `stop`-th change of the disk below `root`.
+def die() -> None:
+    os._exit(KILLED)
+
+
+def disk_full() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def counting(root: Path, stop: int, report: int, act: Callable[[], None] = die) -> None:
+    """End this process, or `act`, just before its `stop`-th change of the disk below `root`.
 
     The number of changes so far is written to the file `report`, 8 bytes each time.
     """
@@ -114,7 +125,7 @@ def counting(root: Path, stop: int, report: int) -> None:
         count += 1
         os.pwrite(report, count.to_bytes(8, "little"), 0)
         if count == stop:
-            os._exit(KILLED)
+            act()
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
@@ -197,6 +208,74 @@ def test_killed_before_each_change_of_the_disk(saves, tmp_path, existing):
     assert list(dict.fromkeys(seen)) == order
     assert seen == sorted(seen, key=order.index)
     assert len(seen) > 30
+
+
+@pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
+def test_a_disk_that_fails_at_each_change_is_reported_and_leaves_no_rubbish(
+    saves, tmp_path, existing
+):
+    folder = tmp_path / "model"
+    report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
+    done, stop, outcomes, littered = 10**6, 0, [], 0
+    while stop < done:
+        stop += 1
+        saves.start(folder, existing=existing)
+
+        def work(stop: int = stop) -> None:
+            counting(folder.parent / "", stop, report, disk_full)
+            try:
+                saves.save(1, folder)
+            except CheckpointError as error:
+                if "No space left" in str(error) and str(folder) in str(error):
+                    os._exit(REFUSED)
+
+        status = ended(fork(work))
+        assert status in (0, REFUSED), f"at change {stop}"
+        holds = judge(saves, folder, existing=existing)
+        if status == 0:
+            assert holds == "new", f"at change {stop}"
+            changes = int.from_bytes(os.pread(report, 8, 0), "little")
+            done = stop if changes < stop else done
+        outcomes.append((status, holds))
+        assert not partial_of(folder).exists(), f"at change {stop}"
+        # Between config.json and the manifest, the next manifest is no rubbish.
+        if holds == "old":
+            littered += bool(files(folder).keys() - files(saves.fresh(0)).keys() - FOREIGN.keys())
+        if stop % 5 == 0:
+            saved_again(saves, folder, existing=existing)
+    os.close(report)
+    refused = [holds for status, holds in outcomes if status == REFUSED]
+    assert refused.count("old" if existing else "none") > 25
+    assert len(refused) > 0.9 * len(outcomes)  # the rest is a folder made that was there already
+    assert littered <= 1  # where config.json would have been renamed: it may have been, after all
+
+
+def test_a_save_over_one_killed_before_its_manifest_is_safe_as_well(saves, tmp_path):
+    folder, between = tmp_path / "model", tmp_path / "between"
+    report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
+    saves.start(between, existing=True)
+    for file in saves.fresh(1).iterdir():
+        shutil.copy(file, between / (beside(file).name if file.name == MANIFEST else file.name))
+    assert judge(saves, between, existing=True) == "between"
+    status, stop, seen = KILLED, 40, []  # before, only the staging changes
+    while status == KILLED:
+        stop += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(between, folder)
+
+        def work(stop: int = stop) -> None:
+            counting(folder.parent / "", stop, report)
+            saves.save(0, folder)  # back to the first model
+
+        status = ended(fork(work))
+        assert status in (0, KILLED)
+        seen.append(judge(saves, folder, existing=True))
+    os.close(report)
+    # "between" is the new model (1), or, from then on, half the way back to the old one (0)
+    assert seen[0] == "between"
+    assert set(seen) == {"between", "new", "old"}
+    assert seen[-1] == "old"
+    assert files(folder) == files(saves.fresh(0)) | FOREIGN
 
 
 @pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])

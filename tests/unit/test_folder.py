@@ -481,6 +481,20 @@ def test_a_partial_may_be_kept_and_gone_on_with(tmp_path):
     assert names(goal) == ["x", "y"]
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_disk_that_fails_leaves_a_partial_only_where_it_shall_be_kept(tmp_path, keep):
+    goal = tmp_path / "model"
+
+    def build() -> None:
+        with new_folder(goal, keep_partial=keep) as work:
+            (work / "x").write_text("1")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"model cannot be written: .*No space left"):
+        build()
+    assert names(tmp_path) == ([partial_of(goal).name] if keep else [])
+
+
 @pytest.mark.parametrize("kind", ["full", "file", "link", "dangling"])
 def test_nothing_is_overwritten(tmp_path, kind):
     goal, other = tmp_path / "model", tmp_path / "other"
