@@ -86,7 +86,8 @@ class PackingConverter(WeightConverter):
     ) -> None:
         """Note where a tensor lies, and keep transformers from reading it ahead."""
         if self._names(target_key) & self.plan.params.keys():
-            if isinstance(future, Future) and self._on_disk(source_key):
+            files = self.plan.files
+            if isinstance(future, Future) and files is not None and source_key in files:
                 future.cancel()
             future = Deferred(source_key, future)
         super().add_tensor(target_key, source_key, source_pattern, future)

@@ -101,6 +101,9 @@ class _Packing:
         self._plan = self._make_plan(model, dtype, files, kwargs.get("device_map"))
         self._plan.device_map = self._device_map
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
+        # Stock may have put lists of Linear layers in the place of stacks.
+        held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._plan.params = {n: p for n, p in self._plan.params.items() if n in held}
         self._measure(model)
 
     def _make_plan(self, model: Any, dtype: Any, files: list[str] | None, place: Any) -> LoadPlan:

@@ -367,3 +367,48 @@ def test_a_packer_wants_every_weight() -> None:
         packer.finish()
     with pytest.raises(ValueError, match="more weights"):
         packer.add(torch.ones(2, 4, 32))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4_text"])
+def test_a_folder_whose_linear_layers_bitsandbytes_has_packed(family: str, tmp_path: Path) -> None:
+    plain = tiny_model(family, dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path / "plain")
+    cls: Any = type(plain)
+    config = BitsAndBytesConfig(**NF4)
+    stock = cls.from_pretrained(tmp_path / "plain", quantization_config=config)
+    stock.save_pretrained(tmp_path / "stock")  # experts are in 16 bit there
+    with moe_qlora.enabled():
+        model = cls.from_pretrained(tmp_path / "stock")
+        expected = cls.from_pretrained(tmp_path / "plain", quantization_config=config)
+    assert packed(model) == packed(expected) != []
+    assert same(model, expected)
+
+
+def test_llama4_experts_that_bitsandbytes_has_packed_as_layers(tmp_path: Path) -> None:
+    import bitsandbytes as bnb
+    from transformers.quantizers.base import SequentialLlama4TextExperts
+
+    source: Any = tiny_model("llama4_text", dtype=torch.bfloat16)
+    for name, module in list(source.named_modules()):
+        if type(module).__name__ == "Llama4TextExperts":
+            layers = SequentialLlama4TextExperts(source.config).to(torch.bfloat16)
+            source.set_submodule(name, layers)
+    for name, module in list(source.named_modules()):
+        if type(module) is nn.Linear and "lm_head" not in name and "router" not in name:
+            layer = bnb.nn.Linear4bit(
+                module.in_features, module.out_features, bias=False, quant_type="nf4"
+            )
+            weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
+            layer.weight = weight.to("cpu")
+            source.set_submodule(name, layer)
+    source.config.quantization_config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head", "router"]
+    )
+    source.config.save_pretrained(tmp_path)
+    state = {key: value.contiguous() for key, value in source.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    stock = type(source).from_pretrained(tmp_path)
+    with moe_qlora.enabled():
+        model = type(source).from_pretrained(tmp_path)
+    assert not packed(model)
+    assert same(model, stock)
