@@ -39,6 +39,33 @@ def test_qwen3_training_on_a_tiny_model(tmp_path):
     assert "lora=experts,attention" in rows["step"]["setting"]
 
 
+def test_a_tiny_layer_beside_its_peers_and_its_plot(tmp_path, monkeypatch):
+    out = tmp_path / "layer.csv"
+    arguments = ["--tiny", "--device", "cpu", "--repeat", "2", "--peers", "ours,frozen,peft,bnb"]
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "layer.py"), *arguments, "--out", str(out)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    with out.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for peer in ("ours", "frozen", "peft", "bnb"):
+        of_peer = {row["metric"] for row in rows if f"peer={peer} " in row["setting"]}
+        assert {"forward", "step", "step, checkpointed", "step over FLOP floor"} <= of_peer, peer
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(BENCH))
+    import plot
+
+    monkeypatch.setattr(plot, "RESULTS", tmp_path)
+    plot.main()
+    (picture,) = tmp_path.glob("*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("path", sorted((BENCH / "results").glob("*.csv")), ids=lambda p: p.name)
 def test_every_result_says_where_it_comes_from(path):
     with path.open(newline="", encoding="utf-8") as file:

@@ -6,6 +6,7 @@ python tools/bench/decode.py                     Qwen3-30B-A3B's gate_up: 402.7 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,15 +42,14 @@ def main() -> None:
         packed = packed_of(stack)
         setting = f"shape={options.shape} {kind}{'+double' if double else ''} bf16"
         moved = packed.nbytes + other.nbytes
-        ours = event_times(lambda p=packed: decode.decode(p, other), options.repeat)
+        ours = event_times(partial(decode.decode, packed, other), options.repeat)
         rows = Rows(options.out, where, "decode", setting)
         rows.add("bandwidth", "TB/s", *(moved / ms / 1e9 for ms in ours))
         whole = codec.unpack(stack)
         if not torch.equal(other, whole):
             raise RuntimeError(f"{setting}: not what bitsandbytes decodes to")
-        theirs = event_times(
-            lambda s=stack: codec.unpack_range(s, 0, shape[0], out=other), options.repeat
-        )
+        unpack = partial(codec.unpack_range, stack, 0, shape[0], out=other)
+        theirs = event_times(unpack, options.repeat)
         rows = Rows(options.out, where, "bitsandbytes", setting)
         rows.add("bandwidth", "TB/s", *(moved / ms / 1e9 for ms in theirs))
 

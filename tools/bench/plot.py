@@ -44,7 +44,8 @@ def draw(shape: str, metrics: Any, path: Path) -> None:
             axes.plot(tokens, [points[n] for n in tokens], marker="o", label=peer)
         axes.set(xlabel="tokens", ylabel=label, xscale="log", yscale="log")
         axes.grid(alpha=0.3, which="both")
-    axes.legend()
+        if metrics[metric]:
+            axes.legend()
     figure.suptitle(f"One layer of {shape}, one H200")
     figure.savefig(path, dpi=110)
 
