@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from bitsandbytes import functional
 from common import RESULTS, Rows, environment
 from layer import event_times
 
@@ -49,7 +50,13 @@ def main() -> None:
         if not torch.equal(other, whole):
             raise RuntimeError(f"{setting}: not what bitsandbytes decodes to")
         unpack = partial(codec.unpack_range, stack, 0, shape[0], out=other)
-        theirs = event_times(unpack, options.repeat)
+        portable = event_times(unpack, options.repeat)
+        rows = Rows(options.out, where, "codec in chunks", setting)
+        rows.add("bandwidth", "TB/s", *(moved / ms / 1e9 for ms in portable))
+        if kind == "int8":
+            continue
+        whole_stack = partial(functional.dequantize_4bit, stack.codes, stack.state)
+        theirs = event_times(whole_stack, options.repeat)
         rows = Rows(options.out, where, "bitsandbytes", setting)
         rows.add("bandwidth", "TB/s", *(moved / ms / 1e9 for ms in theirs))
 
