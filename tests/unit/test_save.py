@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora import quantize_experts, storage
+from moe_qlora import quantize_experts, quantize_save, storage
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
 from moe_qlora.folder_manifest import MANIFEST, SHARD_NAME, check_folder, read_manifest
 from moe_qlora.testing import tiny_inputs, tiny_model
@@ -462,6 +462,21 @@ def test_a_failed_save_leaves_the_folder_as_it_was(tmp_path):
     other = packed(seed=1)
     with pytest.raises(CheckpointError):
         other.save_pretrained(tmp_path, max_shard_size=0)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_refused_save_takes_no_live_shards_with_it(tmp_path, monkeypatch, seed):
+    packed(seed=0).save_pretrained(tmp_path)
+    before = files(tmp_path)
+
+    def full(path: Path, content: bytes) -> Path:
+        raise OSError(28, "No space left on device")
+
+    # the same model again has shards of the same names
+    monkeypatch.setattr(quantize_save, "write_beside", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        packed(seed=seed).save_pretrained(tmp_path)
     assert files(tmp_path) == before
 
 
