@@ -125,7 +125,8 @@ class Checkpoint:
             return cls(packed)
         index = index_of(folder)
         if index is None:
-            found = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+            with reading(folder):
+                found = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
             single = [file for file in found if file.name == SINGLE] or found
             if len(single) != 1:
                 raise CheckpointError(f"{folder} holds {_what_is_there(folder, found)}.")

@@ -252,9 +252,9 @@ def new_folder(destination: str | Path, *, keep_partial: bool = False) -> Iterat
         CheckpointError: The destination is there already, or cannot be written.
     """
     destination = absolute(destination)
-    check_new(destination)
     partial = partial_of(destination)
     try:
+        check_new(destination)
         if partial.exists() and not keep_partial:
             shutil.rmtree(partial)
         partial.mkdir(parents=True, exist_ok=True)
