@@ -185,8 +185,9 @@ def test_module_is_as_exact_as_its_projections(tests, style, case, ranks, monkey
     exact = in_fp64(tests, style, module, provider, parts, dtype)
     for mine, other, right in zip(fused, plain, exact, strict=True):
         right = right.cuda()
-        # One token of rank 1 is one rounding for a whole column: nothing averages out.
-        allowed = 1.25 * (other.double() - right).norm() + 0.006 * right.norm()
+        # With one token a rounding is shared by a whole row or column: nothing averages out.
+        slack = 0.02 if case.get("tokens") == 1 else 0.003
+        allowed = 1.25 * (other.double() - right).norm() + slack * right.norm()
         assert (mine.double() - right).norm() <= allowed
     again = gradients(module, provider, *parts)
     assert all(torch.equal(a, b) for a, b in zip(fused, again, strict=True))
@@ -302,6 +303,7 @@ def test_a_capped_scratch_gives_the_same(tests, scratch, style, tokens, monkeypa
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")
 def test_no_wait_for_the_device_and_graphs(tests):
     style = tests.STYLES["concatenated"]
     module = on_gpu(tests, style, torch.bfloat16)
