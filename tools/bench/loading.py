@@ -245,9 +245,7 @@ def main() -> None:
     parser.add_argument("--save-to", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        figures = measure(
-            arguments.measure, arguments.folder, arguments.device, arguments.save_to
-        )
+        figures = measure(arguments.measure, arguments.folder, arguments.device, arguments.save_to)
         print(json.dumps(figures))
         return
     if arguments.experts_gib is not None:
