@@ -316,8 +316,8 @@ def stand_in(twin: Twin) -> None:
         linear_forward(module, shape, kind, dtype, getattr(module, "compute_dtype", None))
     for _, module, leaf in storage.iter_packed(twin.base):
         stack = storage.read_packed(module, leaf)
-        decoded(module.parametrizations[leaf][0], tuple(stack.shape), stack.dtype)
         host: Any = module
+        decoded(host.parametrizations[leaf][0], tuple(stack.shape), stack.dtype)
         if leaf == "down_proj" and experts.dispatches(module):
             _stand_in_experts(host)
 
@@ -398,7 +398,7 @@ def _block(name: str, held: nn.Module | Tensor, seen: set[int]) -> Block:
         fresh = id(held) not in seen
         seen.add(id(held))
         return Block(name, other=held.nbytes if fresh else 0)
-    totals = {"experts": 0, "linear": 0, "other": 0, "statistics": 0}
+    totals: dict[str, Any] = {"experts": 0, "linear": 0, "other": 0, "statistics": 0}
     decoded_most = 0
     for module in held.modules():
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -494,7 +494,7 @@ class Sizes:
 
 def sizes_of(model: Any) -> Sizes:
     """Read them off a model on meta."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     modules = whole_modules(model)
     outputs = {
