@@ -91,6 +91,7 @@ def test_modules_move_with_their_statistics(settings: CodecSettings) -> None:
 
 # Torch says so itself, once, when the mode is first set.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_decoding_a_range_never_waits_for_the_device() -> None:
     packed = pack(torch.randn(8, 40, 48, device="cuda"), CodecSettings("nf4", True))
     try:

@@ -89,6 +89,7 @@ def test_a_model_trains_as_its_decoded_twin(bits):
     assert torch.allclose(ours.loss, theirs.loss, rtol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_wait_for_the_device():
     spec = importlib.util.spec_from_file_location(
         "experts_tests", Path(__file__).parents[1] / "unit" / "test_experts.py"
