@@ -1,9 +1,10 @@
 """What packed experts keep and what they need for a moment, in training; free of torch.
 
-These two functions are the only place where a plan depends on how the kernels compute.
-`kept_nbytes` is the table of `experts.py`; `scratch_nbytes` follows `kernels/grouped.py`
-(`SCRATCH_BYTES` is its limit), stage by stage. A kernel that decodes less or keeps less changes
-these and nothing else.
+These functions are the only place where a plan depends on how the kernels compute. Whole layers
+(`ExpertsCall.layered`) follow `kernels/layer.py`, whose docstring names what is there at each
+stage, and hold the shared scratch of `kernels/scratch.py` for good; everything else follows
+`kernels/grouped.py` (`SCRATCH_BYTES` is its limit) and the table of `experts.py`. A kernel that
+decodes less or keeps less changes these and nothing else.
 
 Legend: T tokens, k choices a token, R = T k rows, E experts, H hidden and I intermediate size,
 g = 2 for gated experts and 1 for others, b bytes of an activation, r rank.
@@ -19,6 +20,9 @@ SCRATCH_BYTES = 2 << 30
 _INDEX = 8  # bytes of an int64
 _WIDE = 4  # bytes of a float32
 _ALIGN = 8  # ranks are padded to this for grouped products
+_FEW = 128  # rows an expert, `FEW` of kernels/layer.py
+_MOST = 128  # ranks of a projection together, `_MAX_RANK` of experts_layer.py
+_BLOCK = 64  # weights to an absmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class ExpertsCall:
         routing_itemsize: Bytes of a routing weight.
         first: LoRA on the first projection, a term for each adapter.
         second: LoRA on the second.
+        transposed: Whether stacks are stored `(E, in, out)`.
     """
 
     tokens: int
@@ -63,6 +68,20 @@ class ExpertsCall:
     routing_itemsize: int = 2
     first: tuple[Adapter, ...] = ()
     second: tuple[Adapter, ...] = ()
+    transposed: bool = False
+
+    @property
+    def layered(self) -> bool:
+        """Whether both projections run as one layer: all in 16 bit, ranks within its limit."""
+        terms = (*self.first, *self.second)
+        sizes = (self.itemsize, self.weight_itemsize, *(term.itemsize for term in terms))
+        wide = all(size % _ALIGN == 0 for size in (self.hidden, self.intermediate))
+        return set(sizes) == {2} and wide and max(_rank(self.first), _rank(self.second)) <= _MOST
+
+    @property
+    def few(self) -> bool:
+        """Whether forward multiplies by the codes themselves, without decoding."""
+        return not self.transposed and self.rows <= _FEW * self.experts
 
     @property
     def rows(self) -> int:
@@ -81,6 +100,9 @@ def kept_nbytes(call: ExpertsCall) -> int:
     Pre-activations, activations, sorted order with the experts' bounds, sorted routing weights.
     """
     rows = call.rows
+    if call.layered:
+        first, second = _ranks(call)
+        return rows * (call.width + first + second) * call.itemsize + 8 * rows
     activations = rows * (call.width + call.intermediate) * call.itemsize
     order = _INDEX * (rows + call.experts + 1)
     return activations + order + rows * call.routing_itemsize
@@ -92,6 +114,8 @@ def scratch_nbytes(call: ExpertsCall) -> tuple[int, int]:
     Each stage is counted with what of the activations is there then; these, kept as they are,
     are taken off at the end.
     """
+    if call.layered:
+        return _layer_scratch(call)
     rows, wide = call.rows, _WIDE * call.tokens * call.hidden
     hidden = rows * call.hidden * call.itemsize
     inner = rows * call.intermediate * call.itemsize
@@ -125,6 +149,76 @@ def scratch_nbytes(call: ExpertsCall) -> tuple[int, int]:
         backward.append(outer + 2 * inner + 2 * hidden + casts + factors)
     activations = outer + inner
     return max(forward) - activations, max(backward) - activations
+
+
+def held_nbytes(call: ExpertsCall, *, checkpointing: bool) -> tuple[int, ...]:
+    """Bytes of each buffer of the scratch that all layers of a device share, and that stays.
+
+    In a checkpoint's recomputation both projections have one of their own, since backward follows
+    at once; otherwise they take turns. Forward on few rows decodes the statistics alone.
+    """
+    if not call.layered:
+        return ()
+    ranks = _ranks(call)
+    stacks = [
+        call.experts * (features + rank) * (size + rank) * call.weight_itemsize
+        for features, size, rank in (
+            (call.width, call.hidden, ranks[0]),
+            (call.hidden, call.intermediate, ranks[1]),
+        )
+    ]
+    if call.few:
+        blocks = call.experts * call.hidden * call.width // _BLOCK
+        return max(stacks), blocks * _WIDE
+    return (stacks[0], stacks[1]) if checkpointing else (max(stacks),)
+
+
+def _ranks(call: ExpertsCall) -> tuple[int, int]:
+    """Ranks as the layer's kernels hold them: a power of two of at least 16; 0 without LoRA."""
+    first, second = (
+        max(16, 1 << (_rank(terms) - 1).bit_length()) if terms else 0
+        for terms in (call.first, call.second)
+    )
+    return first, second
+
+
+def _rank(terms: tuple[Adapter, ...]) -> int:
+    return sum(term.rank for term in terms)
+
+
+def _layer_scratch(call: ExpertsCall) -> tuple[int, int]:
+    """`scratch_nbytes` of `kernels/layer.py`, in the names of its docstring, the scratch left out.
+
+    The gradients of the factors and of x are counted by who asks for them, from the start: they are
+    taken off the stages that have them anyway.
+    """
+    first, second = _ranks(call)
+    rows, size = call.rows, call.itemsize
+    result = call.tokens * call.hidden * size
+    gathered = rows * (call.hidden + first) * size
+    inner = rows * (call.intermediate + second) * size
+    y = rows * call.hidden * size
+    factors = (
+        call.experts
+        * size
+        * (first * (call.hidden + call.width) + second * (call.hidden + call.intermediate))
+    )
+    forward = max(gathered, inner + y, y + result) + factors
+    product = rows * second * size
+    u = rows * call.intermediate * size
+    d_pre = rows * (call.width + first) * size
+    grads = call.experts * (
+        sum(t.rank * (call.hidden + call.width) * t.itemsize for t in call.first)
+        + sum(t.rank * (call.hidden + call.intermediate) * t.itemsize for t in call.second)
+    )
+    stages = (
+        rows * (call.hidden + second) * size + product + u,
+        product + u + d_pre,
+        product + d_pre + y + grads,
+        product + y + grads + result,
+    )
+    backward = max(stages) + factors - grads - result
+    return forward, max(backward, 0)
 
 
 def _decoded(call: ExpertsCall, features: int) -> int:

@@ -44,6 +44,7 @@ class Settings:
         optimizer: One of `memory_optimizer.OPTIMIZERS`.
         checkpointing: Whether layers are computed again in backward.
         accumulation: Micro-batches to a step; over 1, gradients live through all of them.
+        scratch: Bytes for decoded experts that all layers of a device share, and that stay.
     """
 
     batch: int = 1
@@ -54,6 +55,7 @@ class Settings:
     optimizer: str = "adamw"
     checkpointing: bool = True
     accumulation: int = 1
+    scratch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,8 @@ def peak_of(
         "optimizer states": held.resident,
         "library workspace": LIBRARY_BYTES,
     }
+    if settings.scratch:
+        fixed["decode scratch"] = settings.scratch * any(block.experts for block in blocks)
     moments = [("the optimizer's step", "", {"gradients": every, "optimizer step": held.step})]
     kept, later = 0, every
     for activity in activities:
@@ -221,16 +225,19 @@ def peak_of(
         later -= trained[block.name]
         for what, most in (("forward", activity.forward), ("backward", activity.backward)):
             grads = later if what == "backward" else 0
-            parts = {"kept activations": kept, **_work(block, most, activity.name == last)}
+            work = _work(block, most, settings, activity.name == last)
+            parts = {"kept activations": kept, **work}
             parts["gradients"] = every if settings.accumulation > 1 else grads
             moments.append((f"{what} of {activity.name}", activity.name, parts))
         kept += activity.kept
     return _highest(fixed, moments, held.paged)
 
 
-def _work(block: Block, most: int, is_last: bool) -> dict[str, int]:
+def _work(block: Block, most: int, settings: Settings, is_last: bool) -> dict[str, int]:
     if is_last:
         return {"logits and loss": most}
+    if settings.scratch:
+        return {"layer at work": most}
     decoded = min(block.decoded, most)
     return {"layer at work": most - decoded, "decode scratch": decoded}
 
@@ -306,6 +313,8 @@ class _Load:
         place = {block.name: index for index, group in enumerate(groups) for block in group}
         self.run = [(place[a.name], own[a.name], a) for a in activities if a.name in place]
         self.accumulates = settings.accumulation > 1
+        self.scratch = settings.scratch
+        self.experts = [any(block.experts for block in group) for group in groups]
         self.known: dict[tuple[int, int], int] = {}
 
     def __call__(self, first: int, last: int) -> int:
@@ -323,7 +332,8 @@ class _Load:
             before, after = (every, every) if self.accumulates else (0, later)
             most = max(most, kept + activity.forward + before, kept + activity.backward + after)
             kept += activity.kept
-        return LIBRARY_BYTES + sum(self.fixed[first:last]) + most
+        scratch = self.scratch * any(self.experts[first:last])
+        return LIBRARY_BYTES + scratch + sum(self.fixed[first:last]) + most
 
 
 def estimate(

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
-from . import checkpoint_source, plan_rehearsal, plan_twin
+from . import checkpoint_source, plan_rehearsal, plan_stand_ins, plan_twin
 from .codec_settings import CodecSettings
 from .errors import ConfigError, MoeQloraError
 from .memory import load_extra_nbytes
 from .memory_devices import exact_size, parse_devices, reserve_nbytes
+from .memory_experts import held_nbytes
 from .memory_optimizer import ALIASES, OPTIMIZERS
 from .memory_plan import (
     Activity,
@@ -42,6 +44,7 @@ _LONGEST = 1 << 20
 _MOST = 1 << 12
 _STEP = 64  # tokens
 _DEVICES = 16
+_SCRATCH_PART = 8  # of a device's memory, `DEFAULT_PART` of kernels/scratch.py
 _DEFAULT = CodecSettings("nf4", True, compute_dtype=torch.bfloat16)
 _CHUNK = 1024  # tokens of a loss that is computed in chunks
 
@@ -274,6 +277,7 @@ class _Planner:
         self.itemsize = plan_twin.DTYPES[settings.adapter_dtype].itemsize
         self._unpacked: plan_twin.Twin | None = None
         self._known: dict[tuple[int, int], tuple[Activity, ...]] = {}
+        self._buffers: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
 
     @cached_property
     def twin(self) -> plan_twin.Twin:
@@ -311,6 +315,14 @@ class _Planner:
         """What each block does, in running order."""
         if (batch, seq) not in self._known:
             self._known[batch, seq] = self._activities(batch, seq)
+            twin = self._unpacked or self.twin
+            found: list[Any] = plan_stand_ins.calls(twin.base)
+            if self.estimated:
+                every = (self.sizes.call(name, batch * seq) for name in self.sizes.experts)
+                found = [call for call in every if call is not None]
+            checkpointing = self.settings.checkpointing
+            sizes = {held_nbytes(call, checkpointing=checkpointing) for call in found}
+            self._buffers[batch, seq] = tuple(sizes)
         return self._known[batch, seq]
 
     def _activities(self, batch: int, seq: int) -> tuple[Activity, ...]:
@@ -379,6 +391,13 @@ class _Planner:
             groups.setdefault(leader[block.name], []).append(block)
         return list(groups.values())
 
+    def _scratch(self, batch: int, seq: int, capacities: Sequence[int]) -> int:
+        """Bytes of the decoded experts' shared buffers, each within what the kernels allow it."""
+        cap = min(capacities) // _SCRATCH_PART if min(capacities) > 1 else None
+        buffers = zip_longest(*self._buffers[batch, seq], fillvalue=0)
+        most = [max(sizes) for sizes in buffers]
+        return sum(most if cap is None else (min(size, cap) for size in most))
+
     def uses(
         self, batch: int, seq: int, capacities: Sequence[int], head: float = 1.0
     ) -> tuple[DeviceUse, ...]:
@@ -391,7 +410,12 @@ class _Planner:
         return spread(
             self.groups(activities),
             activities,
-            replace(self.settings, batch=batch, seq=seq),
+            replace(
+                self.settings,
+                batch=batch,
+                seq=seq,
+                scratch=self._scratch(batch, seq, capacities),
+            ),
             self.itemsize,
             capacities,
             last.name,

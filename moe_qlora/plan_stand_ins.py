@@ -85,6 +85,9 @@ def linear_forward(
     module.__dict__["forward"] = MethodType(forward, module)
 
 
+_CALL = "_moe_qlora_planned_call"
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -117,8 +120,8 @@ def experts_forward(module: nn.Module, names: tuple[str, str], shape: dict[str, 
     Args:
         module: An experts module whose class dispatches through transformers' interface.
         names: Its first and its second projection.
-        shape: `experts`, `hidden`, `intermediate`, `gated` and `weight_itemsize` of an
-            `ExpertsCall`.
+        shape: `experts`, `hidden`, `intermediate`, `gated`, `transposed` and `weight_itemsize` of
+            an `ExpertsCall`.
     """
 
     def forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -137,10 +140,16 @@ def experts_forward(module: nn.Module, names: tuple[str, str], shape: dict[str, 
             second=second,
             **shape,
         )
+        self.__dict__[_CALL] = call
         factors = [factor for some in terms for term in some for factor in (term.a, term.b)]
         return _Experts.apply(call, x, top_k_weights, *factors)
 
     module.__dict__["forward"] = MethodType(forward, module)
+
+
+def calls(model: nn.Module) -> list[ExpertsCall]:
+    """The last call of each experts module that has a stand-in and has run."""
+    return [m.__dict__[_CALL] for m in model.modules() if _CALL in m.__dict__]
 
 
 def _rank(a: Tensor, experts: int) -> int:

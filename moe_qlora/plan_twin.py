@@ -338,6 +338,7 @@ def _stand_in_experts(module: Any) -> None:
         "hidden": hidden,
         "intermediate": inner,
         "gated": bool(module.has_gate),
+        "transposed": bool(module.is_transposed),
         "weight_itemsize": stack.dtype.itemsize,
     }
     experts_forward(module, (first, "down_proj"), shape)

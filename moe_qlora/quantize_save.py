@@ -184,7 +184,8 @@ def _can_be_renamed_to(folder: Path) -> bool:
     """Whether a folder that is built beside this one can take its place."""
     if not folder.is_dir():
         return True
-    fixed = folder.is_mount() or not os.access(folder.parent, os.W_OK)
+    # A folder that somebody stands in would be pulled from under them.
+    fixed = folder.is_mount() or folder == Path.cwd() or not os.access(folder.parent, os.W_OK)
     return not fixed and not any(folder.iterdir())
 
 

@@ -10,6 +10,7 @@ import copy
 import inspect
 import io
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -140,8 +141,9 @@ class Shadow:
         for router in self._routers:
             watch.mark_router(router)
         try:
-            # What a foreign forward prints is not this program's output.
-            with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()), watch:
+            # What a foreign forward prints is not this program's output. The redirection is the
+            # process's: one at a time, or another thread would put back what it found meanwhile.
+            with _PRINTS, contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), watch:
                 self.module(*args)
             watch.trace.completed = True
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything
@@ -150,6 +152,8 @@ class Shadow:
             )
         return watch.trace
 
+
+_PRINTS = threading.RLock()
 
 _HOOKS = (
     "_forward_hooks",

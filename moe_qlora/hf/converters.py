@@ -132,14 +132,21 @@ class PackingConverter(WeightConverter):
         for batch in batches:
             tensors: dict[str, Any]
             tensors = {p: [reader.read(*item) for item in items] for p, items in batch.items()}
-            for operation in operations:
-                tensors = operation.convert(
-                    tensors,
-                    source_patterns=self.source_patterns,
-                    target_patterns=self.target_patterns,
-                    missing_keys=None,
-                    **context,
-                )
+            try:
+                for operation in operations:
+                    tensors = operation.convert(
+                        tensors,
+                        source_patterns=self.source_patterns,
+                        target_patterns=self.target_patterns,
+                        missing_keys=None,
+                        **context,
+                    )
+            except (RuntimeError, ValueError, KeyError, IndexError) as error:
+                counts = ", ".join(f"{len(items)} of {p}" for p, items in collected.items())
+                raise CheckpointError(
+                    f"{layer_name}: the checkpoint's tensors ({counts}) do not make this stack: "
+                    f"some are missing, or of another shape ({error})."
+                ) from error
             yield tensors
 
 

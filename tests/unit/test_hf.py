@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,45 @@ def test_wrong_shapes_are_named(folder: Path, tmp_path: Path) -> None:
     bad = damaged(folder, tmp_path / "bad", change)
     with pytest.raises(CheckpointError, match=r"experts\.down_proj"), moe_qlora.enabled():
         load(bad, ignore_mismatched_sizes=True)
+
+
+def test_a_missing_half_is_named(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.mlp.experts.2.gate_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj"), moe_qlora.enabled():
+        load(tmp_path)
+
+
+def test_loads_in_threads_leave_the_streams_alone(folder: Path) -> None:
+    streams, failed = (sys.stdout, sys.stderr), []
+
+    def work() -> None:
+        try:
+            moe_qlora.detect(tiny_model("qwen3_moe"))
+        except RuntimeError as error:
+            failed.append(error)
+
+    with moe_qlora.enabled():
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+    assert (sys.stdout, sys.stderr) == streams
+
+
+def test_saving_into_the_current_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with moe_qlora.enabled():
+        model = load(folder)
+        monkeypatch.chdir(tmp_path)
+        model.save_pretrained(".")
+        assert (Path.cwd() / "moe_qlora.json").exists()
+        assert same(AutoModelForCausalLM.from_pretrained("."), model)
 
 
 def test_what_another_tool_packed_is_refused(folder: Path, tmp_path: Path) -> None:

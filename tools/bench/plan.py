@@ -245,6 +245,10 @@ def _allocated(device: torch.device) -> int:
 def _release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
+        # The decoded experts' buffers stay for the next layer to use: not for the next case.
+        from moe_qlora.kernels import scratch
+
+        scratch.release_scratch()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
