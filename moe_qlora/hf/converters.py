@@ -178,11 +178,13 @@ class PackedConverter(WeightConverter):
         """The packed parameter, under its full name."""
         tensors = {self.parts[p]: t[0] for p, t in self.materialize_tensors().items()}
         plan = self.plan
+        codes = tensors.pop("", None)
         if layer_name not in plan.params:
+            if codes is not None and not tensors and self._is_plain(layer_name, codes):
+                return {layer_name: codes}  # a layer that the user has skipped
             raise CheckpointError(
                 f"{layer_name} is packed in the checkpoint, but the manifest does not name it."
             )
-        codes = tensors.pop("", None)
         if codes is None:
             raise CheckpointError(f"{layer_name}: the checkpoint has statistics, but no codes.")
         shape, dtype = plan.params[layer_name].shape, plan.dtypes[layer_name]
@@ -195,6 +197,11 @@ class PackedConverter(WeightConverter):
             raise CheckpointError(f"{layer_name}: {error}.") from error
         plan.keep(layer_name, packed)
         return {layer_name: storage.hold(packed)}
+
+    def _is_plain(self, name: str, tensor: Tensor) -> bool:
+        """Whether this is the stack itself, rather than codes of it."""
+        shapes = [p.shape for p in self.plan.layout.experts if name in (p.name, *p.aliases)]
+        return tensor.is_floating_point() and tuple(tensor.shape) in map(tuple, shapes)
 
 
 class StackPacker:

@@ -193,6 +193,16 @@ def test_skip_patterns_hold(folder: Path) -> None:
     assert not any(".layers.0." in name for name in packed(model))
 
 
+def test_a_skipped_layer_reloads_as_it_is(folder: Path, tmp_path: Path) -> None:
+    config = BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["model.layers.0.mlp.experts"])
+    with moe_qlora.enabled():
+        model = load(folder, quantization_config=config)
+        model.save_pretrained(tmp_path / "packed")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert packed(again) == packed(model)
+    assert same(again, model)
+
+
 def test_tensors_instead_of_files(folder: Path) -> None:
     state = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
     with moe_qlora.enabled():
