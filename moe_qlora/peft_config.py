@@ -367,10 +367,10 @@ def expert_parameters(model: nn.Module, roles: bool | Collection[str] = True) ->
         return list(packed)
     wanted = {roles} if isinstance(roles, str) else set(roles or ())
     found = {
-        name: param.role
+        targets.plain_name(name): param.role
         for param in detect(targets.base_model(model))
         for name in (param.name, *param.aliases)
-        if name in packed
+        if targets.plain_name(name) in packed
     }
     unknown = sorted(wanted - set(found.values()))
     if unknown:

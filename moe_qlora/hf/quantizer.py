@@ -16,6 +16,7 @@ The quantizer that a loaded model keeps is of the stock class: nothing of this f
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, cast
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.accelerate import get_max_memory
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from .. import experts, quantize_host, storage
 from ..codec import pack
@@ -31,6 +33,7 @@ from ..errors import CheckpointError
 from ..folder_manifest import MANIFEST, FolderCheck, Manifest, read_manifest
 from .converters import PackedConverter, PackingConverter, WholeNames
 from .plan import LoadPlan, plan_packing, plan_reload, safetensors_files
+from .switch import extra_skip_modules
 
 _MARK = "moe_qlora"
 
@@ -98,6 +101,7 @@ class _Packing:
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Plan what is packed, while the model is still as it was built."""
         files = kwargs.get("checkpoint_files")
+        self._add_skips(model)
         self._plan = self._make_plan(model, dtype, files, kwargs.get("device_map"))
         self._plan.device_map = self._device_map
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
@@ -105,6 +109,18 @@ class _Packing:
         held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._plan.params = {n: p for n, p in self._plan.params.items() if n in held}
         self._measure(model)
+
+    def _add_skips(self, model: Any) -> None:
+        """Leave in 16 bit, in a copy of the config, what the switch was told to leave."""
+        extra = extra_skip_modules()
+        if not extra or self.pre_quantized:
+            return
+        config = copy.copy(self.quantization_config)
+        own = config.llm_int8_skip_modules
+        if own is None:  # a list takes the place of the stock default, which is the output head
+            own = get_keys_to_not_convert(model)
+        config.llm_int8_skip_modules = list(dict.fromkeys([*own, *extra]))
+        self.quantization_config = config
 
     def _make_plan(self, model: Any, dtype: Any, files: list[str] | None, place: Any) -> LoadPlan:
         folder = Path(files[0]).parent if files else None

@@ -7,14 +7,14 @@ bitsandbytes configs; turning it off puts back exactly what was there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 _METHODS = ("bitsandbytes_4bit", "bitsandbytes_8bit")
 
 _lock = threading.RLock()
 _replaced: dict[str, tuple[type, type]] = {}  # method -> (theirs, ours)
-_blocks = 0
+_blocks: list[tuple[str, ...]] = []  # what each open block leaves unpacked
 _always = False
 
 
@@ -39,22 +39,33 @@ def disable() -> None:
 
 
 @contextmanager
-def enabled() -> Iterator[None]:
+def enabled(*, skip_modules: Sequence[str] = ()) -> Iterator[None]:
     """Pack experts while loading, within the block.
 
     Blocks may nest and overlap, in several threads too: the switch goes off when the last one ends,
     also by an exception. It is the process's: other threads' loads are packed meanwhile as well.
+
+    Args:
+        skip_modules: Patterns, as in `llm_int8_skip_modules`, of what loads within the block leave
+            in 16 bit, on top of their own config's. For loaders that make the `BitsAndBytesConfig`
+            where the caller does not reach it.
     """
-    global _blocks
+    skips = tuple(skip_modules)
     with _lock:
         _install()
-        _blocks += 1
+        _blocks.append(skips)
     try:
         yield
     finally:
         with _lock:
-            _blocks -= 1
+            _blocks.remove(skips)
             _restore()
+
+
+def extra_skip_modules() -> tuple[str, ...]:
+    """What the open blocks leave unpacked on top of a load's own config, each pattern once."""
+    with _lock:
+        return tuple(dict.fromkeys(pattern for skips in _blocks for pattern in skips))
 
 
 def is_enabled() -> bool:

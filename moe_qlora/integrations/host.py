@@ -1,0 +1,294 @@
+"""What the author of a loader calls for packed experts, one method for each step of the loader.
+
+    host = ExpertsHost(yaml.get("moe_qlora"))        # settings checked: one sentence if wrong
+    with host.loading():                             # before the build; off again on any way out
+        model = build_model(...)                     # from_pretrained with a BitsAndBytesConfig
+    host.after_build(model)                          # everything is packed, or one clear error
+    config = host.before_peft(model, lora_config)    # a new LoraConfig; the caller's is untouched
+    peft_model = peft.get_peft_model(model, config)
+    host.after_peft(peft_model)                      # connected and checked
+    ...                                              # train, and save_pretrained as ever
+    host.merge(base, adapter, out)                   # a plain checkpoint, as it was trained
+
+A loader that has hooks in the place of blocks calls `before_build` and, on every way out,
+`after_build` or `close`. Between two models nothing is kept but the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+from ..errors import AdapterError, ConfigError, DetectionError, QuantizationError
+from .settings import ExpertsSettings
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftConfig, PeftModel
+    from torch import nn
+
+    from ..checkpoint_merge import MergeReport
+    from ..layout import ExpertParam
+    from ..quantize import QuantizationReport
+
+__all__ = ["ExpertsHost", "ExpertsSettings"]
+
+
+class ExpertsHost:
+    """Packed experts for one run of a loader; any number of models, one after the other.
+
+    As a context manager it closes itself.
+
+    Attributes:
+        settings: What to do.
+    """
+
+    def __init__(self, settings: ExpertsSettings | Mapping[str, Any] | None = None) -> None:
+        """Take the settings.
+
+        Args:
+            settings: The `moe_qlora:` block of a YAML file as it was read, or the checked settings;
+                None for all defaults.
+
+        Raises:
+            ConfigError: A setting is wrong; see `ExpertsSettings.read`.
+        """
+        self.settings = ExpertsSettings.read(settings)
+        self._switch = ExitStack()
+        self._adapted: PeftConfig | None = None
+
+    def __enter__(self) -> ExpertsHost:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Build.
+
+    def before_build(self, quantization_config: Any = None) -> None:
+        """Have the next `from_pretrained` pack experts, until `after_build` or `close`.
+
+        Args:
+            quantization_config: The `BitsAndBytesConfig` (or its dict) that the model will be
+                loaded with, where the loader has it in hand: what cannot be followed is refused
+                here, before anything is loaded. It is not changed.
+
+        Raises:
+            ConfigError: The config is of another method, or asks for neither 4 nor 8 bit.
+        """
+        self.close()
+        if not self.settings.pack_experts:
+            return
+        from .. import hf
+        from ..codec_settings import CodecSettings
+
+        if quantization_config is not None:
+            CodecSettings.from_config(quantization_config)
+        self._switch.enter_context(hf.enabled(skip_modules=self.settings.skip_modules))
+
+    @contextmanager
+    def loading(self, quantization_config: Any = None) -> Iterator[None]:
+        """The same for the length of a block, however it ends."""
+        self.before_build(quantization_config)
+        try:
+            yield
+        finally:
+            self._switch.close()
+
+    def after_build(
+        self, model: nn.Module, quantization_config: Any = None, *, pack: bool = False
+    ) -> QuantizationReport | None:
+        """Check that every expert stack of a built model is packed.
+
+        Args:
+            model: As the loader built it; a `PeftModel` is looked into.
+            quantization_config: What its experts should be packed with; None is the model's own.
+            pack: Pack now what is not, for loaders that do not come by `from_pretrained`: needs
+                room for the 16-bit experts.
+
+        Returns:
+            What is packed and what was skipped, and why; None where the settings pack nothing.
+
+        Raises:
+            DetectionError: The model has no expert stack.
+            ConfigError: The model was not loaded in 4 or 8 bit.
+            QuantizationError: Stacks are not packed; each is named.
+        """
+        self._switch.close()
+        if not self.settings.pack_experts:
+            return None
+        from ..detect import detect
+        from ..peft_targets import base_model
+        from ..quantize import quantize_experts
+
+        model = base_model(model)
+        layout = detect(model)
+        if not layout:
+            raise DetectionError(_dense(model, bool(layout.linear_experts)))
+        config = self._skipping(model, quantization_config)
+        missed = _missed(model, layout, config)
+        if missed and not pack:
+            raise QuantizationError(_unpacked(missed, len(layout)))
+        return quantize_experts(model, config, progress=bool(missed) and self.settings.progress)
+
+    def _skipping(self, model: nn.Module, config: Any) -> Any:
+        """The config with the settings' skips, which the one of a streamed load has already."""
+        if config is None:
+            config = getattr(getattr(model, "config", None), "quantization_config", None)
+        if config is None:
+            raise ConfigError(
+                f"This {type(model).__name__} was loaded without a BitsAndBytesConfig, so nothing "
+                "says how to pack its experts: load it in 4 bit (load_in_4bit: true) or 8 bit."
+            )
+        given = config if isinstance(config, Mapping) else config.to_dict()
+        own = given.get("llm_int8_skip_modules") or ()
+        more = [pattern for pattern in self.settings.skip_modules if pattern not in own]
+        return {**given, "llm_int8_skip_modules": [*own, *more]} if more else config
+
+    # PEFT.
+
+    def before_peft(self, model: nn.Module, lora_config: PeftConfig) -> PeftConfig:
+        """A new config for this model, with LoRA on experts and routers as the settings say.
+
+        `peft.get_peft_model` takes it as it is. A loader that makes its `LoraConfig` from lists of
+        its own takes the fields `target_modules`, `target_parameters` and `exclude_modules` from
+        it, as they are: `target_modules` holds strings that PEFT does not rewrite.
+
+        Args:
+            model: The built model.
+            lora_config: What the user asked for; not changed. What it says of experts is kept.
+
+        Raises:
+            ConfigError: It asks for what packed experts cannot have, or the settings ask for LoRA
+                on a role that the model does not have.
+        """
+        from ..peft import adapt_lora_config
+
+        self._adapted = adapt_lora_config(
+            model,
+            lora_config,
+            experts=self.settings.lora_experts,
+            router=self.settings.lora_router,
+        )
+        return self._adapted
+
+    def after_peft(self, peft_model: PeftModel) -> PeftModel:
+        """Make LoRA on packed experts right, in place, and check that it takes part.
+
+        Needed where stock PEFT made the adapters from lists; harmless elsewhere.
+
+        Args:
+            peft_model: What `peft.get_peft_model` or `PeftModel.from_pretrained` returned; a model
+                without adapters is left alone.
+
+        Returns:
+            The same object.
+
+        Raises:
+            AdapterError: LoRA that was asked for on a packed parameter would have no effect.
+        """
+        configs = getattr(peft_model, "peft_config", None)
+        if not configs or not hasattr(peft_model, "base_model"):
+            return peft_model
+        from ..peft import connect_adapters
+        from ..peft_config import expert_parameters
+
+        connect_adapters(peft_model)
+        wanted = self.settings.lora_experts
+        if wanted:
+            names = expert_parameters(peft_model, wanted)
+            for adapter, config in configs.items():
+                _check_targeted(adapter, config, names)
+        return peft_model
+
+    # After training.
+
+    def merge(
+        self,
+        base: str | Path,
+        adapter: str | Path,
+        out: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        like_training: bool = True,
+        quantization_config: Any = None,
+    ) -> MergeReport:
+        """Write a plain checkpoint with the adapter in its weights, shard by shard.
+
+        Args:
+            base: The folder that was trained on.
+            adapter: The folder that `save_pretrained` of the `PeftModel` wrote.
+            out: A new folder.
+            dtype: Of the result; None is that of `base`.
+            like_training: Round the base as its weights were rounded that the adapter was trained
+                on, so that the result computes what the trained model did.
+            quantization_config: The one of the training, where the adapter's folder has no note.
+
+        Raises:
+            CheckpointError, AdapterError, ConfigError: See `moe_qlora.merge_adapter`.
+        """
+        from ..checkpoint_merge import merge_adapter
+
+        return merge_adapter(
+            base,
+            adapter,
+            out,
+            dtype=dtype,
+            like_training=like_training,
+            quantization_config=quantization_config,
+            progress=self.settings.progress,
+        )
+
+    def close(self) -> None:
+        """Undo what is still on; nothing happens where nothing is."""
+        self._switch.close()
+        self._adapted = None
+
+
+def _missed(model: nn.Module, layout: Any, config: Any) -> list[ExpertParam]:
+    from ..codec_settings import CodecSettings
+    from ..quantize import stacks_to_pack
+
+    return stacks_to_pack(model, layout, config, CodecSettings.from_config(config))
+
+
+def _dense(model: nn.Module, linear_experts: bool) -> str:
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if linear_experts:
+        return (
+            f"The experts of this {kind} model are lists of Linear layers, which bitsandbytes "
+            "packs itself: leave moe_qlora out, or set moe_qlora.pack_experts to false."
+        )
+    return (
+        f"This {kind} model holds no stack of expert weights, so there is nothing to pack: leave "
+        "moe_qlora out, or set moe_qlora.pack_experts to false."
+    )
+
+
+def _unpacked(missed: list[ExpertParam], total: int) -> str:
+    names = ", ".join(f"{param.name} {tuple(param.shape)}" for param in missed)
+    return (
+        f"{len(missed)} of {total} expert stacks are not packed: {names}; load the model by "
+        "from_pretrained in ExpertsHost.loading(), name them in skip_modules to keep them in 16 "
+        "bit, or pack them now with after_build(pack=True)."
+    )
+
+
+def _check_targeted(adapter: str, config: Any, names: list[str]) -> None:
+    from ..peft_targets import names_parameter
+
+    asked = cast("list[str]", getattr(config, "target_parameters", None) or [])
+    for name in names:
+        if not any(names_parameter(one, name) for one in asked):
+            raise AdapterError(
+                f"moe_qlora.lora_experts asks for LoRA on {name}, and adapter {adapter!r} was made "
+                "without it: make it with the config from ExpertsHost.before_peft."
+            )

@@ -1,0 +1,101 @@
+"""The settings of a host, and the `moe_qlora:` block of its YAML file: one pydantic model.
+
+moe_qlora:
+  pack_experts: true          # experts in the 4 or 8 bit that the rest of the model gets
+  lora_experts: [down]        # false, true, or a list of roles
+  lora_router: false
+  skip_modules: [layers.0.]   # stays in 16 bit, on top of the host's own skips
+  progress: true
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
+
+from ..errors import ConfigError
+
+BLOCK = "moe_qlora"
+
+Role = Literal["gate_up", "gate", "up", "down", "expert"]  # those of layout.py
+
+_ROLES = ", ".join(get_args(Role))
+_ALLOWED = {
+    "pack_experts": "true and false",
+    "lora_experts": f"true, false and a list of roles ({_ROLES})",
+    "lora_router": "true and false",
+    "skip_modules": "a list of module names or patterns",
+    "progress": "true and false",
+}
+
+
+class ExpertsSettings(BaseModel):
+    """What a host does with experts; unknown keys are errors.
+
+    Attributes:
+        pack_experts: Pack them while the model loads; False leaves the model as the host loads it.
+        lora_experts: LoRA on packed experts: on all, or on those of some roles; False leaves it to
+            the host's own `target_parameters`.
+        lora_router: LoRA on the routers too.
+        skip_modules: Modules, as `llm_int8_skip_modules` names them, that stay in 16 bit besides
+            those of the host's own config.
+        progress: Show a bar while a built model is packed, and while an adapter is merged.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pack_experts: StrictBool = True
+    lora_experts: StrictBool | Annotated[tuple[Role, ...], Field(min_length=1)] = False
+    lora_router: StrictBool = False
+    skip_modules: tuple[Annotated[StrictStr, Field(min_length=1)], ...] = ()
+    progress: StrictBool = True
+
+    @classmethod
+    def read(cls, block: ExpertsSettings | Mapping[str, Any] | None) -> ExpertsSettings:
+        """The settings of a YAML block, None for all defaults.
+
+        Raises:
+            ConfigError: One sentence with the key, what was seen and what is allowed.
+        """
+        if isinstance(block, ExpertsSettings):
+            return block
+        if block is None:
+            return cls()
+        if not isinstance(block, Mapping):
+            raise ConfigError(
+                f"{BLOCK} is {block!r}; allowed is a block with the keys {', '.join(_ALLOWED)}."
+            )
+        try:
+            settings = cls.model_validate(dict(block))
+        except ValidationError as error:
+            raise ConfigError(_sentence(error, block)) from None
+        if not settings.pack_experts:
+            for key in ("lora_experts", "lora_router", "skip_modules"):
+                value = getattr(settings, key)
+                if value:
+                    raise ConfigError(
+                        f"{BLOCK}.{key} is {_shown(value)}, and {BLOCK}.pack_experts is false: it "
+                        "is for packed experts; take one of the two out."
+                    )
+        return settings
+
+
+def _sentence(error: ValidationError, block: Mapping[str, Any]) -> str:
+    """The first fault in words of the file."""
+    fault = error.errors()[0]
+    key = str(fault["loc"][0])
+    if fault["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(key, _ALLOWED, 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        return f"{BLOCK}.{key} is no setting{hint}; allowed are {', '.join(_ALLOWED)}."
+    return f"{BLOCK}.{key} is {_shown(block[key])}; allowed are {_ALLOWED[key]}."
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML has it."""
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else str(value).lower()
+    return repr(list(value)) if isinstance(value, tuple) else repr(value)

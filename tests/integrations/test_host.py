@@ -1,0 +1,302 @@
+"""The class that loaders are built on, and the settings of its YAML block."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, get_args
+
+import peft
+import pytest
+import torch
+import yaml
+from peft import LoraConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from moe_qlora import detect, layout, storage
+from moe_qlora.errors import AdapterError, ConfigError, DetectionError, QuantizationError
+from moe_qlora.hf import is_enabled
+from moe_qlora.integrations import ExpertsHost, ExpertsSettings
+from moe_qlora.integrations.settings import Role
+from moe_qlora.testing import tiny_inputs, tiny_model
+
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.float32,
+)
+ATTENTION = ["q_proj", "v_proj"]
+
+
+@pytest.fixture(autouse=True)
+def _off() -> Any:
+    yield
+    assert not is_enabled()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("host") / "qwen3_moe"
+    tiny_model("qwen3_moe").save_pretrained(path)
+    return path
+
+
+def load(folder: Path, config: Any = NF4) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.float32
+    ).train()
+
+
+def build(folder: Path, host: ExpertsHost) -> Any:
+    with host.loading(NF4):
+        model = load(folder)
+    host.after_build(model)
+    return model
+
+
+def packed(model: nn.Module) -> list[str]:
+    return [f"{module}.{name}" for module, _, name in storage.iter_packed(model)]
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model(**tiny_inputs(base)).logits.float()
+
+
+def stir(model: Any) -> Any:
+    """Give every adapter weight a value, as training would."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def test_the_whole_way(folder: Path, tmp_path: Path) -> None:
+    asked = LoraConfig(r=4, target_modules=list(ATTENTION))
+    before = copy.deepcopy(asked.to_dict())
+    with ExpertsHost({"lora_experts": True, "progress": False}) as host:
+        with host.loading(NF4):
+            model = load(folder)
+        report = host.after_build(model)
+        config = host.before_peft(model, asked)
+        trained = host.after_peft(peft.get_peft_model(model, config))
+    assert report is not None
+    assert len(report.already_quantized) == len(packed(model)) == 4
+    assert asked.to_dict() == before
+    stir(trained).save_pretrained(tmp_path / "adapter")
+    merged = host.merge(folder, tmp_path / "adapter", tmp_path / "merged")
+    assert merged.rounded > 4
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(plain), logits(trained), atol=2e-5, rtol=1e-4)
+    # the adapter is seen at all
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert (logits(base) - logits(trained)).abs().max() > 1e-2
+
+
+def test_hooks_instead_of_blocks(folder: Path) -> None:
+    host = ExpertsHost()
+    host.before_build(NF4)
+    assert is_enabled()
+    model = load(folder)
+    host.after_build(model)
+    assert not is_enabled()
+    assert len(packed(model)) == 4
+    host.before_build()
+    host.before_build()
+    host.close()
+    host.close()
+    assert not is_enabled()
+
+
+def test_off_after_a_build_that_fails(folder: Path) -> None:
+    host = ExpertsHost()
+    with pytest.raises(OSError), host.loading():
+        load(folder / "nothing")
+    assert not is_enabled()
+    inner = ExpertsHost()
+    inner.before_build()
+    with pytest.raises(ZeroDivisionError), inner:
+        raise ZeroDivisionError
+    assert not is_enabled()
+
+
+def test_off_where_the_check_fails(folder: Path) -> None:
+    host = ExpertsHost()
+    host.before_build()
+    with pytest.raises(DetectionError):
+        host.after_build(nn.Linear(2, 2))
+    assert not is_enabled()
+
+
+def test_every_unpacked_stack_is_named(folder: Path) -> None:
+    model = load(folder)
+    names = [param.name for param in detect(model)]
+    with pytest.raises(QuantizationError, match="4 of 4 expert stacks are not packed") as error:
+        ExpertsHost().after_build(model)
+    assert all(name in str(error.value) for name in names)
+    report = ExpertsHost({"progress": False}).after_build(model, pack=True)
+    assert report is not None
+    assert [row.name for row in report.quantized] == names == packed(model)
+
+
+def test_half_of_the_experts_unpacked(folder: Path) -> None:
+    host = ExpertsHost({"skip_modules": ["model.layers.0"]})
+    model = build(folder, host)
+    assert [name for name in packed(model) if ".layers.0." in name] == []
+    assert len(packed(model)) == 2
+    # what the settings skip is no fault, and without them it is
+    host.after_build(model)
+    model.config.quantization_config.llm_int8_skip_modules = None
+    host.after_build(model)
+    with pytest.raises(QuantizationError, match=r"2 of 4 .*layers\.0\.mlp\.experts"):
+        ExpertsHost().after_build(model)
+
+
+def test_more_skips_keep_those_of_the_config(folder: Path) -> None:
+    import bitsandbytes as bnb
+
+    def whole(model: nn.Module) -> set[str]:
+        return {name for name, module in model.named_modules() if type(module) is nn.Linear}
+
+    stock = whole(load(folder))
+    assert stock == {"lm_head"}  # what transformers leaves when nobody names anything
+    host = ExpertsHost({"skip_modules": ["v_proj"]})
+    model = build(folder, host)
+    values = {f"model.layers.{layer}.self_attn.v_proj" for layer in range(2)}
+    assert whole(model) == {"lm_head", *values}
+    own = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lm_head", "q_proj"])
+    with host.loading(own):
+        model = load(folder, own)
+    queries = {name.replace("v_proj", "q_proj") for name in values}
+    assert whole(model) == {"lm_head", *values, *queries}
+    assert own.llm_int8_skip_modules == ["lm_head", "q_proj"]
+    assert isinstance(model.model.layers[0].self_attn.o_proj, bnb.nn.Linear4bit)
+    assert model.config.quantization_config.llm_int8_skip_modules == ["lm_head", "q_proj", "v_proj"]
+
+
+def test_nothing_is_packed_where_the_settings_say_so(folder: Path) -> None:
+    host = ExpertsHost({"pack_experts": False})
+    with host.loading(NF4):
+        model = load(folder)
+        assert not is_enabled()
+    assert host.after_build(model) is None
+    assert packed(model) == []
+    config = host.before_peft(model, LoraConfig(target_modules=ATTENTION))
+    assert config.target_parameters is None
+    assert host.after_peft(peft.get_peft_model(model, config)) is not None
+
+
+def test_a_dense_model_is_refused() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes))
+    with pytest.raises(DetectionError, match="llama model holds no stack of expert weights"):
+        ExpertsHost().after_build(model)
+    assert ExpertsHost({"pack_experts": False}).after_build(model) is None
+
+
+def test_a_model_without_quantization_is_refused() -> None:
+    with pytest.raises(ConfigError, match="loaded without a BitsAndBytesConfig"):
+        ExpertsHost().after_build(tiny_model("qwen3_moe"))
+    with pytest.raises(ConfigError, match="neither 4 nor 8 bit"):
+        ExpertsHost().before_build(BitsAndBytesConfig())
+
+
+def test_lists_for_a_loader_that_makes_the_config_itself(folder: Path) -> None:
+    """Stock PEFT over packed experts, from the lists alone, computes what ours does."""
+    host = ExpertsHost({"lora_experts": ["down"]})
+    right = build(folder, host)
+    right = stir(host.after_peft(peft.get_peft_model(right, host.before_peft(right, lora()))))
+    other = build(folder, host)
+    fitted: Any = host.before_peft(other, lora())
+    lists = LoraConfig(
+        r=4,
+        target_modules=fitted.target_modules,
+        target_parameters=fitted.target_parameters,
+        exclude_modules=fitted.exclude_modules,
+    )
+    theirs = peft.get_peft_model(other, lists)
+    assert type(theirs.base_model.model.model.layers[0].mlp.experts).__module__.startswith("peft")
+    stir(host.after_peft(theirs))
+    assert type(theirs.base_model.model.model.layers[0].mlp.experts).__module__.startswith("moe_")
+    torch.testing.assert_close(logits(theirs), logits(right))
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules=list(ATTENTION))
+
+
+def test_lora_on_experts_that_got_lost_is_told(folder: Path) -> None:
+    host = ExpertsHost({"lora_experts": True})
+    model = build(folder, host)
+    with pytest.raises(AdapterError, match=r"LoRA on model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        host.after_peft(peft.get_peft_model(model, lora()))
+
+
+def test_a_role_that_the_model_does_not_have(folder: Path) -> None:
+    host = ExpertsHost({"lora_experts": ["up"]})
+    with pytest.raises(ConfigError, match=r"'up'; this model has \['down', 'gate_up'\]"):
+        host.before_peft(build(folder, host), lora())
+
+
+def test_router(folder: Path) -> None:
+    host = ExpertsHost({"lora_router": True})
+    model = build(folder, host)
+    config = host.before_peft(model, lora())
+    assert "model.layers.1.mlp.gate.weight" in (config.target_parameters or ())
+    host.after_peft(peft.get_peft_model(model, config))
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ("lora_expert: true", r"moe_qlora.lora_expert is no setting (did you mean lora_experts?)"),
+        ("zzz: 1", "moe_qlora.zzz is no setting; allowed are pack_experts, lora_experts,"),
+        ("pack_experts: maybe", "moe_qlora.pack_experts is 'maybe'; allowed are true and false."),
+        ("pack_experts: 1", "moe_qlora.pack_experts is 1; allowed are true and false."),
+        ("pack_experts:", "moe_qlora.pack_experts is null; allowed are true and false."),
+        ("lora_experts: [sideways]", "moe_qlora.lora_experts is ['sideways']; allowed are true,"),
+        ("lora_experts: down", "moe_qlora.lora_experts is 'down'; allowed are true, false and a"),
+        ("lora_experts: []", "moe_qlora.lora_experts is []; allowed are true, false and a list"),
+        ("skip_modules: lm_head", "moe_qlora.skip_modules is 'lm_head'; allowed are a list of"),
+        ("skip_modules: [3]", "moe_qlora.skip_modules is [3]; allowed are a list of module names"),
+        ("- pack_experts", "moe_qlora is ['pack_experts']; allowed is a block with the keys pack"),
+        (
+            "pack_experts: false\nlora_experts: [down]",
+            "moe_qlora.lora_experts is ['down'], and moe_qlora.pack_experts is false",
+        ),
+    ],
+)
+def test_bad_yaml_is_one_sentence(block: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ExpertsHost(yaml.safe_load(block))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert str(error.value).count(". ") == 0
+
+
+def test_good_yaml() -> None:
+    block = yaml.safe_load("lora_experts: [gate_up, down]\nskip_modules: [lm_head]\n")
+    settings = ExpertsSettings.read(block)
+    assert settings.lora_experts == ("gate_up", "down")
+    assert settings.skip_modules == ("lm_head",)
+    assert settings.pack_experts
+    assert ExpertsSettings.read(None) == ExpertsSettings.read({}) == ExpertsSettings()
+    assert block == {"lora_experts": ["gate_up", "down"], "skip_modules": ["lm_head"]}
+
+
+def test_the_roles_are_those_of_the_layout() -> None:
+    parts = (layout.GATE_UP, layout.GATE, layout.UP, layout.DOWN, layout.EXPERT)
+    assert get_args(Role) == parts
+
+
+def test_every_setting_has_its_allowed_values() -> None:
+    from moe_qlora.integrations import settings
+
+    assert list(ExpertsSettings.model_fields) == list(settings._ALLOWED)
