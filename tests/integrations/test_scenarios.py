@@ -1,0 +1,247 @@
+"""tools/scenarios.py: every cell of its table, against sums done here by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import moe_qlora
+from moe_qlora.testing import tiny_model
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools/scenarios.py"
+
+# The model that the tool makes: vocabulary, hidden size, layers, experts, width of an expert;
+# 4 heads and 2 key-value heads of 32; embeddings tied; bfloat16.
+V, H, L, E, W = 2048, 128, 4, 16, 128
+Q, KV, HEAD = 4 * 32, 2 * 32, 32
+R = 4  # LoRA's rank
+
+ATTENTION = [(Q, H), (KV, H), (KV, H), (H, Q)]
+STACKS = [(E, 2 * W, H), (E, H, W)]
+LINEAR = L * sum(math.prod(shape) for shape in ATTENTION)
+EXPERTS = L * sum(math.prod(shape) for shape in STACKS)
+OTHER = V * H + L * (E * H + 2 * H + 2 * HEAD) + H  # embeddings, routers, norms
+WEIGHTS = LINEAR + EXPERTS + OTHER
+LORA = L * R * (sum(map(sum, ATTENTION)) + E * sum(out + inp for _, out, inp in STACKS))
+ROPE = 2 * (HEAD // 2) * 4  # the frequencies, and the original ones beside them, in float32
+
+
+def packed_bytes(count: int) -> int:
+    """nf4 with double quantization: codes, a uint8 for each 64, a float32 for each 256 of those,
+    the offset, and the two tables."""
+    blocks = -(-count // 64)
+    return count // 2 + blocks + 4 * -(-blocks // 256) + 4 + 4 * 16 + 4 * 256
+
+
+PACKED = L * sum(packed_bytes(math.prod(shape)) for shape in ATTENTION + STACKS)
+
+
+def row(name: str, gc: str, lora: bool, packed: bool, dtype: str) -> list[str]:
+    kind = f"lora:{'yes' if lora else 'no'}, quant:{'4bit' if packed else 'no'}"
+    base = 2 * OTHER + PACKED if packed else 2 * WEIGHTS
+    return [
+        name,
+        f"gc:{gc}, {kind}, dtype:torch.{dtype}",
+        "178.2K / 3.8M" if lora else "3.6M / 3.6M",
+        "packed nf4: 8" if packed else "16-bit: 8",
+        f"{base + ROPE + (4 * LORA if lora else 0):,}",
+    ]
+
+
+TABLE = [
+    row("FFT", "off", False, False, "bfloat16"),
+    row("FFT + FP16", "off", False, False, "float16"),
+    row("FFT + GC", "on", False, False, "bfloat16"),
+    row("LoRA", "off", True, False, "bfloat16"),
+    row("LoRA + GC", "on", True, False, "bfloat16"),
+    row("Q-LoRA", "off", True, True, "float16"),
+    row("Q-LoRA + GC", "on", True, True, "float16"),
+]
+
+
+def scenarios(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(TOOL), *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+
+
+def cells(table: str) -> list[list[str]]:
+    return [line.strip("| \n").split(" | ") for line in table.splitlines()]
+
+
+def test_every_cell():
+    assert (LORA, LORA + WEIGHTS, WEIGHTS) == (178_176, 3_792_256, 3_614_080)
+    done = scenarios("--cpu")
+    assert done.returncode == 0, done.stderr[-2000:]
+    head, rule, *rows = cells(done.stdout)
+    assert head == ["Scenario", "Observed", "Trainable", "Experts", "Bytes"]
+    assert rule == ["---"] * 5
+    assert rows == TABLE
+    told = [line.split() for line in done.stderr.splitlines() if ": loss " in line]
+    assert len(told) == 7
+    for *_, first, arrow, last, _, steps, _ in told:
+        assert arrow == "->" and steps == "4"
+        assert float(last) < float(first) - 0.02
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "deepseek_v3"])
+def test_a_model_of_ones_own(tmp_path, family):
+    tiny_model(family, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    names = ("FFT", "LoRA", "Q-LoRA + GC")
+    asked = [word for name in names for word in ("--scenario", name)]
+    done = scenarios("--cpu", "--steps", 3, "--model", tmp_path, *asked)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    stacks = [one.shape for name, one in model.named_parameters() if one.dim() == 3]
+    layers = [
+        module.weight.shape
+        for name, module in model.named_modules()
+        if "self_attn" in name and isinstance(module, torch.nn.Linear)
+    ]
+    lora = R * (sum(map(sum, layers)) + sum(E * (a + b) for E, a, b in stacks))
+    plain = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+    share = f"{lora / 1000:.1f}K / {(lora + weights) / 1000:.1f}K"
+    whole = f"{weights / 1000:.1f}K / {weights / 1000:.1f}K"
+    # gpt_oss keeps its norms in float32 when it is loaded in float16.
+    half = "float16+torch.float32" if family == "gpt_oss" else "float16"
+    there = f"16-bit: {len(stacks)}"
+    full, adapted, quantized = cells(done.stdout)[2:]
+    observed = "gc:off, lora:no, quant:no, dtype:torch.bfloat16"
+    assert full == ["FFT", observed, whole, there, f"{plain:,}"]
+    observed = "gc:off, lora:yes, quant:no, dtype:torch.bfloat16"
+    assert adapted == ["LoRA", observed, share, there, f"{plain + 4 * lora:,}"]
+    observed = f"gc:on, lora:yes, quant:4bit, dtype:torch.{half}"
+    assert quantized[:-1] == ["Q-LoRA + GC", observed, share, f"packed nf4: {len(stacks)}"]
+    assert int(quantized[-1].replace(",", "")) < plain
+
+
+def tool():
+    spec = importlib.util.spec_from_file_location("scenarios_tool", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_is_seen_is_the_model_and_not_what_was_asked_for():
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    module = tool()
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    layout = moe_qlora.detect(model)
+    stacks = [(model.get_submodule(one.module_name), one.parameter_name) for one in layout]
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    assert len(model.model.layers) == 2 and len(stacks) == 4
+
+    def seen():
+        return module.observe(model, stacks)
+
+    plain = seen()
+    assert plain.cells()[0] == "gc:off, lora:no, quant:no, dtype:torch.bfloat16"
+    assert plain.experts == {"16-bit": 4}
+    assert plain.trainable == plain.total == weights
+
+    model.model.layers[1].gradient_checkpointing = True
+    model.model.norm.to(torch.float32)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    changed = seen()
+    assert changed.cells()[0] == (
+        "gc:1 of 2, lora:no, quant:no, dtype:torch.bfloat16+torch.float32"
+    )
+    embedding = model.model.embed_tokens.weight.numel()
+    assert (changed.trainable, changed.total) == (weights - embedding, weights)
+    assert changed.nbytes == plain.nbytes + 2 * model.model.norm.weight.numel()
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="fp4",
+        llm_int8_skip_modules=["layers.0.mlp.experts"],
+    )
+    report = moe_qlora.quantize_experts(model, config)
+    packed = seen()
+    assert packed.experts == {"16-bit": 2, "packed fp4": 2}
+    assert packed.cells()[2] == "16-bit: 2, packed fp4: 2"
+    assert packed.quants == ("4bit",) and packed.total == weights
+    assert packed.nbytes == changed.nbytes - report.bytes_before + report.bytes_after
+
+    # A storage that two parameters share counts once.
+    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach())
+    assert seen().nbytes == packed.nbytes - 2 * embedding
+
+    moe_qlora.get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    lora = seen()
+    assert lora.lora and lora.trainable == lora.total - (weights - embedding)
+    assert lora.dtypes == packed.dtypes
+
+
+def test_counts():
+    short = tool().short
+    assert [short(count) for count in (0, 999, 1_000, 1_149_999, 376_960_000, 30_532_122_624)] == [
+        *("0", "999", "1.0K", "1.1M", "377.0M", "30.5B")
+    ]
+
+
+def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:
+    assert done.returncode == code, done.stderr
+    assert not done.stdout
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_bad_folders(tmp_path):
+    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    gone = one_line(scenarios("--model", tmp_path / "gone"), 2)
+    assert gone == f"error: --model {tmp_path / 'gone'} is no folder; name a checkpoint folder."
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
+    dense = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(dense).save_pretrained(tmp_path / "dense")
+    said = one_line(scenarios("--model", tmp_path / "dense"), 3)
+    assert said == f"error: --model {tmp_path / 'dense'} holds no expert parameters."
+
+    whole = tmp_path / "whole"
+    tiny_model("mixtral", dtype=torch.bfloat16).save_pretrained(whole)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    moe_qlora.quantize_checkpoint(whole, tmp_path / "packed", config)
+    said = one_line(scenarios("--model", tmp_path / "packed"), 2)
+    assert "is quantized already (bitsandbytes)" in said
+    assert said.endswith("name the 16-bit checkpoint that it was made from.")
+
+    file = whole / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    assert f"{file} cannot be read" in one_line(scenarios("--model", whole), 2)
+    file.unlink()
+    assert "model.safetensors" in one_line(scenarios("--model", whole), 2)
+
+    (whole / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": 16}))
+    assert "'t5', which is no causal language model" in one_line(scenarios("--model", whole), 2)
+
+
+def test_bad_arguments():
+    unknown = scenarios("--scenario", "QLoRA")
+    assert unknown.returncode == 2
+    assert "there is no scenario 'QLoRA'; choose from FFT, FFT + FP16" in unknown.stderr
+    none = scenarios("--steps", 0)
+    assert none.returncode == 2 and "--steps must be at least 1" in none.stderr
