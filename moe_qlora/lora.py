@@ -325,8 +325,19 @@ def wrap_parameter(
     PEFT goes through full parameter names in alphabetical order. The new wrapper is put where it
     would be on the unpacked model, where they come in registration order: the first one registered
         is innermost.
+
+    Raises:
+        ConfigError: The config was made for a model that was yet to be loaded, and this parameter,
+            which should be packed by now, is not.
     """
     base = _innermost(target)
+    name = kwargs.get("target_name")  # of a parameter, where one is adapted
+    if name in getattr(config, "_awaited", ()) and not is_packed(base, str(parameter_name)):
+        raise ConfigError(
+            f"{name} is not packed, and this LoRA config was adapted to a model whose experts are: "
+            "call moe_qlora.enable() before the trainer loads the model, and give the trainer the "
+            "same quantization_config."
+        )
     if parameter_name is None or not packed_names(base):
         return None
     order = _registration_order(base)

@@ -1,6 +1,7 @@
 """PEFT on models with packed experts: what to exclude, what to target, and adapters that are right.
 
-    adapt_lora_config(model, config)     a config for a host that calls peft.get_peft_model itself
+    adapt_lora_config(model, config)     a config for a host that calls peft.get_peft_model itself;
+                                         of a model's folder, where the host loads the model too
     get_peft_model(model, config)        the same, and every later add_adapter, load_adapter, merge
     load_adapter(model, folder)          an adapter of ours, or of stock PEFT on the unpacked model
 
@@ -21,8 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from .errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from peft import PeftConfig, PeftModel
     from torch import nn
+    from transformers import PretrainedConfig
 
 Names: TypeAlias = "list[str] | tuple[str, ...] | set[str] | frozenset[str]"
 
@@ -121,20 +125,26 @@ def _extend(setting: str, existing: str | Names | None, names: list[str]) -> lis
 
 
 def adapt_lora_config(
-    model: nn.Module,
+    model: nn.Module | PretrainedConfig | str | Path,
     lora_config: PeftConfig,
     *,
     experts: bool | Collection[str] = False,
     router: bool = False,
     scale_expert_rank: bool | int = False,
+    quantization_config: Any = None,
+    trust_remote_code: bool = False,
 ) -> PeftConfig:
     """A new config, fitted to a model with packed experts; the caller's is not touched.
 
     The result can be given to `get_peft_model` of this package or of stock PEFT. Saved, it writes
     the caller's own targets and excludes. On a model without packed experts it is an equal copy.
 
+    For a trainer that loads the model itself, name the model as the trainer gets it: nothing is
+    loaded, and PEFT refuses the result where the trainer's model turns out not to be packed.
+
     Args:
-        model: The model that the adapter is for.
+        model: The model that the adapter is for; or, where it is not loaded yet, its folder, its
+            hub id, a model type or its configuration.
         lora_config: A `peft.LoraConfig` (or any other PEFT config with target_modules, where
             experts are left alone).
         experts: True adds LoRA on every packed expert parameter, a collection of roles ("gate_up",
@@ -144,17 +154,38 @@ def adapt_lora_config(
         scale_expert_rank: True gives experts the rank r // top_k (at least 1) with the model's own
             number of experts per token, an int with that number. Entries of the caller's
             `rank_pattern` go before it, and `lora_alpha` stays, so the scaling alpha / rank grows.
+        quantization_config: For a model that is not loaded yet: the `BitsAndBytesConfig` that it
+            will be loaded with, or its dict; None where the checkpoint's config.json has one.
+        trust_remote_code: For a model that is not loaded yet: run code that the checkpoint brings.
 
     Raises:
         ConfigError: the config asks for something that packed experts cannot have (DoRA, lora_bias,
-        PiSSA, full
-            training through modules_to_save, ...), or an option needs packed experts and there are
-            none.
+            PiSSA, full training through modules_to_save, ...), an option needs packed experts and
+            there are none, or nothing says how a model that is not loaded yet will be packed.
+        CheckpointError: there is no model of this name, or transformers cannot build it.
     """
-    from .peft_config import adapt
+    from torch import nn
 
-    return adapt(
-        model, lora_config, experts=experts, router=router, scale_expert_rank=scale_expert_rank
+    from . import peft_config
+
+    options: dict[str, Any] = {
+        "experts": experts,
+        "router": router,
+        "scale_expert_rank": scale_expert_rank,
+    }
+    if isinstance(model, nn.Module):
+        if quantization_config is not None:
+            raise ConfigError(
+                f"quantization_config is for a model that is not loaded yet, and a "
+                f"{type(model).__name__} was given: leave it out, or name the model's folder."
+            )
+        return peft_config.adapt(model, lora_config, **options)
+    return peft_config.adapt_unloaded(
+        model,
+        lora_config,
+        quantization_config,
+        trust_remote_code=trust_remote_code,
+        **options,
     )
 
 

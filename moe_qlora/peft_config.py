@@ -77,11 +77,13 @@ class AdaptedLoraConfig(LoraConfig):
         _reload_note: One sentence for `save_pretrained` where stock PEFT would not load the file
             right, or "".
         _packed: What of the model was packed, for the note that a merge reads; None where unknown.
+        _awaited: Packed parameters that this config names and that are not loaded yet.
     """
 
     _edits: dict[str, tuple[Any, Any]] = {}  # never changed in place
     _reload_note: str = ""
     _packed: checkpoint_rounding.Rounding | None = None
+    _awaited: frozenset[str] = frozenset()
 
     def callers(self) -> dict[str, Any]:
         """The caller's value of each field that still has the value set by `adapt`.
@@ -107,6 +109,41 @@ class AdaptedLoraConfig(LoraConfig):
             checkpoint_rounding.write_note(Path(save_directory), self._packed)
 
 
+def adapt_unloaded(
+    model: Any,
+    config: PeftConfig,
+    quantization_config: Any,
+    *,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> PeftConfig:
+    """The config fitted to a model that a trainer is yet to load; see `adapt_lora_config`."""
+    from .peft_source import stand_in
+
+    _check_type(config)
+    built, packed = stand_in(model, quantization_config, trust_remote_code=trust_remote_code)
+    known = targets.packed_parameters(built)
+    for option, value in options.items():
+        if value and not known:
+            raise ConfigError(
+                f"{option}={value!r} is for models with packed experts, and a load of this "
+                f"{cast(Any, built.config).model_type} model with this quantization_config packs none."
+            )
+    adapted = adapt(built, config, **options)
+    if isinstance(adapted, AdaptedLoraConfig):
+        adapted._packed = packed
+        adapted._awaited = frozenset(known) & frozenset(adapted.target_parameters or ())
+    return adapted
+
+
+def _check_type(config: Any) -> None:
+    if not isinstance(config, PeftConfig):
+        raise ConfigError(
+            f"lora_config is a {type(config).__name__}: give a peft.LoraConfig, or another PEFT "
+            "config."
+        )
+
+
 def _same(left: Any, right: Any) -> bool:
     if isinstance(left, str) or isinstance(right, str) or left is None or right is None:
         return bool(left == right)
@@ -122,11 +159,7 @@ def adapt(
     scale_expert_rank: bool | int = False,
 ) -> PeftConfig:
     """The config fitted to `model`; see `moe_qlora.adapt_lora_config`."""
-    if not isinstance(config, PeftConfig):
-        raise ConfigError(
-            f"lora_config is a {type(config).__name__}: give a peft.LoraConfig, or another PEFT "
-            "config."
-        )
+    _check_type(config)
     model = targets.base_model(model)
     packed = targets.packed_parameters(model)
     if not packed:

@@ -1,0 +1,312 @@
+"""TRL's trainers on the CPU over packed experts: given a folder, a packed model, a PeftModel."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import storage
+
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
+
+from trl.trainer.utils import add_fused_lm_head, use_adapter  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
+
+BNB = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+)
+WAYS = ("folder", "packed", "peft", "stock peft")
+STEPS = 10
+
+
+def lora_config():
+    return LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def load(folder, **kwargs):
+    with moe_qlora.enabled():
+        return AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=BNB, dtype=torch.float32, **kwargs
+        )
+
+
+def trainer(kind, way, folder, out, *, evaluate=False, **options):
+    """One of TRL's trainers, given what `way` says; everything else is as a user would have it."""
+    keywords = {
+        "output_dir": str(out),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 5e-3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **options,
+    }
+    more = {}
+    if kind == "grpo":
+        keywords |= {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
+        more["reward_funcs"] = letters
+    if way == "folder":
+        model, more["quantization_config"] = str(folder), BNB
+        more["peft_config"] = moe_qlora.adapt_lora_config(
+            folder, lora_config(), experts=True, quantization_config=BNB
+        )
+    else:
+        torch.manual_seed(1)
+        model = load(folder)
+        if way == "packed":
+            more["peft_config"] = moe_qlora.adapt_lora_config(model, lora_config(), experts=True)
+        elif way == "peft":
+            model = moe_qlora.get_peft_model(model, lora_config(), experts=True)
+        elif way == "stock peft":
+            config = moe_qlora.adapt_lora_config(model, lora_config(), experts=True)
+            model = peft.get_peft_model(model, config)
+        else:
+            model = way
+    maker, config = {
+        "sft": (trl.SFTTrainer, trl.SFTConfig),
+        "dpo": (trl.DPOTrainer, trl.DPOConfig),
+        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+    }[kind]
+    with moe_qlora.enabled():
+        return maker(
+            model=model,
+            args=config(**keywords),
+            train_dataset=rows(kind),
+            eval_dataset=rows(kind).select(range(4)) if evaluate else None,
+            **more,
+        )
+
+
+def letters(completions, **kwargs):
+    return [float(len(set(text))) for text in completions]
+
+
+def rows(kind):
+    if kind == "sft":
+        return datasets.Dataset.from_list([{"text": f"one and {i} and more"} for i in range(40)])
+    if kind == "grpo":
+        return datasets.Dataset.from_list([{"prompt": f"say {i}"} for i in range(40)])
+    pairs = [{"prompt": "say", "chosen": f" yes {i}", "rejected": f" no {i}"} for i in range(40)]
+    return datasets.Dataset.from_list(pairs)
+
+
+def codes(model):
+    """Name -> every tensor of each packed stack, copied."""
+    found = {}
+    for owner, module, name in storage.iter_packed(model):
+        plain = f"{owner}.{name}".replace("base_model.model.", "").replace(".base_layer", "")
+        stack = storage.read_packed(module, name)
+        parts = [stack.codes, stack.state.absmax, stack.state.offset, stack.state.state2.absmax]
+        found[plain] = [part.clone() for part in parts]
+    return found
+
+
+def adapter(model, name="default"):
+    return {
+        key: value.detach().clone()
+        for key, value in model.named_parameters()
+        if f".{name}." in key and "lora_" in key
+    }
+
+
+def losses(trained):
+    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name, values in left.items():
+        assert all(torch.equal(a, b) for a, b in zip(values, right[name], strict=True)), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_ten_steps(kind, way, model_folder, tmp_path):
+    trained = trainer(kind, way, model_folder, tmp_path)
+    model = trained.model
+    assert len(list(storage.iter_packed(model))) == 4
+    assert getattr(model, "hf_device_map", None) is None
+    before = adapter(model)
+    experts = [name for name in before if ".experts." in name]
+    assert len(experts) == 2 * 2 * 2
+
+    trained.train()
+
+    fresh = load(model_folder)
+    assert_same(codes(model), codes(fresh))
+    for name, value in adapter(model).items():
+        assert not torch.equal(value, before[name]), f"{name} was not trained"
+    measured = losses(trained)
+    assert len(measured) == STEPS
+    assert torch.isfinite(torch.tensor(measured)).all()
+    if kind != "grpo":
+        assert measured[-1] < measured[0] - 0.1
+    assert_reference_is_base(trained, fresh)
+
+
+def assert_reference_is_base(trained, fresh):
+    """With the adapter off, or TRL's reference in its place, the model is the bare packed one."""
+    ids = torch.tensor([[40, 60, 80, 100, 120, 7]])
+    model = trained.model.eval()
+    with torch.no_grad(), trained.accelerator.autocast():
+        expected = fresh.eval()(input_ids=ids).logits.float()
+        policy = model(input_ids=ids).logits
+        with use_adapter(model, "ref" if "ref" in model.peft_config else None):
+            assert torch.equal(model(input_ids=ids).logits, expected)
+        with model.disable_adapter():
+            assert torch.equal(model(input_ids=ids).logits, expected)
+    assert (policy - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_log_probabilities_of_the_reference(way, model_folder, tmp_path):
+    """What DPO compares its policy with, bit for bit and after training, is the bare model's."""
+    trained = trainer("dpo", way, model_folder, tmp_path)
+    trained.train()
+    model, fresh = trained.model.eval(), load(model_folder).eval()
+    add_fused_lm_head(fresh)
+    batch = next(iter(trained.get_train_dataloader()))
+    given = {key: value for key, value in batch.items() if key != "completion_mask"}
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+    with torch.no_grad(), trained.accelerator.autocast():
+        output = fresh(**given, use_cache=False, labels=labels, fused_lm_head=True)
+        logits = fresh(**given, use_cache=False).logits.float()
+    found = torch.cat(trained.compute_ref_log_probs(model, batch))
+    assert torch.equal(found, output.log_probs.float().sum(dim=1))
+
+    # the same by hand
+    each = logits[:, :-1].log_softmax(-1).gather(-1, given["input_ids"][:, 1:, None])[..., 0]
+    torch.testing.assert_close(found, (each * (labels[:, 1:] != -100)).sum(1), rtol=1e-2, atol=0.1)
+
+
+@pytest.mark.parametrize("way", ["peft", "stock peft"])
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_reference_is_the_adapter_that_training_began_with(kind, way, model_folder, tmp_path):
+    """A PeftModel that has been trained before is copied to a second, frozen adapter."""
+    trained = trainer(kind, way, model_folder, tmp_path)
+    with torch.no_grad():
+        for name, value in trained.model.named_parameters():
+            if "lora_B" in name:
+                value.normal_(std=0.1)
+    model = trained.model
+    model.delete_adapter("ref")
+    ids = torch.tensor([[40, 60, 80, 100, 120, 7]])
+    with torch.no_grad(), trained.accelerator.autocast():
+        began = model.eval()(input_ids=ids).logits.float()
+
+    again = trainer(kind, model, model_folder, tmp_path)
+    before = adapter(again.model, "ref")
+    again.train()
+    assert before and all("lora_" in name for name in before)
+    assert_same({"ref": list(before.values())}, {"ref": list(adapter(again.model, "ref").values())})
+    with torch.no_grad(), again.accelerator.autocast():
+        with use_adapter(again.model.eval(), "ref"):
+            assert torch.equal(again.model(input_ids=ids).logits.float(), began)
+        assert not torch.equal(again.model(input_ids=ids).logits.float(), began)
+
+
+@pytest.mark.parametrize(("kind", "way"), [("sft", "folder"), ("sft", "peft"), ("dpo", "peft")])
+def test_resume(kind, way, model_folder, tmp_path):
+    """A run that is cut in the middle goes on with the very loss that it would have had."""
+    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    whole = trainer(kind, way, model_folder, tmp_path, **saving)
+    whole.train()
+    resumed = trainer(kind, way, model_folder, tmp_path, **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    # PEFT loads the bfloat16 adapters that TRL trains into float32, so later steps round otherwise,
+    # with dense models too; those of transformers.Trainer are held bit for bit in test_trainer.py
+    assert losses(resumed)[:4] == losses(whole)[:4]
+    assert len(losses(resumed)) == 6
+    assert losses(resumed)[4:] == pytest.approx(losses(whole)[4:], abs=2e-2)
+    assert_same(codes(resumed.model), codes(whole.model))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(use_reentrant, model_folder, tmp_path):
+    """The trainer's own arguments, and the same losses as without."""
+    # transformers records router logits by hooks, and what these see carries no gradient under
+    # reentrant checkpointing, of any model: their loss is left out.
+    options = {"router_aux_loss_coef": 0.0}
+    plain = trainer(
+        "sft", "folder", model_folder, tmp_path, gradient_checkpointing=False, **options
+    )
+    options["gradient_checkpointing_kwargs"] = {"use_reentrant": use_reentrant}
+    saving = trainer(
+        "sft", "folder", model_folder, tmp_path, gradient_checkpointing=True, **options
+    )
+    plain.train()
+    saving.train()
+    assert saving.model.base_model.model.is_activation_checkpointing
+    assert not plain.model.base_model.model.is_activation_checkpointing
+    assert losses(saving) == losses(plain)
+    left, right = adapter(saving.model), adapter(plain.model)
+    assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_evaluation_with_generation_and_the_best_model(model_folder, tmp_path):
+    """GRPO generates in evaluation; the best of its checkpoints is put back at the end."""
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 6,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_reward",
+        "greater_is_better": True,
+        "per_device_eval_batch_size": 2,
+    }
+    trained = trainer("grpo", "folder", model_folder, tmp_path, evaluate=True, **options)
+    trained.train()
+    assert [e for e in trained.state.log_history if "eval_reward" in e]
+    best = trained.state.best_model_checkpoint
+    stored = load_file(Path(best) / "adapter_model.safetensors")
+    for name, value in adapter(trained.model).items():
+        assert torch.equal(stored[name.replace(".default", "")], value), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_saved_adapter_is_what_stock_peft_reads(way, model_folder, tmp_path):
+    """`save_model` leaves a folder that stock PEFT puts on the 16-bit model, with its effect."""
+    trained = trainer("sft", way, model_folder, tmp_path / "run")
+    trained.train()
+    trained.save_model(tmp_path / "adapter")
+    names = {file.name for file in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= names
+    stored = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert stored["base_model_name_or_path"] == str(model_folder)
+    assert stored["exclude_modules"] is None
+
+    decoded = load(model_folder)
+    decoded.dequantize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", FutureWarning)
+        stock = peft.PeftModel.from_pretrained(decoded, tmp_path / "adapter")
+    ids = torch.tensor([[40, 60, 80, 100, 120, 7]])
+    with torch.no_grad():
+        model = trained.accelerator.unwrap_model(trained.model.eval(), keep_fp32_wrapper=False)
+        for name, value in model.named_parameters():
+            if "lora_" in name:  # TRL casts adapters to bfloat16, PEFT to float32 as it loads them
+                value.data = value.data.float()
+        torch.testing.assert_close(
+            stock.eval()(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4
+        )
+        with stock.disable_adapter():
+            without = stock(input_ids=ids).logits
+        assert (without - stock(input_ids=ids).logits).abs().max() > 0.1

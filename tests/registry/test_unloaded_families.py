@@ -1,0 +1,43 @@
+"""A LoRA config adapted to a model that is not loaded is the one adapted to the packed model."""
+
+from __future__ import annotations
+
+import pytest
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import peft_targets, testing
+
+BNB = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+
+def said(config):
+    """Every field, with sets and lists in one order."""
+    left_out = ("_awaited", "_packed", "_edits", "_custom_modules")
+    return {
+        field: sorted(value) if isinstance(value, (set, list)) else value
+        for field, value in vars(config).items()
+        if field not in left_out
+    }
+
+
+@pytest.mark.parametrize("model_type", testing.registry_families())
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_same_config(model_type):
+    packed = testing.tiny_model(model_type)
+    moe_qlora.quantize_experts(packed, BNB)
+    for targets in ("all-linear", ["down_proj", "q_proj"]):
+        asked = LoraConfig(r=2, target_modules=targets)
+        loaded = moe_qlora.adapt_lora_config(packed, asked, experts=True, router=True)
+        unloaded = moe_qlora.adapt_lora_config(
+            testing.tiny_config(model_type),
+            asked,
+            experts=True,
+            router=True,
+            quantization_config=BNB,
+        )
+        assert said(unloaded) == said(loaded)
+        names = frozenset(peft_targets.packed_parameters(packed))
+        assert unloaded._packed.experts == names
+        assert unloaded.to_dict()["target_modules"] == loaded.to_dict()["target_modules"]
