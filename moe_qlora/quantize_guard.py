@@ -1,4 +1,4 @@
-"""A last check before a packed model runs: no LoRA on its experts may be without effect.
+"""A last check before a packed model runs: nothing that it holds may be void.
 
 Stock PEFT, given a config that this package has not adapted, finds no packed parameter under its
 short name and goes on without, or wraps it in a layer that the experts forward never asks. Neither
@@ -9,23 +9,39 @@ PEFT.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
-from .errors import AdapterError
+from .errors import AdapterError, QuantizationError
 from .experts import lora_provider
-from .storage import iter_packed, packed_names
+from .storage import Params4bit, iter_packed, packed_names
 
 _SEEN = "_moe_qlora_adapters_seen"
 _HANDLE = "_moe_qlora_adapter_guard"
+_WATCH = "_moe_qlora_codes_watched"
+
+
+class _Watch:
+    """The packed parameters that a cast could hit, by name; found anew for a copy of the model."""
+
+    def __init__(self) -> None:
+        self.codes: tuple[tuple[str, weakref.ref[Any]], ...] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
+        return type(self)()
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
 
 
 def install(model: nn.Module) -> None:
-    """Check adapters before each forward of `model`; does nothing where it does already."""
+    """Check codes and adapters before each forward of `model`; nothing where it does already."""
     if _HANDLE in model.__dict__:
         return
+    model.__dict__[_WATCH] = _Watch()
     model.__dict__[_HANDLE] = (
         model.register_forward_pre_hook(_before_forward),
         model.register_load_state_dict_pre_hook(_before_load),
@@ -37,6 +53,7 @@ def remove(model: nn.Module) -> None:
     for handle in model.__dict__.pop(_HANDLE, ()):
         handle.remove()
     model.__dict__.pop(_SEEN, None)
+    model.__dict__.pop(_WATCH, None)
 
 
 def _before_load(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -51,14 +68,47 @@ def _before_load(model: nn.Module, state_dict: dict[str, Any], prefix: str, *res
 
 
 def _before_forward(model: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    check_codes(model)
     configs: dict[str, Any] | None = getattr(model, "peft_config", None)
-    if not configs or torch.compiler.is_compiling():
+    if not configs:
         return
     # a walk over the modules is for when adapters have come or gone
     seen = tuple((name, id(config)) for name, config in configs.items())
     if model.__dict__.get(_SEEN) != seen:
         check(model, configs)
         model.__dict__[_SEEN] = seen
+
+
+def check_codes(model: nn.Module) -> None:
+    """Raise where packed codes, of experts or Linear layers, were cast to another dtype.
+
+    Raises:
+        QuantizationError: They were, and so are lost.
+    """
+    watch: _Watch | None = model.__dict__.get(_WATCH)
+    if watch is None:
+        return
+    if watch.codes is None:
+        watch.codes = tuple(
+            (_plain(name).replace("parametrizations.", "").removesuffix(".original"), ref)
+            for name, parameter in model.named_parameters()
+            if isinstance(parameter, Params4bit)
+            and parameter.quant_storage.is_floating_point
+            and (ref := weakref.ref(parameter))
+        )
+    for name, ref in watch.codes:
+        codes = ref()
+        if codes is None or codes.dtype == codes.quant_storage:
+            continue
+        # bitsandbytes' Linear layers lie in another form on some CPUs, once evaluated there
+        if not getattr(codes.quant_state, "packing_format_for_cpu", False):
+            raise QuantizationError(
+                f"The packed codes of {name} were cast from {codes.quant_storage} to "
+                f"{codes.dtype}, which destroys them: load the model again, and leave its dtypes "
+                "alone or set bnb_4bit_quant_storage=torch.uint8, which casts do not touch."
+            )
 
 
 def check(model: nn.Module, configs: dict[str, Any]) -> None:
