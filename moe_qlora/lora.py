@@ -327,17 +327,12 @@ def wrap_parameter(
         is innermost.
 
     Raises:
-        ConfigError: The config was made for a model that was yet to be loaded, and this parameter,
-            which should be packed by now, is not.
+        ConfigError: The config was made for a model that was yet to be loaded, and this parameter
+            is not packed by now, or in another way.
     """
     base = _innermost(target)
-    name = kwargs.get("target_name")  # of a parameter, where one is adapted
-    if name in getattr(config, "_awaited", ()) and not is_packed(base, str(parameter_name)):
-        raise ConfigError(
-            f"{name} is not packed, and this LoRA config was adapted to a model whose experts are: "
-            "call moe_qlora.enable() before the trainer loads the model, and give the trainer the "
-            "same quantization_config."
-        )
+    if kwargs.get("target_name") in getattr(config, "_awaited", ()):
+        _check_arrived(kwargs["target_name"], base, config)
     if parameter_name is None or not packed_names(base):
         return None
     order = _registration_order(base)
@@ -354,6 +349,27 @@ def wrap_parameter(
         return wrapper
     outer.base_layer = wrapper
     return target
+
+
+def _check_arrived(name: str, base: nn.Module, config: Any) -> None:
+    """Hold a parameter that was to be loaded packed against what the config was made for."""
+    leaf = name.rpartition(".")[2]
+    advice = (
+        "call moe_qlora.enable() before the trainer loads the model, and give the trainer the "
+        "quantization_config that adapt_lora_config got."
+    )
+    if not is_packed(base, leaf):
+        raise ConfigError(
+            f"{name} is not packed, and this LoRA config was adapted to a model whose experts "
+            f"are: {advice}"
+        )
+    found, expected = lora_merge.settings_of(read_packed(base, leaf)), config._packed.settings
+    for field in ("kind", "double_quant", "blocksize"):
+        if getattr(found, field) != getattr(expected, field):
+            raise ConfigError(
+                f"{name} is packed with {field}={getattr(found, field)!r}, and this LoRA config "
+                f"was adapted to {field}={getattr(expected, field)!r}: {advice}"
+            )
 
 
 def _registration_order(base: nn.Module) -> list[str]:

@@ -310,3 +310,74 @@ def test_saved_adapter_is_what_stock_peft_reads(way, model_folder, tmp_path):
         with stock.disable_adapter():
             without = stock(input_ids=ids).logits
         assert (without - stock(input_ids=ids).logits).abs().max() > 0.1
+
+
+def test_reward_trainer(model_folder, tmp_path):
+    """The model of a reward trainer has another head than the checkpoint's own class."""
+    config = moe_qlora.adapt_lora_config(
+        model_folder,
+        LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS"),
+        experts=True,
+        quantization_config=BNB,
+    )
+    with moe_qlora.enabled():
+        trained = trl.RewardTrainer(
+            model=str(model_folder),
+            quantization_config=BNB,
+            peft_config=config,
+            args=trl.RewardConfig(
+                output_dir=str(tmp_path),
+                max_steps=2,
+                per_device_train_batch_size=2,
+                save_strategy="no",
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+            ),
+            train_dataset=rows("dpo"),
+        )
+    before = adapter(trained.model)
+    assert len([name for name in before if ".experts." in name]) == 8
+    trained.train()
+    assert not any(
+        torch.equal(value, before[name]) for name, value in adapter(trained.model).items()
+    )
+
+
+def test_the_switch_is_forgotten(model_folder, tmp_path):
+    config = moe_qlora.adapt_lora_config(
+        model_folder, lora_config(), experts=True, quantization_config=BNB
+    )
+    with pytest.raises(
+        moe_qlora.ConfigError, match=r"^model\S+gate_up_proj is not packed, .*moe_qlora\.enable\(\)"
+    ):
+        trl.SFTTrainer(
+            model=str(model_folder),
+            quantization_config=BNB,
+            peft_config=config,
+            args=trl.SFTConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True),
+            train_dataset=rows("sft"),
+        )
+
+
+def test_the_adapted_config_is_forgotten(model_folder, tmp_path):
+    with moe_qlora.enabled():
+        trained = trl.SFTTrainer(
+            model=str(model_folder),
+            quantization_config=BNB,
+            peft_config=LoraConfig(
+                r=4,
+                target_modules=["q_proj"],
+                target_parameters=[
+                    f"model.layers.{i}.mlp.experts.{name}"
+                    for i in range(2)
+                    for name in ("gate_up_proj", "down_proj")
+                ],
+            ),
+            args=trl.SFTConfig(
+                output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True
+            ),
+            train_dataset=rows("sft"),
+        )
+    with pytest.raises(moe_qlora.AdapterError, match=r"moe_qlora\.adapt_lora_config"):
+        trained.train()
