@@ -66,3 +66,43 @@ def quiet_loading():
     yield
     if was:
         transformers.logging.enable_progress_bar()
+
+
+@pytest.fixture
+def stock_logits(trainable_linears, quiet_loading):
+    """A function: an adapter of a packed model, and stock PEFT's reading of it.
+
+    It takes the 16-bit folder, the adapter's folder and what the model was packed with, and returns
+    three float32 logits of the same tokens: of the packed model with the adapter; of stock PEFT
+    with the adapter over plain weights, each of the value that its packed form decodes to; of the
+    packed model alone.
+    """
+    import bitsandbytes
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    import moe_qlora
+    from moe_qlora import storage
+
+    def compute(folder, adapter, config):
+        with moe_qlora.enabled():
+            packed = AutoModelForCausalLM.from_pretrained(
+                folder, quantization_config=config, dtype=torch.float32
+            ).eval()
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        ids = torch.arange(2, 50).reshape(2, 24)
+        with torch.no_grad():
+            for name, module in packed.named_modules():
+                if isinstance(module, bitsandbytes.nn.Linear4bit):
+                    state = module.weight.quant_state
+                    decoded = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
+                    plain.get_submodule(name).weight.copy_(decoded)
+                for parameter in storage.packed_names(module):
+                    twin = plain.get_parameter(f"{name}.{parameter}")
+                    twin.copy_(getattr(module, parameter))
+            base = packed(ids).logits
+            stock = peft.PeftModel.from_pretrained(plain, adapter)(ids).logits
+            ours = moe_qlora.load_adapter(packed, str(adapter))(ids).logits
+        return ours, stock, base
+
+    return compute

@@ -1,0 +1,154 @@
+"""LLaMA-Factory with packed experts: its own YAML file, with a `moe_qlora:` block in it.
+
+    python -m moe_qlora.integrations.llama_factory config.yaml [key=value ...]
+    torchrun --nproc-per-node 8 -m moe_qlora.integrations.llama_factory config.yaml
+
+or, in a program of one's own:
+
+    from llamafactory.train.tuner import run_exp
+    from moe_qlora.integrations.llama_factory import packed_experts
+
+    with packed_experts({"lora_experts": True}):
+        run_exp(args)
+
+LLaMA-Factory has no hook between building a model and giving it adapters, so for the length of the
+block two names of its module `llamafactory.model.adapter` stand for functions of this file; then
+they are what they were. Everything else goes through `ExpertsHost`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, MoeQloraError
+from .host import ExpertsHost
+from .settings import BLOCK, ExpertsSettings
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from torch import nn
+
+BAD_INPUT = 2
+
+# They build the model or its adapters in ways of their own, past everything here.
+_ELSEWHERE = ("use_unsloth", "use_kt", "use_mca", "mixture_of_depths")
+
+
+@contextmanager
+def packed_experts(
+    settings: ExpertsSettings | Mapping[str, Any] | None = None,
+) -> Iterator[ExpertsHost]:
+    """Have LLaMA-Factory pack experts in every model that it loads, and train LoRA on them.
+
+    Holds for `run_exp`, `load_model` and `init_adapter` alike; adapters named in
+    `adapter_name_or_path` are loaded right too.
+
+    Args:
+        settings: The `moe_qlora:` block, see `ExpertsSettings`.
+
+    Raises:
+        ConfigError: A setting is wrong. Within the block, what `ExpertsHost` raises.
+    """
+    from llamafactory.model import adapter
+
+    with ExpertsHost(settings) as host, ExitStack() as undo:
+        steps = _Steps(host)
+        for name, ours in (("get_peft_model", steps.get_peft_model), ("PeftModel", steps)):
+            undo.callback(setattr, adapter, name, getattr(adapter, name))
+            setattr(adapter, name, ours)
+        host.before_build()
+        yield host
+
+
+class _Steps:
+    """What LLaMA-Factory calls in PEFT's place: the function, and the class's one class method."""
+
+    def __init__(self, host: ExpertsHost) -> None:
+        self.host = host
+
+    def get_peft_model(self, model: nn.Module, config: PeftConfig) -> PeftModel:
+        """`peft.get_peft_model` on a model that is checked to be packed."""
+        import peft
+
+        self._built(model)
+        wrapped = peft.get_peft_model(model, self.host.before_peft(model, config))
+        return self.host.after_peft(wrapped)
+
+    def from_pretrained(self, model: nn.Module, adapter: str, **kwargs: Any) -> PeftModel:
+        """`PeftModel.from_pretrained`, which on packed experts would lose LoRA."""
+        from ..peft import load_adapter
+
+        self._built(model)
+        return self.host.after_peft(load_adapter(model, adapter, **kwargs))
+
+    def _built(self, model: nn.Module) -> None:
+        self.host.after_build(model)
+        self.host.before_build()  # a reference or reward model may come after it
+
+
+def check(args: Mapping[str, Any]) -> ExpertsSettings:
+    """The settings in the arguments of a run, before anything is loaded.
+
+    Args:
+        args: A YAML file as it was read.
+
+    Raises:
+        ConfigError: A setting is wrong, or does not go with another argument.
+    """
+    settings = ExpertsSettings.read(args.get(BLOCK))
+    if not settings.pack_experts:
+        return settings
+    for key in _ELSEWHERE:
+        if args.get(key):
+            raise ConfigError(
+                f"{key} builds the model in a way of its own, which {BLOCK} cannot take part in: "
+                f"take {key} or {BLOCK} out of the file."
+            )
+    bits, method = args.get("quantization_bit"), args.get("quantization_method", "bnb")
+    if bits not in (4, 8) or method != "bnb":
+        raise ConfigError(
+            f"{BLOCK} packs experts with bitsandbytes' settings, and the file has "
+            f"quantization_bit {bits} and quantization_method {method}: set quantization_bit to 4 "
+            "or 8 and quantization_method to bnb."
+        )
+    kind = args.get("finetuning_type", "lora")
+    if kind != "lora":
+        raise ConfigError(
+            f"finetuning_type is {kind}, and packed experts take LoRA only: set it to lora."
+        )
+    return settings
+
+
+def train() -> None:
+    """Train as `llamafactory-cli train` does, from the file and the overrides on the command line.
+
+    Raises:
+        ConfigError: There is no file, or see `check`.
+    """
+    from llamafactory.hparams import read_args
+    from llamafactory.train.tuner import run_exp
+
+    args = read_args()
+    if not isinstance(args, dict):
+        raise ConfigError("Name a YAML or JSON file with the arguments of the run, first of all.")
+    settings = check(args)
+    run_args = {key: value for key, value in args.items() if key != BLOCK}
+    with packed_experts(settings):
+        run_exp(run_args)
+
+
+def main() -> int:
+    """`train`, with errors of this package as one line and exit code 2."""
+    try:
+        train()
+    except MoeQloraError as error:
+        sys.stderr.write("error: " + " ".join(str(error).split()) + "\n")
+        return BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
