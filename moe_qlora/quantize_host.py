@@ -1,11 +1,10 @@
 """Makes a model with packed experts look to its hosts as if bitsandbytes had loaded it.
 
 Trainer, accelerate and PEFT ask the model, not its weights: `is_loaded_in_4bit`, `hf_quantizer`,
-`quantization_method`, `config.quantization_config`. Three methods are replaced on the instance,
-because the stock ones know Linear layers only: `dequantize`, `get_memory_footprint` and
-`save_pretrained`. They are
-bound methods in the model's `__dict__`, so that deepcopy binds the copy's to the copy, and
-`release` takes them off again.
+`quantization_method`, `config.quantization_config`. Some methods are replaced on the instance,
+because the stock ones know Linear layers only: `dequantize`, `get_memory_footprint`,
+`save_pretrained`, `load_adapter` and `add_adapter`. They are bound methods in the model's
+`__dict__`, so that deepcopy binds the copy's to the copy, and `release` takes them off again.
 """
 
 from __future__ import annotations
@@ -19,9 +18,18 @@ from torch import nn
 
 from . import quantize_guard, storage
 from .codec import CodecSettings, state_tensors, unpack
-from .quantize_save import save_pretrained  # noqa: F401 - bound with the others of `_METHODS`
 
-_METHODS = ("dequantize", "get_memory_footprint", "save_pretrained")
+# bound with the others of `_METHODS`
+from .quantize_adapters import add_adapter, load_adapter  # noqa: F401
+from .quantize_save import save_pretrained  # noqa: F401
+
+_METHODS = (
+    "add_adapter",
+    "dequantize",
+    "get_memory_footprint",
+    "load_adapter",
+    "save_pretrained",
+)
 
 
 def check_method(model: nn.Module, settings: CodecSettings) -> str | None:
