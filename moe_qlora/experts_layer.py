@@ -248,7 +248,11 @@ def _stack_parts(module: Any, name: str) -> tuple[list[Tensor], Any]:
 def _one_term(
     terms: Sequence[Any], experts: int, dtype: torch.dtype, autocast: torch.dtype | None
 ) -> tuple[Any, ...] | None:
-    """The terms as one of all their ranks: (a, b, scaling); () for none, None if they differ."""
+    """The terms as one of all their ranks: (a, b, scaling); () for none, None if they differ.
+
+    float32 factors are multiplied in 16 bit, as under autocast, and get float32 gradients: stock
+    PEFT rounds the sum of weight and delta to 16 bit, which loses more.
+    """
     if not terms:
         return ()
     for term in terms:
@@ -256,7 +260,7 @@ def _one_term(
         if (
             dropped
             or term.scaling != terms[0].scaling
-            or (autocast is None and term.a.dtype != dtype)
+            or (autocast is None and term.a.dtype not in (dtype, torch.float32))
         ):
             return None
     ranks = [term.a.shape[0] // experts for term in terms]

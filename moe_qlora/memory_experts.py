@@ -20,7 +20,7 @@ SCRATCH_BYTES = 2 << 30
 _INDEX = 8  # bytes of an int64
 _WIDE = 4  # bytes of a float32
 _ALIGN = 8  # ranks are padded to this for grouped products
-_FEW = 128  # rows an expert, `FEW` of kernels/layer.py
+_FEW = {True: 256, False: 192}  # rows an expert, `FEW_BY_ROWS` and `..COLUMNS` of kernels/products
 _MOST = 128  # ranks of a projection together, `_MAX_RANK` of experts_layer.py
 _BLOCK = 64  # weights to an absmax
 
@@ -55,6 +55,8 @@ class ExpertsCall:
         first: LoRA on the first projection, a term for each adapter.
         second: LoRA on the second.
         transposed: Whether stacks are stored `(E, in, out)`.
+        codes: Whether few rows can be multiplied on the codes themselves.
+        nested: Whether the codes' statistics are packed as well.
     """
 
     tokens: int
@@ -69,19 +71,18 @@ class ExpertsCall:
     first: tuple[Adapter, ...] = ()
     second: tuple[Adapter, ...] = ()
     transposed: bool = False
+    codes: bool = True
+    nested: bool = True
 
     @property
     def layered(self) -> bool:
-        """Whether both projections run as one layer: all in 16 bit, ranks within its limit."""
-        terms = (*self.first, *self.second)
-        sizes = (self.itemsize, self.weight_itemsize, *(term.itemsize for term in terms))
+        """Whether both projections run as one layer: 16-bit activations, ranks within its limit."""
         wide = all(size % _ALIGN == 0 for size in (self.hidden, self.intermediate))
-        return set(sizes) == {2} and wide and max(_rank(self.first), _rank(self.second)) <= _MOST
+        return self.itemsize == 2 and wide and max(_rank(self.first), _rank(self.second)) <= _MOST
 
-    @property
-    def few(self) -> bool:
-        """Whether forward multiplies by the codes themselves, without decoding."""
-        return not self.transposed and self.rows <= _FEW * self.experts
+    def few(self, *, back: bool) -> bool:
+        """Whether products of this direction run on the codes themselves, without decoding."""
+        return self.codes and self.rows <= _FEW[self.transposed == back] * self.experts
 
     @property
     def rows(self) -> int:
@@ -154,23 +155,26 @@ def scratch_nbytes(call: ExpertsCall) -> tuple[int, int]:
 def held_nbytes(call: ExpertsCall, *, checkpointing: bool) -> tuple[int, ...]:
     """Bytes of each buffer of the scratch that all layers of a device share, and that stays.
 
-    In a checkpoint's recomputation both projections have one of their own, since backward follows
-    at once; otherwise they take turns. Forward on few rows decodes the statistics alone.
+    What is decoded in a checkpoint's recomputation has a buffer for each projection, since backward
+    follows at once; otherwise the two take turns. Products on codes decode nested statistics alone.
     """
     if not call.layered:
         return ()
     ranks = _ranks(call)
     stacks = [
-        call.experts * (features + rank) * (size + rank) * call.weight_itemsize
+        call.experts * (features + rank) * (size + rank) * call.itemsize
         for features, size, rank in (
             (call.width, call.hidden, ranks[0]),
             (call.hidden, call.intermediate, ranks[1]),
         )
     ]
-    if call.few:
-        blocks = call.experts * call.hidden * call.width // _BLOCK
-        return max(stacks), blocks * _WIDE
-    return (stacks[0], stacks[1]) if checkpointing else (max(stacks),)
+    statistics: tuple[int, ...] = ()
+    forward, back = call.few(back=False), call.few(back=True)
+    if call.nested and (forward or back):
+        statistics = (call.experts * call.hidden * call.width // _BLOCK * _WIDE,)
+    if forward and back:
+        return statistics
+    return (*stacks, *statistics) if checkpointing else (max(stacks), *statistics)
 
 
 def _ranks(call: ExpertsCall) -> tuple[int, int]:

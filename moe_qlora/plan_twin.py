@@ -330,7 +330,11 @@ def _innermost(module: Any) -> Any:
 
 def _stand_in_experts(module: Any) -> None:
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    stack = storage.read_packed(module, "down_proj")
+    stack, other = (storage.read_packed(module, name) for name in ("down_proj", first))
+    four = stack.kind != "int8"
+    block = stack.state.blocksize if four else 1
+    # `suits` of kernels/codes.py, which needs Triton.
+    suits = not four or (block % 64 == 0 and not any(s.shape[2] % block for s in (stack, other)))
     count, rows, columns = stack.shape
     hidden, inner = (columns, rows) if module.is_transposed else (rows, columns)
     shape = {
@@ -340,6 +344,8 @@ def _stand_in_experts(module: Any) -> None:
         "gated": bool(module.has_gate),
         "transposed": bool(module.is_transposed),
         "weight_itemsize": stack.dtype.itemsize,
+        "codes": suits,
+        "nested": four and bool(stack.state.nested),
     }
     experts_forward(module, (first, "down_proj"), shape)
 

@@ -47,14 +47,17 @@ def _copy_factor(out, source, stride_r, stride_c, out_stride, first, total, WIDT
 @triton.jit
 def _decode_kernel(
     out, words, absmax, table, table2, absmax2, offset, bounds, right, below,
-    first_expert, right_se, right_sr, right_sc, below_se, below_sr, below_sc,
-    ROWS: tl.constexpr, COLS: tl.constexpr, RANK_R: tl.constexpr, RANK_B: tl.constexpr,
+    first_expert, first_row, first_col,
+    right_se, right_sr, right_sc, below_se, below_sr, below_sc,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_COLS: tl.constexpr,
+    RANK_R: tl.constexpr, RANK_B: tl.constexpr,
     BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, INT8: tl.constexpr, SKIP: tl.constexpr,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """One expert's matrix (program 1) in pieces of BLOCK x UNROLL groups of 8 weights (program 0).
 
-    out: (E', ROWS + RANK_B, COLS + RANK_R); right: (E, ROWS, RANK_R); below: (E, RANK_B, COLS).
+    out: (E', ROWS + RANK_B, COLS + RANK_R) of stacks (E, ALL_ROWS, ALL_COLS); right: (E, ROWS,
+    RANK_R); below: (E, RANK_B, COLS).
     """
     GROUPS: tl.constexpr = ROWS * COLS // 8
     PIECES: tl.constexpr = (GROUPS + BLOCK * UNROLL - 1) // (BLOCK * UNROLL)
@@ -72,12 +75,14 @@ def _decode_kernel(
         for i in tl.static_range(UNROLL):
             group = (piece * UNROLL + i) * BLOCK + tl.arange(0, BLOCK)
             live = group < GROUPS
-            at = expert * GROUPS + group
             row = group // (COLS // 8)
+            whole_row = first_row + row
+            at = expert * (ALL_ROWS * ALL_COLS // 8) + whole_row * (ALL_COLS // 8)
+            at += first_col // 8 + group % (COLS // 8)
             if INT8:
                 place = (at * 8)[:, None] + eighth[None, :]
                 value = tl.load(words + place, mask=live[:, None], other=0).to(tl.float32)
-                scale = tl.load(absmax + expert * ROWS + row, mask=live, other=0.0)
+                scale = tl.load(absmax + expert * ALL_ROWS + whole_row, mask=live, other=0.0)
                 value = value * scale[:, None] * 7.874015718698502e-3
             else:
                 word = tl.load(words + at, mask=live, other=0)
@@ -125,25 +130,29 @@ def decode(
     out: Tensor,
     *,
     first: int = 0,
+    corner: tuple[int, int] = (0, 0),
     bounds: Tensor | None = None,
     right: Tensor | None = None,
     below: Tensor | None = None,
 ) -> None:
-    """Decode experts [first, first + len(out)) into `out`.
+    """Decode experts [first, first + len(out)), or a part of each, into `out`.
 
     Args:
         packed: The stack; `packed.suits()` holds.
-        out: `(E', rows + r_b, cols + r_r)` contiguous, bf16, fp16 or fp32.
+        out: `(E', rows + r_b, cols + r_r)` contiguous, bf16, fp16 or fp32; rows and cols are the
+            stack's, or fewer.
         first: First expert.
+        corner: First row and column (a multiple of 8) of the part.
         bounds: `(E + 1,)` offsets of the experts' rows: those without rows are left as they are in
             `out`. None decodes all.
         right: `(E, rows, r_r)`, any strides: written to the right of each matrix.
         below: `(E, r_b, cols)`, any strides: written below each matrix.
     """
-    _, rows, cols = packed.shape
     rank_r = 0 if right is None else right.shape[2]
     rank_b = 0 if below is None else below.shape[1]
-    assert out.is_contiguous() and out.shape[1:] == (rows + rank_b, cols + rank_r)
+    rows, cols = out.shape[1] - rank_b, out.shape[2] - rank_r
+    assert out.is_contiguous() and cols % 8 == 0 and corner[1] % 8 == 0
+    assert corner[0] + rows <= packed.shape[1] and corner[1] + cols <= packed.shape[2]
     groups = rows * cols // 8
     pieces = triton.cdiv(groups, BLOCK * UNROLL)
     extra = triton.cdiv(max(rows * rank_r, rank_b * cols), BLOCK * 8)
@@ -156,9 +165,10 @@ def decode(
         out, words, packed.absmax, none if packed.table is None else packed.table,
         table2, absmax2, offset, none if bounds is None else bounds,
         out if right is None else right, out if below is None else below,
-        first, *((0, 0, 0) if right is None else right.stride()),
+        first, *corner, *((0, 0, 0) if right is None else right.stride()),
         *((0, 0, 0) if below is None else below.stride()),
-        ROWS=rows, COLS=cols, RANK_R=rank_r, RANK_B=rank_b,
+        ROWS=rows, COLS=cols, ALL_ROWS=packed.shape[1], ALL_COLS=packed.shape[2],
+        RANK_R=rank_r, RANK_B=rank_b,
         BLOCKSIZE=packed.blocksize, NESTED=second, INT8=int8, SKIP=bounds is not None,
         BLOCK=BLOCK, UNROLL=UNROLL, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -33,8 +33,9 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from . import decode, fused, gemm, rows, scratch, tune
+from . import rows, scratch
 from .packed import Packed, padded
+from .products import WIDE_TILE, Factors, Rows, Side, in_backward, is_few, multiply, slices
 
 ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
@@ -45,6 +46,9 @@ _BLOCK = 64
 # with ranks of 64 and 128: results off by up to 26 %, and others at each run).
 _COPY = {"BK": 64, "num_warps": 4, "num_stages": 1}
 _GATE = {"num_warps": 4, "num_stages": 1}
+_PIECES = 16
+"""At most so many pieces of copied rows, however low the scratch's cap."""
+
 _OUTER = {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
 
 
@@ -196,19 +200,7 @@ def routing_of(tensors: Sequence[Tensor], shape: Sequence[int], experts: int) ->
     return Routing(order, inverse, bounds, tiles, shape[-1], _tile(order.shape[0], experts))
 
 
-class _Factors(NamedTuple):
-    """LoRA factors as the kernels read them: a `(E, r, in)`, b `(E, out, r)`, r padded."""
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[1]
-
-
-def _factors(lora: Lora | None, experts: int, dtype: torch.dtype) -> _Factors | None:
+def _factors(lora: Lora | None, experts: int, dtype: torch.dtype) -> Factors | None:
     if lora is None:
         return None
     rank = lora.a.shape[0] // experts
@@ -222,88 +214,73 @@ def _factors(lora: Lora | None, experts: int, dtype: torch.dtype) -> _Factors | 
     rows.spread_kernel[(triton.cdiv(total, 64), triton.cdiv(experts, 64))](
         lora.b.detach().contiguous(), b, total, RANK=rank, PADDED=wide, E=experts, BQ=64, BE=64,
     )  # fmt: skip
-    return _Factors(a.contiguous(), b, lora.scaling)
+    return Factors(a.contiguous(), b, lora.scaling)
 
 
-def _decoded(
-    packed: Packed, factors: _Factors | None, layer: Layer, routing: Routing, name: str, back: bool,
-    span: tuple[int, int],
-) -> Tensor:  # fmt: skip
-    """`(E', rows + r, cols + r)` on the shared scratch: weights of these experts, and factors."""
-    right = below = None
-    rank = 0
-    if factors is not None:
-        rank = factors.rank
-        right, below = factors.b, factors.a
-        if layer.transposed:
-            right, below = factors.a.transpose(1, 2), factors.b.transpose(1, 2)
-    _, n_rows, n_cols = packed.shape
-    bounds = routing.bounds
-    capturing = bounds.is_cuda and torch.cuda.is_current_stream_capturing()
-    owner = None if capturing else (bounds.data_ptr(), packed.codes.data_ptr(), name, rank, span)
-    # Both projections stay only where backward follows at once: in a checkpoint's recomputation.
-    stays = scratch.holds(name, bounds.device, owner) if back else _in_backward()
-    out, held = scratch.take(
-        name if stays else "first", (span[1] - span[0], n_rows + rank, n_cols + rank),
-        layer.dtype, bounds.device, owner, (bounds,),
-    )  # fmt: skip
-    if not held:
-        decode.decode(packed, out, first=span[0], bounds=bounds, right=right, below=below)
-    return out
+def _sides(
+    layer: Layer, routing: Routing, f1: Factors | None, f2: Factors | None, *, back: bool
+) -> tuple[Side, Side, Rows]:
+    """Both products of one direction, and their rows: in wider tiles where codes meet many.
+
+    A checkpoint's recomputation decodes where backward will, which then finds it in the scratch.
+    """
+    count, by_rows = routing.order.shape[0], layer.transposed == back
+    recomputed = not back and in_backward()
+
+    def side(packed: Packed, factors: Factors | None) -> Side:
+        few = is_few(packed, count, by_rows=by_rows)
+        if recomputed:
+            few = few and is_few(packed, count, by_rows=not by_rows)
+        return Side(packed, factors, by_rows, back, few, layer.dtype)
+
+    first, second = side(layer.first, f1), side(layer.second, f2)
+    wide = 3 * count > 4 * rows.TILE * layer.first.experts
+    if not (wide and (first.few or second.few)):
+        return first, second, Rows(routing.bounds, routing.tiles, routing.tile)
+    nothing = routing.order[:0]
+    tiles = _tiles(nothing, routing.bounds, nothing, nothing, count, WIDE_TILE)
+    return first, second, Rows(routing.bounds, tiles, WIDE_TILE)
 
 
-def _in_backward() -> bool:
-    """Whether the autograd engine runs this forward: a checkpoint's recomputation."""
-    return torch._C._current_graph_task_id() != -1
+def _gathered(
+    layer: Layer, routing: Routing, found: Rows, x: Tensor, side: Side, factor: Tensor | None,
+    name: str, bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The product of the tokens' rows, and those rows' own products with a factor and a bias.
+
+    The rows are copied a piece at a time where all of them are over the scratch's cap.
+    """
+    count = routing.order.shape[0]
+    product = torch.empty(count, side.rank, dtype=layer.dtype, device=x.device)
+    dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
+    nbytes = count * (x.shape[1] + side.rank) * layer.dtype.itemsize
+    pieces = min(_PIECES, -(-nbytes // scratch.scratch_cap(x.device)))
+    if pieces <= 1:
+        copied = _copied(layer, routing, x, side.factors, factor, product, dots, bias)
+        return multiply(copied, side, found, name), product, dots
+    out = torch.empty(count, side.features, dtype=layer.dtype, device=x.device)
+    step = -(-count // pieces)
+    for first in range(0, count, step):
+        part = slice(first, min(first + step, count))
+        some = _part(routing, part)
+        copied = _copied(layer, some, x, side.factors, factor, product[part], dots[part], bias)
+        tiles = some.tiles
+        if found.tile != some.tile:
+            nothing = some.order[:0]
+            tiles = _tiles(nothing, some.bounds, nothing, nothing, len(copied), found.tile)
+        fewer = Rows(some.bounds, tiles, found.tile)
+        for (start, end), columns in slices(copied, side, fewer, name):
+            out[part, start:end] = columns
+    return out, product, dots
 
 
-def _multiply(
-    x: Tensor, packed: Packed, factors: _Factors | None, layer: Layer, routing: Routing,
-    name: str, *, back: bool,
-) -> Tensor:  # fmt: skip
-    """x [W | B]^T for each expert's rows, or x [W ; A] where `back`."""
-    if not back and _is_few(packed, layer, routing):
-        return _multiply_few(x, packed, factors, routing)
-    experts, n_rows, n_cols = packed.shape
-    rank = 0 if factors is None else factors.rank
-    nbytes = (n_rows + rank) * (n_cols + rank) * layer.dtype.itemsize
-    step = max(1, scratch.scratch_cap(x.device) // nbytes)
-    # The contraction takes the factors in; the other dimension leaves them out.
-    by_rows = layer.transposed != back
-    y = tiles = None
-    for first in range(0, experts, step):
-        span = first, min(first + step, experts)
-        full = _decoded(packed, factors, layer, routing, name, back, span)
-        right = full[:, :, :n_cols] if by_rows else full[:, :n_rows, :].transpose(1, 2)
-        if step >= experts:
-            return F.grouped_mm(x, right, offs=routing.bounds[1:])
-        if y is None or tiles is None:
-            y = torch.empty(x.shape[0], right.shape[2], dtype=x.dtype, device=x.device)
-            nothing = routing.order[:0]
-            tiles = _tiles(nothing, routing.bounds, nothing, nothing, x.shape[0], gemm.TILE)
-        gemm.multiply(x, right, y, tiles, routing.bounds, first)
-    assert y is not None
-    return y
-
-
-FEW = 128
-"""Rows an expert, on average, up to which `fused` beats decoding (H200, Qwen3-30B-A3B)."""
-
-
-def _is_few(packed: Packed, layer: Layer, routing: Routing) -> bool:
-    rows_each = routing.order.shape[0] / packed.experts
-    return rows_each <= FEW and not layer.transposed and fused.suits(packed)
-
-
-def _multiply_few(x: Tensor, packed: Packed, factors: _Factors | None, routing: Routing) -> Tensor:
-    absmax = packed.absmax
-    if packed.nested is not None:
-        absmax, _ = scratch.take("absmax", tuple(absmax.shape), torch.float32, x.device)
-    factor = None if factors is None else factors.b
-    config = tune.chosen(packed, x.dtype, routing.tile)
-    return fused.launch(
-        x, packed, factor, absmax, routing.bounds, routing.tiles, routing.tile, config
-    )
+def _part(routing: Routing, part: slice) -> Routing:
+    """The routing of some of the rows, counted from the first of them."""
+    bounds = (routing.bounds - part.start).clamp_(0, part.stop - part.start)
+    order = routing.order[part]
+    nothing = order[:0]
+    tiles = _tiles(nothing, bounds, nothing, nothing, len(order), routing.tile)
+    return Routing(order, routing.inverse, bounds, tiles, routing.top_k, routing.tile)
 
 
 def forward(
@@ -333,25 +310,21 @@ def forward(
     experts, _, _, inner_size = layer.sizes
     f1 = _factors(lora1, experts, layer.dtype)
     f2 = _factors(lora2, experts, layer.dtype)
-    few1, few2 = (_is_few(packed, layer, routing) for packed in (layer.first, layer.second))
-    gathered, product1, _ = _copied(layer, routing, x, f1, None if f1 is None else f1.a, split=few1)
-    pre = _multiply(gathered, layer.first, f1, layer, routing, "first", back=False)
-    del gathered
+    side1, side2, found = _sides(layer, routing, f1, f2, back=False)
+    factor = None if f1 is None else f1.a
+    pre, product1, _ = _gathered(layer, routing, found, x, side1, factor, "first")
     count = routing.order.shape[0]
-    rank = 0 if f2 is None else f2.rank
-    inner = torch.empty(count, inner_size + rank, dtype=layer.dtype, device=x.device)
-    product2 = torch.empty(count, rank, dtype=layer.dtype, device=x.device)
+    inner = torch.empty(count, inner_size + side2.rank, dtype=layer.dtype, device=x.device)
+    product2 = torch.empty(count, side2.rank, dtype=layer.dtype, device=x.device)
     a2 = x if f2 is None else f2.a
     rows.gate_kernel[(routing.tiles.shape[0],)](
         pre, pre if bias1 is None else bias1, a2, routing.tiles, routing.bounds, inner, product2,
         1.0 if f2 is None else f2.scaling, *_numbers(layer.gate),
         a2.stride(0), 1, a2.stride(1),
-        I=inner_size, RANK=rank, BIASED=bias1 is not None, SPLIT=few2, **_gate_flags(layer.gate),
+        I=inner_size, RANK=side2.rank, BIASED=bias1 is not None, **_gate_flags(layer.gate),
         BM=routing.tile, BI=_BLOCK, **_GATE,
     )  # fmt: skip
-    y = _multiply(inner, layer.second, f2, layer, routing, "second", back=False)
-    del inner
-    out = _summed(layer, routing, y, weights, index, bias2)
+    out = _summed(layer, routing, inner, side2, found, "second", weights, index, bias2)
     return out, Saved(pre, product1, product2)
 
 
@@ -369,18 +342,16 @@ def _gate_flags(gate: Gate) -> dict[str, int | bool]:
 
 
 def _copied(
-    layer: Layer, routing: Routing, x: Tensor, factors: _Factors | None, factor: Tensor | None,
-    *, bias: Tensor | None = None, split: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The tokens' rows and their products with a factor: beside them, and alone; and with the bias.
+    layer: Layer, routing: Routing, x: Tensor, factors: Factors | None, factor: Tensor | None,
+    product: Tensor, dots: Tensor, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The tokens' rows, their product with a factor beside them (and alone, and with the bias).
 
     factor: `(E, r, K)` if it is `factors.a`, else `(E, K, r)`.
     """
     count, size = routing.order.shape[0], x.shape[-1]
-    rank = 0 if factors is None else factors.rank
+    rank = product.shape[1]
     out = torch.empty(count, size + rank, dtype=layer.dtype, device=x.device)
-    product = torch.empty(count, rank, dtype=layer.dtype, device=x.device)
-    dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
     f = x if factor is None else factor
     strides = (0, 0, 0)
     if factors is not None and factor is not None:
@@ -390,25 +361,28 @@ def _copied(
         x, routing.order, f, routing.tiles, routing.bounds, out, product,
         f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling, *strides,
         K=size, TOP_K=routing.top_k, RANK=rank, GATHERS=True, BIASED=bias is not None,
-        SPLIT=split, BM=routing.tile, **_COPY,
+        BM=routing.tile, **_COPY,
     )  # fmt: skip
-    return out, product, dots
+    return out
 
 
 def _summed(
-    layer: Layer, routing: Routing, y: Tensor, weights: Tensor | None, index: Tensor | None,
-    bias: Tensor | None,
+    layer: Layer, routing: Routing, x: Tensor, side: Side, found: Rows, name: str,
+    weights: Tensor | None = None, index: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    size = y.shape[1]
-    tokens = y.shape[0] // routing.top_k
-    out = torch.empty(tokens, size, dtype=layer.dtype, device=y.device)
-    block = min(triton.next_power_of_2(size), 1024)
-    rows.sum_kernel[(tokens, triton.cdiv(size, block))](
-        y, routing.inverse, y if weights is None else weights, y if index is None else index,
-        y if bias is None else bias, routing.bounds, out, tokens,
-        N=size, TOP_K=routing.top_k, E=layer.first.experts, WEIGHTED=weights is not None,
-        BIASED=bias is not None, PARTIAL=layer.partial, BT=1, BN=block, num_warps=4,
-    )  # fmt: skip
+    """The product of x's rows, summed to tokens `(T, N)`."""
+    size = side.features
+    tokens = routing.order.shape[0] // routing.top_k
+    out = torch.empty(tokens, size, dtype=layer.dtype, device=x.device)
+    for (first, end), y in slices(x, side, found, name):
+        width = end - first
+        block = min(triton.next_power_of_2(width), 1024)
+        rows.sum_kernel[(tokens, triton.cdiv(width, block))](
+            y, routing.inverse, y if weights is None else weights, y if index is None else index,
+            y if bias is None else bias, routing.bounds, out, tokens, first, size,
+            N=width, TOP_K=routing.top_k, E=layer.first.experts, WEIGHTED=weights is not None,
+            BIASED=bias is not None, PARTIAL=layer.partial, BT=1, BN=block, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -445,13 +419,12 @@ def backward(
     grad = grad.to(layer.dtype).contiguous()
     f1 = _factors(lora1, experts, layer.dtype)
     f2 = _factors(lora2, experts, layer.dtype)
-    gathered, product_g, dots = _copied(
-        layer, routing, grad, f2, None if f2 is None else f2.b, bias=bias2
+    side1, side2, found = _sides(layer, routing, f1, f2, back=True)
+    u, product_g, dots = _gathered(
+        layer, routing, found, grad, side2, None if f2 is None else f2.b, "second", bias2
     )
-    u = _multiply(gathered, layer.second, f2, layer, routing, "second", back=True)
-    del gathered
     count = u.shape[0]
-    rank = 0 if f1 is None else f1.rank
+    rank = side1.rank
     d_pre = torch.empty(count, width + rank, dtype=layer.dtype, device=u.device)
     empty = torch.zeros_like if layer.partial else torch.empty_like
     d_weights = empty(weights)
@@ -474,9 +447,7 @@ def backward(
         b1 = _outer(lora1.b, saved.product1, d_pre, layer, routing, width, over=True)
     dx = None
     if needs_x:
-        d_rows = _multiply(d_pre, layer.first, f1, layer, routing, "first", back=True)
-        del d_pre
-        dx = _summed(layer, routing, d_rows, None, None, None)
+        dx = _summed(layer, routing, d_pre, side1, found, "first")
     return Grads(dx, d_weights, a1, b1, a2, b2)
 
 

@@ -156,31 +156,14 @@ def _gate(
 
 
 @triton.jit
-def _store(
-    out, value, live, start, K: tl.constexpr, B: tl.constexpr, SPLIT: tl.constexpr
-):  # fmt: skip
-    """Store columns [start, start + B) of rows in their places, or even columns before odd ones."""
-    if SPLIT:
-        even, odd = tl.split(tl.reshape(value, [value.shape[0], B // 2, 2]))
-        half = start // 2 + tl.arange(0, B // 2)
-        ok = live[:, None] & (half < K // 2)[None, :]
-        tl.store(out + half[None, :], even, mask=ok)
-        tl.store(out + K // 2 + half[None, :], odd, mask=ok)
-    else:
-        k = start + tl.arange(0, B)
-        tl.store(out + k[None, :], value, mask=live[:, None] & (k < K)[None, :])
-
-
-@triton.jit
 def copy_kernel(
     x, order, factor, tiles, bounds, out, small, bias, dots, scaling,
     factor_se, factor_sk, factor_sj,
     K: tl.constexpr, TOP_K: tl.constexpr, RANK: tl.constexpr, GATHERS: tl.constexpr,
-    BIASED: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    BIASED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out[i] = (x_i, scaling x_i F_e), small[i] the same product, dots[i] = <x_i, bias_e>.
 
-    SPLIT: even columns of x before odd ones.
     x_i is row order[i] // TOP_K of x, or row i. out (R, K + RANK), small (R, RANK), F (E, K, RANK).
     """
     expert, rows, live = _tile(tiles, bounds, BM)
@@ -197,7 +180,7 @@ def copy_kernel(
         k = start + tl.arange(0, BK)
         ok = live[:, None] & (k < K)[None, :]
         value = tl.load(x + source[:, None] * K + k[None, :], mask=ok, other=0.0)
-        _store(out + rows[:, None] * (K + RANK), value, live, start, K, BK, SPLIT)
+        tl.store(out + rows[:, None] * (K + RANK) + k[None, :], value, mask=ok)
         if RANK > 0:
             spots = factor + k[:, None] * factor_sk + j[None, :] * factor_sj
             f = tl.load(spots, mask=(k < K)[:, None], other=0.0)
@@ -218,7 +201,7 @@ def gate_kernel(
     pre, bias, factor, tiles, bounds, out, small, scaling, limit, alpha, shift,
     factor_se, factor_sk, factor_sj,
     I: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr,
     BM: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """out[i] = (h_i, scaling h_i F_e) with h the gate of pre_i; small[i] the same product."""
@@ -235,7 +218,8 @@ def gate_kernel(
         )  # fmt: skip
         h, _, _ = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED)
         h = tl.where((i < I)[None, :], h, 0.0).to(out.dtype.element_ty)
-        _store(out + rows[:, None] * (I + RANK), h, live, start, I, BI, SPLIT)
+        ok = live[:, None] & (i < I)[None, :]
+        tl.store(out + rows[:, None] * (I + RANK) + i[None, :], h, mask=ok)
         if RANK > 0:
             spots = factor + i[:, None] * factor_sk + j[None, :] * factor_sj
             f = tl.load(spots, mask=(i < I)[:, None], other=0.0)
@@ -317,11 +301,14 @@ def gate_backward_kernel(
 
 @triton.jit
 def sum_kernel(
-    y, inverse, weights, index, bias, bounds, out, tokens,
+    y, inverse, weights, index, bias, bounds, out, tokens, first, size,
     N: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr, PARTIAL: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = the sum over t's choices, in their order, of w (y_row + bias_e), in fp32."""
+    """out[t] = the sum over t's choices, in their order, of w (y_row + bias_e), in fp32.
+
+    y (R, N) are the columns [first, first + N) of out (T, size) and bias (E, size).
+    """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     here = t < tokens
@@ -337,13 +324,13 @@ def sum_kernel(
         value = value.to(tl.float32)
         if BIASED:
             expert = tl.load(index + choice, mask=live, other=0).to(tl.int32)
-            add = tl.load(bias + expert[:, None] * N + n[None, :], mask=ok, other=0.0)
+            add = tl.load(bias + expert[:, None] * size + (first + n)[None, :], mask=ok, other=0.0)
             value += add.to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + choice, mask=live, other=0.0).to(tl.float32)[:, None]
         total += value
     ok = here[:, None] & (n < N)[None, :]
-    to = out + t.to(tl.int64)[:, None] * N + n[None, :]
+    to = out + t.to(tl.int64)[:, None] * size + (first + n)[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=ok)
 
 

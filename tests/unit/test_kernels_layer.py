@@ -15,7 +15,7 @@ from moe_qlora.experts_op import packed_of
 triton = pytest.importorskip("triton")
 from triton.runtime import interpreter  # noqa: E402
 
-from moe_qlora.kernels import decode, fused, layer, scratch, tune  # noqa: E402
+from moe_qlora.kernels import codes, decode, layer, products, scratch, tune  # noqa: E402
 from moe_qlora.kernels.layer import Gate, Layer, Lora  # noqa: E402
 
 if not triton.knobs.runtime.interpret:
@@ -119,6 +119,11 @@ CASES = {
     "few": Case(hidden=64, inner=128, biased=True),
     "few-partial": Case(tokens=70, experts=3, hidden=128, inner=192, ranks=(3, 0), partial=True,
                         kind=("fp4", True)),
+    "few-transposed": Case(hidden=128, inner=64, gate=OSS, transposed=True, biased=True,
+                           ranks=(0, 5)),
+    "few-wide-tiles": Case(tokens=150, top_k=3, experts=4, hidden=64, inner=64, ranks=(2, 2)),
+    "few-int8": Case(tokens=20, hidden=48, inner=72, kind=("int8", False)),
+    "few-int8-transposed": Case(hidden=72, inner=136, transposed=True, kind=("int8", False)),
     "few-plain-absmax": Case(tokens=1, experts=3, hidden=128, inner=64, kind=("nf4", False)),
 }  # fmt: skip
 
@@ -204,34 +209,82 @@ def test_layer_equals_plain_loops(case):
         close(mine, right)
 
 
-@pytest.mark.parametrize("name", ["plain", "interleaved", "one-expert", "partial"])
-def test_capped_scratch_in_chunks_of_experts(name):
+@pytest.mark.parametrize(
+    ("name", "few"), [*((name, False) for name in CASES), ("few", True), ("few-transposed", True)]
+)
+def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
     case = CASES[name]
-    for experts in (1, 2):
-        scratch.set_scratch_cap(experts * 4 * (2 * case.inner + 64) * (case.hidden + 64))
+    if not few:
+        monkeypatch.setattr(products, "is_few", lambda *args, **kwargs: False)
+        monkeypatch.setattr(layer, "is_few", lambda *args, **kwargs: False)
+    sliced = []
+    real = products._slice
+    monkeypatch.setattr(products, "_slice", lambda *a: sliced.append(a[2]) or real(*a))
+    scratch.set_scratch_cap(1)
+    try:
         test_layer_equals_plain_loops(case)
-    scratch.set_scratch_cap(None)
+        assert scratch.held_bytes() < 2**20
+    finally:
+        scratch.set_scratch_cap(None)
+    assert few or max(case.hidden, case.inner) <= 64 or sliced
 
 
-@pytest.mark.parametrize("unroll", [1, 2])
-def test_few_tokens_in_every_configuration(unroll, monkeypatch):
-    monkeypatch.setattr(tune, "DEFAULT", fused.Config(128, unroll, 2, 4))
-    test_layer_equals_plain_loops(CASES["few"])
-    test_layer_equals_plain_loops(CASES["few-partial"])
+def test_a_cap_keeps_what_is_decoded_and_copied_below_it(monkeypatch):
+    case = Case(tokens=200, experts=3, hidden=256, inner=192)
+    monkeypatch.setattr(layer, "is_few", lambda *args, **kwargs: False)
+    copied = []
+    real = layer._copied
+    monkeypatch.setattr(layer, "_copied", lambda *a: copied.append(real(*a)) or copied[-1])
+    cap = 3 * 4 * (2 * 192 + 16) * 64
+    scratch.set_scratch_cap(cap)
+    try:
+        test_layer_equals_plain_loops(case)
+        assert 0 < scratch.held_bytes() <= cap
+    finally:
+        scratch.set_scratch_cap(None)
+    assert len(copied) > 2 and max(piece.nbytes for piece in copied) <= cap
 
 
-def test_few_tokens_take_the_fused_path(monkeypatch):
+CONFIGS = [codes.Config(128, 64, 2, 4, True), codes.Config(64, 128, 2, 4, False)]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", ["few", "few-partial", "few-transposed", "few-plain-absmax"])
+def test_few_tokens_in_every_configuration(config, name, monkeypatch):
+    monkeypatch.setattr(tune, "chosen", lambda *args, **kwargs: config)
+    test_layer_equals_plain_loops(CASES[name])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("few")])
+def test_few_tokens_never_decode(name, monkeypatch):
     def forbidden(*args, **kwargs):
         raise AssertionError("decoded")
 
-    made, _, x, weights, index, biases, loras = build(CASES["few"])
-    with torch.no_grad():
-        routing = layer.route(index, made.first.experts)
-        monkeypatch.setattr(decode, "decode", forbidden)
-        layer.forward(made, routing, x, weights, index, *biases, *loras)
-        monkeypatch.setattr(layer, "FEW", 0)
-        with pytest.raises(AssertionError, match="decoded"):
-            layer.forward(made, routing, x, weights, index, *biases, *loras)
+    monkeypatch.setattr(decode, "decode", forbidden)
+    test_layer_equals_plain_loops(CASES[name])
+    for by in ("FEW_BY_ROWS", "FEW_BY_COLUMNS"):
+        monkeypatch.setattr(products, by, 0)
+    with pytest.raises(AssertionError, match="decoded"):
+        test_layer_equals_plain_loops(CASES[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_of_each_matrix_is_decoded(kind):
+    stack = stack_of((3, 40, 72), *kind)
+    whole = codec.unpack(stack)
+    bounds = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    right, below = torch.randn(3, 16, 16), torch.randn(3, 16, 24)
+    for corner, height, width in [((8, 0), 16, 72), ((0, 24), 40, 24), ((11, 16), 16, 24)]:
+        out = torch.full((3, height + 16, width), float("nan"))
+        under = below if width == 24 else torch.zeros(3, 16, width)
+        decode.decode(packed_of(stack), out, corner=corner, bounds=bounds, below=under)
+        for e in (0, 2):
+            part = whole[e, corner[0] : corner[0] + height, corner[1] : corner[1] + width]
+            assert torch.equal(out[e, :height], part)
+        assert out[1].isnan().all()
+    out = torch.empty(3, 16, 72 + 16)
+    decode.decode(packed_of(stack), out, corner=(8, 0), right=right)
+    assert torch.equal(out[:, :, :72], whole[:, 8:24]) and torch.equal(out[:, :, 72:], right)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (37, 3), (200, 2)])

@@ -29,7 +29,7 @@ def test_only_candidates_are_read(table):
     good = list(tune._CANDIDATES[-1])
     rows = {
         "good": good,
-        "none such": [64, 1, 4, 5],
+        "none such": [64, 1, 4, 5, True],
         "nested": [good],
         "bools": [True],
         "text": "x",
@@ -48,17 +48,18 @@ def test_a_missing_or_broken_file_is_an_empty_table(table, text):
 
 
 def test_what_is_stored_is_read(table):
-    tune._store(table, {"key": list(tune.DEFAULT)})
-    assert tune._load(0) == {"key": list(tune.DEFAULT)}
+    tune._store(table, {"key": list(tune._CANDIDATES[0])})
+    assert tune._load(0) == {"key": list(tune._CANDIDATES[0])}
     assert [path.name for path in table.parent.iterdir()] == [table.name]
 
 
 def test_nowhere_to_write_is_no_error(table):
     table.parent.write_text("a file where the folder should be", encoding="utf-8")
-    tune._store(table, {"key": list(tune.DEFAULT)})
+    tune._store(table, {"key": list(tune._CANDIDATES[0])})
 
 
-def test_wrong_results_are_refused(monkeypatch):
+@pytest.mark.parametrize("back", [False, True])
+def test_wrong_results_are_refused(back, monkeypatch):
     torch.manual_seed(0)
     shape = (3, 32, 64)
     weight = torch.randn(shape)
@@ -69,14 +70,20 @@ def test_wrong_results_are_refused(monkeypatch):
         out.copy_(decoded[first : first + len(out)])
 
     monkeypatch.setattr(tune.decode, "decode", decode)
-    whole = torch.randn(3 * 12, 64)
-    split = torch.cat([whole[:, ::2], whole[:, 1::2]], 1)
-    right = torch.einsum("erk,enk->ern", whole.view(3, 12, 64), decoded).reshape(36, 32)
+    x = torch.randn(3 * 12, 32 if back else 64)
+    weights = decoded.transpose(1, 2) if back else decoded
+    right = torch.einsum("erk,enk->ern", x.view(3, 12, -1), weights).flatten(0, 1)
     bounds = torch.arange(4, dtype=torch.int32) * 12
-    assert tune._is_right(split, right, packed_of(stack), bounds)
+    assert tune._is_right(x, right, packed_of(stack), bounds, back)
     for expert in range(3):
         for bad in (0.0, float("nan")):
             wrong = right.clone()
             wrong[12 * expert + 5, 7:] = bad
-            assert not tune._is_right(split, wrong, packed_of(stack), bounds)
-    assert not tune._is_right(whole, right, packed_of(stack), bounds)
+            assert not tune._is_right(x, wrong, packed_of(stack), bounds, back)
+
+
+def test_defaults_are_candidates():
+    for back, configs in tune._DEFAULTS.items():
+        for config in configs.values():
+            assert config in tune._CANDIDATES
+            assert (config.features if back else config.step) <= 128

@@ -155,7 +155,8 @@ def test_peaks_of_whole_layers_measured_on_an_h200(layers, seq, targets, adapter
         config, quantization, seq=seq, targets=targets, adapter_dtype=adapters, search=False
     )
     assert made.peak.nbytes == pytest.approx(peak, rel=0.01)
-    assert made.peak.parts["decode scratch"] == 128 * 2048 * (1536 + 768) * 2
+    decoded = 128 * 2048 * (1536 + 768) * 2
+    assert made.peak.parts["decode scratch"] in (decoded, decoded + 128 * 2048 * 1536 // 64 * 4)
 
 
 def test_whole_layers_by_hand():
@@ -167,12 +168,23 @@ def test_whole_layers_by_hand():
     stacks = [128 * (1536 + 16) * (2048 + 16) * 2, 128 * (2048 + 16) * (768 + 16) * 2]
     assert memory_experts.held_nbytes(call, checkpointing=True) == tuple(stacks)
     assert memory_experts.held_nbytes(call, checkpointing=False) == (stacks[0],)
-    few = memory_experts.ExpertsCall(2048, 8, 128, 2048, 768)
-    assert memory_experts.held_nbytes(few, checkpointing=True)[1] == 128 * 2048 * 1536 // 64 * 4
-    wide = memory_experts.ExpertsCall(
-        4096, 8, 128, 2048, 768, first=(memory_experts.Adapter(8, 4),)
-    )
-    assert memory_experts.held_nbytes(wide, checkpointing=True) == ()
+    statistics = 128 * 2048 * 1536 // 64 * 4
+    few = memory_experts.ExpertsCall(2048, 8, 128, 2048, 768)  # 128 rows an expert: codes alone
+    assert memory_experts.held_nbytes(few, checkpointing=True) == (statistics,)
+    assert memory_experts.held_nbytes(replace(few, nested=False), checkpointing=True) == ()
+    plain = [128 * 1536 * 2048 * 2, 128 * 2048 * 768 * 2]
+    assert memory_experts.held_nbytes(replace(few, codes=False), checkpointing=True) == tuple(plain)
+    some = replace(few, tokens=4096)  # 256: codes forward, decoded back
+    assert memory_experts.held_nbytes(some, checkpointing=True) == (*plain, statistics)
+    assert memory_experts.held_nbytes(some, checkpointing=False) == (plain[0], statistics)
+    back = replace(some, transposed=True)
+    assert memory_experts.held_nbytes(back, checkpointing=False) == (plain[0], statistics)
+    single = replace(few, itemsize=4)
+    assert memory_experts.held_nbytes(single, checkpointing=True) == ()
+    # float32 adapters take the same road; their gradients are as wide as they are
+    wide = replace(call, first=(memory_experts.Adapter(16, 4),))
+    assert memory_experts.held_nbytes(wide, checkpointing=True) == tuple(stacks)
+    assert memory_experts.kept_nbytes(wide) == memory_experts.kept_nbytes(call)
 
 
 @pytest.mark.parametrize(("changes", "trained", "peak"), MEASURED)

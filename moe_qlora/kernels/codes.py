@@ -1,0 +1,285 @@
+"""Grouped products straight on packed codes, for experts of few rows: x W^T, and d W for backward.
+
+Where an expert has few rows, a layer costs what its weights' bytes cost. The codes are read once
+(0.516 bytes a weight), turned into what decoding gives (a code's value times its block's absmax,
+rounded to 16 bits) in registers, and multiplied from there, in the place of 2 bytes written and 2
+read again on the way through scratch.
+
+One kernel for both directions and for both layouts, since one only has to know whether the stored
+rows are the features that come out or the dimension that is summed over.
+
+The values of codes come from a table in fp16 (11 bits; decoding takes them from fp32), so that a
+weight may round to the neighbour of what decoding gives, about once in 30.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .decode import block_absmax
+from .packed import Packed
+
+TABLES = {
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    "fp4": (
+        0.0, 0.0052083334885537624, 0.6666666865348816, 1.0,
+        0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
+        0.0, -0.0052083334885537624, -0.6666666865348816, -1.0,
+        -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
+    ),
+}  # fmt: skip
+"""The codes' values, as bitsandbytes' `get_4bit_type` gives them."""
+
+
+class Config(NamedTuple):
+    """How the kernel is cut.
+
+    Attributes:
+        features: Features that come out of a program, a multiple of 64.
+        step: Terms of the contraction in a step, a multiple of 64.
+        stages: Steps loaded ahead.
+        warps: Warps in a program.
+        direct: Whether a nested absmax is decoded by each program, else in a pass of its own.
+    """
+
+    features: int
+    step: int
+    stages: int
+    warps: int
+    direct: bool
+
+
+@cache
+def lookup_asm(kind: str) -> str:
+    """PTX: 4 bytes of codes ($4) to their high halves' values ($0, $1) and low halves' ($2, $3).
+
+    `prmt` picks 4 bytes out of 8 by 4 nibbles, so that 4 codes at a time look up one of the two
+    bytes of their fp16 values: once among the codes below 8, once among the others, and the codes'
+    high bits choose between the two.
+    """
+    values = torch.tensor(TABLES[kind], dtype=torch.float32).half()
+    bits = [b & 0xFFFF for b in values.view(torch.int16).tolist()]
+
+    def pool(plane: int, first: int) -> str:
+        word = sum(((bits[first + i] >> (8 * plane)) & 255) << (8 * i) for i in range(4))
+        return f"0x{word:08x}"
+
+    lines = [
+        ".reg .b32 s, h, m, a, b, x, y, p0, p1;",
+        "and.b32 s, $4, 0x77777777;",
+        "shr.u32 h, $4, 3;",
+        "and.b32 h, h, 0x11111111;",
+    ]
+    for half in range(2):
+        if half:
+            lines += ["shr.u32 s, s, 16;", "shr.u32 h, h, 16;"]
+        lines.append("prmt.b32 m, 0x0000ff00, 0, h;")
+        for plane in range(2):
+            low, high = (pool(plane, 0), pool(plane, 4)), (pool(plane, 8), pool(plane, 12))
+            lines += [
+                f"mov.b32 a, {low[0]}; mov.b32 b, {low[1]}; prmt.b32 x, a, b, s;",
+                f"mov.b32 a, {high[0]}; mov.b32 b, {high[1]}; prmt.b32 y, a, b, s;",
+                f"lop3.b32 p{plane}, x, y, m, 0xd8;",
+            ]
+        lines += [f"prmt.b32 ${half}, p0, p1, 0x7351;", f"prmt.b32 ${2 + half}, p0, p1, 0x6240;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@triton.jit
+def _halves(codes, table, ASM: tl.constexpr):
+    """Bytes -> fp32 values of their high and of their low halves."""
+    if len(ASM) > 0:
+        high, low = tl.inline_asm_elementwise(
+            ASM,
+            "=&r,=&r,=&r,=&r,r",
+            [codes],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        wide = codes.to(tl.int32)
+        high, low = tl.load(table + (wide >> 4)), tl.load(table + (wide & 15))
+    return high.to(tl.float32), low.to(tl.float32)
+
+
+@triton.jit
+def absmax_kernel(
+    absmax, table2, absmax2, offset, bounds, out,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, NESTED: tl.constexpr,
+    BR: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """A nested absmax (E, ROWS, BLOCKS) as fp32 (E, BLOCKS, ROWS), of the experts with rows."""
+    expert = tl.program_id(2)
+    if tl.load(bounds + expert) == tl.load(bounds + expert + 1):
+        return
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    block = tl.program_id(1) * BB + tl.arange(0, BB)
+    live = (row < ROWS)[:, None] & (block < BLOCKS)[None, :]
+    first = expert.to(tl.int64) * (ROWS * BLOCKS)
+    at = first + row[:, None] * BLOCKS + block[None, :]
+    value = block_absmax(absmax, table2, absmax2, offset, at, live, NESTED)
+    tl.store(out + first + block[None, :] * ROWS + row[:, None], value, mask=live)
+
+
+@triton.jit
+def _weights(
+    codes, absmax, table, table2, absmax2, offset, expert, row, col, stride_r, stride_b, like,
+    ROWS: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr, BLOCKSIZE: tl.constexpr,
+    NESTED: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Weights (R, C) of an expert: these rows, and C columns from `col` on, a multiple of C."""
+    dtype = like.dtype.element_ty
+    inside = row < ROWS
+    if INT8:
+        c = col + tl.arange(0, C)
+        ok = inside[:, None] & (c < COLS)[None, :]
+        spots = codes + expert * (ROWS * COLS) + row[:, None] * COLS + c[None, :]
+        value = tl.load(spots, mask=ok, other=0).to(tl.float32)
+        scale = tl.load(absmax + expert * ROWS + row, mask=inside, other=0.0)
+        w = (value * scale[:, None] * 7.874015718698502e-3).to(dtype)
+    else:
+        half = tl.arange(0, C // 2)
+        c = col // 2 + half
+        ok = inside[:, None] & (c < COLS // 2)[None, :]
+        spots = codes + expert * (ROWS * COLS // 2) + row[:, None] * (COLS // 2) + c[None, :]
+        packed = tl.load(spots, mask=ok, other=0)
+        BLOCKS: tl.constexpr = COLS // BLOCKSIZE
+        block = col // BLOCKSIZE
+        spots = expert * (ROWS * BLOCKS) + row * stride_r + block * stride_b
+        scale = block_absmax(absmax, table2, absmax2, offset, spots, inside, NESTED)[:, None]
+        if C > BLOCKSIZE:  # the tile's second block
+            more = inside & (block + 1 < BLOCKS)
+            spots += stride_b
+            second = block_absmax(absmax, table2, absmax2, offset, spots, more, NESTED)[:, None]
+            scale = tl.where((half < BLOCKSIZE // 2)[None, :], scale, second)
+        high, low = _halves(packed, table, ASM)
+        # A byte's high half is the first of two neighbours.
+        both = tl.join((high * scale).to(dtype), (low * scale).to(dtype))
+        w = tl.reshape(both, (both.shape[0], C))
+    return w
+
+
+@triton.jit
+def codes_kernel(
+    x, codes, absmax, table, table2, absmax2, offset, factor, tiles, bounds, y,
+    stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
+    ROWS: tl.constexpr, COLS: tl.constexpr, RANK: tl.constexpr, BACK: tl.constexpr,
+    BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """y (R, n_end - n_first) = features [n_first, n_end) of x W^T, or of x W where BACK.
+
+    x (R, K + RANK), whose last RANK columns go with the factor (E, N, RANK); codes of (E, ROWS,
+    COLS). Program 0: features, in blocks; 1: tile of rows.
+    """
+    pid = tl.program_id(1)
+    expert = tl.load(tiles + 2 * pid).to(tl.int64)
+    if expert < 0:
+        return
+    rows = tl.load(tiles + 2 * pid + 1) + tl.arange(0, BM)
+    live = rows < tl.load(bounds + expert + 1)
+    rows = rows.to(tl.int64)
+    K: tl.constexpr = ROWS if BACK else COLS
+    first = n_first + tl.program_id(0) * BN
+    n = first + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    left = x + rows[:, None] * (K + RANK) + k[None, :]
+    total = tl.zeros([BM, BN], tl.float32)
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        a = tl.load(left + start, mask=live[:, None] & (start + k < K)[None, :], other=0.0)
+        if BACK:
+            w = _weights(
+                codes, absmax, table, table2, absmax2, offset, expert, start + k, first,
+                stride_r, stride_b, x, ROWS, COLS, BN, BLOCKSIZE, NESTED, INT8, ASM,
+            )  # fmt: skip
+            total = tl.dot(a, w, total, input_precision="ieee")
+        else:
+            w = _weights(
+                codes, absmax, table, table2, absmax2, offset, expert, n, start,
+                stride_r, stride_b, x, ROWS, COLS, BK, BLOCKSIZE, NESTED, INT8, ASM,
+            )  # fmt: skip
+            total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+    inside = n < n_end
+    if RANK > 0:
+        j = tl.arange(0, RANK)
+        spots = factor + expert * factor_se + n[None, :] * factor_sn + j[:, None] * factor_sj
+        f = tl.load(spots, mask=inside[None, :], other=0.0)
+        spots = x + rows[:, None] * (K + RANK) + K + j[None, :]
+        tail = tl.load(spots, mask=live[:, None], other=0.0)
+        total = tl.dot(tail, f, total, input_precision="ieee")
+    to = y + rows[:, None] * (n_end - n_first) + (n - n_first)[None, :]
+    tl.store(to, total.to(y.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+def suits(packed: Packed) -> bool:
+    """Whether blocks lie within rows: what `launch` needs beside `packed.suits()`."""
+    block = packed.blocksize
+    return packed.kind == "int8" or (block % 64 == 0 and packed.shape[2] % block == 0)
+
+
+def launch(
+    x: Tensor,
+    packed: Packed,
+    factor: Tensor | None,
+    absmax: Tensor | None,
+    bounds: Tensor,
+    tiles: Tensor,
+    tile: int,
+    config: Config,
+    *,
+    back: bool,
+    span: tuple[int, int],
+) -> Tensor:
+    """`(R, b - a)`: features [a, b) of x W^T, or of x W, and x's last r columns times the factor.
+
+    Args:
+        x: `(R, K + r)` sorted rows, contiguous.
+        packed: `(E, rows, cols)`; K is cols, or rows where `back`.
+        factor: `(E, N, r)`, any strides, or None for r = 0.
+        absmax: fp32, as many as there are blocks: room for a nested absmax, which is decoded into
+            it first. None where `config.direct`, or where it is not nested.
+        bounds: `(E + 1,)` int32.
+        tiles: As `layer.Routing` has them.
+        tile: Rows in a tile.
+        config: How to cut it.
+        back: Whether the stored rows are what is summed over.
+        span: (a, b), a and b whole groups of 64 features, or the end.
+    """
+    experts, n_rows, n_cols = packed.shape
+    int8 = packed.kind == "int8"
+    blocks = 1 if int8 else n_cols // packed.blocksize
+    table2 = absmax2 = offset = statistics = packed.absmax
+    nested, strides = 0, (blocks, 1)
+    if packed.nested is not None:
+        table2, absmax2, offset, nested = packed.nested
+        if absmax is not None:
+            grid = triton.cdiv(n_rows, 32), triton.cdiv(blocks, 32), experts
+            absmax_kernel[grid](
+                packed.absmax, table2, absmax2, offset, bounds, absmax,
+                ROWS=n_rows, BLOCKS=blocks, NESTED=nested, BR=32, BB=32, enable_fp_fusion=False,
+            )  # fmt: skip
+            statistics, nested, strides = absmax, 0, (1, n_rows)
+    y = torch.empty(x.shape[0], span[1] - span[0], dtype=x.dtype, device=x.device)
+    codes_kernel[(triton.cdiv(y.shape[1], config.features), tiles.shape[0])](
+        x, packed.codes, statistics, packed.absmax if packed.table is None else packed.table,
+        table2, absmax2, offset, x if factor is None else factor, tiles, bounds, y,
+        *strides, *span, *((0, 0, 0) if factor is None else factor.stride()),
+        ROWS=n_rows, COLS=n_cols, RANK=0 if factor is None else factor.shape[2], BACK=back,
+        BLOCKSIZE=packed.blocksize, NESTED=nested, INT8=int8,
+        ASM="" if int8 or triton.knobs.runtime.interpret else lookup_asm(packed.kind),
+        BM=tile, BN=config.features, BK=config.step, STAGES=config.stages,
+        num_warps=config.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y
