@@ -41,8 +41,9 @@ def load(folder, **kwargs):
         )
 
 
-def trainer(kind, way, folder, out, *, evaluate=False, **options):
+def trainer(kind, way, folder, out, *, evaluate=False, lora=None, **options):
     """One of TRL's trainers, given what `way` says; everything else is as a user would have it."""
+    lora = lora_config() if lora is None else lora
     keywords = {
         "output_dir": str(out),
         "max_steps": STEPS,
@@ -63,17 +64,17 @@ def trainer(kind, way, folder, out, *, evaluate=False, **options):
     if way == "folder":
         model, more["quantization_config"] = str(folder), BNB
         more["peft_config"] = moe_qlora.adapt_lora_config(
-            folder, lora_config(), experts=True, quantization_config=BNB
+            folder, lora, experts=True, quantization_config=BNB
         )
     else:
         torch.manual_seed(1)
         model = load(folder)
         if way == "packed":
-            more["peft_config"] = moe_qlora.adapt_lora_config(model, lora_config(), experts=True)
+            more["peft_config"] = moe_qlora.adapt_lora_config(model, lora, experts=True)
         elif way == "peft":
-            model = moe_qlora.get_peft_model(model, lora_config(), experts=True)
+            model = moe_qlora.get_peft_model(model, lora, experts=True)
         elif way == "stock peft":
-            config = moe_qlora.adapt_lora_config(model, lora_config(), experts=True)
+            config = moe_qlora.adapt_lora_config(model, lora, experts=True)
             model = peft.get_peft_model(model, config)
         else:
             model = way
@@ -381,3 +382,53 @@ def test_the_adapted_config_is_forgotten(model_folder, tmp_path):
         )
     with pytest.raises(moe_qlora.AdapterError, match=r"moe_qlora\.adapt_lora_config"):
         trained.train()
+
+
+def test_packed_folder(model_folder, tmp_path):
+    """A folder that is packed already says by itself how: no other quantization_config."""
+    packed = tmp_path / "packed"
+    load(model_folder).save_pretrained(packed)
+    for file in model_folder.glob("tokenizer*"):
+        (packed / file.name).write_bytes(file.read_bytes())
+    config = moe_qlora.adapt_lora_config(packed, lora_config(), experts=True)
+    with moe_qlora.enabled():
+        trained = trl.SFTTrainer(
+            model=str(packed),
+            peft_config=config,
+            args=trl.SFTConfig(
+                output_dir=str(tmp_path / "run"),
+                max_steps=STEPS,
+                per_device_train_batch_size=2,
+                learning_rate=5e-3,
+                lr_scheduler_type="constant",
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+            ),
+            train_dataset=rows("sft"),
+        )
+    trained.train()
+    plain = trainer("sft", "folder", model_folder, tmp_path / "plain")
+    plain.train()
+    assert losses(trained) == losses(plain)
+
+
+def test_merging_in_memory(model_folder, tmp_path):
+    """The PeftModel that TRL makes merges as this package's own once it is connected."""
+    experts_alone = LoraConfig(r=4, lora_alpha=16, target_modules=[], task_type="CAUSAL_LM")
+    trained = trainer("sft", "folder", model_folder, tmp_path, lora=experts_alone)
+    trained.train()
+    model = trained.accelerator.unwrap_model(trained.model.eval(), keep_fp32_wrapper=False)
+    ids = torch.tensor([[40, 60, 80, 100, 120, 7]])
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        before = codes(model)
+        moe_qlora.connect_adapters(model).merge_adapter(repack=True)
+        assert len(list(storage.iter_packed(model))) == 4
+        model.unmerge_adapter()
+        assert_same(codes(model), before)
+        merged = model.merge_and_unload(dtype=torch.float32)
+        assert not list(storage.iter_packed(merged))
+        torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-2, atol=2e-2)
