@@ -19,10 +19,11 @@ import copy
 import re
 import warnings
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, PeftType
 from torch import nn
 
 from . import checkpoint_rounding
@@ -104,9 +105,29 @@ class AdaptedLoraConfig(LoraConfig):
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         if self._reload_note:
             warnings.warn(self._reload_note, UserWarning, stacklevel=2)
-        super().save_pretrained(save_directory, **kwargs)
+        ours = {field: getattr(self, field) for field in self._edits}
+        self.__dict__.update(self.callers())  # a host's own class may write fields past `to_dict`
+        try:
+            super().save_pretrained(save_directory, **kwargs)
+        finally:
+            self.__dict__.update(ours)
         if self._packed is not None:
             checkpoint_rounding.write_note(Path(save_directory), self._packed)
+
+
+@cache
+def _adapted_class(theirs: Any) -> Any:
+    """`AdaptedLoraConfig`; for a host's own LoraConfig a class that is both."""
+    if issubclass(theirs, AdaptedLoraConfig):
+        return theirs
+    if theirs is LoraConfig:
+        return AdaptedLoraConfig
+    return type(theirs.__name__, (AdaptedLoraConfig, theirs), {})
+
+
+def _is_lora(config: PeftConfig) -> bool:
+    """Whether this is LoRA, a host's own LoraConfig included; AdaLoRA's is one by class alone."""
+    return isinstance(config, LoraConfig) and config.peft_type == PeftType.LORA
 
 
 def adapt_unloaded(
@@ -127,7 +148,8 @@ def adapt_unloaded(
         if value and not known:
             raise ConfigError(
                 f"{option}={value!r} is for models with packed experts, and a load of this "
-                f"{cast(Any, built.config).model_type} model with this quantization_config packs none."
+                f"{cast(Any, built.config).model_type} model with this quantization_config packs "
+                "none."
             )
     adapted = adapt(built, config, **options)
     if isinstance(adapted, AdaptedLoraConfig):
@@ -229,9 +251,9 @@ def _caller_view(config: PeftConfig) -> PeftConfig:
 
 
 def _finish(adapted: PeftConfig, callers: dict[str, Any], note: str) -> PeftConfig:
-    if type(adapted) not in (LoraConfig, AdaptedLoraConfig):
+    if not _is_lora(adapted):
         return adapted  # AdaLoRA and others keep their class; their files name what they match
-    adapted.__class__ = AdaptedLoraConfig
+    adapted.__class__ = _adapted_class(cast(Any, type(adapted)))
     # PEFT writes what "all-linear" and a model type's defaults stand for, not the word
     asked = callers["target_modules"]
     if asked is None or (isinstance(asked, str) and asked.lower() == targets.ALL_LINEAR):
@@ -447,7 +469,7 @@ def _check_supported(config: LoraConfig, chosen: list[str], packed: dict[str, nn
                 f"{reason}; unset it, or "
                 "leave the experts out of target_parameters."
             )
-    if type(config) not in (LoraConfig, AdaptedLoraConfig):
+    if not _is_lora(config):
         raise ConfigError(
             f"{type(config).__name__} does not work for packed experts ({chosen[0]}); use a "
             f"LoraConfig for them."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import warnings
@@ -374,3 +375,54 @@ def test_an_untested_version_is_named_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_no_config_is_refused(config: Any) -> None:
     with pytest.raises(ConfigError, match="lora_config is a"):
         moe_qlora.adapt_lora_config(build("qwen3_moe"), config)
+
+
+@dataclasses.dataclass
+class HostsLoraConfig(LoraConfig):
+    """A host's own: one more field, and a file that its parent class writes."""
+
+    lora_plus_ratio: float | None = None
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "lora_plus_ratio"
+        }
+        LoraConfig(**fields).save_pretrained(save_directory, **kwargs)
+        (Path(save_directory) / "ratio.json").write_text(json.dumps(self.lora_plus_ratio))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
+def test_a_hosts_own_lora_config_stays_one(model_type: str, tmp_path: Path) -> None:
+    model = build(model_type)
+    asked = {"r": 2, "target_modules": ["down_proj", "q_proj"]}
+    asked["target_parameters"] = moe_qlora.target_parameters(model)
+    config = HostsLoraConfig(**asked, lora_plus_ratio=2.0)
+    adapted = moe_qlora.adapt_lora_config(model, config)
+    assert isinstance(adapted, HostsLoraConfig) and adapted.lora_plus_ratio == 2.0
+    again = moe_qlora.adapt_lora_config(model, copy.deepcopy(adapted))
+    assert type(again) is type(adapted)
+    assert again.to_dict() == adapted.to_dict()
+
+    wrapped = moe_qlora.get_peft_model(model, config)
+    plain = moe_qlora.get_peft_model(build(model_type), LoraConfig(**asked))
+    assert adapted_modules(wrapped) == adapted_modules(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what stock PEFT would load wrong
+        wrapped.save_pretrained(tmp_path / "theirs")
+        plain.save_pretrained(tmp_path / "plain")
+    assert json.loads((tmp_path / "theirs/ratio.json").read_text()) == 2.0
+    theirs, plainly = (
+        json.loads((tmp_path / name / "adapter_config.json").read_text())
+        for name in ("theirs", "plain")
+    )
+    assert {key: _sorted(value) for key, value in theirs.items()} == {
+        key: _sorted(value) for key, value in plainly.items()
+    }
+    assert sorted(theirs["target_modules"]) == ["down_proj", "q_proj"]
+    assert theirs["exclude_modules"] is None
+
+
+def _sorted(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
