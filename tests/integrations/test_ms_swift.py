@@ -1,0 +1,204 @@
+"""ms-swift's own command line, loader and trainer with packed experts, where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import BitsAndBytesConfig
+
+from moe_qlora.errors import ConfigError
+from moe_qlora.integrations import ms_swift
+
+STORED = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.float32,
+)
+PLUGIN = """
+from moe_qlora.integrations.ms_swift import register
+
+register({"lora_experts": True})
+"""
+
+
+def python(*arguments: object, cwd: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where runs are started: with the plugin's file and a data set."""
+    path = tmp_path_factory.mktemp("swift")
+    tried = python("-c", "import swift.pipelines.train.sft, swift.tuner_plugin", cwd=path)
+    if tried.returncode:
+        pytest.skip(f"ms-swift cannot be imported: {tried.stderr.strip().splitlines()[-1]}")
+    words = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Say {word}."},
+                {"role": "assistant", "content": f"{word}, {word} and {word}!"},
+            ]
+        }
+        for word in words
+    ]
+    (path / "tiny.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (path / "experts.py").write_text(PLUGIN)
+    return path
+
+
+def sft(folder, model, **more):
+    """`swift sft` with what these runs have in common; returns the process."""
+    options = {
+        "model": model,
+        "model_type": "qwen3_moe",
+        "template": "dummy",
+        "use_hf": "true",
+        "dataset": "tiny.jsonl",
+        "external_plugins": "experts.py",
+        "tuner_type": "moe_qlora",
+        "quant_method": "bnb",
+        "quant_bits": 4,
+        "target_modules": "q_proj v_proj",
+        "lora_rank": 4,
+        "lora_alpha": 16,
+        "lora_dropout": 0,
+        "add_version": "false",
+        "max_steps": 8,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 5e-3,
+        "logging_steps": 1,
+        "max_length": 64,
+        "report_to": "none",
+        "use_cpu": "true",
+        "device_map": "cpu",
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+    words = [
+        word
+        for name, value in options.items()
+        if value is not None
+        for word in (f"--{name}", *str(value).split())
+    ]
+    return python("-m", "swift.cli.sft", *words, cwd=folder)
+
+
+def losses(checkpoint):
+    history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+
+
+@pytest.fixture(scope="module")
+def trained(folder, model_folder):
+    done = sft(folder, model_folder, output_dir="out", save_steps=4)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "out/checkpoint-8"
+
+
+def test_training_and_what_stock_peft_makes_of_it(trained, model_folder, stock_logits):
+    fell = losses(trained)
+    assert fell[8] < fell[1] - 0.5
+    tensors = load_file(trained / "adapter_model.safetensors")
+    experts = [key for key in tensors if ".experts." in key]
+    assert len(tensors) == 2 * 2 * 2 + 2 * 2 * 2 and len(experts) == 2 * 2 * 2
+    assert all(bool(tensor.any()) for tensor in tensors.values())
+
+    ours, stock, base = stock_logits(model_folder, trained, STORED)
+    assert (ours - base).abs().max() > 0.5
+    assert (ours - stock).abs().max() < 1e-4
+
+
+def test_resuming_gives_the_losses_of_not_having_stopped(trained, folder, model_folder):
+    checkpoint = trained.parent / "checkpoint-4"
+    done = sft(folder, model_folder, output_dir="again", resume_from_checkpoint=checkpoint)
+    assert done.returncode == 0, done.stderr[-3000:]
+    once, again = losses(trained), losses(folder / "again/checkpoint-8")
+    assert [again[step] for step in range(5, 9)] == [once[step] for step in range(5, 9)]
+    first, second = (
+        load_file(path / "adapter_model.safetensors")
+        for path in (trained, folder / "again/checkpoint-8")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+UNDONE = """
+import sys
+from swift.model import MODEL_MAPPING, get_model_processor
+from swift.tuner_plugin import tuners_map
+from transformers import BitsAndBytesConfig
+from moe_qlora.errors import ConfigError
+from moe_qlora.hf.switch import is_enabled
+from moe_qlora.integrations.ms_swift import register
+from moe_qlora.storage import iter_packed
+
+config = BitsAndBytesConfig(load_in_4bit=True)
+def build(config):
+    options = {"model_type": "qwen3_moe", "device_map": "cpu", "use_hf": True}
+    model, _ = get_model_processor(sys.argv[1], quantization_config=config, **options)
+    return len(list(iter_packed(model)))
+
+loaders = {name: meta.loader for name, meta in MODEL_MAPPING.items()}
+assert len(loaders) > 100
+with register():
+    assert "moe_qlora" in tuners_map and not is_enabled()
+    assert build(config) == 4 and not is_enabled()
+    assert build(None) == 0
+    try:
+        register()
+    except ConfigError as error:
+        assert "registered already" in str(error)
+    else:
+        raise AssertionError
+    assert "moe_qlora" in tuners_map
+assert "moe_qlora" not in tuners_map
+assert {name: meta.loader for name, meta in MODEL_MAPPING.items()} == loaders
+assert build(config) == 0
+print("undone")
+"""
+
+
+def test_a_plain_model_afterwards(folder, model_folder):
+    done = python("-c", UNDONE, model_folder, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "undone"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            {"quant_method": None, "quant_bits": None},
+            "was loaded without a BitsAndBytesConfig, so nothing says how to pack its experts",
+        ),
+        ({"lorap_lr_ratio": 2}, "--lorap_lr_ratio 2.0 makes adapters in a way of its own"),
+    ],
+)
+def test_options_that_do_not_go_together(folder, model_folder, more, said):
+    done = sft(folder, model_folder, output_dir="refused", **more)
+    assert done.returncode != 0
+    assert done.stderr.strip().splitlines()[-1].startswith("moe_qlora.errors.ConfigError: ")
+    assert said in done.stderr.strip().splitlines()[-1]
+
+
+def test_adapters_made_elsewhere():
+    ms_swift._check(SimpleNamespace(tuner_backend="peft", use_swift_lora=False))
+    with pytest.raises(ConfigError, match="--tuner_backend unsloth makes adapters"):
+        ms_swift._check(SimpleNamespace(tuner_backend="unsloth"))
