@@ -1,18 +1,23 @@
-"""What every benchmark here shares: where it ran, and rows in results/*.csv.
+"""What every benchmark here shares: where it ran, rows in results/*.csv, times and memory.
 
 A row is one figure: `name` and `setting` say what was run, `metric` and `unit` what was measured,
 p20, p50 and p80 the percentiles over the repetitions (all three equal where it was measured once).
+A run that fails is a row too: metric `fails: <what was raised>`, no figures.
 """
 
 from __future__ import annotations
 
 import csv
 import datetime as dt
+import gc
 import statistics
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -75,6 +80,17 @@ class Rows:
     def add(self, metric: str, unit: str, *values: float) -> None:
         """Record one figure, of one measurement or of several."""
         low, middle, high = (f"{value:.6g}" for value in percentiles(values))
+        self._write(metric, unit, low, middle, high)
+        print(f"{metric:32s} {middle:>12s} {unit}  (p20 {low}, p80 {high})", flush=True)
+
+    def fail(self, error: BaseException) -> None:
+        """Record that what was to be measured cannot be run, and how it says so."""
+        said = (str(error).strip().splitlines() or [""])[0]
+        metric = f"fails: {type(error).__name__}: {said}"[:200].strip(": ")
+        self._write(metric, "none", "nan", "nan", "nan")
+        print(metric, flush=True)
+
+    def _write(self, metric: str, unit: str, low: str, middle: str, high: str) -> None:
         row = {**self.start, "metric": metric, "unit": unit}
         row |= {"p20": low, "p50": middle, "p80": high}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,4 +100,88 @@ class Rows:
             if fresh:
                 writer.writeheader()
             writer.writerow(row)
-        print(f"{metric:32s} {middle:>12s} {unit}  (p20 {low}, p80 {high})", flush=True)
+
+
+def times(run: Callable[[], Any], device: torch.device, repeat: int) -> list[float]:
+    """Milliseconds of single calls, after three that do not count."""
+    for _ in range(3):
+        run()
+    if device.type == "cuda":
+        return event_times(run, repeat)
+    taken = []
+    for _ in range(repeat):
+        before = time.perf_counter()
+        run()
+        taken.append((time.perf_counter() - before) * 1e3)
+    return taken
+
+
+def event_times(run: Callable[[], Any], repeat: int) -> list[float]:
+    """Milliseconds of calls one behind the other, as a model's layers are, after two more.
+
+    The host's own time shows where it is the longer.
+    """
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 3)]
+    for mark in marks:
+        mark.record()
+        run()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(marks[2:])]
+
+
+def cold_times(run: Callable[[], Any], device: torch.device, repeat: int) -> list[float]:
+    """Milliseconds of single calls with nothing of theirs in the device's second cache."""
+    if device.type != "cuda":
+        return times(run, device, repeat)
+    flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
+    for _ in range(3):
+        run()
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeat)]
+    for start, end in marks:
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) for start, end in marks]
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes that torch's allocator has given out; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release(device: torch.device) -> None:
+    """Give back what nobody holds any more, and measure the peak from here."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def release_scratch() -> None:
+    """Give back this package's shared scratch, as if nothing had run yet."""
+    scratch = _scratch()
+    if scratch is not None:
+        scratch.release_scratch()
+
+
+def scratch_bytes() -> int:
+    """Bytes of this package's shared scratch."""
+    scratch = _scratch()
+    return 0 if scratch is None else int(scratch.held_bytes())
+
+
+def _scratch() -> Any:
+    try:
+        from moe_qlora.kernels import scratch
+    except ImportError:
+        return None
+    return scratch

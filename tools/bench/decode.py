@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 from bitsandbytes import functional
-from common import RESULTS, Rows, environment
-from layer import event_times
+from common import RESULTS, Rows, environment, event_times
 
 from moe_qlora import codec
 from moe_qlora.codec_settings import CodecSettings

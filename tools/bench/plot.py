@@ -1,53 +1,126 @@
-"""Draws results/layer.csv: a step's time and kept bytes against tokens, ours and its peers.
+"""Draws results/layer.csv and results/model.csv: ours beside its peers.
 
-python tools/bench/plot.py            writes results/layer-<shape>.png, one for each shape
+python tools/bench/plot.py            all that have rows; of equal rows the last counts
+
+layer-<shape>.png     a step's time, its ratio to the floors, kept bytes and peak against tokens
+gate_up-<shape>.png   the first projection's forward alone, call by call and in a CUDA graph
+model-<name>.png      tokens a second and memory of whole models
 """
 
 from __future__ import annotations
 
 import csv
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS
 
-PANELS = (
+LAYER = (
     ("step", "ms a step"),
-    ("step, checkpointed", "ms a step, checkpointed"),
     ("step over FLOP floor", "times the FLOP floor"),
     ("kept", "MiB kept for backward"),
+    ("step, checkpointed", "ms a step, checkpointed"),
+    ("step over byte floor", "times the byte floor"),
+    ("peak", "MiB of peak"),
 )
+GATE_UP = (
+    ("gate_up forward", "ms"),
+    ("gate_up forward in a graph", "ms in a graph"),
+    ("gate_up forward in a graph over byte floor", "times the byte floor"),
+)
+MODEL = (
+    ("throughput", "tokens/s", 1.0),
+    ("peak in training", "GB of peak", 1e9),
+    ("resident between steps", "GB between steps", 1e9),
+)
+BARS = ("layers", "lora", "seq", "batch", "checkpointing", "adapters")
+"""What a bar's caption says of a whole model's setting, beside its peer."""
 
 
 def main() -> None:
-    """Draw every shape that has rows."""
+    """Draw every shape and model that has rows."""
     series: dict[str, Any] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
-    with (RESULTS / "layer.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            setting = dict(word.split("=") for word in row["setting"].split() if "=" in word)
-            if "cap" not in setting:
-                peer, tokens = setting["peer"], int(setting["tokens"])
-                series[row["name"]][row["metric"]][peer][tokens] = float(row["p50"])
+    for row, setting in rows(RESULTS / "layer.csv"):
+        if "cap" not in setting:
+            peer, tokens = setting["peer"], int(setting["tokens"])
+            series[row["name"]][row["metric"]][peer][tokens] = float(row["p50"])
     for shape, metrics in series.items():
-        draw(shape, metrics, RESULTS / f"layer-{shape}.png")
+        lines(shape, metrics, LAYER, f"One layer of {shape}", RESULTS / f"layer-{shape}.png")
+        first = f"First projection of {shape}, forward"
+        lines(shape, metrics, GATE_UP, first, RESULTS / f"gate_up-{shape}.png")
+    whole: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
+    for row, setting in rows(RESULTS / "model.csv"):
+        if "peer" in setting:
+            whole[row["name"]][caption(setting)][row["metric"]] = float(row["p50"])
+    for name, runs in whole.items():
+        bars(name, runs, RESULTS / f"model-{name}.png")
 
 
-def draw(shape: str, metrics: Any, path: Path) -> None:
-    """One figure of four panels."""
+def rows(path: Path) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
+    """Each row, and the words of its setting; a word without a value is its own."""
+    if not path.exists():
+        return
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            words = (word.partition("=") for word in row["setting"].split())
+            yield row, {key: value or key for key, _, value in words}
+
+
+def caption(setting: dict[str, str]) -> str:
+    """A run of a whole model in a few words."""
+    words = [setting["peer"], *(f"{key} {setting[key]}" for key in BARS if key in setting)]
+    return ", ".join([*words, *(word for word in ("liger",) if word in setting)])
+
+
+def lines(shape: str, metrics: Any, panels: Any, title: str, path: Path) -> None:
+    """Against tokens, a panel for each metric; nothing where there are no rows."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 3.2), layout="constrained")
-    for axes, (metric, label) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        for peer, points in sorted(metrics[metric].items()):
+    if not any(metrics.get(metric) for metric, _ in panels):
+        return
+    high = (len(panels) + 2) // 3
+    figure = Figure(figsize=(13, 3.4 * high), layout="constrained")
+    grid = figure.subplots(high, 3, squeeze=False)
+    peers = sorted({peer for metric, _ in panels for peer in metrics.get(metric, {})})
+    colors = {peer: f"C{i}" for i, peer in enumerate(peers)}
+    for axes, (metric, label) in zip(grid.flat, panels, strict=True):
+        for peer, points in sorted(metrics.get(metric, {}).items()):
             tokens = sorted(points)
-            axes.plot(tokens, [points[n] for n in tokens], marker="o", label=peer)
+            values = [points[n] for n in tokens]
+            axes.plot(tokens, values, marker="o", label=peer, color=colors[peer])
         axes.set(xlabel="tokens", ylabel=label, xscale="log", yscale="log")
         axes.grid(alpha=0.3, which="both")
-        if metrics[metric]:
+        if metrics.get(metric):
             axes.legend()
-    figure.suptitle(f"One layer of {shape}, one H200")
-    figure.savefig(path, dpi=110)
+    figure.suptitle(f"{title}, one H200")
+    figure.savefig(path, dpi=100)
+
+
+def bars(name: str, runs: Any, path: Path) -> None:
+    """A bar for each run of a whole model that was measured to its end."""
+    from matplotlib.figure import Figure
+
+    done = {words: of for words, of in runs.items() if "throughput" in of}
+    if not done:
+        return
+    figure = Figure(figsize=(14, 1.2 + 0.35 * len(done)), layout="constrained")
+    grid = figure.subplots(1, len(MODEL), sharey=True, squeeze=False)
+    captions = list(done)
+    for axes, (metric, label, unit) in zip(grid.flat, MODEL, strict=True):
+        values = [done[words].get(metric, 0) / unit for words in captions]
+        drawn = axes.barh(captions, values, color=[_color(words) for words in captions])
+        axes.bar_label(drawn, fmt="%.5g", padding=2, fontsize=8)
+        axes.set(xlabel=label)
+        axes.margins(x=0.18)
+    grid.flat[0].invert_yaxis()  # shared
+    figure.suptitle(f"Training {name}, one H200")
+    figure.savefig(path, dpi=100)
+
+
+def _color(words: str) -> str:
+    return "C0" if words.startswith("ours") else "C7"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,436 @@
+"""Trains a whole model with random weights, ours and its peers one after the other; model.csv.
+
+    python tools/bench/model.py                        qwen3-30b-a3b, one GPU with 80 GB or more
+    python tools/bench/model.py --micro-batch 4 --loss liger --peers ours,frozen
+    python tools/bench/model.py --model glm4_moe --layers 12 --no-checkpointing
+    python tools/bench/model.py --model path/to/config.json
+    python tools/bench/model.py --tiny --device cpu    whether it runs at all
+
+    ours        experts packed, nf4 with double quantization; LoRA as `--lora` says
+    frozen      bf16 experts, transformers' grouped_mm; LoRA on attention alone
+    peft        bf16 experts, transformers' grouped_mm; PEFT's LoRA as `--lora` says
+    bnb         experts packed by bitsandbytes' parametrization; LoRA on attention alone
+
+Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains the adapters. A
+model is made on the device one module at a time, and an expert stack packed as soon as it is made,
+so that models fit that do not in 16 bits; `--pack after` packs a model that was made in 16 bits, as
+after a stock load. A peer's memory is given back before the next: `allocated before` says what is
+left then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, Rows, allocated, environment, release, release_scratch, synchronize
+from shapes import name_of, whole_config
+from torch import Tensor, nn
+
+import moe_qlora
+
+PEERS = ("ours", "frozen", "peft", "bnb")
+LORA_RATE = 1e-4
+
+Each = Callable[[str, nn.Module], None]
+
+
+class UnavailableError(Exception):
+    """A peer that does not do what was asked for."""
+
+
+def main() -> None:
+    """Run the benchmark that the command line asks for."""
+    options = _options()
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    where = environment(device, options.commit)
+    config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
+    name = f"{config.model_type}-tiny" if options.tiny else name_of(options.model)
+    for peer in options.peers:
+        setting = _setting(peer, options, config.get_text_config().num_hidden_layers)
+        print(f"\n{name} {setting}", flush=True)
+        rows = Rows(options.out, where, name, setting)
+        torch.manual_seed(0)
+        release(device)
+        try:
+            run(peer, options, config, device, rows)
+        except UnavailableError as error:
+            print(f"skipped: {error}")
+        except Exception as error:
+            if peer == "ours":
+                raise
+            rows.fail(error)
+        release_scratch()
+        release(device)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--model", default="qwen3-30b-a3b", help="a name in shapes.py, a model type, or a config"
+    )
+    parser.add_argument("--layers", type=int, default=None, help="default: all")
+    parser.add_argument("--seq", type=int, default=None, help="default: 4096, or 64 with --tiny")
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--lora", default="experts,attention", help="experts, attention or both")
+    parser.add_argument("--loss", choices=["stock", "liger"], default="stock")
+    parser.add_argument(
+        "--adapters", choices=["bf16", "fp32"], default="bf16", help="fp32 trains under autocast"
+    )
+    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--pack", choices=["building", "after"], default="building")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=3, help="steps before those that count")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS / "model.csv")
+    parser.add_argument("--commit", help="for a copy of the tree without its history")
+    options = parser.parse_args()
+    options.seq = options.seq or (64 if options.tiny else 4096)
+    options.lora = sorted(set(options.lora.split(",")), reverse=True)
+    options.peers = options.peers.split(",")
+    if not set(options.lora) <= {"attention", "experts"}:
+        parser.error(f"--lora {','.join(options.lora)}: expected experts, attention or both")
+    unknown = set(options.peers) - set(PEERS)
+    if unknown:
+        parser.error(f"--peers {', '.join(sorted(unknown))}: expected some of {', '.join(PEERS)}")
+    if options.warmup < 1 or options.steps < 1:
+        parser.error("--warmup and --steps: expected 1 or more")
+    return options
+
+
+def _lora(peer: str, options: argparse.Namespace) -> list[str]:
+    wanted: list[str] = options.lora if peer in ("ours", "peft") else ["attention"]
+    return wanted
+
+
+def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
+    packed = "nf4+double" if peer in ("ours", "bnb") else "bf16"
+    return (
+        f"layers={layers} lora={','.join(_lora(peer, options))} r={options.rank} "
+        f"seq={options.seq} batch={options.micro_batch} "
+        f"checkpointing={'non-reentrant' if options.checkpointing else 'none'} {packed}"
+        f"{' liger' if options.loss == 'liger' else ''} peer={peer} adapters={options.adapters}"
+        f"{' pack=after' if options.pack == 'after' and peer == 'ours' else ''}"
+    )
+
+
+def run(
+    peer: str, options: argparse.Namespace, config: Any, device: torch.device, rows: Rows
+) -> None:
+    """Build, pack, adapt and train one peer's model.
+
+    Raises:
+        UnavailableError: The peer has nothing of its own under these options.
+    """
+    if peer == "peft" and "experts" not in options.lora:
+        raise UnavailableError("without LoRA on experts this is the frozen peer")
+    loss_of = _loss(options, device)
+    rows.add("allocated before", "bytes", allocated(device))
+    start = time.perf_counter()
+    early = peer == "bnb" or (peer == "ours" and options.pack == "building")
+    packer = _Packer(peer, config) if early else None
+    model = build(config, device, None if packer is None else packer.visit)
+    synchronize(device)
+    print(f"built {config.model_type} in {time.perf_counter() - start:.1f} s")
+    if packer is not None:
+        rows.add("experts before", "bytes", packer.before)
+        rows.add("experts packed", "bytes", packer.after)
+        rows.add("packed weight", "bytes/weight", 2 * packer.after / packer.before)
+        rows.add("packing time", "s", packer.seconds)
+    if device.type == "cuda":
+        rows.add("peak while building", "bytes", torch.cuda.max_memory_allocated(device))
+    if peer == "ours":
+        pack(model, device, rows if packer is None else None)
+    else:
+        model.set_experts_implementation("grouped_mm")
+    release(device)
+    if device.type == "cuda":
+        rows.add("model", "bytes", allocated(device))
+    peft_model = adapt(peer, model, options)
+    if not options.checkpointing and device.type == "cuda":
+        record_kept(peft_model, options, device, rows)
+    train(peft_model, loss_of, options, device, rows)
+
+
+def build(config: Any, device: torch.device, each: Each | None = None) -> Any:
+    """The model in bf16 on the device, with transformers' own random initialization.
+
+    Memory is taken for one module at a time.
+
+    Args:
+        config: Of the model.
+        device: Where it is to be.
+        each: Called with a module's name and the module, once its own weights are there.
+    """
+    from transformers import PreTrainedModel
+
+    from moe_qlora.testing import model_class
+
+    with torch.device("meta"):
+        model = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
+    modules = dict(model.named_modules())
+    for name, module in reversed(modules.items()):  # what a module holds comes before it
+        host = name
+        while not isinstance(modules[host], PreTrainedModel):
+            host = host.rpartition(".")[0]
+        own = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
+        if own:
+            module.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.zero_()
+            modules[host]._init_weights(module)
+        if each is not None:
+            each(name, module)
+    model.tie_weights()
+    return model
+
+
+class _Packer:
+    """Packs a model's expert stacks as they are made, and counts.
+
+    Attributes:
+        before: Bytes of the stacks in bf16.
+        after: Bytes packed, statistics included.
+        seconds: Time taken.
+    """
+
+    def __init__(self, peer: str, config: Any) -> None:
+        self.peer = peer
+        self.stacks: dict[str, list[str]] = {}
+        from moe_qlora.testing import model_class
+
+        with torch.device("meta"):
+            model = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
+        for param in moe_qlora.detect(model):
+            self.stacks.setdefault(param.module_name, []).append(param.parameter_name)
+        self.before = self.after = 0
+        self.seconds = 0.0
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        """Pack what is an expert stack of this module."""
+        for parameter in self.stacks.get(name, ()):
+            weight = module.get_parameter(parameter).data
+            device = weight.device
+            self.before += weight.nbytes
+            synchronize(device)
+            start = time.perf_counter()
+            if self.peer == "ours":
+                self._ours(module, parameter, weight)
+            else:
+                self._theirs(module, parameter)
+            del weight
+            synchronize(device)
+            self.seconds += time.perf_counter() - start
+
+    def _ours(self, module: nn.Module, parameter: str, weight: Tensor) -> None:
+        from moe_qlora import codec, storage
+        from moe_qlora.codec_settings import CodecSettings
+
+        packed = codec.pack(weight, CodecSettings.from_config(quantization()))
+        self.after += packed.nbytes
+        storage.attach(module, parameter, packed)
+
+    def _theirs(self, module: Any, parameter: str) -> None:
+        from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+        replace_parameter_4bit(module, parameter, compress_statistics=True, quant_type="nf4")
+        held = module.parametrizations[parameter]
+        state = held[0].quant_state
+        tensors = [held.original, state.absmax, state.offset, state.state2.absmax]
+        self.after += sum(tensor.nbytes for tensor in tensors)
+
+
+def quantization() -> Any:
+    """nf4 with double quantization."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def pack(model: Any, device: torch.device, rows: Rows | None) -> None:
+    """`quantize_experts`, which also takes on stacks that are packed already.
+
+    Args:
+        model: The model.
+        device: Where it is.
+        rows: Records time, bytes and the memory that packing takes beyond the model; None where
+            everything is packed already.
+    """
+    release(device)
+    before = allocated(device)
+    start = time.perf_counter()
+    report = moe_qlora.quantize_experts(model, quantization())
+    synchronize(device)
+    if rows is None:
+        return
+    rows.add("packing time", "s", time.perf_counter() - start)
+    rows.add("experts before", "bytes", report.bytes_before)
+    rows.add("experts packed", "bytes", report.bytes_after)
+    rows.add("packed weight", "bytes/weight", 2 * report.bytes_after / report.bytes_before)
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        rows.add("16-bit model", "bytes", before)
+        rows.add("peak while packing over model", "bytes", peak - before)
+
+
+def attention_layers(model: nn.Module) -> list[str]:
+    """Full names of the Linear layers of attention modules.
+
+    Raises:
+        ValueError: There are none.
+    """
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "attn" in name.rpartition(".")[0].lower()
+    ]
+    if not names:
+        raise ValueError(f"{type(model).__name__}: no Linear layer within a module named *attn*")
+    return names
+
+
+def adapt(peer: str, model: Any, options: argparse.Namespace) -> Any:
+    """LoRA as the peer has it, under gradient checkpointing unless told otherwise."""
+    import peft
+
+    if options.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.config.get_text_config().use_cache = False
+    wanted = _lora(peer, options)
+    experts = [param.name for param in moe_qlora.detect(model)]
+    if peer == "ours":
+        experts = moe_qlora.target_parameters(model)
+    config = peft.LoraConfig(
+        r=options.rank,
+        lora_alpha=2 * options.rank,
+        target_modules=attention_layers(model) if "attention" in wanted else [],
+        target_parameters=experts if "experts" in wanted else None,
+        task_type="CAUSAL_LM",
+    )
+    get = moe_qlora.get_peft_model if peer == "ours" else peft.get_peft_model
+    return get(model, config, autocast_adapter_dtype=options.adapters == "fp32")
+
+
+def _loss(options: argparse.Namespace, device: torch.device) -> Callable[[Any, Tensor], Tensor]:
+    if options.loss == "stock":
+        return lambda model, ids: model(input_ids=ids, labels=ids).loss
+    if device.type != "cuda":
+        raise UnavailableError("Liger's loss needs a GPU")
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    fused = LigerFusedLinearCrossEntropyLoss()
+
+    def liger(model: Any, ids: Tensor) -> Tensor:
+        inner = model.get_base_model()
+        hidden = inner.base_model(input_ids=ids).last_hidden_state
+        labels = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+        head = inner.get_output_embeddings()
+        loss: Tensor = fused(head.weight, hidden.flatten(0, 1), labels.flatten(), head.bias)
+        return loss
+
+    return liger
+
+
+def train(
+    model: Any,
+    loss_of: Callable[[Any, Tensor], Tensor],
+    options: argparse.Namespace,
+    device: torch.device,
+    rows: Rows,
+) -> None:
+    """Train on random tokens; records each step's time, tokens/s and memory.
+
+    Raises:
+        RuntimeError: A loss is not finite, or an adapter gets no gradient.
+    """
+    model.train()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rows.add("trained weights", "weights", sum(parameter.numel() for parameter in parameters))
+    optimizer = torch.optim.AdamW(parameters, lr=LORA_RATE)
+    autocast = options.adapters == "fp32"
+    release(device)
+    if device.type == "cuda":
+        rows.add("model and adapters", "bytes", allocated(device))
+    seconds: list[float] = []
+    losses: list[float] = []
+    for ids in _tokens(model.config.get_text_config().vocab_size, options, device):
+        synchronize(device)
+        start = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+            loss = loss_of(model, ids)
+        loss.backward()
+        if not losses:
+            _check_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.item())
+        del loss
+    if not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"the loss is not finite: {losses}")
+    seconds = seconds[options.warmup :]
+    rows.add("step", "s", *seconds)
+    tokens = options.micro_batch * options.seq
+    rows.add("throughput", "tokens/s", *(tokens / step for step in seconds))
+    rows.add("first loss", "nats", losses[0])
+    rows.add("last loss", "nats", losses[-1])
+    if device.type == "cuda":
+        rows.add("peak in training", "bytes", torch.cuda.max_memory_allocated(device))
+        rows.add("resident between steps", "bytes", allocated(device))
+
+
+def record_kept(model: Any, options: argparse.Namespace, device: torch.device, rows: Rows) -> None:
+    """What one decoder layer keeps between forward and backward."""
+    kept: list[int] = []
+    starts: list[int] = []
+    handles = []
+    for layer in model.get_base_model().base_model.layers:
+        enter = layer.register_forward_pre_hook(lambda *_: starts.append(allocated(device)))
+        leave = layer.register_forward_hook(lambda *_: kept.append(allocated(device) - starts[-1]))
+        handles += [enter, leave]
+    ids = torch.zeros(options.micro_batch, options.seq, dtype=torch.long, device=device)
+    model(input_ids=ids)
+    for handle in handles:
+        handle.remove()
+    rows.add("kept by a layer", "bytes", *kept)
+
+
+def _tokens(vocab: int, options: argparse.Namespace, device: torch.device) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (options.micro_batch, options.seq)
+    for _ in range(options.warmup + options.steps):
+        yield torch.randint(vocab, shape, generator=generator).to(device)
+
+
+def _check_gradients(model: Any) -> None:
+    """Every LoRA B must get a gradient (A gets none while B is zero)."""
+    dead = [
+        name
+        for name, parameter in model.named_parameters()
+        if "lora_B" in name and (parameter.grad is None or not parameter.grad.any())
+    ]
+    if dead:
+        raise RuntimeError(f"{len(dead)} LoRA weights get no gradient, the first is {dead[0]}")
+
+
+if __name__ == "__main__":
+    main()
