@@ -1,7 +1,9 @@
 """Packed experts inside other people's training programs: one file for each, on one small class.
 
-    host.py     ExpertsHost, for the author of any loader
-    axolotl.py  its plugin and its subcommand
+    host.py           ExpertsHost, for the author of any loader
+    axolotl.py        its plugin and its subcommand
+    llama_factory.py  its YAML file with a block of ours; a program and a context manager
+    ms_swift.py       a tuner for its registry, and loaders that pack
 
 README.md in this folder is the page that says what to call, and when. Importing the package imports
 no host; settings are checked by pydantic, which the extra `hosts` installs.

@@ -34,7 +34,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Rooms that have grown into several files: every further file belongs to the room of its prefix.
 ANNEXES = {"detection": "detect"}
 
-HOSTS = {"axolotl", "trl", "accelerate"}
+HOSTS = {"axolotl", "trl", "accelerate", "llamafactory", "swift"}
 MODEL_LIBRARIES = {"transformers", "peft"}
 MAY_NAME_MODEL_LIBRARIES = {
     *("hf", "experts", "quantize", "lora", "peft", "checkpoint", "plan", "integrations"),
