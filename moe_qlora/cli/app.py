@@ -6,6 +6,8 @@ Exit codes: 0 for success, 2 for bad input with one line on stderr; a subcommand
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -52,8 +54,29 @@ def _program(
 
 def run() -> None:
     """Run the program on `sys.argv`; an error of this package is one line and exit code 2."""
-    try:
+    with _one_line():
         app()
+
+
+def run_dump(arguments: list[str], name: str) -> None:
+    """Run `dump` alone, as the subcommand of another program.
+
+    Args:
+        arguments: What stands behind `name` on the command line.
+        name: What a person has typed.
+    """
+    single = typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    )
+    single.command()(dump)
+    with _one_line():
+        single(args=arguments, prog_name=name)
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
     except MoeQloraError as error:
         sys.stderr.write("error: " + " ".join(str(error).split()) + "\n")
         sys.exit(BAD_INPUT)

@@ -22,13 +22,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import AdapterError, ConfigError, DetectionError, QuantizationError
+from ..errors import (
+    AdapterError,
+    CheckpointError,
+    ConfigError,
+    DetectionError,
+    QuantizationError,
+)
 from .settings import ExpertsSettings
 
 if TYPE_CHECKING:
     import torch
     from peft import PeftConfig, PeftModel
     from torch import nn
+    from transformers import PretrainedConfig
 
     from ..checkpoint_merge import MergeReport
     from ..layout import ExpertParam
@@ -72,6 +79,47 @@ class ExpertsHost:
         self.close()
 
     # Build.
+
+    def check_model(
+        self, model: str | Path | PretrainedConfig, *, trust_remote_code: bool = False
+    ) -> None:
+        """Refuse, before anything is loaded, a model that the settings are not for.
+
+        It is built on the meta device; one that cannot be built there is left to `after_build`.
+
+        Args:
+            model: The folder, hub id or configuration that the loader will load.
+            trust_remote_code: Run model code that the checkpoint brings.
+
+        Raises:
+            DetectionError: It has no expert stack.
+            ConfigError: It has no experts of a role that LoRA is asked for on.
+        """
+        if not self.settings.pack_experts:
+            return
+        from .. import checkpoint_source
+        from ..detect import detect
+
+        trust = trust_remote_code
+        try:
+            if isinstance(model, (str, Path)):
+                source = checkpoint_source.resolve(str(model), trust_remote_code=trust)
+            else:
+                source = checkpoint_source.of_config(model)
+            built = checkpoint_source.build(source, trust_remote_code=trust)
+        except CheckpointError:
+            return
+        layout = detect(built)
+        if not layout:
+            raise DetectionError(_dense(built, bool(layout.linear_experts)))
+        wanted = self.settings.lora_experts
+        roles = sorted({param.role for param in layout})
+        unknown = [] if isinstance(wanted, bool) else sorted(set(wanted) - set(roles))
+        if unknown:
+            raise ConfigError(
+                f"moe_qlora.lora_experts holds {unknown[0]!r}, and the experts of this "
+                f"{layout.model_type} model have the roles {', '.join(roles)}: name one of these."
+            )
 
     def before_build(self, quantization_config: Any = None) -> None:
         """Have the next `from_pretrained` pack experts, until `after_build` or `close`.
@@ -160,7 +208,8 @@ class ExpertsHost:
 
         `peft.get_peft_model` takes it as it is. A loader that makes its `LoraConfig` from lists of
         its own takes the fields `target_modules`, `target_parameters` and `exclude_modules` from
-        it, as they are: `target_modules` holds strings that PEFT does not rewrite.
+        it, as they are: `target_modules` holds strings that PEFT does not rewrite. Where experts
+        get LoRA it also sets `lora_dropout=0`, which `after_peft` sets right.
 
         Args:
             model: The built model.
@@ -200,8 +249,11 @@ class ExpertsHost:
             return peft_model
         from ..peft import connect_adapters
         from ..peft_config import expert_parameters
+        from ..peft_hosts import take_after
 
         connect_adapters(peft_model)
+        if self._adapted is not None:
+            take_after(peft_model, self._adapted)
         wanted = self.settings.lora_experts
         if wanted:
             names = expert_parameters(peft_model, wanted)

@@ -1,0 +1,288 @@
+"""The axolotl plugin: packed experts and LoRA on them, from the YAML file alone.
+
+    plugins:
+      - moe_qlora.integrations.axolotl.MoeQloraPlugin
+    moe_qlora:
+      lora_experts: true
+
+What each of axolotl's hooks does here, in the order of the calls:
+
+    register          refuses, by the raw file, what cannot work together; nothing is loaded yet
+    get_input_args    the `moe_qlora:` block in axolotl's own schema
+    pre_model_load    looks at the model on meta; the loader's own build then packs while it loads
+    post_model_build  everything that should be packed is
+    pre_lora_load     the lists for PEFT, where axolotl makes its LoraConfig from
+    post_lora_load    the configuration as the user wrote it; adapters connected and checked
+    post_lora_merge   the merged folder, written anew as the adapter was trained
+    post_train_unload everything off
+
+axolotl keeps a plugin for the whole process, so that every hook first asks whether the run at hand
+names it. Two steps of one `ModelLoader` are replaced on that object, found among the callers, since
+hooks are told of no failure and are handed no loader: the build, so that packing is on for its
+length only, and the making of adapters where a saved one is loaded, which stock PEFT would nest in
+another order over packed experts.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin, normalize_plugin_name
+from axolotl.utils.logging import get_logger
+from pydantic import BaseModel, model_validator
+
+from ..errors import ConfigError
+from .axolotl_checks import check, wants_packing
+from .host import ExpertsHost
+from .settings import BLOCK, ExpertsSettings
+
+LOG = get_logger("axolotl.plugins.moe_qlora")  # below the one that axolotl shows
+
+NAME = "moe_qlora.integrations.axolotl.MoeQloraPlugin"
+
+# What is written for PEFT, and put back as soon as the adapters are there.
+_WRITTEN = (
+    "lora_target_modules",
+    "lora_target_linear",
+    "lora_target_parameters",
+    "lora_exclude_modules",
+    "lora_dropout",
+)
+
+
+def is_named(config: Mapping[str, Any]) -> bool:
+    """Whether this run's configuration names the plugin."""
+    return any(normalize_plugin_name(name) == NAME for name in config.get("plugins") or ())
+
+
+class MoeQloraArgs(BaseModel):
+    """What the plugin adds to axolotl's schema.
+
+    Attributes:
+        moe_qlora: The settings.
+        lora_exclude_modules: Read by axolotl's loader, and lost by its schema unless it is here.
+    """
+
+    moe_qlora: ExpertsSettings | None = None
+    lora_exclude_modules: str | list[str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and is_named(data):
+            check(data)
+        return data
+
+
+class MoeQloraPlugin(BasePlugin):
+    """Packs experts while axolotl loads a model, and trains LoRA on them.
+
+    Attributes:
+        host: Of the run at hand; None outside of one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: ExpertsHost | None = None
+        self._users: tuple[Any, dict[str, Any]] | None = None  # configuration, what it said
+
+    # The configuration.
+
+    def register(self, cfg: Any) -> None:
+        """Refuse, in one sentence, what cannot work; `cfg` is the file as it was read."""
+        self._leave()
+        check(cfg)
+
+    def on_config_validation_error(self, cfg: Any) -> None:
+        """The configuration was rejected."""
+        self._leave()
+
+    def get_input_args(self) -> str:
+        """Where axolotl finds the `moe_qlora:` block's class."""
+        return f"{__name__}.{MoeQloraArgs.__name__}"
+
+    # The model.
+
+    def pre_model_load(self, cfg: Any) -> None:
+        """Look at the model first, then have the build pack its experts.
+
+        Raises:
+            DetectionError: It holds no expert stack.
+            ConfigError: It has no experts of a role that LoRA is asked for on.
+        """
+        self._leave()
+        if not is_named(cfg) or cfg.get("merge_lora"):
+            return
+        self.host = host = ExpertsHost(cfg.get(BLOCK))
+        if not wants_packing(cfg):
+            return
+        host.check_model(cfg["base_model"], trust_remote_code=bool(cfg.get("trust_remote_code")))
+        loader = _loader()
+        if loader is None:  # a caller of these hooks that is not axolotl's own loader
+            host.before_build()
+            return
+
+        def packing(build: Callable[[], Any]) -> Any:
+            with host.loading(loader.model_kwargs.get("quantization_config")):
+                return build()
+
+        _replace_once(loader, "_build_model", packing)
+
+    def post_model_build(self, cfg: Any, model: Any) -> None:
+        """Check that everything that should be packed is.
+
+        Raises:
+            QuantizationError: Stacks are not packed; each is named.
+        """
+        if self.host is None or not is_named(cfg):
+            return
+        report = self.host.after_build(model)
+        if report is not None:
+            LOG.info("%s", report)
+            # axolotl's k-bit preparation would cast what stays in 16 bit to fp32
+            model._moe_experts_quantized = True
+
+    # The adapters.
+
+    def pre_lora_load(self, cfg: Any, model: Any) -> None:
+        """Write what PEFT must be told of experts, until `post_lora_load`.
+
+        Raises:
+            ConfigError: The LoRA settings ask for what packed experts cannot have.
+        """
+        if self.host is None or not is_named(cfg) or not cfg.get("adapter"):
+            return
+        if not wants_packing(cfg):
+            return
+        if cfg.get("experts_implementation"):  # set on the model since the build
+            self.host.after_build(model)
+        loader = _loader()
+        if cfg.get("lora_model_dir") and loader is not None and not _config_only(cfg):
+            _replace_once(loader, "_build_adapters", functools.partial(_load_saved, loader, cfg))
+            return
+        from axolotl.loaders.adapter import _build_peft_lora_config
+
+        adapted: Any = self.host.before_peft(model, _build_peft_lora_config(model, cfg))
+        self._users = (cfg, {key: cfg.get(key) for key in _WRITTEN})
+        excluded = adapted.exclude_modules
+        cfg["lora_target_modules"] = _as_list(adapted.target_modules)
+        cfg["lora_target_linear"] = None  # its layers are among the modules now
+        cfg["lora_target_parameters"] = _as_list(adapted.target_parameters)
+        cfg["lora_exclude_modules"] = _as_list(excluded)
+        if adapted.target_parameters:
+            # PEFT's own layer for parameters refuses it; set on the layers once they are there
+            cfg["lora_dropout"] = 0.0
+
+    def post_lora_load(self, cfg: Any, model: Any) -> None:
+        """Connect the adapters and check that they take part.
+
+        Raises:
+            AdapterError: LoRA that was asked for would have no effect.
+        """
+        self._restore()
+        if self.host is not None and is_named(cfg):
+            self.host.after_peft(model)
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """The same for trainers that make the adapters themselves (DPO, KTO)."""
+        if self.host is not None and is_named(cfg):
+            self.host.after_peft(trainer.model)
+
+    # The end.
+
+    def post_lora_merge(self, cfg: Any, adapter_path: str, output_path: str) -> None:
+        """Write the merged weights anew, as the adapter was trained.
+
+        axolotl's own merge knows of its own packing of experts only.
+        """
+        if not is_named(cfg):
+            return
+        settings = ExpertsSettings.read(cfg.get(BLOCK))
+        if settings.pack_experts:
+            from .axolotl_merge import replace_merged
+
+            report = replace_merged(ExpertsHost(settings), cfg, adapter_path, output_path)
+            LOG.info("moe_qlora has merged the adapter anew: %s", report)
+
+    def post_train_unload(self, cfg: Any) -> None:
+        """Off, however training ended."""
+        self._leave()
+
+    def _restore(self) -> None:
+        """What the user wrote, in the place of what was written for PEFT."""
+        if self._users is not None:
+            cfg, users = self._users
+            for key, value in users.items():
+                if value is None:
+                    cfg.pop(key, None)
+                else:
+                    cfg[key] = value
+            self._users = None
+
+    def _leave(self) -> None:
+        self._restore()
+        if self.host is not None:
+            self.host.close()
+            self.host = None
+
+
+def _as_list(names: Any) -> Any:
+    """Names as a list, which the schema has; a regex, None and the names themselves as they are."""
+    if names is None or isinstance(names, str):
+        return names
+    return list(names) if isinstance(names, (list, tuple)) else sorted(names)
+
+
+def _loader() -> Any:
+    """The `ModelLoader` that is calling the hook; None where none is."""
+    from axolotl.loaders import ModelLoader
+
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, ModelLoader):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def _replace_once(loader: Any, step: str, instead: Callable[[Callable[[], Any]], Any]) -> None:
+    """Have the loader's next `step` run as `instead(step)`; on this object, for one call."""
+
+    def run() -> Any:
+        loader.__dict__.pop(step, None)
+        return instead(getattr(loader, step))
+
+    loader.__dict__[step] = run
+
+
+def _config_only(cfg: Any) -> bool:
+    """Whether axolotl leaves the adapters to the trainer."""
+    return str(cfg.get("rl") or "").rpartition(".")[2].lower() in ("dpo", "ipo", "kto")
+
+
+def _load_saved(loader: Any, cfg: Any, build: Callable[[], Any]) -> Any:
+    """Load `lora_model_dir` to go on training it, as axolotl does with stock PEFT."""
+    from axolotl.utils.lora_precision import upcast_lora_parameters
+    from axolotl.utils.lora_tying import tie_lora_output_embeddings
+
+    from ..peft import load_adapter
+
+    model = loader.model
+    if hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()
+    options: dict[str, Any] = {}
+    if cfg.get("peft_autocast_adapter_dtype") is not None:
+        options["autocast_adapter_dtype"] = cfg["peft_autocast_adapter_dtype"]
+    loader.model = load_adapter(model, str(cfg["lora_model_dir"]), is_trainable=True, **options)
+    if cfg.get("lora_fp32_gradients") and not cfg.get("deepspeed"):
+        upcast_lora_parameters(loader.model)
+    tie_lora_output_embeddings(loader.model)
+    loader.model.print_trainable_parameters()
+    return loader.model.peft_config[loader.model.active_adapter]
+
+
+__all__ = ["ConfigError", "MoeQloraArgs", "MoeQloraPlugin", "is_named"]

@@ -1,0 +1,137 @@
+"""What cannot work together in an axolotl file: one sentence each, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from .settings import BLOCK, ExpertsSettings
+
+_ADAPTERS = ("qlora", "lora")
+
+
+def _more_than_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def _is_zero3(value: Any) -> bool:
+    from axolotl.utils.schemas.utils import is_deepspeed_zero3_config
+
+    return bool(is_deepspeed_zero3_config(value))
+
+
+def _loads_on_rank_0(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value.get("cpu_ram_efficient_loading"))
+
+
+def _other_implementation(value: Any) -> bool:
+    # axolotl's kernels plugin writes "eager" where the user wrote nothing
+    return value not in (None, "eager", "moe_qlora")
+
+
+# Key, when it collides, and why and what to do.
+_COLLISIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "quantize_moe_experts",
+        bool,
+        "axolotl would pack the experts that moe_qlora packs; take out one of the two",
+    ),
+    (
+        "nf4_backend",
+        lambda value: value == "torchao",
+        "experts are packed by bitsandbytes; leave it out",
+    ),
+    (
+        "qlora_sharded_model_loading",
+        bool,
+        "it loads in a way of its own, which packs no experts; leave it out",
+    ),
+    ("reinit_weights", bool, "a model of random weights is not loaded, so nothing is packed"),
+    ("gptq", bool, "a GPTQ model is packed already; take the plugin out"),
+    (
+        "qat",
+        bool,
+        "it trains the weights that moe_qlora packs and freezes; take out one of the two",
+    ),
+    (
+        "relora",
+        bool,
+        "it merges adapters into weights that packing rounds anew each time; leave it out",
+    ),
+    (
+        "tensor_parallel_size",
+        _more_than_one,
+        "a tensor-parallel plan cannot shard packed experts; use data or context parallelism",
+    ),
+    (
+        "expert_parallel_size",
+        _more_than_one,
+        "axolotl's expert parallelism shards plain weights only; use data or context parallelism",
+    ),
+    (
+        "deepspeed",
+        _is_zero3,
+        "ZeRO stage 3 takes weights apart before they can be packed; use stage 2 or lower, or FSDP",
+    ),
+    (
+        "fsdp_config",
+        _loads_on_rank_0,
+        "only the first rank would get experts to pack; set cpu_ram_efficient_loading to false",
+    ),
+    ("use_scattermoe", bool, "packed experts run on moe_qlora's own kernels; leave it out"),
+    ("use_sonicmoe", bool, "packed experts run on moe_qlora's own kernels; leave it out"),
+    (
+        "experts_implementation",
+        _other_implementation,
+        "packed experts run through the implementation 'moe_qlora'; leave it out",
+    ),
+)
+
+
+def wants_packing(cfg: Mapping[str, Any]) -> bool:
+    """Whether this run packs experts: its settings say so, and it is no merge."""
+    return ExpertsSettings.read(cfg.get(BLOCK)).pack_experts and not cfg.get("merge_lora")
+
+
+def check(cfg: Mapping[str, Any]) -> None:
+    """Refuse a configuration that names the plugin and cannot be followed.
+
+    Args:
+        cfg: As it was read from the file, or as axolotl's schema gets it.
+
+    Raises:
+        ConfigError: One sentence with the key, what was seen and what to do.
+    """
+    settings = ExpertsSettings.read(cfg.get(BLOCK))
+    if not wants_packing(cfg):
+        return
+    adapter = cfg.get("adapter")
+    if adapter not in _ADAPTERS:
+        seen = "is missing" if adapter is None else f"is {adapter!r}"
+        raise ConfigError(
+            f"adapter {seen}, and moe_qlora packs experts for LoRA: set adapter: qlora with "
+            "load_in_4bit: true, or adapter: lora with load_in_8bit: true."
+        )
+    wanted, other = (
+        ("load_in_4bit", "load_in_8bit") if adapter == "qlora" else ("load_in_8bit", "load_in_4bit")
+    )
+    if not cfg.get(wanted) or cfg.get(other):
+        seen = f"{other} is true" if cfg.get(other) else f"{wanted} is not true"
+        raise ConfigError(
+            f"adapter is {adapter!r} and {seen}, so that axolotl would not load the model in "
+            f"{'4' if adapter == 'qlora' else '8'} bit: set {wanted}: true alone, or the other "
+            "adapter."
+        )
+    for key, collides, why in _COLLISIONS:
+        value = cfg.get(key)
+        if value is not None and collides(value):
+            shown = "set" if isinstance(value, (Mapping, list)) else f"{value!r}"
+            if isinstance(value, bool):
+                shown = str(value).lower()
+            raise ConfigError(f"{key} is {shown} beside the plugin of moe_qlora: {why}.")
+    if settings.lora_experts and cfg.get("peft_use_dora"):
+        raise ConfigError(
+            "peft_use_dora is true, and moe_qlora.lora_experts asks for LoRA on packed experts, "
+            "whose unpacked rows DoRA would need: take out one of the two."
+        )

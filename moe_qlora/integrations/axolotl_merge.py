@@ -1,0 +1,70 @@
+"""After `axolotl merge-lora`: the same folder, with weights as the adapter was trained on.
+
+axolotl's own merge knows of experts that axolotl has packed. Where a checkpoint keeps experts one
+by one and the adapter has them stacked, it says "MERGE INCOMPLETE" and goes on; and what it rounds
+as in training are Linear layers alone. So the weights, their index and the configuration are
+written anew from the base; tokenizer and templates stay as axolotl wrote them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MoeQloraError
+from .host import ExpertsHost
+
+if TYPE_CHECKING:
+    from ..checkpoint_merge import MergeReport
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+
+
+def replace_merged(
+    host: ExpertsHost, cfg: Mapping[str, Any], adapter: str, out: str
+) -> MergeReport:
+    """Merge anew, and put the result in the place of what axolotl has written to `out`.
+
+    Until the new weights are complete, `out` is left as it is.
+
+    Args:
+        host: With the settings of the run.
+        cfg: axolotl's configuration: `base_model` and its revision.
+        adapter: The folder of the adapter.
+        out: The merged folder.
+
+    Raises:
+        MoeQloraError: The merge failed; the message says that `out` is not to be used.
+    """
+    target = Path(out)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".moe_qlora-") as scratch:
+        fresh = Path(scratch) / "merged"
+        try:
+            report = host.merge(_base_folder(cfg), adapter, fresh)
+        except MoeQloraError as error:
+            raise type(error)(
+                f"{out} was written by axolotl, whose merge does not know of packed experts, and "
+                f"is not to be used; merging anew failed ({error}): run moe-qlora merge "
+                f"{cfg['base_model']} {adapter} OUT."
+            ) from error
+        for pattern in _WEIGHTS:
+            for old in target.glob(pattern):
+                old.unlink()
+        for pattern in (*_WEIGHTS, "config.json"):
+            for new in fresh.glob(pattern):
+                shutil.move(new, target / new.name)
+    return replace(report, folder=target)
+
+
+def _base_folder(cfg: Mapping[str, Any]) -> Path:
+    """The checkpoint's own folder; of a hub id the one in the cache."""
+    named = Path(str(cfg["base_model"])).expanduser()
+    if named.is_dir():
+        return named
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(cfg["base_model"], revision=cfg.get("revision_of_model")))
