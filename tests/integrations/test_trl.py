@@ -6,20 +6,18 @@ import json
 import warnings
 from pathlib import Path
 
+import datasets
 import peft
 import pytest
 import torch
+import trl
 from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 import moe_qlora
 from moe_qlora import storage
-
-datasets = pytest.importorskip("datasets")
-trl = pytest.importorskip("trl")
-
-from trl.trainer.utils import add_fused_lm_head, use_adapter  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 
