@@ -132,6 +132,25 @@ def test_a_model_made_module_by_module_is_initialized_as_stock(monkeypatch, mode
         assert torch.equal(buffers[name], buffer), name
 
 
+def test_the_loss_without_logits_is_the_stock_one(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import peft
+    from model import attention_layers, build, chunked_loss
+    from shapes import whole_config
+
+    def fused(weight, hidden, labels, bias):
+        logits = torch.nn.functional.linear(hidden, weight, bias).float()
+        return torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100)
+
+    built = build(whole_config("qwen3_moe", tiny=True), torch.device("cpu"))
+    config = peft.LoraConfig(r=4, target_modules=attention_layers(built), task_type="CAUSAL_LM")
+    model = peft.get_peft_model(built, config)
+    ids = torch.randint(built.config.vocab_size, (2, 16))
+    with torch.no_grad():
+        stock = float(model(input_ids=ids, labels=ids).loss)
+        assert float(chunked_loss(fused, model, ids)) == pytest.approx(stock, rel=1e-5)
+
+
 def test_published_sizes(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     from shapes import SHAPES, whole_config

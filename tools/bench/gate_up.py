@@ -21,10 +21,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import Rows, cold_times, release
-from peers import UnavailableError, build
+from peers import UnavailableError, build, tune
 from torch import Tensor
 
+from moe_qlora import codec
+from moe_qlora.codec_settings import CodecSettings
+
 PEERS = ("ours", "decode", "bnb", "frozen")
+NF4 = CodecSettings("nf4", True, torch.uint8)
 TOLERANCE = 0.02
 """Of the error's norm against the product with what bitsandbytes decodes."""
 
@@ -53,6 +57,8 @@ def measure(
     bounds = torch.searchsorted(keys, edges, out_int32=True)
     x = torch.randn(tokens, size, device=device, dtype=torch.bfloat16)[order // top_k]
     matrix = weight.numel() // count
+    if peer == "ours" and options.tune and device.type == "cuda":
+        tune(codec.pack(weight, NF4))
     run, expected = _product(peer, weight, x, index, bounds, transposed)
     del weight
     with torch.no_grad():
@@ -93,8 +99,6 @@ def _product(
     peer: str, weight: Tensor, x: Tensor, index: Tensor, bounds: Tensor, transposed: bool
 ) -> tuple[Callable[[], Tensor], Tensor]:
     """What the peer runs, and what is to come out."""
-    from moe_qlora import codec
-    from moe_qlora.codec_settings import CodecSettings
 
     def grouped(stack: Tensor) -> Tensor:
         right = stack if transposed else stack.transpose(1, 2)
@@ -103,7 +107,7 @@ def _product(
 
     if peer == "frozen":
         return lambda: grouped(weight), grouped(weight)
-    stack = codec.pack(weight, CodecSettings("nf4", True, torch.uint8))
+    stack = codec.pack(weight, NF4)
     expected = grouped(codec.unpack(stack))
     if peer == "bnb":
         return lambda: grouped(_theirs(stack)), expected
@@ -114,9 +118,10 @@ def _product(
     from moe_qlora.experts_op import packed_of
     from moe_qlora.kernels import decode
 
-    packed, room = packed_of(stack), torch.empty_like(weight)
+    packed, shape = packed_of(stack), weight.shape
 
     def decoded() -> Tensor:
+        room = torch.empty(shape, dtype=x.dtype, device=x.device)
         decode.decode(packed, room, bounds=bounds)
         return grouped(room)
 

@@ -22,7 +22,16 @@ from pathlib import Path
 
 import gate_up
 import torch
-from common import RESULTS, Rows, environment, release, release_scratch, scratch_bytes, times
+from common import (
+    RESULTS,
+    Rows,
+    allocated,
+    environment,
+    release,
+    release_scratch,
+    scratch_bytes,
+    times,
+)
 from peers import PEERS, UnavailableError, build, prepare, versions
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -41,6 +50,7 @@ def main() -> None:
     for tokens in options.tokens:
         for peer in options.peers:
             cap = "" if options.cap is None else f" cap={options.cap}"
+            cap += " tuned" if options.tune and peer == "ours" else ""
             words = f"tokens={tokens} r={options.rank} peer={peer}"
             print(f"\n{name} {words}{part}", flush=True)
             release_scratch()
@@ -66,6 +76,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--cap", type=int, default=None, help="bytes of scratch, for ours")
+    parser.add_argument("--tune", action="store_true", help="tune our products on codes first")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS / "layer.csv")
@@ -87,6 +98,7 @@ def measure(
 ) -> None:
     """Times, kept bytes, peak and ratios to the floors of one peer."""
     torch.manual_seed(0)
+    before = allocated(device)
     holder, top_k = build(options, device)
     first = holder.experts.gate_up_proj if holder.experts.has_gate else holder.experts.up_proj
     count, weights = len(first), first.numel() + holder.experts.down_proj.numel()
@@ -95,6 +107,8 @@ def measure(
     with ExitStack() as stack:
         adapters = prepare(peer, options, holder, stack)
         release(device)
+        if device.type == "cuda":
+            rows.add("weights and adapters", "MiB", (allocated(device) - before) / 2**20)
         x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
         index = torch.rand(tokens, count, device=device).topk(top_k, -1).indices
         routing = torch.rand(tokens, top_k, device=device).softmax(-1).bfloat16().requires_grad_()

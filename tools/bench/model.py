@@ -25,6 +25,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,17 +186,20 @@ def build(config: Any, device: torch.device, each: Each | None = None) -> Any:
         host = name
         while not isinstance(modules[host], PreTrainedModel):
             host = host.rpartition(".")[0]
-        own = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
-        if own:
-            module.to_empty(device=device, recurse=False)
-        with torch.no_grad():
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                tensor.zero_()
-            modules[host]._init_weights(module)
+        _fill(module, device)
+        modules[host]._init_weights(module)
         if each is not None:
             each(name, module)
     model.tie_weights()
     return model
+
+
+def _fill(module: nn.Module, device: torch.device) -> None:
+    """Memory for what is the module's own, zeros: a class may leave out some in initializing."""
+    module.to_empty(device=device, recurse=False)
+    with torch.no_grad():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.zero_()
 
 
 class _Packer:
@@ -336,17 +340,22 @@ def _loss(options: argparse.Namespace, device: torch.device) -> Callable[[Any, T
         raise UnavailableError("Liger's loss needs a GPU")
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    fused = LigerFusedLinearCrossEntropyLoss()
+    return partial(chunked_loss, LigerFusedLinearCrossEntropyLoss())
 
-    def liger(model: Any, ids: Tensor) -> Tensor:
-        inner = model.get_base_model()
-        hidden = inner.base_model(input_ids=ids).last_hidden_state
-        labels = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
-        head = inner.get_output_embeddings()
-        loss: Tensor = fused(head.weight, hidden.flatten(0, 1), labels.flatten(), head.bias)
-        return loss
 
-    return liger
+def chunked_loss(fused: Callable[..., Tensor], model: Any, ids: Tensor) -> Tensor:
+    """The stock loss, by a function that takes the head's weight and hidden states.
+
+    Args:
+        fused: Of weight `(V, H)`, hidden states `(T, H)`, labels `(T,)` with -100 for none, bias.
+        model: A PeftModel of a causal model.
+        ids: `(B, S)`, labels as well.
+    """
+    inner = model.get_base_model()
+    hidden = inner.base_model(input_ids=ids).last_hidden_state
+    labels = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    head = inner.get_output_embeddings()
+    return fused(head.weight, hidden.flatten(0, 1), labels.flatten(), head.bias)
 
 
 def train(
