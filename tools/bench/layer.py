@@ -16,7 +16,7 @@ that have rows), rows and tokens, each moved once in either direction.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -113,11 +113,12 @@ def measure(
         index = torch.rand(tokens, count, device=device).topk(top_k, -1).indices
         routing = torch.rand(tokens, top_k, device=device).softmax(-1).bfloat16().requires_grad_()
         grad = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
-        leaves = [x, routing, *adapters]
 
         def forward() -> Tensor:
             out: Tensor = holder.experts(x, index, routing)
             return out
+
+        leaves = _leaves(forward(), [x, routing], adapters, grad)
 
         def step() -> None:
             torch.autograd.grad(forward(), leaves, grad)
@@ -143,6 +144,24 @@ def measure(
             rows.add(f"{name} over FLOP floor", "x", *(ms / (passes * flops) for ms in taken))
             floor = passes * moved / BYTES * 1e3
             rows.add(f"{name} over byte floor", "x", *(ms / floor for ms in taken))
+
+
+def _leaves(
+    out: Tensor, inputs: list[Tensor], adapters: list[Tensor], grad: Tensor
+) -> list[Tensor]:
+    """What gradients are asked for: a peer may leave out the routing weights', and says so.
+
+    Raises:
+        RuntimeError: It leaves out another.
+    """
+    leaves = [*inputs, *adapters]
+    found: Sequence[Tensor | None] = torch.autograd.grad(out, leaves, grad, allow_unused=True)
+    if found[0] is None or any(gradient is None for gradient in found[2:]):
+        raise RuntimeError("no gradient of the input, or of an adapter")
+    if found[1] is None:
+        print("without the gradient of the routing weights")
+        return [inputs[0], *adapters]
+    return leaves
 
 
 def _memory(
