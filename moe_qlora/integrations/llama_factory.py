@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MoeQloraError
@@ -126,8 +127,10 @@ def train() -> None:
     """Train as `llamafactory-cli train` does, from the file and the overrides on the command line.
 
     Raises:
-        ConfigError: There is no file, or see `check`.
+        ConfigError: There is no file or no LLaMA-Factory, or see `check`.
     """
+    if find_spec("llamafactory") is None:
+        raise ConfigError("LLaMA-Factory is not installed here: pip install llamafactory.")
     from llamafactory.hparams import read_args
     from llamafactory.train.tuner import run_exp
 

@@ -180,6 +180,12 @@ def test_a_wrong_file(arguments, tmp_path):
     assert "error: Name a YAML or JSON file" in done.stderr
 
 
+def test_without_it(monkeypatch, capsys):
+    monkeypatch.setattr(llama_factory, "find_spec", lambda name: None)
+    assert llama_factory.main() == 2
+    assert capsys.readouterr().err.startswith("error: LLaMA-Factory is not installed")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
