@@ -30,6 +30,7 @@ from . import checkpoint_rounding
 from . import peft_targets as targets
 from .detect import detect
 from .errors import ConfigError
+from .experts import dispatches
 from .layout import ModelLayout, name_pattern
 from .lora import register_wrapper
 from .storage import read_packed
@@ -53,7 +54,7 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         (True, False, "gaussian"),
         "this initialization reads or changes the unpacked weights",
     ),
-    ("fan_in_fan_out", (False,), "expert stacks carry their own orientation"),
+    ("fan_in_fan_out", (False, None), "expert stacks carry their own orientation"),
     ("use_qalora", (False,), "QA-LoRA pools Linear inputs"),
     ("use_bdlora", (None, False), "block-diagonal LoRA is defined for Linear layers"),
     ("velora_config", (None,), "VeLoRA is defined for Linear layers"),
@@ -100,6 +101,8 @@ class AdaptedLoraConfig(LoraConfig):
     def to_dict(self) -> dict[str, Any]:
         written: dict[str, Any] = super().to_dict()
         written.update(copy.deepcopy(self.callers()))
+        if written.get("target_parameters"):
+            written["lora_dropout"] = 0.0  # for training; stock PEFT refuses to load it with these
         return written
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
@@ -473,6 +476,13 @@ def _check_supported(config: LoraConfig, chosen: list[str], packed: dict[str, nn
         raise ConfigError(
             f"{type(config).__name__} does not work for packed experts ({chosen[0]}); use a "
             f"LoraConfig for them."
+        )
+    stuck = next((name for name in chosen if not dispatches(packed[name])), None)
+    if config.lora_dropout and stuck is not None:
+        raise ConfigError(
+            f"lora_dropout={config.lora_dropout} does not work for {stuck} of "
+            f"{type(packed[stuck]).__name__}, whose forward multiplies by the weight itself; set "
+            "lora_dropout=0, or leave these experts out of target_parameters."
         )
 
 

@@ -34,8 +34,7 @@ def take_after(model: PeftModel, adapted: PeftConfig) -> None:
         config._edits = adapted._edits
         config._reload_note, config._packed = adapted._reload_note, adapted._packed
         if adapted.lora_dropout != config.lora_dropout:
-            config.lora_dropout = adapted.lora_dropout
-            _set_dropout(model, name, adapted.lora_dropout)
+            set_dropout(model, name, adapted.lora_dropout)
 
 
 def _made_from(config: Any, adapted: Any) -> bool:
@@ -46,7 +45,9 @@ def _names(value: Any) -> Any:
     return value if isinstance(value, str) else frozenset(value or ())
 
 
-def _set_dropout(model: nn.Module, adapter: str, probability: float) -> None:
+def set_dropout(model: PeftModel, adapter: str, probability: float) -> None:
+    """Give every layer of an adapter this dropout; PEFT sets it as it makes a layer."""
+    model.peft_config[adapter].lora_dropout = probability
     for module in model.modules():
         if isinstance(module, lora.ParamWrapper):
             if adapter in module.lora_A:

@@ -270,6 +270,7 @@ def _load_saved(loader: Any, cfg: Any, build: Callable[[], Any]) -> Any:
     from axolotl.utils.lora_tying import tie_lora_output_embeddings
 
     from ..peft import load_adapter
+    from ..peft_hosts import set_dropout
 
     model = loader.model
     if hasattr(model, "enable_input_require_grads"):
@@ -281,6 +282,8 @@ def _load_saved(loader: Any, cfg: Any, build: Callable[[], Any]) -> Any:
     if cfg.get("lora_fp32_gradients") and not cfg.get("deepspeed"):
         upcast_lora_parameters(loader.model)
     tie_lora_output_embeddings(loader.model)
+    if cfg.get("lora_dropout"):  # which adapter files do not carry
+        set_dropout(loader.model, loader.model.active_adapter, cfg["lora_dropout"])
     loader.model.print_trainable_parameters()
     return loader.model.peft_config[loader.model.active_adapter]
 

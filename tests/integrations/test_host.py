@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -243,6 +244,55 @@ def test_a_role_that_the_model_does_not_have(folder: Path) -> None:
     host = ExpertsHost({"lora_experts": ["up"]})
     with pytest.raises(ConfigError, match=r"'up'; this model has \['down', 'gate_up'\]"):
         host.before_peft(build(folder, host), lora())
+
+
+def test_what_hosts_leave_unset(folder: Path) -> None:
+    """axolotl hands None for fields that it was told nothing of."""
+    host = ExpertsHost({"lora_experts": True})
+    asked = LoraConfig(target_modules=ATTENTION, fan_in_fan_out=None)
+    assert host.before_peft(build(folder, host), asked).target_parameters
+
+
+def test_dropout_is_for_training_and_not_in_files(folder: Path, tmp_path: Path) -> None:
+    host = ExpertsHost({"lora_experts": True})
+    model = build(folder, host)
+    asked = LoraConfig(r=4, target_modules=ATTENTION, lora_dropout=0.2)
+    fitted: Any = host.before_peft(model, asked)
+    lists = LoraConfig(
+        r=4,
+        target_modules=fitted.target_modules,
+        target_parameters=fitted.target_parameters,
+        exclude_modules=fitted.exclude_modules,
+    )
+    ours = host.after_peft(peft.get_peft_model(model, lists))
+    drops = [m.lora_dropout["default"] for m in ours.modules() if isinstance(m, LoraLayer)]
+    assert [drop.p for drop in drops] == [0.2] * 8
+    ours.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    stock = peft.PeftModel.from_pretrained(plain, tmp_path)
+    assert sum("lora_A" in name for name, _ in stock.named_parameters()) == 8
+
+
+def test_dropout_that_cannot_be_is_refused_before_adapters_are_made() -> None:
+    import moe_qlora
+
+    model = tiny_model("llama4_text")
+    moe_qlora.quantize_experts(model, NF4)
+    asked = LoraConfig(target_modules=ATTENTION, lora_dropout=0.2)
+    with pytest.raises(ConfigError, match=r"lora_dropout=0\.2 does not work for .*gate_up_proj of"):
+        ExpertsHost({"lora_experts": True}).before_peft(model, asked)
+
+
+def test_a_model_is_looked_at_before_it_is_loaded(folder: Path) -> None:
+    from transformers import LlamaConfig
+
+    ExpertsHost({"lora_experts": ["down"]}).check_model(folder)
+    with pytest.raises(DetectionError, match="llama model holds no stack"):
+        ExpertsHost().check_model(LlamaConfig())
+    ExpertsHost({"pack_experts": False}).check_model(LlamaConfig())
+    with pytest.raises(ConfigError, match="'up', and the experts of this qwen3_moe model have"):
+        ExpertsHost({"lora_experts": ["up"]}).check_model(folder)
+    ExpertsHost().check_model(folder / "nothing")  # the loader's own error says more
 
 
 def test_router(folder: Path) -> None:

@@ -1,0 +1,481 @@
+"""A real axolotl, from a YAML file to an adapter and a merged model, on a tiny model on the CPU.
+
+Runs where axolotl is installed; `bash tools/test_axolotl` makes such an environment.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip(
+        "axolotl.cli.train",
+        reason="axolotl is not installed here: bash tools/test_axolotl runs these tests",
+        exc_type=ImportError,
+    )
+    import axolotl.train
+    from axolotl.cli.config import load_cfg
+    from axolotl.common.datasets import load_datasets
+    from axolotl.integrations.base import PluginManager
+    from axolotl.loaders import ModelLoader, load_tokenizer
+
+import bitsandbytes as bnb
+import peft
+import peft.tuners.lora.layer as peft_layer
+from peft.tuners.lora import LoraModel
+from peft.tuners.tuners_utils import BaseTuner
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+import moe_qlora
+from moe_qlora import lora, storage
+from moe_qlora.errors import (
+    AdapterError,
+    CheckpointError,
+    ConfigError,
+    DetectionError,
+    QuantizationError,
+)
+from moe_qlora.hf import is_enabled
+from moe_qlora.integrations.axolotl import NAME
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # axolotl's own, and of what it imports
+    pytest.mark.usefixtures("trainable_linears"),
+]
+
+STEPS = 6
+IDS = torch.arange(2, 50).reshape(2, 24)
+
+
+@pytest.fixture(scope="module")
+def data(model_folder, tmp_path_factory) -> Path:
+    """Rows of token ids, which need no prompt strategy."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    rows = [tokenizer(f"after {i} comes {i + 1}, and so on")["input_ids"] for i in range(40)]
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    lines = (
+        json.dumps({"input_ids": row, "attention_mask": [1] * len(row), "labels": row})
+        for row in rows
+    )
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def config(model_folder, data, tmp_path) -> dict[str, Any]:
+    """A plain QLoRA file, without the plugin."""
+    return {
+        "base_model": str(model_folder),
+        "adapter": "qlora",
+        "load_in_4bit": True,
+        "datasets": [{"path": str(data), "ds_type": "json", "type": None}],
+        "skip_prepare_dataset": True,
+        "dataset_prepared_path": str(tmp_path / "prepared"),
+        "output_dir": str(tmp_path / "out"),
+        "sequence_len": 64,
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "max_steps": STEPS,
+        "num_epochs": 1,
+        "learning_rate": 0.01,
+        "optimizer": "adamw_torch",
+        "lr_scheduler": "constant",
+        "lora_r": 4,
+        "lora_alpha": 8,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "seed": 7,
+        "bf16": False,
+        "fp16": False,
+        "float32": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        # these are for GPUs
+        "lora_mlp_kernel": False,
+        "lora_qkv_kernel": False,
+        "lora_o_kernel": False,
+        "attn_implementation": "eager",
+        "gradient_checkpointing": True,
+        "bnb_config_kwargs": {"bnb_4bit_use_double_quant": False},
+    }
+
+
+def ours(config: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    return {**config, "plugins": [NAME], "moe_qlora": settings}
+
+
+def read(config: dict[str, Any]) -> Any:
+    """The configuration, by way of a file and axolotl's own validation."""
+    out = Path(config["output_dir"])
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "config.yml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return load_cfg(str(file))
+
+
+def train(config: dict[str, Any]) -> tuple[Any, list[float]]:
+    """What `axolotl train` does, but that the model is handed back; it and the losses."""
+    cfg = read(config)
+    try:
+        meta = load_datasets(cfg=cfg)
+        model, _, trainer = axolotl.train.train(cfg=cfg, dataset_meta=meta)
+    finally:
+        PluginManager.get_instance().post_train_unload(cfg)
+    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    return model, losses
+
+
+def load(config: dict[str, Any]) -> Any:
+    """The model as axolotl's loader leaves it, with its LoraConfig."""
+    cfg = read(config)
+    return ModelLoader(cfg, load_tokenizer(cfg)).load()
+
+
+def packed(model: nn.Module) -> dict[str, Any]:
+    return {
+        f"{owner}.{name}".replace(".base_layer", ""): storage.read_packed(module, name)
+        for owner, module, name in storage.iter_packed(model)
+    }
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    model.eval()
+    return model(input_ids=IDS).logits.float()
+
+
+def patched() -> dict[str, Any]:
+    """What a plugin could have left changed, by name."""
+    names = ("_inject_parameters", "_check_target_module_exists", "inject_adapter")
+    held = {f"tuner.{name}": getattr(BaseTuner, name) for name in names}
+    wrapper = peft_layer.ParamWrapper
+    held |= {f"wrapper.{name}": value for name, value in vars(wrapper).items() if callable(value)}
+    held |= {f"lora.{name}": value for name, value in vars(LoraModel).items() if callable(value)}
+    held |= {f"quantizer.{name}": value for name, value in AUTO_QUANTIZER_MAPPING.items()}
+    held |= {f"loader.{name}": value for name, value in vars(ModelLoader).items()}
+    held["from_pretrained"] = PreTrainedModel.from_pretrained.__func__
+    held["get_peft_model"] = peft.get_peft_model
+    return held
+
+
+@pytest.fixture(autouse=True)
+def _off() -> Any:
+    yield
+    assert not is_enabled()
+
+
+@pytest.fixture
+def nothing_loaded(monkeypatch) -> Any:
+    """Fails where a model is loaded."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", refuse)
+
+
+def test_from_yaml_to_merged_model_and_back_to_plain(config, model_folder, tmp_path) -> None:
+    first, plain_losses = train({**config, "output_dir": str(tmp_path / "plain")})
+    assert packed(first) == {}
+    before = patched()
+
+    run = ours(config, lora_experts=True)
+    written = copy.deepcopy(run)
+    model, losses = train(run)
+    assert run == written
+    assert losses[-1] < losses[0] - 0.3
+    stacks = packed(model)
+    assert set(stacks) == {
+        f"model.layers.{layer}.mlp.experts.{name}"
+        for layer in range(2)
+        for name in ("gate_up_proj", "down_proj")
+    } or set(stacks) == {
+        f"base_model.model.model.layers.{layer}.mlp.experts.{name}"
+        for layer in range(2)
+        for name in ("gate_up_proj", "down_proj")
+    }
+    # bnb_config_kwargs and axolotl's own defaults, to the letter
+    for stack in stacks.values():
+        assert stack.kind == "nf4"
+        assert not stack.state.nested
+        assert stack.codes.dtype == torch.bfloat16
+    out = Path(run["output_dir"])
+    saved = load_file(out / "adapter_model.safetensors")
+    factors = {key: value for key, value in saved.items() if ".experts." in key and "lora_B" in key}
+    assert len(factors) == 4
+    assert all(value.abs().max() > 1e-3 for value in factors.values())
+    asked = json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))
+    assert sorted(asked["target_modules"]) == ["q_proj", "v_proj"]
+    assert asked["exclude_modules"] is None
+    trained = logits(model)
+
+    # stock PEFT on the decoded model
+    with moe_qlora.enabled():
+        decoded = AutoModelForCausalLM.from_pretrained(
+            model_folder,
+            quantization_config=model.config.quantization_config,
+            dtype=torch.float32,
+        ).dequantize()
+    assert packed(decoded) == {}
+    base = logits(decoded)
+    stock = logits(peft.PeftModel.from_pretrained(decoded, out))
+    torch.testing.assert_close(stock, trained, atol=1e-4, rtol=1e-4)
+    assert (base - trained).abs().max() > 0.1
+
+    # axolotl merge-lora
+    from axolotl.cli.merge_lora import do_cli
+
+    do_cli(str(out / "config.yml"))
+    merged = AutoModelForCausalLM.from_pretrained(out / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), trained, atol=1e-4, rtol=1e-4)
+
+    # and then as if nothing had been
+    after = patched()
+    assert [name for name in before if before[name] is not after[name]] == []
+    again, losses = train({**config, "output_dir": str(tmp_path / "plain2")})
+    assert packed(again) == {}
+    assert losses == plain_losses
+    left = load_file(tmp_path / "plain" / "adapter_model.safetensors")
+    right = load_file(tmp_path / "plain2" / "adapter_model.safetensors")
+    assert left.keys() == right.keys()
+    assert all(torch.equal(value, right[key]) for key, value in left.items())
+
+
+def test_the_users_lists_are_kept(config) -> None:
+    config["lora_target_parameters"] = ["mlp.experts.down_proj"]
+    config["lora_exclude_modules"] = ["model.layers.1.self_attn.v_proj"]
+    cfg = read(ours(config))
+    seen = {}
+    plugin = PluginManager.get_instance().plugins[NAME]
+    written = plugin.pre_lora_load
+
+    def spy(cfg: Any, model: Any) -> None:
+        before = {key: cfg[key] for key in ("lora_target_parameters", "lora_exclude_modules")}
+        kept = copy.deepcopy(before)
+        written(cfg, model)
+        assert before == kept  # the user's own lists, as objects
+        seen.update({key: list(cfg[key]) for key in kept})
+
+    plugin.pre_lora_load = spy
+    try:
+        model, lora_config = ModelLoader(cfg, load_tokenizer(cfg)).load()
+    finally:
+        del plugin.pre_lora_load
+    assert seen["lora_target_parameters"] == [
+        f"model.layers.{layer}.mlp.experts.down_proj" for layer in range(2)
+    ]
+    assert "model.layers.1.self_attn.v_proj" in seen["lora_exclude_modules"]
+    assert "model.layers.1.mlp.experts" in seen["lora_exclude_modules"]
+    assert cfg.lora_target_parameters == ["mlp.experts.down_proj"]
+    assert cfg.lora_exclude_modules == ["model.layers.1.self_attn.v_proj"]
+    adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
+    assert len(adapted) == 2 + 1 + 2  # q of both layers, v of the first, down of both
+    assert lora_config.to_dict()["target_parameters"] == ["mlp.experts.down_proj"]
+
+
+def test_dropout_is_that_of_the_file_and_stock_peft_reads_the_adapter(config, model_folder) -> None:
+    config |= {"lora_dropout": 0.3, "max_steps": 1}
+    model, _ = train(ours(config, lora_experts=True))
+    drops = [
+        module.lora_dropout["default"]
+        for module in model.modules()
+        if isinstance(module, peft_layer.LoraLayer)
+    ]
+    assert len(drops) == 8
+    assert {drop.p for drop in drops} == {0.3}
+    plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    stock = peft.PeftModel.from_pretrained(plain, config["output_dir"])
+    assert sum("lora_A" in name for name, _ in stock.named_parameters()) == 8
+
+
+def test_a_saved_adapter_is_trained_on(config, tmp_path) -> None:
+    model, _ = train(ours(config, lora_experts=True))
+    trained = logits(model)
+    config |= {"lora_model_dir": config["output_dir"], "output_dir": str(tmp_path / "second")}
+    again, _ = load(ours(config, lora_experts=True))
+    torch.testing.assert_close(logits(again), trained, atol=1e-5, rtol=1e-5)
+    wrappers = [module for module in again.modules() if isinstance(module, lora.ParamWrapper)]
+    assert len(wrappers) == 4
+    assert all(wrapper.lora_A["default"].weight.requires_grad for wrapper in wrappers)
+
+
+def test_a_trainer_that_makes_the_adapters_itself(config) -> None:
+    """DPO and KTO get the LoraConfig, and a model without adapters."""
+    cfg = read(ours(config, lora_experts=True))
+    cfg.rl = "dpo"
+    model, lora_config = ModelLoader(cfg, load_tokenizer(cfg)).load()
+    assert not isinstance(model, peft.PeftModel)
+    trainer = SimpleNamespace(model=peft.get_peft_model(model, lora_config))
+    with pytest.raises(AdapterError):  # stock PEFT's own would be without effect
+        logits(trainer.model)
+    PluginManager.get_instance().post_trainer_create(cfg, trainer)
+    logits(trainer.model)
+    wrappers = [m for m in trainer.model.modules() if isinstance(m, lora.ParamWrapper)]
+    assert len(wrappers) == 4
+    PluginManager.get_instance().post_train_unload(cfg)
+
+
+def test_eight_bit(config) -> None:
+    del config["bnb_config_kwargs"]
+    config |= {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True}
+    model, _ = load(ours(config, lora_experts=["down"]))
+    assert {stack.kind for stack in packed(model).values()} == {"int8"}
+    wrappers = [module for module in model.modules() if isinstance(module, lora.ParamWrapper)]
+    assert [wrapper.parameter_name for wrapper in wrappers] == ["down_proj"] * 2
+
+
+def test_skips_and_no_lora_on_experts(config) -> None:
+    model, _ = load(ours(config, skip_modules=["model.layers.0.self_attn.k_proj"]))
+    assert len(packed(model)) == 4
+    linears = [name for name, part in model.named_modules() if type(part) is nn.Linear]
+    assert any(name.endswith("layers.0.self_attn.k_proj") for name in linears)
+    assert any(name.endswith("lm_head") for name in linears)
+    assert not any(isinstance(module, lora.ParamWrapper) for module in model.modules())
+    layer = model.base_model.model.model.layers[1]
+    assert isinstance(layer.self_attn.k_proj, bnb.nn.Linear4bit)
+
+
+def test_linear_layers_all(config, tmp_path) -> None:
+    """`lora_target_linear` reaches shared experts, which PEFT's rewrite loses."""
+    from moe_qlora.testing import tiny_model
+
+    folder = tmp_path / "qwen2_moe"
+    shutil.copytree(config["base_model"], folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").unlink()
+    tiny_model("qwen2_moe", vocab_size=258, dtype=torch.float32).save_pretrained(folder)
+    config |= {"base_model": str(folder), "lora_target_linear": True, "lora_target_modules": None}
+    cfg = read(ours(config))
+    model, _ = ModelLoader(cfg, load_tokenizer(cfg)).load()
+    adapted = {name for name, part in model.named_modules() if hasattr(part, "lora_A")}
+    assert any(name.endswith("shared_expert.down_proj") for name in adapted)
+    assert not any(name.endswith("mlp.experts") for name in adapted)
+    assert cfg.lora_target_linear is True
+    assert packed(model)
+
+
+def test_off_after_a_load_that_fails(config, tmp_path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(config["base_model"], broken)
+    file = next(broken.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:200])
+    config["base_model"] = str(broken)
+    with pytest.raises(Exception, match=r"(?i)header|invalid|incomplete|deserializ"):
+        load(ours(config))
+    assert not is_enabled()
+
+
+def test_off_where_a_plugin_behind_it_fails(config, monkeypatch) -> None:
+    manager = PluginManager.get_instance()
+    cfg = read(ours(config))
+
+    def fail(cfg: Any) -> None:
+        raise ZeroDivisionError
+
+    behind = SimpleNamespace(pre_model_load=fail)
+    monkeypatch.setitem(manager.plugins, "behind", behind)
+    with pytest.raises(ZeroDivisionError):
+        ModelLoader(cfg, load_tokenizer(cfg)).load()
+    assert not is_enabled()
+
+
+def test_hooks_without_axolotls_own_loader(config) -> None:
+    cfg = read(ours(config))
+    plugin = PluginManager.get_instance().plugins[NAME]
+    plugin.pre_model_load(cfg)
+    assert is_enabled()
+    model = AutoModelForCausalLM.from_pretrained(
+        cfg.base_model, quantization_config={"load_in_4bit": True}
+    )
+    plugin.post_model_build(cfg, model)
+    assert not is_enabled()
+    assert len(packed(model)) == 4
+    plugin.pre_model_load(cfg)
+    plugin.post_train_unload(cfg)
+    assert not is_enabled()
+    plugin.pre_model_load(cfg)
+    plain = AutoModelForCausalLM.from_pretrained(config["base_model"])
+    plain.config.quantization_config = model.config.quantization_config
+    with pytest.raises(QuantizationError, match=r"4 of 4 expert stacks are not packed: model\."):
+        plugin.post_model_build(cfg, plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"moe_qlora": {"lora_expert": True}}, "did you mean lora_experts"),
+        ({"moe_qlora": {"pack_experts": "4bit"}}, "moe_qlora.pack_experts is '4bit'"),
+        ({"moe_qlora": {"lora_experts": ["sideways"]}}, r"moe_qlora.lora_experts is \['sideways'"),
+        ({"load_in_4bit": None}, "load_in_4bit is not true"),
+        ({"quantize_moe_experts": True}, "quantize_moe_experts is true beside"),
+        ({"adapter": None}, "adapter is missing"),
+    ],
+)
+def test_bad_yaml(config, nothing_loaded, change, message) -> None:
+    bad = {key: value for key, value in {**ours(config), **change}.items() if value is not None}
+    with pytest.raises(ConfigError, match=message) as error:
+        read(bad)
+    assert "\n" not in str(error.value)
+
+
+def test_a_dense_model_is_not_loaded(config, nothing_loaded, tmp_path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path / "dense"
+    shutil.copytree(config["base_model"], folder)
+    (folder / "model.safetensors").unlink()
+    dense = LlamaConfig(
+        vocab_size=258, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(dense).save_pretrained(folder)
+    config["base_model"] = str(folder)
+    with pytest.raises(DetectionError, match="This llama model holds no stack of expert weights"):
+        load(ours(config))
+
+
+def test_a_role_that_the_model_does_not_have(config, nothing_loaded) -> None:
+    with pytest.raises(ConfigError, match="'up', and the experts of this qwen3_moe model have"):
+        load(ours(config, lora_experts=["up"]))
+
+
+def test_a_merge_that_cannot_be_made_again_says_so(config) -> None:
+    from axolotl.cli.merge_lora import do_cli
+
+    train(ours(config | {"max_steps": 1}, lora_experts=True))
+    out = Path(config["output_dir"])
+    (out / "moe_qlora_adapter.json").unlink()
+    with pytest.raises((ConfigError, CheckpointError), match=r"not to be used.*moe-qlora merge"):
+        do_cli(str(out / "config.yml"))
+
+
+def test_the_subcommand(config, capsys) -> None:
+    from axolotl.cli.main import cli
+
+    out = Path(config["output_dir"])
+    out.mkdir(parents=True)
+    file = out / "config.yml"
+    file.write_text(yaml.safe_dump(ours(config)), encoding="utf-8")
+    with pytest.raises(SystemExit) as end:
+        cli(["moe-experts", str(file), "--json"], standalone_mode=False)
+    assert end.value.code in (0, None)
+    printed = capsys.readouterr().out
+    found = json.loads(printed[printed.index("{") :])  # below axolotl's own banner
+    assert [group["role"] for group in found["experts"]] == ["gate_up", "down"]
+    with pytest.raises(SystemExit) as end:
+        cli(["moe-experts", str(out / "missing.yml")], standalone_mode=False)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.strip().endswith("missing.yml does not exist.")

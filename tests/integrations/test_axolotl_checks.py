@@ -1,0 +1,88 @@
+"""What the axolotl plugin refuses in a file; needs no axolotl."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import yaml
+
+from moe_qlora.errors import ConfigError
+from moe_qlora.integrations.axolotl_checks import _COLLISIONS, check, wants_packing
+
+QLORA = {"adapter": "qlora", "load_in_4bit": True}
+LORA = {"adapter": "lora", "load_in_8bit": True}
+
+CASES: list[tuple[str, str]] = [
+    ("adapter:", "adapter is missing, and moe_qlora packs experts for LoRA: set adapter: qlora"),
+    ("adapter: mixlora", "adapter is 'mixlora', and moe_qlora packs experts for LoRA"),
+    ("load_in_4bit: false", "adapter is 'qlora' and load_in_4bit is not true, so that axolotl"),
+    ("load_in_8bit: true", "adapter is 'qlora' and load_in_8bit is true, so that axolotl"),
+    ("adapter: lora", "adapter is 'lora' and load_in_4bit is true, so that axolotl"),
+    ("quantize_moe_experts: true", "quantize_moe_experts is true beside the plugin of moe_qlora"),
+    ("nf4_backend: torchao", "nf4_backend is 'torchao' beside the plugin"),
+    ("qlora_sharded_model_loading: true", "qlora_sharded_model_loading is true beside"),
+    ("reinit_weights: true", "reinit_weights is true beside"),
+    ("gptq: true", "gptq is true beside"),
+    ("qat: {weight_dtype: int4}", "qat is set beside"),
+    ("relora: true", "relora is true beside"),
+    ("tensor_parallel_size: 2", "tensor_parallel_size is 2 beside"),
+    ("expert_parallel_size: 4", "expert_parallel_size is 4 beside"),
+    ("fsdp_config: {cpu_ram_efficient_loading: true}", "fsdp_config is set beside"),
+    ("use_scattermoe: true", "use_scattermoe is true beside"),
+    ("use_sonicmoe: true", "use_sonicmoe is true beside"),
+    ("experts_implementation: grouped_mm", "experts_implementation is 'grouped_mm' beside"),
+    (
+        "peft_use_dora: true\nmoe_qlora: {lora_experts: true}",
+        "peft_use_dora is true, and moe_qlora.lora_experts asks for LoRA on packed experts",
+    ),
+    ("moe_qlora: {lora_expert: true}", "moe_qlora.lora_expert is no setting (did you mean lora_e"),
+    ("moe_qlora: {pack_experts: 4bit}", "moe_qlora.pack_experts is '4bit'; allowed are true and"),
+    ("moe_qlora: {lora_experts: [sideways]}", "moe_qlora.lora_experts is ['sideways']; allowed"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), CASES, ids=[text for text, _ in CASES])
+def test_one_sentence(text: str, message: str) -> None:
+    config: dict[str, Any] = QLORA | yaml.safe_load(text)
+    before = copy.deepcopy(config)
+    with pytest.raises(ConfigError) as error:
+        check(config)
+    said = str(error.value)
+    assert said.startswith(message)
+    assert said.endswith(".")
+    assert "\n" not in said
+    assert ". " not in said
+    assert config == before
+
+
+def test_every_collision_is_tried() -> None:
+    tried = {key for text, _ in CASES for key in yaml.safe_load(text)}
+    assert {key for key, _, _ in _COLLISIONS} - {"deepspeed"} <= tried
+
+
+@pytest.mark.parametrize("config", [QLORA, LORA])
+def test_good_files(config: dict[str, Any]) -> None:
+    check(config)
+    harmless = {
+        "tensor_parallel_size": 1,
+        "expert_parallel_size": 1,
+        "nf4_backend": "bitsandbytes",
+        "quantize_moe_experts": False,
+        "experts_implementation": "eager",
+        "fsdp_config": {"cpu_ram_efficient_loading": False},
+        "peft_use_dora": True,
+        "relora": None,
+    }
+    check(config | harmless)
+    assert wants_packing(config)
+
+
+def test_nothing_is_refused_where_nothing_is_packed() -> None:
+    off = {"moe_qlora": {"pack_experts": False}, "quantize_moe_experts": True}
+    check(off)
+    assert not wants_packing(off)
+    merging = {"merge_lora": True, "load_in_4bit": False, "adapter": "qlora"}
+    check(merging)
+    assert not wants_packing(merging)
