@@ -18,10 +18,12 @@ they are what they were. Everything else goes through `ExpertsHost`.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MoeQloraError
@@ -109,7 +111,8 @@ def check(args: Mapping[str, Any]) -> ExpertsSettings:
                 f"take {key} or {BLOCK} out of the file."
             )
     bits, method = args.get("quantization_bit"), args.get("quantization_method", "bnb")
-    if bits not in (4, 8) or method != "bnb":
+    quantized = bits is None and _is_quantized(args.get("model_name_or_path"))
+    if not quantized and (bits not in (4, 8) or method != "bnb"):
         raise ConfigError(
             f"{BLOCK} packs experts with bitsandbytes' settings, and the file has "
             f"quantization_bit {bits} and quantization_method {method}: set quantization_bit to 4 "
@@ -121,6 +124,12 @@ def check(args: Mapping[str, Any]) -> ExpertsSettings:
             f"finetuning_type is {kind}, and packed experts take LoRA only: set it to lora."
         )
     return settings
+
+
+def _is_quantized(model: Any) -> bool:
+    """Whether a folder says itself how it is quantized, as one with packed experts does."""
+    file = Path(str(model)) / "config.json"
+    return file.is_file() and "quantization_config" in json.loads(file.read_text(encoding="utf-8"))
 
 
 def train() -> None:

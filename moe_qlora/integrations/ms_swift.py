@@ -77,14 +77,12 @@ def register(settings: ExpertsSettings | Mapping[str, Any] | None = None) -> Exi
 
 
 def _packing(loader: Any, host: ExpertsHost) -> type:
-    """A loader that packs experts where it is told to quantize with bitsandbytes."""
+    """A loader that packs experts where it quantizes with bitsandbytes."""
 
     class PackingLoader(loader):
         def load(self) -> Any:
             config = (getattr(self, "model_kwargs", None) or {}).get("quantization_config")
-            if config is None:
-                return super().load()
-            with host.loading(config):
+            with host.loading(config):  # None: a plain model stays so, a packed folder loads
                 return super().load()
 
     PackingLoader.__name__ = PackingLoader.__qualname__ = loader.__name__

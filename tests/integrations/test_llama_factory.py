@@ -13,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import BitsAndBytesConfig
 
+import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.integrations import llama_factory
 
@@ -127,6 +128,23 @@ def test_going_on_from_an_adapter(trained, arguments, tmp_path):
     assert all(not torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.fixture(scope="module")
+def packed_folder(model_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed") / "model"
+    config = {**STORED.to_dict(), "bnb_4bit_compute_dtype": "bfloat16"}
+    moe_qlora.quantize_checkpoint(model_folder, folder, config)
+    for file in model_folder.glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_a_packed_folder_trains_as_its_source(trained, packed_folder, arguments, tmp_path):
+    given = {key: value for key, value in arguments.items() if key != "quantization_bit"}
+    done = train(tmp_path, given, model_name_or_path=str(packed_folder))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "out") == losses(trained)
+
+
 UNDONE = """
 import sys, yaml
 from llamafactory.hparams import get_train_args
@@ -205,7 +223,9 @@ def test_arguments_that_do_not_go_together(arguments, change, said):
     assert str(caught.value).endswith(".")
 
 
-def test_arguments_that_do(arguments):
+def test_arguments_that_do(arguments, packed_folder):
+    packed = {**arguments, "quantization_bit": None, "model_name_or_path": str(packed_folder)}
+    assert llama_factory.check(packed).pack_experts
     assert llama_factory.check(arguments).lora_experts is True
     assert llama_factory.check({**arguments, "quantization_bit": 8, "moe_qlora": None})
     off = {**arguments, "quantization_bit": None, "moe_qlora": {"pack_experts": False}}
