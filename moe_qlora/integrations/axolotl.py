@@ -28,6 +28,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin, normalize_plugin_name
@@ -88,6 +89,7 @@ class MoeQloraPlugin(BasePlugin):
         super().__init__()
         self.host: ExpertsHost | None = None
         self._users: tuple[Any, dict[str, Any]] | None = None  # configuration, what it said
+        self._undo = ExitStack()
 
     # The configuration.
 
@@ -187,9 +189,15 @@ class MoeQloraPlugin(BasePlugin):
             self.host.after_peft(model)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """The same for trainers that make the adapters themselves (DPO, KTO)."""
-        if self.host is not None and is_named(cfg):
-            self.host.after_peft(trainer.model)
+        """The same for trainers that make the adapters themselves (DPO, IPO, KTO)."""
+        if self.host is None or not is_named(cfg):
+            return
+        model = self.host.after_peft(trainer.model)
+        if _config_only(cfg) and hasattr(model, "get_base_model"):
+            # At the end axolotl saves what it has loaded, adapters of the trainer's inside.
+            base: Any = model.get_base_model()
+            self._undo.callback(_put_back, base, "save_pretrained", dict(vars(base)))
+            base.save_pretrained = model.save_pretrained
 
     # The end.
 
@@ -224,9 +232,18 @@ class MoeQloraPlugin(BasePlugin):
 
     def _leave(self) -> None:
         self._restore()
+        self._undo.close()
         if self.host is not None:
             self.host.close()
             self.host = None
+
+
+def _put_back(owner: Any, name: str, before: Mapping[str, Any]) -> None:
+    """The attribute of an object as it was: its own, or none of its own."""
+    if name in before:
+        vars(owner)[name] = before[name]
+    else:
+        vars(owner).pop(name, None)
 
 
 def _as_list(names: Any) -> Any:

@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     )
     import axolotl.train
     from axolotl.cli.config import load_cfg
-    from axolotl.common.datasets import load_datasets
+    from axolotl.common.datasets import load_datasets, load_preference_datasets
     from axolotl.integrations.base import PluginManager
     from axolotl.loaders import ModelLoader, load_tokenizer
 
@@ -326,6 +326,53 @@ def test_a_trainer_that_makes_the_adapters_itself(config) -> None:
     wrappers = [m for m in trainer.model.modules() if isinstance(m, lora.ParamWrapper)]
     assert len(wrappers) == 4
     PluginManager.get_instance().post_train_unload(cfg)
+
+
+def test_dpo(config, tmp_path, monkeypatch, model_folder) -> None:
+    rows = tmp_path / "pairs.jsonl"
+    pairs = (
+        json.dumps({"prompt": f"after {i} ", "chosen": f"comes {i + 1}", "rejected": "nothing"})
+        for i in range(16)
+    )
+    rows.write_text("\n".join(pairs), encoding="utf-8")
+    fields = {"field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected"}
+    config |= {"rl": "dpo", "remove_unused_columns": False, "learning_rate": 0.001}
+    config["datasets"] = [{"path": str(rows), "ds_type": "json", "type": fields}]
+    # writes them with processes of its own
+    monkeypatch.setattr("axolotl.utils.data.rl.save_preprocessed_dataset", lambda *a, **k: None)
+    cfg = read(ours(config, lora_experts=True))
+    model, _, trainer = axolotl.train.train(cfg=cfg, dataset_meta=load_preference_datasets(cfg=cfg))
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert float(steps[0]["rewards/margins"]) == 0.0  # the reference is the policy at first
+    assert float(steps[-1]["rewards/margins"]) > 0.0
+    assert float(steps[-1]["loss"]) < float(steps[0]["loss"])
+    trained = logits(trainer.model)
+    PluginManager.get_instance().post_train_unload(cfg)
+    out = Path(cfg.output_dir)
+    assert not (out / "model.safetensors").exists()
+    with pytest.raises(AdapterError, match="holds adapters"):  # as before
+        model.save_pretrained(tmp_path / "base")
+    with moe_qlora.enabled():
+        base = AutoModelForCausalLM.from_pretrained(
+            model_folder, quantization_config=model.config.quantization_config, dtype=torch.float32
+        )
+    reloaded = moe_qlora.load_adapter(base, str(out))
+    dtypes = {name: p.dtype for name, p in trainer.model.named_parameters() if "lora_" in name}
+    for name, parameter in reloaded.named_parameters():
+        if "lora_" in name:  # which TRL trains in bfloat16
+            parameter.data = parameter.data.to(dtypes[name])
+    torch.testing.assert_close(logits(reloaded), trained, atol=1e-5, rtol=1e-5)
+
+
+def test_a_run_that_was_interrupted_goes_on_as_if_not(config, tmp_path) -> None:
+    """Half of the steps, and the rest from the checkpoint: the losses of an unbroken run."""
+    config |= {"save_strategy": "steps", "save_steps": STEPS // 2}
+    _, whole = train(ours(config, lora_experts=True))
+    middle = Path(config["output_dir"]) / f"checkpoint-{STEPS // 2}"
+    config |= {"output_dir": str(tmp_path / "on"), "resume_from_checkpoint": str(middle)}
+    _, resumed = train(ours(config, lora_experts=True))
+    assert len(resumed) == STEPS
+    assert resumed[STEPS // 2 :] == pytest.approx(whole[STEPS // 2 :], abs=2e-4)
 
 
 def test_eight_bit(config) -> None:
