@@ -29,7 +29,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 from axolotl.integrations.base import BasePlugin, normalize_plugin_name
 from axolotl.utils.logging import get_logger
@@ -73,9 +73,19 @@ class MoeQloraArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and is_named(data):
+        if not isinstance(data, Mapping):
+            return data
+        if is_named(data):
             check(data)
-        return data
+            return data
+        return {key: value for key, value in data.items() if key != BLOCK}
+
+    @model_validator(mode="after")
+    def _stay_away(self) -> Self:
+        # axolotl asks every plugin that it has ever loaded in the process
+        if not is_named({"plugins": getattr(self, "plugins", None)}):
+            self.lora_exclude_modules = None
+        return self
 
 
 class MoeQloraPlugin(BasePlugin):
@@ -268,12 +278,13 @@ def _loader() -> Any:
 
 def _replace_once(loader: Any, step: str, instead: Callable[[Callable[[], Any]], Any]) -> None:
     """Have the loader's next `step` run as `instead(step)`; on this object, for one call."""
+    held, theirs = dict(vars(loader)), getattr(loader, step)
 
     def run() -> Any:
-        loader.__dict__.pop(step, None)
-        return instead(getattr(loader, step))
+        _put_back(loader, step, held)
+        return instead(theirs)
 
-    loader.__dict__[step] = run
+    setattr(loader, step, run)
 
 
 def _config_only(cfg: Any) -> bool:

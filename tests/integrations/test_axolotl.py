@@ -356,12 +356,14 @@ def test_dpo(config, tmp_path, monkeypatch, model_folder) -> None:
         base = AutoModelForCausalLM.from_pretrained(
             model_folder, quantization_config=model.config.quantization_config, dtype=torch.float32
         )
+    moved = (logits(base) - trained).abs().max()
     reloaded = moe_qlora.load_adapter(base, str(out))
     dtypes = {name: p.dtype for name, p in trainer.model.named_parameters() if "lora_" in name}
     for name, parameter in reloaded.named_parameters():
         if "lora_" in name:  # which TRL trains in bfloat16
             parameter.data = parameter.data.to(dtypes[name])
-    torch.testing.assert_close(logits(reloaded), trained, atol=1e-5, rtol=1e-5)
+    assert moved > 0.01
+    assert (logits(reloaded) - trained).abs().max() < moved / 50  # bfloat16 adapters
 
 
 def test_a_run_that_was_interrupted_goes_on_as_if_not(config, tmp_path) -> None:
@@ -412,6 +414,17 @@ def test_linear_layers_all(config, tmp_path) -> None:
     assert not any(name.endswith("mlp.experts") for name in adapted)
     assert cfg.lora_target_linear is True
     assert packed(model)
+
+
+def test_a_file_that_does_not_name_the_plugin_is_read_as_ever(config) -> None:
+    config["lora_exclude_modules"] = ["v_proj"]
+    assert read(ours(config)).lora_exclude_modules == ["v_proj"]
+    cfg = read({**config, "moe_qlora": "nonsense", "relora": None})
+    assert cfg.lora_exclude_modules is None  # which axolotl's schema does not have
+    assert cfg.moe_qlora is None
+    plugin = PluginManager.get_instance().plugins[NAME]
+    plugin.pre_model_load(cfg)
+    assert plugin.host is None
 
 
 def test_off_after_a_load_that_fails(config, tmp_path) -> None:
