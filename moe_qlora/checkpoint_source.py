@@ -34,6 +34,7 @@ from .errors import CheckpointError, ConfigError, MoeQloraError
 
 _DEFAULT_SIZES = "Sizes are those of the default configuration of this model type, in bfloat16."
 _YAML = (".yml", ".yaml")
+_PLUGIN = "moe_qlora.integrations.axolotl.MoeQloraPlugin"
 _AUTO_CLASSES = (
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
@@ -203,6 +204,9 @@ def _trainer_settings(content: Mapping[str, Any]) -> tuple[CodecSettings | None,
     notes = []
     if content.get("quantize_moe_experts"):
         notes.append("quantize_moe_experts packs experts too; leave it out beside moe_qlora.")
+    block = content.get("moe_qlora")
+    if block is not None and _PLUGIN not in (content.get("plugins") or ()):
+        notes.append(f"axolotl reads the moe_qlora block only where plugins names {_PLUGIN}.")
     if not four and not eight:
         return None, [*notes, "The file asks for neither load_in_4bit nor load_in_8bit."]
     asked: dict[str, Any] = {"load_in_4bit": bool(four), "load_in_8bit": eight}
@@ -211,7 +215,11 @@ def _trainer_settings(content: Mapping[str, Any]) -> tuple[CodecSettings | None,
     own = content.get("bnb_config_kwargs") or {}
     if not isinstance(own, Mapping):
         raise ConfigError(f"bnb_config_kwargs is {own!r}; expected a mapping of settings.")
-    return CodecSettings.from_config({**asked, **own}), notes
+    settings = CodecSettings.from_config({**asked, **own})
+    more = block.get("skip_modules") if isinstance(block, Mapping) else None
+    if isinstance(more, list):
+        settings = replace(settings, skip_modules=(*settings.skip_modules, *map(str, more)))
+    return settings, notes
 
 
 def _from_registry(model_type: str) -> Source | None:

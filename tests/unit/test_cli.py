@@ -247,6 +247,18 @@ def test_trainer_overrides(cli, folder, tmp_path):
     assert "neither load_in_4bit nor load_in_8bit" in " ".join(found["notes"])
 
 
+def test_the_block_of_the_plugin(cli, folder, tmp_path):
+    """What it skips is skipped; a file that forgets to name the plugin is told so."""
+    trainer = tmp_path / "train.yml"
+    lines = f"base_model: {folder}\nadapter: qlora\nmoe_qlora:\n  skip_modules: [model.layers.1]\n"
+    trainer.write_text(lines)
+    found = dumped(cli, trainer)
+    assert [e["skipped"] for e in found["experts"] if e["skipped"]] == ["model.layers.1"] * 2
+    assert "only where plugins names moe_qlora.integrations.axolotl" in " ".join(found["notes"])
+    trainer.write_text(lines + "plugins: [moe_qlora.integrations.axolotl.MoeQloraPlugin]\n")
+    assert not dumped(cli, trainer)["notes"]
+
+
 def test_plain_linear_router_is_named(cli, tmp_path):
     from transformers import AfmoeConfig
 
