@@ -249,7 +249,8 @@ def load_adapter(
     """Load a saved adapter: `PeftModel.from_pretrained` for packed experts.
 
     Reads adapters that this package, or stock PEFT on the unpacked model, has saved, those from
-    transformers v4 with one LoRA for each expert included.
+    transformers v4 with one LoRA for each expert included. Files of adapters on experts carry no
+    `lora_dropout`, which stock PEFT would refuse to load.
 
     Args:
         model: A model with packed experts, or a `PeftModel` of it, which gets one more adapter.
