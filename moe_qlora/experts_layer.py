@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import storage
-from .experts_op import packed_inputs
+from .experts_op import no_autocast, packed_inputs
 from .kernels.packed import Packed
 
 _GATE = "_moe_qlora_gate"
@@ -48,8 +48,10 @@ def available(device: torch.device) -> bool:
     if index not in _usable:
         if torch.compiler.is_compiling():
             return False
-        ready = _kernels() is not None and torch.cuda.get_device_capability(device) >= (8, 0)
-        _usable[index] = ready
+        kernels = _kernels()
+        _usable[index] = kernels is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+        if _usable[index]:
+            kernels.prepare(device)
     return _usable[index]
 
 
@@ -329,17 +331,21 @@ def _forward(
     lora: Sequence[Tensor],
     packed: Sequence[Tensor],
     constants: str,
+    made: Any = None,
 ) -> list[Tensor]:
-    """The output, then what backward needs: routing (4), pre-activation and LoRA products (3)."""
+    """The output, then what backward needs: routing (5), pre-activation and LoRA products (3).
+
+    made: What `_layer` gives for `packed` and `constants`, where it is at hand.
+    """
     kernels = _kernels()
-    layer, scalings, _ = _layer(packed, constants)
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    layer, scalings, _ = made or _layer(packed, constants)
+    with torch.no_grad(), no_autocast(x):
         routing = kernels.route(index, layer.first.experts)
         lora1, lora2 = _loras(lora, scalings)
         out, saved = kernels.forward(
             layer, routing, x, weights, index, *(biases or (None, None)), lora1, lora2
         )
-    return [out, *routing[:4], *saved]
+    return [out, *routing[:5], *saved]
 
 
 def _loras(lora: Sequence[Tensor], scalings: Sequence[float | None]) -> list[Any]:
@@ -358,15 +364,16 @@ def _backward(
     saved: Sequence[Tensor],
     constants: str,
     needs_x: bool,
+    made: Any = None,
 ) -> list[Tensor | None]:
     """Gradients of x and weights, then of each LoRA factor."""
     kernels = _kernels()
-    layer, scalings, _ = _layer(packed, constants)
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        routing = kernels.routing_of(saved[:4], weights.shape, layer.first.experts)
+    layer, scalings, _ = made or _layer(packed, constants)
+    with torch.no_grad(), no_autocast(x):
+        routing = kernels.routing_of(saved[:5], weights.shape, layer.first.experts)
         lora1, lora2 = _loras(lora, scalings)
         grads = kernels.backward(
-            layer, routing, kernels.Saved(*saved[4:]), grad, x, weights,
+            layer, routing, kernels.Saved(*saved[5:]), grad, x, weights,
             *(biases or (None, None)), lora1, lora2, needs_x=needs_x,
         )  # fmt: skip
     factors = [g for g in (grads.a1, grads.b1, grads.a2, grads.b2) if g is not None]
@@ -378,7 +385,8 @@ class _Layer(torch.autograd.Function):
     def forward(ctx: Any, constants: str, n: Any, packed: list[Tensor], index: Tensor,
                 x: Tensor, weights: Tensor, *rest: Tensor) -> Tensor:  # fmt: skip
         biases, lora = rest[: n[0]], rest[n[0] :]
-        out, *saved = _forward(x, weights, index, biases, lora, packed, constants)
+        ctx.made = _layer(packed, constants)
+        out, *saved = _forward(x, weights, index, biases, lora, packed, constants, ctx.made)
         ctx.constants, ctx.n, ctx.packed = constants, n, packed
         ctx.save_for_backward(x, weights, *rest, *saved)
         return out
@@ -390,7 +398,7 @@ class _Layer(torch.autograd.Function):
         end = biases + factors
         grads = _backward(
             grad, x, weights, rest[:biases], rest[biases:end], ctx.packed, rest[end:],
-            ctx.constants, ctx.needs_input_grad[4],
+            ctx.constants, ctx.needs_input_grad[4], ctx.made,
         )  # fmt: skip
         return (None,) * 4 + (grads[0], grads[1], *[None] * biases, *grads[2:])
 
@@ -421,17 +429,18 @@ def _forward_fake(
         index.new_empty(count, dtype=torch.int32),
         index.new_empty(count, dtype=torch.int32),
         index.new_empty(experts + 1, dtype=torch.int32),
-        index.new_empty(tiles_of(count, experts), 2, dtype=torch.int32),
+        *(index.new_empty(n, 2, dtype=torch.int32) for n in tiles_of(count, experts)),
         x.new_empty(count, width),
         x.new_empty(count, ranks[0]),
         x.new_empty(count, ranks[1]),
     ]
 
 
-def tiles_of(count: int, experts: int) -> int:
-    """Length of the routing's table of tiles, as `kernels.layer.route` makes it."""
+def tiles_of(count: int, experts: int) -> tuple[int, int]:
+    """Lengths of the routing's tables of tiles, as `kernels.layer.route` makes them."""
     tile = next((t for t in (16, 32) if 2 * t * experts >= 3 * count), 64)
-    return count // tile + min(experts, count)
+    most = min(experts, count)
+    return count // tile + most, count // 128 + most if tile == 64 else 0
 
 
 def _backward_op(*args: Any) -> list[Tensor]:

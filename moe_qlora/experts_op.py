@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ class Projection:
 
     def run(self, stack: PackedStack, inputs: Inputs) -> Tensor:
         """Forward alone."""
-        with torch.no_grad(), _no_autocast(inputs.x):
+        with torch.no_grad(), no_autocast(inputs.x):
             return dispatch.forward(
                 inputs.x,
                 self._packed_weight(stack, inputs.x),
@@ -100,7 +101,7 @@ class Projection:
         n = len(inputs.a)
         parts = [list(needs[3 + i * n : 3 + (i + 1) * n]) for i in range(3)]
         wanted = reference.Needs(needs[0], needs[1], needs[2], *parts)
-        with torch.no_grad(), _no_autocast(inputs.x):
+        with torch.no_grad(), no_autocast(inputs.x):
             grads = dispatch.backward(
                 grad,
                 inputs.x,
@@ -139,8 +140,10 @@ class Projection:
         ]
 
 
-def _no_autocast(like: Tensor) -> Any:
-    return torch.autocast(like.device.type, enabled=False)
+def no_autocast(like: Tensor) -> Any:
+    """A block without autocast; costs the host nothing where there is none."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _PackedProjection(torch.autograd.Function):

@@ -20,7 +20,7 @@ SCRATCH_BYTES = 2 << 30
 _INDEX = 8  # bytes of an int64
 _WIDE = 4  # bytes of a float32
 _ALIGN = 8  # ranks are padded to this for grouped products
-_FEW = {True: 256, False: 192}  # rows an expert, `FEW_BY_ROWS` and `..COLUMNS` of kernels/products
+_FEW = 256  # rows an expert, `FEW` of kernels/products.py (384 on Hopper: this is on the safe side)
 _MOST = 128  # ranks of a projection together, `_MAX_RANK` of experts_layer.py
 _BLOCK = 64  # weights to an absmax
 
@@ -80,9 +80,10 @@ class ExpertsCall:
         wide = all(size % _ALIGN == 0 for size in (self.hidden, self.intermediate))
         return self.itemsize == 2 and wide and max(_rank(self.first), _rank(self.second)) <= _MOST
 
-    def few(self, *, back: bool) -> bool:
-        """Whether products of this direction run on the codes themselves, without decoding."""
-        return self.codes and self.rows <= _FEW[self.transposed == back] * self.experts
+    @property
+    def few(self) -> bool:
+        """Whether products run on the codes themselves, without decoding."""
+        return self.codes and self.rows <= _FEW * self.experts
 
     @property
     def rows(self) -> int:
@@ -168,13 +169,10 @@ def held_nbytes(call: ExpertsCall, *, checkpointing: bool) -> tuple[int, ...]:
             (call.hidden, call.intermediate, ranks[1]),
         )
     ]
-    statistics: tuple[int, ...] = ()
-    forward, back = call.few(back=False), call.few(back=True)
-    if call.nested and (forward or back):
-        statistics = (call.experts * call.hidden * call.width // _BLOCK * _WIDE,)
-    if forward and back:
-        return statistics
-    return (*stacks, *statistics) if checkpointing else (max(stacks), *statistics)
+    if call.few:
+        blocks = call.experts * call.hidden * call.width // _BLOCK
+        return (blocks * _WIDE,) if call.nested else ()
+    return (stacks[0], stacks[1]) if checkpointing else (max(stacks),)
 
 
 def _ranks(call: ExpertsCall) -> tuple[int, int]:

@@ -9,7 +9,8 @@ One kernel for both directions and for both layouts, since one only has to know 
 rows are the features that come out or the dimension that is summed over.
 
 The values of codes come from a table in fp16 (11 bits; decoding takes them from fp32), so that a
-weight may round to the neighbour of what decoding gives, about once in 30.
+weight may round to the neighbour of what decoding gives, about once in 30. On Hopper and for many
+rows `codes_hopper.py` does the same with exact values, and faster.
 """
 
 from __future__ import annotations
@@ -22,24 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .decode import block_absmax
-from .packed import Packed
-
-TABLES = {
-    "nf4": (
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ),
-    "fp4": (
-        0.0, 0.0052083334885537624, 0.6666666865348816, 1.0,
-        0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
-        0.0, -0.0052083334885537624, -0.6666666865348816, -1.0,
-        -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
-    ),
-}  # fmt: skip
-"""The codes' values, as bitsandbytes' `get_4bit_type` gives them."""
+from .decode import block_absmax, decode
+from .launch import launch as run
+from .packed import TABLES, Packed
 
 
 class Config(NamedTuple):
@@ -51,6 +37,7 @@ class Config(NamedTuple):
         stages: Steps loaded ahead.
         warps: Warps in a program.
         direct: Whether a nested absmax is decoded by each program, else in a pass of its own.
+        hopper: Whether it is the kernel of `codes_hopper.py`, whose cut is fixed.
     """
 
     features: int
@@ -58,6 +45,13 @@ class Config(NamedTuple):
     stages: int
     warps: int
     direct: bool
+    hopper: bool = False
+
+
+HOPPER = Config(128, 64, 4, 4, False, True)
+
+_hopper_works: dict[int, bool] = {}
+"""By CUDA device: whether the kernel for Hopper compiles there and is right."""
 
 
 @cache
@@ -229,6 +223,53 @@ def suits(packed: Packed) -> bool:
     return packed.kind == "int8" or (block % 64 == 0 and packed.shape[2] % block == 0)
 
 
+def on_hopper(packed: Packed, dtype: torch.dtype, *, back: bool) -> bool:
+    """Whether the kernel for Hopper can compute this product; False before `prepare`."""
+    device = packed.codes.device
+    if not (device.type == "cuda" and _hopper_works.get(device.index or 0)):
+        return False
+    from . import codes_hopper
+
+    return suits(packed) and codes_hopper.suits(packed, dtype, back=back)
+
+
+def prepare(device: torch.device) -> None:
+    """Find out, once, whether the kernel for Hopper works: its language still changes.
+
+    A small product of each direction is compared with the decoded one, and waited for.
+    """
+    index = device.index or 0
+    if index not in _hopper_works:
+        _hopper_works[index] = False
+        capability = torch.cuda.get_device_capability(device)
+        _hopper_works[index] = capability == (9, 0) and _try_hopper(device)
+
+
+def _try_hopper(device: torch.device) -> bool:
+    generator = torch.Generator(device).manual_seed(0)
+    codes = torch.randint(256, (2 * 128 * 64,), device=device, generator=generator)
+    absmax = torch.rand(2 * 128 * 2, device=device, generator=generator)
+    table = torch.tensor(TABLES["nf4"], device=device)
+    packed = Packed(codes.to(torch.uint8), absmax, table, 64, None, (2, 128, 128), "nf4")
+    x = torch.randn(144, 128, device=device, generator=generator).bfloat16()
+    bounds = torch.tensor([0, 5, 144], device=device, dtype=torch.int32)
+    tiles = torch.tensor([[0, 0], [1, 5], [1, 133]], device=device, dtype=torch.int32)
+    weight = torch.empty(2, 128, 128, device=device, dtype=torch.bfloat16)
+    decode(packed, weight)
+    try:
+        for back in (False, True):
+            y = launch(
+                x, packed, None, None, bounds, tiles, 128, HOPPER, back=back, span=(0, 128)
+            )  # fmt: skip
+            operand = weight if back else weight.transpose(1, 2)
+            right = torch.cat([x[:5] @ operand[0], x[5:] @ operand[1]]).float()
+            if not (y.float() - right).norm() < 4e-3 * right.norm():
+                return False
+    except Exception:  # noqa: BLE001 - whatever this Triton does not know, `codes_kernel` does
+        return False
+    return True
+
+
 def launch(
     x: Tensor,
     packed: Packed,
@@ -265,14 +306,21 @@ def launch(
     if packed.nested is not None:
         table2, absmax2, offset, nested = packed.nested
         if absmax is not None:
-            grid = triton.cdiv(n_rows, 32), triton.cdiv(blocks, 32), experts
-            absmax_kernel[grid](
+            grid = triton.cdiv(n_rows, 64), triton.cdiv(blocks, 32), experts
+            run(absmax_kernel, grid,
                 packed.absmax, table2, absmax2, offset, bounds, absmax,
-                ROWS=n_rows, BLOCKS=blocks, NESTED=nested, BR=32, BB=32, enable_fp_fusion=False,
+                ROWS=n_rows, BLOCKS=blocks, NESTED=nested, BR=64, BB=32, enable_fp_fusion=False,
             )  # fmt: skip
             statistics, nested, strides = absmax, 0, (1, n_rows)
     y = torch.empty(x.shape[0], span[1] - span[0], dtype=x.dtype, device=x.device)
-    codes_kernel[(triton.cdiv(y.shape[1], config.features), tiles.shape[0])](
+    if config.hopper:
+        from . import codes_hopper
+
+        codes_hopper.launch(
+            x, packed, factor, statistics, strides, bounds, tiles, tile, y, back=back, span=span
+        )  # fmt: skip
+        return y
+    run(codes_kernel, (triton.cdiv(y.shape[1], config.features), tiles.shape[0]),
         x, packed.codes, statistics, packed.absmax if packed.table is None else packed.table,
         table2, absmax2, offset, x if factor is None else factor, tiles, bounds, y,
         *strides, *span, *((0, 0, 0) if factor is None else factor.stride()),

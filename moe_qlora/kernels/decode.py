@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
 from .packed import Packed
 
 BLOCK = 256
@@ -161,7 +162,7 @@ def decode(
     nested = packed.nested
     none = packed.absmax
     table2, absmax2, offset, second = nested if nested is not None else (none, none, none, 0)
-    _decode_kernel[(pieces + extra, out.shape[0])](
+    launch(_decode_kernel, (pieces + extra, out.shape[0]),
         out, words, packed.absmax, none if packed.table is None else packed.table,
         table2, absmax2, offset, none if bounds is None else bounds,
         out if right is None else right, out if below is None else below,
@@ -180,7 +181,7 @@ def decode_flat(packed: Packed, out: Tensor, first: int) -> None:
     nested = packed.nested
     none = packed.absmax
     table2, absmax2, offset, second = nested if nested is not None else (none, none, none, 0)
-    _flat_kernel[(triton.cdiv(out.numel(), 1024),)](
+    launch(_flat_kernel, (triton.cdiv(out.numel(), 1024),),
         out, packed.codes, packed.absmax, packed.table, table2, absmax2, offset, first, out.numel(),
         BLOCKSIZE=packed.blocksize, NESTED=second, BLOCK=1024, enable_fp_fusion=False,
     )  # fmt: skip

@@ -33,9 +33,20 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from . import rows, scratch
+from . import codes, rows, scratch
+from .launch import launch
 from .packed import Packed, padded
-from .products import WIDE_TILE, Factors, Rows, Side, in_backward, is_few, multiply, slices
+from .products import (
+    WIDE_TILE,
+    Factors,
+    Rows,
+    Side,
+    in_backward,
+    is_few,
+    multiply,
+    slices,
+    wants_wide,
+)
 
 ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
@@ -121,6 +132,7 @@ class Routing(NamedTuple):
         inverse: `(R,)` int32: the row of each choice.
         bounds: `(E + 1,)` int32: rows of expert e are [bounds[e], bounds[e + 1]).
         tiles: `(n, 2)` int32: expert and first row of each tile, -1 for none.
+        wide: The same of tiles of `WIDE_TILE` rows; `(0, 2)` where experts have too few rows.
         top_k: k.
         tile: Rows in a tile.
     """
@@ -129,6 +141,7 @@ class Routing(NamedTuple):
     inverse: Tensor
     bounds: Tensor
     tiles: Tensor
+    wide: Tensor
     top_k: int
     tile: int
 
@@ -152,6 +165,11 @@ class Grads(NamedTuple):
     b2: Tensor | None
 
 
+def prepare(device: torch.device) -> None:
+    """Find out what a CUDA device can, once, before its first layer; waits for the device."""
+    codes.prepare(device)
+
+
 @lru_cache(maxsize=64)
 def _edges(experts: int, device: torch.device) -> Tensor:
     return torch.arange(experts + 1, device=device, dtype=torch.int16)
@@ -171,7 +189,16 @@ def route(index: Tensor, experts: int) -> Routing:
     inverse = torch.empty_like(order)
     tile = _tile(count, experts)
     tiles = _tiles(order64, bounds, order, inverse, count, tile)
-    return Routing(order, inverse, bounds, tiles, index.shape[-1], tile)
+    wide = _wide(order, bounds, count, tile)
+    return Routing(order, inverse, bounds, tiles, wide, index.shape[-1], tile)
+
+
+def _wide(order: Tensor, bounds: Tensor, count: int, tile: int) -> Tensor:
+    """`Routing.wide`."""
+    nothing = order[:0]
+    if tile < rows.TILE:
+        return bounds.new_empty(0, 2)
+    return _tiles(nothing, bounds, nothing, nothing, count, WIDE_TILE)
 
 
 def _tiles(
@@ -182,7 +209,7 @@ def _tiles(
     n = count // tile + min(experts, count)
     tiles = torch.empty(n, 2, dtype=torch.int32, device=bounds.device)
     grid = max(triton.cdiv(order64.shape[0], 1024), triton.cdiv(n, 32))
-    rows.route_kernel[(grid,)](
+    launch(rows.route_kernel, (grid,),
         order64, bounds, order, inverse, tiles, order64.shape[0], n,
         E=experts, EP=triton.next_power_of_2(experts), TILE=tile, BLOCK=1024, TB=32,
     )  # fmt: skip
@@ -195,9 +222,10 @@ def _tile(count: int, experts: int) -> int:
 
 
 def routing_of(tensors: Sequence[Tensor], shape: Sequence[int], experts: int) -> Routing:
-    """The `Routing` whose tensors these are (its first four fields); shape: `(T, k)`."""
-    order, inverse, bounds, tiles = tensors
-    return Routing(order, inverse, bounds, tiles, shape[-1], _tile(order.shape[0], experts))
+    """The `Routing` whose tensors these are (its first five fields); shape: `(T, k)`."""
+    order, inverse, bounds, tiles, wide = tensors
+    tile = _tile(order.shape[0], experts)
+    return Routing(order, inverse, bounds, tiles, wide, shape[-1], tile)
 
 
 def _factors(lora: Lora | None, experts: int, dtype: torch.dtype) -> Factors | None:
@@ -211,7 +239,7 @@ def _factors(lora: Lora | None, experts: int, dtype: torch.dtype) -> Factors | N
     out_features = lora.b.shape[0]
     b = torch.empty(experts, out_features, wide, dtype=dtype, device=a.device)
     total = out_features * wide
-    rows.spread_kernel[(triton.cdiv(total, 64), triton.cdiv(experts, 64))](
+    launch(rows.spread_kernel, (triton.cdiv(total, 64), triton.cdiv(experts, 64)),
         lora.b.detach().contiguous(), b, total, RANK=rank, PADDED=wide, E=experts, BQ=64, BE=64,
     )  # fmt: skip
     return Factors(a.contiguous(), b, lora.scaling)
@@ -228,18 +256,15 @@ def _sides(
     recomputed = not back and in_backward()
 
     def side(packed: Packed, factors: Factors | None) -> Side:
-        few = is_few(packed, count, by_rows=by_rows)
+        few = is_few(packed, count, layer.dtype, back=not by_rows)
         if recomputed:
-            few = few and is_few(packed, count, by_rows=not by_rows)
+            few = few and is_few(packed, count, layer.dtype, back=by_rows)
         return Side(packed, factors, by_rows, back, few, layer.dtype)
 
     first, second = side(layer.first, f1), side(layer.second, f2)
-    wide = 3 * count > 4 * rows.TILE * layer.first.experts
-    if not (wide and (first.few or second.few)):
-        return first, second, Rows(routing.bounds, routing.tiles, routing.tile)
-    nothing = routing.order[:0]
-    tiles = _tiles(nothing, routing.bounds, nothing, nothing, count, WIDE_TILE)
-    return first, second, Rows(routing.bounds, tiles, WIDE_TILE)
+    if any(s.few and wants_wide(s.packed, count, layer.dtype) for s in (first, second)):
+        return first, second, Rows(routing.bounds, routing.wide, WIDE_TILE)
+    return first, second, Rows(routing.bounds, routing.tiles, routing.tile)
 
 
 def _gathered(
@@ -264,10 +289,7 @@ def _gathered(
         part = slice(first, min(first + step, count))
         some = _part(routing, part)
         copied = _copied(layer, some, x, side.factors, factor, product[part], dots[part], bias)
-        tiles = some.tiles
-        if found.tile != some.tile:
-            nothing = some.order[:0]
-            tiles = _tiles(nothing, some.bounds, nothing, nothing, len(copied), found.tile)
+        tiles = some.tiles if found.tile == some.tile else some.wide
         fewer = Rows(some.bounds, tiles, found.tile)
         for (start, end), columns in slices(copied, side, fewer, name):
             out[part, start:end] = columns
@@ -278,9 +300,10 @@ def _part(routing: Routing, part: slice) -> Routing:
     """The routing of some of the rows, counted from the first of them."""
     bounds = (routing.bounds - part.start).clamp_(0, part.stop - part.start)
     order = routing.order[part]
-    nothing = order[:0]
-    tiles = _tiles(nothing, bounds, nothing, nothing, len(order), routing.tile)
-    return Routing(order, routing.inverse, bounds, tiles, routing.top_k, routing.tile)
+    nothing, count, tile = order[:0], len(order), routing.tile
+    tiles = _tiles(nothing, bounds, nothing, nothing, count, tile)
+    wide = _wide(order, bounds, count, tile)
+    return Routing(order, routing.inverse, bounds, tiles, wide, routing.top_k, tile)
 
 
 def forward(
@@ -317,7 +340,7 @@ def forward(
     inner = torch.empty(count, inner_size + side2.rank, dtype=layer.dtype, device=x.device)
     product2 = torch.empty(count, side2.rank, dtype=layer.dtype, device=x.device)
     a2 = x if f2 is None else f2.a
-    rows.gate_kernel[(routing.tiles.shape[0],)](
+    launch(rows.gate_kernel, (routing.tiles.shape[0],),
         pre, pre if bias1 is None else bias1, a2, routing.tiles, routing.bounds, inner, product2,
         1.0 if f2 is None else f2.scaling, *_numbers(layer.gate),
         a2.stride(0), 1, a2.stride(1),
@@ -357,7 +380,7 @@ def _copied(
     if factors is not None and factor is not None:
         over_rows = factor is factors.a
         strides = (f.stride(0), f.stride(2 if over_rows else 1), f.stride(1 if over_rows else 2))
-    rows.copy_kernel[(routing.tiles.shape[0],)](
+    launch(rows.copy_kernel, (routing.tiles.shape[0],),
         x, routing.order, f, routing.tiles, routing.bounds, out, product,
         f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling, *strides,
         K=size, TOP_K=routing.top_k, RANK=rank, GATHERS=True, BIASED=bias is not None,
@@ -377,7 +400,7 @@ def _summed(
     for (first, end), y in slices(x, side, found, name):
         width = end - first
         block = min(triton.next_power_of_2(width), 1024)
-        rows.sum_kernel[(tokens, triton.cdiv(width, block))](
+        launch(rows.sum_kernel, (tokens, triton.cdiv(width, block)),
             y, routing.inverse, y if weights is None else weights, y if index is None else index,
             y if bias is None else bias, routing.bounds, out, tokens, first, size,
             N=width, TOP_K=routing.top_k, E=layer.first.experts, WEIGHTED=weights is not None,
@@ -428,7 +451,7 @@ def backward(
     d_pre = torch.empty(count, width + rank, dtype=layer.dtype, device=u.device)
     empty = torch.zeros_like if layer.partial else torch.empty_like
     d_weights = empty(weights)
-    rows.gate_backward_kernel[(routing.tiles.shape[0],)](
+    launch(rows.gate_backward_kernel, (routing.tiles.shape[0],),
         u, saved.pre, u if bias1 is None else bias1, weights, routing.order, dots,
         u if f1 is None else f1.b, routing.tiles, routing.bounds, d_pre, d_weights,
         1.0 if f1 is None else f1.scaling, *_numbers(layer.gate),
@@ -462,7 +485,7 @@ def _outer(
     rank = small.shape[1]
     real = (like.shape[1] if over else like.shape[0]) // experts
     strides = (1, real * experts, experts) if over else (real * size, 1, size)
-    rows.outer_kernel[(triton.cdiv(size, _OUTER["BN"]), experts)](
+    launch(rows.outer_kernel, (triton.cdiv(size, _OUTER["BN"]), experts),
         small, big, big if bias is None else bias, big if weights is None else weights,
         routing.order, routing.bounds, out, small.stride(0), big.stride(0), *strides,
         *_numbers(layer.gate),

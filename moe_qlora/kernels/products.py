@@ -18,12 +18,13 @@ from torch import Tensor
 from . import codes, decode, scratch, tune
 from .packed import Packed
 
-FEW_BY_ROWS, FEW_BY_COLUMNS = 256, 192
-"""Rows an expert, on average, up to which codes beat decoding; by what comes out (H200,
-Qwen3-30B-A3B: 0.69 against 0.73 ms at 256 rows, 0.76 against 0.75 by columns)."""
+FEW, FEW_ON_HOPPER = 256, 384
+"""Rows an expert, on average, up to which codes beat decoding (H200, gate_up of Qwen3-30B-A3B: at
+256 rows 0.69 against 0.73 ms out and 0.76 against 0.75 back; on Hopper's own kernel 0.61 and 0.64,
+and at 512 1.10 against 1.02)."""
 
 WIDE_TILE = 128
-"""Rows in a tile of products on codes, where experts have many: each tile decodes anew."""
+"""Rows in a tile of products on codes, where experts have many: each tile looks weights up anew."""
 
 
 class Factors(NamedTuple):
@@ -101,10 +102,16 @@ class Side(NamedTuple):
         return below.transpose(1, 2)
 
 
-def is_few(packed: Packed, count: int, *, by_rows: bool) -> bool:
-    """Whether a product of so many rows runs on codes; by_rows: as `Side` has it."""
-    few = FEW_BY_ROWS if by_rows else FEW_BY_COLUMNS
-    return count <= few * packed.experts and codes.suits(packed)
+def is_few(packed: Packed, count: int, dtype: torch.dtype, *, back: bool) -> bool:
+    """Whether a product of so many rows runs on codes; back: whether it sums over stored rows."""
+    most = FEW_ON_HOPPER if codes.on_hopper(packed, dtype, back=back) else FEW
+    return count <= most * packed.experts and codes.suits(packed)
+
+
+def wants_wide(packed: Packed, count: int, dtype: torch.dtype) -> bool:
+    """Whether products on codes want tiles of `WIDE_TILE` rows, and not of 64."""
+    least = 64 if codes.on_hopper(packed, dtype, back=False) else 4 * 64
+    return 3 * count > least * packed.experts
 
 
 def multiply(x: Tensor, side: Side, rows: Rows, name: str) -> Tensor:

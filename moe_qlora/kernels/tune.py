@@ -26,18 +26,21 @@ import triton
 from torch import Tensor
 
 from . import decode
-from .codes import Config, launch
+from .codes import HOPPER, Config, launch, on_hopper
 from .packed import Packed
 
 _TOLERANCE = 6e-3
 """Largest relative error against the decoded product in 16 bit, whose own rounding is 3e-3."""
 
-_CANDIDATES = tuple(
-    Config(features, step, stages, warps, direct)
-    for features, step, stages, warps, direct in product(
-        (64, 128, 256), (64, 128), (3, 4), (4, 8), (True, False)
-    )
-    if features * step <= 256 * 64 and (warps == 4 or features >= 128)
+_CANDIDATES = (
+    HOPPER,
+    *(
+        Config(features, step, stages, warps, direct)
+        for features, step, stages, warps, direct in product(
+            (64, 128, 256), (64, 128), (3, 4), (4, 8), (True, False)
+        )
+        if features * step <= 256 * 64 and (warps == 4 or features >= 128)
+    ),
 )
 
 _DEFAULTS = {
@@ -100,10 +103,15 @@ def chosen(packed: Packed, dtype: torch.dtype, tile: int, *, back: bool) -> Conf
     """
     default = _DEFAULTS[back][tile]
     device = packed.codes.device
+    if tile >= 64 and on_hopper(packed, dtype, back=back):
+        default = HOPPER
     if device.type != "cuda":
         return default
     found = _load(device.index or 0).get(_key(packed, dtype, tile, back))
-    return default if found is None else Config(*found[:4], bool(found[4]))
+    if found is None or (found[-1] and default is not HOPPER):
+        return default
+    features, step, stages, warps, direct, hopper = found
+    return Config(features, step, stages, warps, bool(direct), bool(hopper))
 
 
 def tune(
@@ -164,6 +172,8 @@ def _try(problem: _Problem, packed: Packed, tile: int, back: bool, config: Confi
     """Median milliseconds on random rows, None where the result is wrong or nothing runs."""
     if (config.features if back else config.step) > 2 * max(packed.blocksize, 64):
         return None  # the kernel takes one or two blocks of a row at a time
+    if config.hopper and not (tile >= 64 and on_hopper(packed, problem.x.dtype, back=back)):
+        return None
     x, bounds, tiles, absmax = problem
     room = None if config.direct or packed.nested is None else absmax
     span = 0, packed.shape[2 if back else 1]

@@ -188,8 +188,9 @@ def test_module_is_as_exact_as_its_projections(tests, style, case, ranks, monkey
     count = 1 if style.clamped and case.get("tokens") == 1 else len(exact)
     for mine, other, right in list(zip(fused, plain, exact, strict=True))[:count]:
         right = right.cuda()
-        # With one token a rounding is shared by a whole row or column: nothing averages out.
-        slack = 0.02 if case.get("tokens") == 1 else 0.003
+        # With one token a rounding is shared by a whole row or column: nothing averages out. Beside
+        # a clamp's edges, weights of few rows, which now and then round otherwise, count as well.
+        slack = 0.02 if case.get("tokens") == 1 or style.clamped else 0.003
         allowed = 1.25 * (other.double() - right).norm() + slack * right.norm()
         assert (mine.double() - right).norm() <= allowed
     again = gradients(module, provider, *parts)

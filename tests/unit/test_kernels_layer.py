@@ -262,8 +262,7 @@ def test_few_tokens_never_decode(name, monkeypatch):
 
     monkeypatch.setattr(decode, "decode", forbidden)
     test_layer_equals_plain_loops(CASES[name])
-    for by in ("FEW_BY_ROWS", "FEW_BY_COLUMNS"):
-        monkeypatch.setattr(products, by, 0)
+    monkeypatch.setattr(products, "FEW", 0)
     with pytest.raises(AssertionError, match="decoded"):
         test_layer_equals_plain_loops(CASES[name])
 

@@ -174,11 +174,6 @@ def test_whole_layers_by_hand():
     assert memory_experts.held_nbytes(replace(few, nested=False), checkpointing=True) == ()
     plain = [128 * 1536 * 2048 * 2, 128 * 2048 * 768 * 2]
     assert memory_experts.held_nbytes(replace(few, codes=False), checkpointing=True) == tuple(plain)
-    some = replace(few, tokens=4096)  # 256: codes forward, decoded back
-    assert memory_experts.held_nbytes(some, checkpointing=True) == (*plain, statistics)
-    assert memory_experts.held_nbytes(some, checkpointing=False) == (plain[0], statistics)
-    back = replace(some, transposed=True)
-    assert memory_experts.held_nbytes(back, checkpointing=False) == (plain[0], statistics)
     single = replace(few, itemsize=4)
     assert memory_experts.held_nbytes(single, checkpointing=True) == ()
     # float32 adapters take the same road; their gradients are as wide as they are

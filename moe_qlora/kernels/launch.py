@@ -1,0 +1,60 @@
+"""Launches kernels with little of the host's time, on the device where their tensors lie.
+
+A layer's step launches some 25 kernels of 30 arguments, and up to a few thousand tokens the host is
+what it waits for. Triton finds a compiled kernel anew at each launch, by the types of all arguments
+and all constants. Here what it found is kept by what its choice depends on: a constant's value, a
+pointer's dtype and whether it is a multiple of 16, whether an integer is 1 or a multiple of 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+_OPTIONS = frozenset({"num_warps", "num_stages", "enable_fp_fusion"})
+
+_found: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+"""Compiled kernels and their constants in the order of the signature."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """`kernel[grid](*args, **constants)`.
+
+    Args:
+        kernel: A Triton or Gluon function, whose constants follow all other arguments.
+        grid: One to three sizes.
+        args: Tensors and numbers; the first is a tensor.
+        constants: Constants, and Triton's options.
+    """
+    index = args[0].get_device()
+    if index < 0:  # the interpreter
+        kernel[grid](*args, **constants)
+        return
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            launch(kernel, grid, *args, **constants)
+        return
+    key = (kernel, index, tuple(constants.values()), tuple(map(_kind, args)))
+    found = _found.get(key)
+    if found is not None:
+        compiled, values = found
+        compiled[(*grid, 1, 1)](*args, *values)
+        return
+    compiled = kernel[grid](*args, **constants)
+    if not isinstance(compiled, triton.compiler.CompiledKernel) or kernel.pre_run_hooks:
+        return
+    values = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    if len(values) + len(_OPTIONS.intersection(constants)) == len(constants):
+        _found[key] = compiled, values
+
+
+def _kind(value: Any) -> Any:
+    """What Triton's choice of a compiled kernel depends on, of one argument."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+    return type(value)
