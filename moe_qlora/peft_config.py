@@ -277,13 +277,25 @@ def _layout(model: nn.Module, config: PeftConfig, router: bool) -> ModelLayout:
 def _set_excludes(model: nn.Module, config: PeftConfig, layout: ModelLayout, router: bool) -> None:
     paths = exclude_paths(model)
     existing = config.exclude_modules
-    if targets.is_all_linear(config) and not router:
-        paths += [found.name for found in layout.routers if found.plain_linear]
+    if targets.is_all_linear(config):
+        # Some routers are Linear by class and give two values, which LoRA's own layer cannot.
+        paths += [
+            found.name
+            for found in layout.routers
+            if (not router if found.plain_linear else _is_linear(model, found.name))
+        ]
     if isinstance(existing, str):
         patterns = [re.escape(path) for path in paths]
         config.exclude_modules = targets.combine_patterns("exclude_modules", existing, patterns)
     else:
         config.exclude_modules = {*targets.as_names("exclude_modules", existing), *paths}
+
+
+def _is_linear(model: nn.Module, name: str) -> bool:
+    try:
+        return isinstance(model.get_submodule(name), nn.Linear)
+    except AttributeError:  # a bare parameter
+        return False
 
 
 def exclude_paths(model: nn.Module) -> list[str]:

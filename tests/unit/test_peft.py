@@ -21,6 +21,7 @@ import moe_qlora
 from moe_qlora import codec, storage
 from moe_qlora.errors import ConfigError
 from moe_qlora.peft_targets import ExactName
+from moe_qlora.testing import tiny_inputs, tiny_model
 
 SMALL = {
     "vocab_size": 64,
@@ -190,6 +191,24 @@ def test_all_linear_means_every_linear_and_nothing_else(model_type: str, through
     wrapped(input_ids=torch.arange(12).view(2, 6)).logits.sum().backward()
     for name, parameter in wrapped.named_parameters():
         assert parameter.requires_grad == ("lora_" in name)
+        assert not parameter.requires_grad or parameter.grad is not None, name
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])
+@pytest.mark.parametrize("router", [False, True])
+def test_all_linear_beside_routers_that_are_linear_by_class(model_type: str, router: bool) -> None:
+    """They give two values, so that LoRA's Linear layer in their place cannot run."""
+    model: Any = tiny_model(model_type)
+    moe_qlora.quantize_experts(model, {"load_in_4bit": True})
+    routers = {found.name for found in moe_qlora.detect(model).routers}
+    assert all(isinstance(model.get_submodule(name), nn.Linear) for name in routers)
+    config = LoraConfig(target_modules="all-linear", r=4)
+    wrapped = moe_qlora.get_peft_model(model, config, router=router)
+    adapted = adapted_modules(wrapped)
+    assert adapted & routers == (routers if router else set())
+    assert any(name.endswith("q_proj") for name in adapted)
+    wrapped(**tiny_inputs(model)).logits.sum().backward()
+    for name, parameter in wrapped.named_parameters():
         assert not parameter.requires_grad or parameter.grad is not None, name
 
 
