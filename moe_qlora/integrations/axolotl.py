@@ -177,7 +177,11 @@ class MoeQloraPlugin(BasePlugin):
             return
         from axolotl.loaders.adapter import _build_peft_lora_config
 
-        adapted: Any = self.host.before_peft(model, _build_peft_lora_config(model, cfg))
+        asked: Any = _build_peft_lora_config(model, cfg)
+        if cfg.get("lora_target_linear") and not cfg.get("lora_target_modules"):
+            # axolotl's own list has routers in it, some of which LoRA's layers cannot stand in for
+            asked.target_modules = "all-linear"
+        adapted: Any = self.host.before_peft(model, asked)
         self._users = (cfg, {key: cfg.get(key) for key in _WRITTEN})
         excluded = adapted.exclude_modules
         cfg["lora_target_modules"] = _as_list(adapted.target_modules)

@@ -427,6 +427,33 @@ def test_a_file_that_does_not_name_the_plugin_is_read_as_ever(config) -> None:
     assert plugin.host is None
 
 
+def test_the_users_own_target_parameters_train_alike(config, tmp_path) -> None:
+    """With these in the file axolotl patches PEFT, which must not get in between."""
+    _, losses = train(ours({**config, "output_dir": str(tmp_path / "one")}, lora_experts=True))
+    config["lora_target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+    model, again = train(ours({**config, "output_dir": str(tmp_path / "two")}))
+    assert again == losses
+    wrappers = [module for module in model.modules() if isinstance(module, lora.ParamWrapper)]
+    assert len(wrappers) == 4
+
+
+def test_routers_are_no_linear_layers(config, tmp_path) -> None:
+    """Llama 4's router is one by class, and gives two values."""
+    from moe_qlora.testing import tiny_model
+
+    folder = tmp_path / "llama4"
+    shutil.copytree(config["base_model"], folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").unlink()
+    tiny_model("llama4_text", vocab_size=258, dtype=torch.float32).save_pretrained(folder)
+    config |= {"base_model": str(folder), "lora_target_linear": True, "lora_target_modules": None}
+    model, _ = load(ours(config, lora_experts=True))
+    logits(model)
+    adapted = {name for name, part in model.named_modules() if hasattr(part, "lora_A")}
+    assert any(name.endswith("shared_expert.down_proj") for name in adapted)
+    assert not any(name.endswith("router") for name in adapted)
+
+
 def test_off_after_a_load_that_fails(config, tmp_path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(config["base_model"], broken)
