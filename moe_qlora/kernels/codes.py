@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .decode import block_absmax, decode
+from .launch import cdiv
 from .launch import launch as run
 from .packed import TABLES, Packed
 
@@ -306,7 +307,7 @@ def launch(
     if packed.nested is not None:
         table2, absmax2, offset, nested = packed.nested
         if absmax is not None:
-            grid = triton.cdiv(n_rows, 64), triton.cdiv(blocks, 32), experts
+            grid = cdiv(n_rows, 64), cdiv(blocks, 32), experts
             run(absmax_kernel, grid,
                 packed.absmax, table2, absmax2, offset, bounds, absmax,
                 ROWS=n_rows, BLOCKS=blocks, NESTED=nested, BR=64, BB=32, enable_fp_fusion=False,
@@ -320,7 +321,7 @@ def launch(
             x, packed, factor, statistics, strides, bounds, tiles, tile, y, back=back, span=span
         )  # fmt: skip
         return y
-    run(codes_kernel, (triton.cdiv(y.shape[1], config.features), tiles.shape[0]),
+    run(codes_kernel, (cdiv(y.shape[1], config.features), tiles.shape[0]),
         x, packed.codes, statistics, packed.absmax if packed.table is None else packed.table,
         table2, absmax2, offset, x if factor is None else factor, tiles, bounds, y,
         *strides, *span, *((0, 0, 0) if factor is None else factor.stride()),

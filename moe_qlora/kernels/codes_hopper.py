@@ -16,12 +16,12 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from .launch import cdiv
 from .launch import launch as run
 from .packed import TABLES, Packed
 
@@ -125,26 +125,20 @@ def _copy(
 
 
 @gluon.jit
-def hopper_kernel(
-    x, codes, absmax, factor, tiles, bounds, y, last_row,
+def _product(
+    x, codes, absmax, factor, y, expert, start_row, end_row, last_row,
     stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
     ROWS: gl.constexpr, COLS: gl.constexpr, RANK: gl.constexpr, BACK: gl.constexpr,
     BLOCKSIZE: gl.constexpr, TABLE: gl.constexpr, LOOKUP: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """As `codes.codes_kernel`, of 4-bit codes read as words; the contraction is whole steps."""
-    pid = gl.program_id(1)
-    expert = gl.load(tiles + 2 * pid).to(gl.int64)
-    if expert < 0:
-        return
+    """BM rows of an expert, from `start_row` on, by BN features."""
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = x.dtype.element_ty
     K: gl.constexpr = ROWS if BACK else COLS
     R: gl.constexpr = STEP if BACK else BN  # rows and blocks of a tile of weights
     NB: gl.constexpr = BN // 64 if BACK else 1
     BLOCKS: gl.constexpr = COLS // BLOCKSIZE
-    start_row = gl.load(tiles + 2 * pid + 1)
-    end_row = gl.load(bounds + expert + 1)
     first = n_first + gl.program_id(0) * BN
 
     tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
@@ -240,6 +234,36 @@ def hopper_kernel(
     gl.store(to, value, mask=(row < end_row)[:, None] & (n < n_end)[None, :])
 
 
+@gluon.jit
+def hopper_kernel(
+    x, codes, absmax, factor, tiles, bounds, y, last_row,
+    stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
+    ROWS: gl.constexpr, COLS: gl.constexpr, RANK: gl.constexpr, BACK: gl.constexpr,
+    BLOCKSIZE: gl.constexpr, TABLE: gl.constexpr, LOOKUP: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """As `codes.codes_kernel`, of 4-bit codes read as words; the contraction is whole steps."""
+    pid = gl.program_id(1)
+    expert = gl.load(tiles + 2 * pid).to(gl.int64)
+    if expert < 0:
+        return
+    start_row = gl.load(tiles + 2 * pid + 1)
+    end_row = gl.load(bounds + expert + 1)
+    # An expert's last tile is often nearly empty: half of one costs half of the product.
+    if end_row - start_row > 64 or BM == 64:
+        _product(
+            x, codes, absmax, factor, y, expert, start_row, end_row, last_row,
+            stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
+            ROWS, COLS, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, BM, BN,
+        )  # fmt: skip
+    else:
+        _product(
+            x, codes, absmax, factor, y, expert, start_row, end_row, last_row,
+            stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
+            ROWS, COLS, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, 64, BN,
+        )  # fmt: skip
+
+
 def suits(packed: Packed, dtype: torch.dtype, *, back: bool) -> bool:
     """Whether the kernel takes it: what `codes.suits` asks for, and whole steps of 16-bit rows."""
     return (
@@ -268,7 +292,7 @@ def launch(
     statistics: fp32 absmax of all blocks; strides: from row to row, and from block to block.
     """
     _, n_rows, n_cols = packed.shape
-    run(hopper_kernel, (triton.cdiv(y.shape[1], FEATURES), tiles.shape[0]),
+    run(hopper_kernel, (cdiv(y.shape[1], FEATURES), tiles.shape[0]),
         x, packed.codes.view(torch.int32), statistics, x if factor is None else factor, tiles,
         bounds, y, x.shape[0] - 1, *strides, *span,
         *((0, 0, 0) if factor is None else factor.stride()),

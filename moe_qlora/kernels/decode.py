@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import cdiv, launch
 from .packed import Packed
 
 BLOCK = 256
@@ -155,8 +155,8 @@ def decode(
     assert out.is_contiguous() and cols % 8 == 0 and corner[1] % 8 == 0
     assert corner[0] + rows <= packed.shape[1] and corner[1] + cols <= packed.shape[2]
     groups = rows * cols // 8
-    pieces = triton.cdiv(groups, BLOCK * UNROLL)
-    extra = triton.cdiv(max(rows * rank_r, rank_b * cols), BLOCK * 8)
+    pieces = cdiv(groups, BLOCK * UNROLL)
+    extra = cdiv(max(rows * rank_r, rank_b * cols), BLOCK * 8)
     int8 = packed.kind == "int8"
     words = packed.codes if int8 else packed.codes.view(torch.int32)
     nested = packed.nested
@@ -181,7 +181,7 @@ def decode_flat(packed: Packed, out: Tensor, first: int) -> None:
     nested = packed.nested
     none = packed.absmax
     table2, absmax2, offset, second = nested if nested is not None else (none, none, none, 0)
-    launch(_flat_kernel, (triton.cdiv(out.numel(), 1024),),
+    launch(_flat_kernel, (cdiv(out.numel(), 1024),),
         out, packed.codes, packed.absmax, packed.table, table2, absmax2, offset, first, out.numel(),
         BLOCKSIZE=packed.blocksize, NESTED=second, BLOCK=1024, enable_fp_fusion=False,
     )  # fmt: skip

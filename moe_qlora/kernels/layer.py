@@ -34,7 +34,7 @@ import triton
 from torch import Tensor
 
 from . import codes, rows, scratch
-from .launch import launch
+from .launch import cdiv, launch
 from .packed import Packed, padded
 from .products import (
     WIDE_TILE,
@@ -208,7 +208,7 @@ def _tiles(
     experts = bounds.shape[0] - 1
     n = count // tile + min(experts, count)
     tiles = torch.empty(n, 2, dtype=torch.int32, device=bounds.device)
-    grid = max(triton.cdiv(order64.shape[0], 1024), triton.cdiv(n, 32))
+    grid = max(cdiv(order64.shape[0], 1024), cdiv(n, 32))
     launch(rows.route_kernel, (grid,),
         order64, bounds, order, inverse, tiles, order64.shape[0], n,
         E=experts, EP=triton.next_power_of_2(experts), TILE=tile, BLOCK=1024, TB=32,
@@ -239,7 +239,7 @@ def _factors(lora: Lora | None, experts: int, dtype: torch.dtype) -> Factors | N
     out_features = lora.b.shape[0]
     b = torch.empty(experts, out_features, wide, dtype=dtype, device=a.device)
     total = out_features * wide
-    launch(rows.spread_kernel, (triton.cdiv(total, 64), triton.cdiv(experts, 64)),
+    launch(rows.spread_kernel, (cdiv(total, 64), cdiv(experts, 64)),
         lora.b.detach().contiguous(), b, total, RANK=rank, PADDED=wide, E=experts, BQ=64, BE=64,
     )  # fmt: skip
     return Factors(a.contiguous(), b, lora.scaling)
@@ -400,7 +400,7 @@ def _summed(
     for (first, end), y in slices(x, side, found, name):
         width = end - first
         block = min(triton.next_power_of_2(width), 1024)
-        launch(rows.sum_kernel, (tokens, triton.cdiv(width, block)),
+        launch(rows.sum_kernel, (tokens, cdiv(width, block)),
             y, routing.inverse, y if weights is None else weights, y if index is None else index,
             y if bias is None else bias, routing.bounds, out, tokens, first, size,
             N=width, TOP_K=routing.top_k, E=layer.first.experts, WEIGHTED=weights is not None,
@@ -485,7 +485,7 @@ def _outer(
     rank = small.shape[1]
     real = (like.shape[1] if over else like.shape[0]) // experts
     strides = (1, real * experts, experts) if over else (real * size, 1, size)
-    launch(rows.outer_kernel, (triton.cdiv(size, _OUTER["BN"]), experts),
+    launch(rows.outer_kernel, (cdiv(size, _OUTER["BN"]), experts),
         small, big, big if bias is None else bias, big if weights is None else weights,
         routing.order, routing.bounds, out, small.stride(0), big.stride(0), *strides,
         *_numbers(layer.gate),
