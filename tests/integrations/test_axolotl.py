@@ -454,6 +454,25 @@ def test_routers_are_no_linear_layers(config, tmp_path) -> None:
     assert not any(name.endswith("router") for name in adapted)
 
 
+def test_a_base_that_is_packed_already(config, tmp_path) -> None:
+    folder = tmp_path / "packed"
+    asked = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_quant_storage": "bfloat16",
+        "bnb_4bit_compute_dtype": "float32",
+    }
+    moe_qlora.quantize_checkpoint(config["base_model"], folder, asked)
+    for file in Path(config["base_model"]).glob("tokenizer*"):
+        shutil.copy(file, folder)
+    whole, losses = train(ours({**config, "output_dir": str(tmp_path / "one")}, lora_experts=True))
+    assert packed(whole)
+    config |= {"base_model": str(folder), "output_dir": str(tmp_path / "two")}
+    model, again = train(ours(config, lora_experts=True))
+    assert len(packed(model)) == 4
+    assert again == losses
+
+
 def test_off_after_a_load_that_fails(config, tmp_path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(config["base_model"], broken)
