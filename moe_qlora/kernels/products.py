@@ -140,7 +140,8 @@ def slices(
     """`multiply`, a slice of features at a time: (first, end), and `(R, end - first)`."""
     experts, n_rows, n_cols = side.packed.shape
     inner = (n_cols if side.by_rows else n_rows) + side.rank
-    each = side.dtype.itemsize * max(x.shape[0], 0 if side.few else experts * inner)
+    # What comes out may be half of the cap: in backward it stands beside two others of its kind.
+    each = side.dtype.itemsize * max(2 * x.shape[0], 0 if side.few else experts * inner)
     step = max(64, scratch.scratch_cap(x.device) // each // 64 * 64)
     absmax = config = None
     if side.few:

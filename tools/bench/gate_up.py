@@ -143,6 +143,10 @@ def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callabl
     if not codes.suits(packed):
         raise NotImplementedError("no products on codes: blocks do not lie within rows")
     side = products.Side(packed, None, not transposed, False, True, x.dtype)
+    if x.is_cuda:
+        layer.prepare(x.device)
     routing = layer.route(index, packed.experts)
     rows = products.Rows(routing.bounds, routing.tiles, routing.tile)
+    if products.wants_wide(packed, index.numel(), x.dtype):
+        rows = products.Rows(routing.bounds, routing.wide, products.WIDE_TILE)
     return lambda: products.multiply(x, side, rows, "first")
