@@ -15,6 +15,7 @@ rows `codes_hopper.py` does the same with exact values, and faster.
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import NamedTuple
 
@@ -317,10 +318,20 @@ def launch(
     if config.hopper:
         from . import codes_hopper
 
-        codes_hopper.launch(
-            x, packed, factor, statistics, strides, bounds, tiles, tile, y, back=back, span=span
-        )  # fmt: skip
-        return y
+        try:
+            codes_hopper.launch(
+                x, packed, factor, statistics, strides, bounds, tiles, tile, y, back=back, span=span
+            )  # fmt: skip
+        except (RuntimeError, triton.compiler.errors.CompilationError) as error:
+            _hopper_works[x.get_device()] = False
+            warnings.warn(
+                f"the kernel for Hopper does not compile for experts of shape {packed.shape} "
+                f"({type(error).__name__}); this process goes on with the slower portable kernel",
+                stacklevel=2,
+            )
+            config = Config(128, 64, 3, 4, False)
+        else:
+            return y
     run(codes_kernel, (cdiv(y.shape[1], config.features), tiles.shape[0]),
         x, packed.codes, statistics, packed.absmax if packed.table is None else packed.table,
         table2, absmax2, offset, x if factor is None else factor, tiles, bounds, y,

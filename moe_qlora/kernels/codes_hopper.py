@@ -265,12 +265,13 @@ def hopper_kernel(
 
 
 def suits(packed: Packed, dtype: torch.dtype, *, back: bool) -> bool:
-    """Whether the kernel takes it: what `codes.suits` asks for, and whole steps of 16-bit rows."""
-    return (
-        packed.kind != "int8"
-        and dtype in (torch.bfloat16, torch.float16)
-        and packed.shape[1 if back else 2] % 64 == 0
-    )
+    """Whether the kernel takes it: what `codes.suits` asks for, and whole steps of 16-bit rows.
+
+    Two steps at least: Triton 3.6 fails on the loop of a single one.
+    """
+    inner = packed.shape[1 if back else 2]
+    rows = dtype in (torch.bfloat16, torch.float16) and inner % 64 == 0 and inner >= 128
+    return packed.kind != "int8" and rows
 
 
 def launch(

@@ -99,6 +99,20 @@ def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, span):
         assert torch.equal(y, again)
 
 
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("inner", [64, 128])
+def test_the_fewest_steps(inner, back):
+    """A single step is no loop for Hopper's kernel: the portable one takes it."""
+    from moe_qlora.kernels import codes, tune
+
+    shape = (4, inner, 192) if back else (4, 192, inner)
+    packed, routing, x, factor, right = problem(shape, back)
+    assert inner > 64 or not codes.on_hopper(packed, x.dtype, back=back)
+    config = tune.chosen(packed, x.dtype, 128, back=back)
+    y = run(packed, routing, x, factor, config, 128, back, (0, right.shape[1]))
+    assert (y.double() - right).norm() < 3e-3 * right.norm()
+
+
 def test_the_tuner_finds_a_right_configuration(tmp_path, monkeypatch):
     from moe_qlora.kernels import tune
 
