@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .errors import NonFiniteWeightError as NonFiniteWeightError
     from .errors import QuantizationError as QuantizationError
     from .errors import UnsupportedWeightError as UnsupportedWeightError
+    from .experts_tune import tune_kernels as tune_kernels
     from .hf import disable as disable
     from .hf import enable as enable
     from .hf import enabled as enabled
@@ -69,6 +70,7 @@ _HOME = {
     "quantize_checkpoint": "checkpoint_quantize",
     "quantize_experts": "quantize",
     "target_parameters": "peft",
+    "tune_kernels": "experts_tune",
 }
 
 __all__ = [
@@ -98,6 +100,7 @@ __all__ = [
     "quantize_checkpoint",
     "quantize_experts",
     "target_parameters",
+    "tune_kernels",
 ]
 
 

@@ -6,10 +6,13 @@ import json
 
 import pytest
 import torch
+from transformers import BitsAndBytesConfig
 
-from moe_qlora import codec
+import moe_qlora
+from moe_qlora import codec, experts_layer
 from moe_qlora.codec_settings import CodecSettings
 from moe_qlora.experts_op import packed_of
+from moe_qlora.testing import tiny_model
 
 triton = pytest.importorskip("triton")
 
@@ -87,3 +90,17 @@ def test_defaults_are_candidates():
         for config in configs.values():
             assert config in tune._CANDIDATES
             assert (config.features if back else config.step) <= 128
+
+
+def test_each_shape_of_a_model_is_tuned_once(monkeypatch):
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=3, hidden_size=64,
+                       moe_intermediate_size=128)  # fmt: skip
+    with pytest.raises(moe_qlora.QuantizationError, match="no packed experts; quantize_experts"):
+        moe_qlora.tune_kernels(model)
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
+    assert moe_qlora.tune_kernels(model) == 0  # no GPU, nothing to measure
+    tuned = []
+    monkeypatch.setattr(experts_layer, "available", lambda device: True)
+    monkeypatch.setattr(tune, "tune", lambda packed, dtype: tuned.append((packed.shape[1:], dtype)))
+    assert moe_qlora.tune_kernels(model, torch.float16) == 2
+    assert sorted(tuned) == [((64, 128), torch.float16), ((256, 64), torch.float16)]
