@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,7 @@ from .errors import AdapterError, CheckpointError, ConfigError
 from .folder import index_of, read_json
 from .folder_manifest import CONFIG_KEY, MANIFEST
 from .folder_write import ShardWriter, absolute, check_new, new_folder
-
-Progress = Callable[[int, int, str], None]
+from .progress import Progress, reporting
 
 _CONFIG = "config.json"
 _OURS = ("quantization_config", "transformers_weights", CONFIG_KEY)
@@ -125,7 +124,10 @@ def merge_adapter(
         updates = Resolver(model, shapes).resolve(lora)
         lossy = _rounding(opened, lora, build, like_training, quantization_config)
         merge = _Merge(opened, lora, updates, model, lossy, dtype)
-        with new_folder(target) as folder, _reporter(progress) as tell:
+        with (
+            new_folder(target) as folder,
+            reporting(progress, "Merging", "Merged", stderr=True) as tell,
+        ):
             merge.write(folder, tell)
             _side_files(source, folder, opened, merge, dtype)
     return merge.report(target)
@@ -459,22 +461,3 @@ def _index(
     content = read_json(found)
     content["metadata"] = {**(content.get("metadata") or {}), "total_size": merge.nbytes}
     (folder / found.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _reporter(progress: bool | Progress | None) -> Iterator[Progress]:
-    if progress is None or progress is False:
-        yield lambda done, total, name: None
-    elif progress is True:
-        from rich.console import Console
-        from rich.progress import Progress as Bar
-
-        with Bar(console=Console(stderr=True)) as bar:
-            task = bar.add_task("Merging")
-
-            def update(done: int, total: int, name: str) -> None:
-                bar.update(task, completed=done, total=total, description=name or "Merged")
-
-            yield update
-    else:
-        yield progress

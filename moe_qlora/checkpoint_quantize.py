@@ -12,8 +12,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,7 @@ from .folder_manifest import CONFIG, MANIFEST, Manifest, PackedEntry
 from .folder_write import GrowingShard, absolute, check_new, new_folder, plan_shards, replace_file
 from .hf.plan import LoadPlan, dtype_policy, plan_packing
 from .memory import packed_nbytes
-
-Progress = Callable[[int, int, str], None]
+from .progress import Progress, reporting
 
 _RUN = "run.json"
 
@@ -82,7 +80,11 @@ def quantize_checkpoint(
     place = _device(device)
     model = _model(folder, dtype, trust_remote_code)
     job = _Job(folder, model, config, place)
-    with job.files, new_folder(out, keep_partial=True) as work, _reporter(progress) as tell:
+    with (
+        job.files,
+        new_folder(out, keep_partial=True) as work,
+        reporting(progress, "Packing", "Packed") as tell,
+    ):
         job.resume(work, max_shard_size)
         shards = job.write(work, max_shard_size, tell)
         _side_files(folder, work, model, config)
@@ -373,21 +375,3 @@ def _side_files(folder: Path, work: Path, model: Any, config: Any) -> None:
         raise CheckpointError(f"{type(model.config).__name__} does not store its quantization.")
     if model.can_generate() and not (work / "generation_config.json").exists():
         model.generation_config.save_pretrained(work)
-
-
-@contextmanager
-def _reporter(progress: bool | Progress | None) -> Iterator[Progress]:
-    if progress is None or progress is False:
-        yield lambda done, total, name: None
-    elif progress is True:
-        from rich.progress import Progress as Bar
-
-        with Bar() as bar:
-            task = bar.add_task("Packing")
-
-            def update(done: int, total: int, name: str) -> None:
-                bar.update(task, completed=done, total=total, description=name or "Packed")
-
-            yield update
-    else:
-        yield progress

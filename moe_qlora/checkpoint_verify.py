@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,8 +42,7 @@ from .folder_manifest import (
     of_interrupted_save,
 )
 from .folder_write import partial_of
-
-Progress = Callable[[int, int, str], None]
+from .progress import Progress
 
 _STATE = ".quant_state.bitsandbytes__"
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +32,7 @@ from .errors import (
     UnsupportedWeightError,
 )
 from .layout import ExpertParam, ModelLayout
+from .progress import Progress, reporting
 from .quantize_report import (
     ALREADY_QUANTIZED,
     QUANTIZED,
@@ -43,8 +43,6 @@ from .quantize_report import (
 )
 
 __all__ = ["QuantizationReport", "ReportRow", "SlowModule", "quantize_experts"]
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass
@@ -253,7 +251,7 @@ def _run(
     rows: list[ReportRow] = []
     total = sum(job.status == QUANTIZED for job in jobs)
     done: list[str] = []
-    with _reporter(progress) as tell:
+    with reporting(progress, "Packing experts", "Packed experts") as tell:
         for job in jobs:
             name = job.param.name
             if job.status == QUANTIZED:
@@ -301,24 +299,6 @@ def _half_way(error: Exception, name: str, done: list[str], total: int) -> Quant
         f"Packing stopped at {name} after {len(done)} of {total} stacks ({error}). Packed: "
         f"{packed}. All others, this one included, are whole; calling again goes on from here."
     )
-
-
-@contextmanager
-def _reporter(progress: bool | Progress | None) -> Iterator[Progress]:
-    if progress is None or progress is False:
-        yield lambda done, total, name: None
-    elif progress is True:
-        from rich.progress import Progress as Bar
-
-        with Bar() as bar:
-            task = bar.add_task("Packing experts")
-
-            def update(done: int, total: int, name: str) -> None:
-                bar.update(task, completed=done, total=total, description=name or "Packed experts")
-
-            yield update
-    else:
-        yield progress
 
 
 def _activate(model: nn.Module, layout: ModelLayout) -> set[str]:

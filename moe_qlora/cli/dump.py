@@ -4,48 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import StrEnum
 from typing import Annotated
 
 import typer
 
+from .options import Color, Colored, Json, Model, ModelDoubleQuant, ModelQuant, TrustRemoteCode
+
 NO_EXPERTS = 3
 
 
-class Quant(StrEnum):
-    """The packed types that `--quant` takes."""
-
-    nf4 = "nf4"
-    fp4 = "fp4"
-    int8 = "int8"
-
-
-class Color(StrEnum):
-    """When to colour."""
-
-    auto = "auto"
-    always = "always"
-    never = "never"
-
-
 def dump(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Checkpoint folder, config.json, axolotl-style YAML, model type or hub id."
-        ),
-    ],
-    quant: Annotated[
-        Quant | None, typer.Option(help="Packed type; default: what MODEL says, else nf4.")
-    ] = None,
-    double_quant: Annotated[
-        bool | None,
-        typer.Option(
-            "--double-quant/--no-double-quant",
-            help="Quantize the statistics too; default: what MODEL says, else yes.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: Model,
+    quant: ModelQuant = None,
+    double_quant: ModelDoubleQuant = None,
+    as_json: Json = False,
     why: Annotated[
         bool, typer.Option("--why", help="Print the evidence, and what was rejected and why.")
     ] = False,
@@ -55,10 +27,8 @@ def dump(
     yaml: Annotated[
         bool, typer.Option("--yaml", help="Print YAML to paste into a trainer's file, alone.")
     ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run model code that MODEL brings.")
-    ] = False,
-    color: Annotated[Color, typer.Option(help="When to colour.")] = Color.auto,
+    trust_remote_code: TrustRemoteCode = False,
+    color: Colored = Color.auto,
 ) -> None:
     """Show every expert parameter of MODEL, its bytes now and packed, and the lists for PEFT.
 

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-
-class Dtype(StrEnum):
-    """What `--dtype` takes."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
-class Quant(StrEnum):
-    """The packed types that `--quant` takes."""
-
-    nf4 = "nf4"
-    fp4 = "fp4"
-    int8 = "int8"
+from .options import Float, Quant
 
 
 def merge(
@@ -32,7 +17,7 @@ def merge(
     adapter: Annotated[str, typer.Argument(help="Folder that PEFT saved the adapter to.")],
     out: Annotated[str, typer.Argument(help="New folder; nothing is overwritten.")],
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the merged weights; default: each as it is in BASE.")
+        Float | None, typer.Option(help="Of the merged weights; default: each as it is in BASE.")
     ] = None,
     like_training: Annotated[
         bool,

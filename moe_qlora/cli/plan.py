@@ -9,18 +9,13 @@ from typing import Annotated
 
 import typer
 
-from .dump import Color, Quant
+from .options import Color, Colored, Json, Model, ModelDoubleQuant, ModelQuant, TrustRemoteCode
 
 DOES_NOT_FIT = 4
 
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Checkpoint folder, config.json, axolotl-style YAML, model type or hub id."
-        ),
-    ],
+    model: Model,
     gpus: Annotated[
         str | None, typer.Option(help="Devices: 24GiB, 2x24GiB, or 24GiB,2x48GiB.")
     ] = None,
@@ -44,24 +39,14 @@ def plan(
             "--checkpointing/--no-checkpointing", help="Compute layers again in backward."
         ),
     ] = True,
-    quant: Annotated[
-        Quant | None, typer.Option(help="Packed type; default: what MODEL says, else nf4.")
-    ] = None,
-    double_quant: Annotated[
-        bool | None,
-        typer.Option(
-            "--double-quant/--no-double-quant",
-            help="Quantize the statistics too; default: what MODEL says, else yes.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quant: ModelQuant = None,
+    double_quant: ModelDoubleQuant = None,
+    as_json: Json = False,
     chart: Annotated[
         Path | None, typer.Option(help="Write a stacked bar chart to this PNG file.")
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run model code that MODEL brings.")
-    ] = False,
-    color: Annotated[Color, typer.Option(help="When to colour.")] = Color.auto,
+    trust_remote_code: TrustRemoteCode = False,
+    color: Colored = Color.auto,
 ) -> None:
     """Show what MODEL takes, whether it fits, where its layers go, and what to change if not.
 

@@ -8,21 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-
-class Quant(StrEnum):
-    """What experts and Linear layers are packed to."""
-
-    nf4 = "nf4"
-    fp4 = "fp4"
-    int8 = "int8"
-
-
-class Float(StrEnum):
-    """What `--dtype` and `--compute-dtype` take."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
+from .options import Float, Quant
 
 
 class Storage(StrEnum):

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from .dump import Color
-
-if TYPE_CHECKING:
-    from ..checkpoint_verify import Progress
+from .options import Color, Colored
 
 DAMAGED = 1
 
@@ -36,7 +31,7 @@ def verify(
         bool, typer.Option("--trust-remote-code", help="Run model code that --against brings.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")] = False,
-    color: Annotated[Color, typer.Option(help="When to colour.")] = Color.auto,
+    color: Colored = Color.auto,
 ) -> None:
     """Check a checkpoint's files, checksums, shapes and statistics; nothing is written to it.
 
@@ -45,6 +40,7 @@ def verify(
     """
     from ..checkpoint_verify import verify as check
     from ..errors import ConfigError
+    from ..progress import reporting
     from . import chart, render, render_verify
     from . import heat_map as maps
 
@@ -52,7 +48,8 @@ def verify(
         if against is None:
             raise ConfigError("--heat-map shows the errors against a source: give --against too.")
         chart.check(heat_map, "--heat-map")
-    with _progress(quiet) as tell:
+    shown = not quiet and sys.stderr.isatty()
+    with reporting(shown, "Checking", "Checking", stderr=True, transient=True) as tell:
         report = check(folder, against, trust_remote_code=trust_remote_code, progress=tell)
     if heat_map is not None and report.good:
         maps.draw(report, heat_map)
@@ -65,20 +62,3 @@ def verify(
         line = report.problems[0] + (f" (and {more} more)" if more else "")
         sys.stderr.write("damaged: " + " ".join(line.split()) + "\n")
         raise typer.Exit(DAMAGED)
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Progress | None]:
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("Checking")
-
-        def update(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, description=name or "Checking")
-
-        yield update

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # An import may go to a room on the same floor or further down, never up.
 FLOORS = (
-    ("errors", "layout"),
+    ("errors", "layout", "progress"),
     ("registry", "detect", "memory"),
     ("codec", "folder"),
     ("storage",),
