@@ -317,3 +317,30 @@ def test_scratch_remembers_its_owner():
     assert not held and not scratch.holds("first", torch.device("cpu"), None)
     _, held = scratch.take("first", (400, 8), torch.float32, torch.device("cpu"), ("b",))
     assert not held
+
+
+@pytest.mark.parametrize("tokens", [2, 40, 700])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_compiler_is_told_the_right_shapes(tokens, transposed, monkeypatch):
+    """What the custom operators promise is what they give, whatever the size of tiles."""
+    monkeypatch.setattr(experts_layer, "available", lambda device: True)
+    case = Case(experts=4, hidden=64, inner=64, transposed=transposed, ranks=(3, 0))
+    made, stacks, *_ = build(case)
+    x = torch.randn(tokens, 64, dtype=torch.float16)
+    index = torch.rand(tokens, 4).topk(2, -1).indices
+    weights = torch.rand(tokens, 2, dtype=torch.float16)
+    lora = [torch.randn(4 * 3, 64).half(), torch.randn(128, 3 * 4).half()]
+    packed, described = [], []
+    for stack in stacks:
+        state = stack.state
+        inner = [state.offset, state.state2.absmax, state.state2.code]
+        packed += [stack.codes, state.absmax, state.code, *inner]
+        described.append((6, "nf4", tuple(stack.shape), 64, state.state2.blocksize))
+    constants = repr((tuple(made.gate), described, [0.5, None], case.transposed, False,
+                      "torch.float16", 0))  # fmt: skip
+    arguments = x, weights, index, [], lora, packed, constants
+    real, promised = experts_layer._forward(*arguments), experts_layer._forward_fake(*arguments)
+    assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
+    later = x, x, weights, [], lora, packed, real[1:], constants, True
+    real, promised = experts_layer._backward_op(*later), experts_layer._backward_fake(*later)
+    assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
