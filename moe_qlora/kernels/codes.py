@@ -55,6 +55,9 @@ HOPPER = Config(128, 64, 4, 4, False, True)
 _hopper_works: dict[int, bool] = {}
 """By CUDA device: whether the kernel for Hopper compiles there and is right."""
 
+_int8_works: dict[int, bool] = {}
+"""By CUDA device: whether int8 codes are multiplied rightly."""
+
 
 @cache
 def lookup_asm(kind: str) -> str:
@@ -221,8 +224,26 @@ def codes_kernel(
 
 def suits(packed: Packed) -> bool:
     """Whether blocks lie within rows: what `launch` needs beside `packed.suits()`."""
+    if packed.kind == "int8":
+        return _takes_int8(packed.codes.device)
     block = packed.blocksize
-    return packed.kind == "int8" or (block % 64 == 0 and packed.shape[2] % block == 0)
+    return block % 64 == 0 and packed.shape[2] % block == 0
+
+
+def _takes_int8(device: torch.device) -> bool:
+    """Whether int8 codes are multiplied rightly there: found out by the first layer that has them.
+
+    Waits for the device that once, and is put off where a graph is being captured.
+    """
+    if device.type != "cuda":
+        return True
+    index = device.index or 0
+    if index not in _int8_works:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        configs = ((16, Config(64, 64, 3, 4, True)), (128, Config(128, 64, 3, 4, False)))
+        _int8_works[index] = all(_is_right(device, "int8", *pair) for pair in configs)
+    return _int8_works[index]
 
 
 def on_hopper(packed: Packed, dtype: torch.dtype, *, back: bool) -> bool:
@@ -232,7 +253,7 @@ def on_hopper(packed: Packed, dtype: torch.dtype, *, back: bool) -> bool:
         return False
     from . import codes_hopper
 
-    return suits(packed) and codes_hopper.suits(packed, dtype, back=back)
+    return packed.kind != "int8" and suits(packed) and codes_hopper.suits(packed, dtype, back=back)
 
 
 def prepare(device: torch.device) -> None:
@@ -242,32 +263,37 @@ def prepare(device: torch.device) -> None:
     """
     index = device.index or 0
     if index not in _hopper_works:
-        _hopper_works[index] = False
         capability = torch.cuda.get_device_capability(device)
-        _hopper_works[index] = capability == (9, 0) and _try_hopper(device)
+        _hopper_works[index] = capability == (9, 0) and _is_right(device, "nf4", 128, HOPPER)
 
 
-def _try_hopper(device: torch.device) -> bool:
+def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> bool:
+    """Whether small random products of both directions are those of the decoded weights."""
     generator = torch.Generator(device).manual_seed(0)
-    codes = torch.randint(256, (2 * 128 * 64,), device=device, generator=generator)
-    absmax = torch.rand(2 * 128 * 2, device=device, generator=generator)
-    table = torch.tensor(TABLES["nf4"], device=device)
-    packed = Packed(codes.to(torch.uint8), absmax, table, 64, None, (2, 128, 128), "nf4")
-    x = torch.randn(144, 128, device=device, generator=generator).bfloat16()
+    numel = 2 * 128 * 128
+    codes = torch.randint(256, (numel,), device=device, generator=generator).to(torch.uint8)
+    absmax = torch.rand(numel // 64, device=device, generator=generator)
+    shape = (2, 128, 128)
+    if kind == "int8":
+        packed = Packed(codes.view(torch.int8), absmax[:256].clone(), None, 0, None, shape, kind)
+    else:
+        table = torch.tensor(TABLES[kind], device=device)
+        packed = Packed(codes[: numel // 2].clone(), absmax, table, 64, None, shape, kind)
+    x = torch.randn(144, 128, device=device, generator=generator)
+    x = x.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     bounds = torch.tensor([0, 5, 144], device=device, dtype=torch.int32)
-    tiles = torch.tensor([[0, 0], [1, 5], [1, 133]], device=device, dtype=torch.int32)
-    weight = torch.empty(2, 128, 128, device=device, dtype=torch.bfloat16)
+    rows = [[0, 0], *([1, first] for first in range(5, 144, tile))]
+    tiles = torch.tensor(rows, device=device, dtype=torch.int32)
+    weight = torch.empty(shape, device=device, dtype=x.dtype)
     decode(packed, weight)
     try:
         for back in (False, True):
-            y = launch(
-                x, packed, None, None, bounds, tiles, 128, HOPPER, back=back, span=(0, 128)
-            )  # fmt: skip
+            y = launch(x, packed, None, None, bounds, tiles, tile, config, back=back, span=(0, 128))
             operand = weight if back else weight.transpose(1, 2)
             right = torch.cat([x[:5] @ operand[0], x[5:] @ operand[1]]).float()
             if not (y.float() - right).norm() < 4e-3 * right.norm():
                 return False
-    except Exception:  # noqa: BLE001 - whatever this Triton does not know, `codes_kernel` does
+    except Exception:  # noqa: BLE001 - what this Triton does not know is decoded, or done plainly
         return False
     return True
 

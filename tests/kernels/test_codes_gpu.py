@@ -100,6 +100,18 @@ def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, span):
 
 
 @pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+def test_int8_codes_are_taken(tile, back):
+    from moe_qlora.kernels import codes, tune
+
+    packed, routing, x, factor, right = problem((4, 192, 320), back, "int8", False)
+    assert codes.suits(packed)
+    config = tune.chosen(packed, x.dtype, tile, back=back)
+    y = run(packed, routing, x, factor, config, tile, back, (0, right.shape[1]))
+    assert (y.double() - right).norm() < 3e-3 * right.norm()
+
+
+@pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("inner", [64, 128])
 def test_the_fewest_steps(inner, back):
     """A single step is no loop for Hopper's kernel: the portable one takes it."""

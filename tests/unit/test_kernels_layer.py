@@ -344,3 +344,14 @@ def test_the_compiler_is_told_the_right_shapes(tokens, transposed, monkeypatch):
     later = x, x, weights, [], lora, packed, real[1:], constants, True
     real, promised = experts_layer._backward_op(*later), experts_layer._backward_fake(*later)
     assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_a_kernel_is_tried_before_it_is_used(kind, monkeypatch):
+    device, config = torch.device("cpu"), codes.Config(64, 64, 2, 4, False)
+    assert codes._is_right(device, kind, 32, config)
+    real = codes.launch
+    monkeypatch.setattr(codes, "launch", lambda *a, **k: real(*a, **k).mul_(1 + 1e-2 * k["back"]))
+    assert not codes._is_right(device, kind, 32, config)
+    monkeypatch.setattr(codes, "launch", lambda *a, **k: 1 / 0)
+    assert not codes._is_right(device, kind, 32, config)
