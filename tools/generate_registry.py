@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import sys
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,9 @@ def main() -> int:
     from tools.registry.classes import candidates
 
     types = options.only or list(candidates())
-    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
-        results = pool.map(text_of, types, chunksize=1)
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        results = list(pool.map(text_of, types))
     texts = {model_type: text for model_type, text, _ in results if text is not None}
     failures = {model_type: problem for model_type, _, problem in results if problem is not None}
     for model_type, problem in failures.items():

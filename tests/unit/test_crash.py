@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import random
 import shutil
@@ -26,8 +25,6 @@ from moe_qlora.errors import CheckpointError
 from moe_qlora.folder_manifest import CONFIG, MANIFEST, check_folder
 from moe_qlora.folder_write import beside, partial_of
 from moe_qlora.testing import tiny_model
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks its victims")
 
 KILLED = 9
 REFUSED = 10
@@ -79,75 +76,9 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saves]:
-    # A copy of a process has one thread only, and waits for ever for what the others would do: no
-    # pool of torch's, resized before and not within the copy, and no monitor of progress bars.
-    threads, interval = torch.get_num_threads(), tqdm.monitor_interval
-    torch.set_num_threads(1)
-    tqdm.monitor_interval = 0
-    if tqdm.monitor is not None:
-        tqdm.monitor.exit()
-        tqdm.monitor = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield Saves(tmp_path_factory.mktemp("saves"))
-    torch.set_num_threads(threads)
-    tqdm.monitor_interval = interval
-
-
-def fork(work: Callable[[], None]) -> int:
-    """A copy of this process that does `work` and ends; its id."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        work()
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def ended(child: int) -> int:
-    """How a copy ended; `Stuck` where it does not within 20 seconds."""
-    limit = time.monotonic() + 20
-    while time.monotonic() < limit:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise Stuck("the save hangs")
-
-
-class Stuck(AssertionError):
-    """A copy of this process did not end."""
-
-
-def tried_thrice(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test again where a copy got stuck.
-
-    A copy of a process with threads, as pytest's workers have them, may wait for a lock that a
-    thread held which the copy does not have. A save that hangs would do so three times.
-    """
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        for attempt in range(3):
-            try:
-                test(*args, **kwargs)
-            except Stuck:
-                if attempt == 2:
-                    raise
-            else:
-                return
-
-    return run
 
 
 def die() -> None:
@@ -222,8 +153,7 @@ def saved_again(saves: Saves, folder: Path, *, existing: bool) -> None:
 
 
 @pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
-@tried_thrice
-def test_killed_before_each_change_of_the_disk(saves, tmp_path, existing):
+def test_killed_before_each_change_of_the_disk(saves, copied, tmp_path, existing):
     folder = tmp_path / "model"
     report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
     total, stop, seen = 10**6, 0, []
@@ -235,7 +165,7 @@ def test_killed_before_each_change_of_the_disk(saves, tmp_path, existing):
             counting(folder.parent / "", stop, report)
             saves.save(1, folder)
 
-        status = ended(fork(work))
+        status = copied(work).ended()
         assert status in (0, KILLED)
         if status == 0:
             total = int.from_bytes(os.pread(report, 8, 0), "little")
@@ -257,9 +187,8 @@ def test_killed_before_each_change_of_the_disk(saves, tmp_path, existing):
 
 
 @pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
-@tried_thrice
 def test_a_disk_that_fails_at_each_change_is_reported_and_leaves_no_rubbish(
-    saves, tmp_path, existing
+    saves, copied, tmp_path, existing
 ):
     folder = tmp_path / "model"
     report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
@@ -276,7 +205,7 @@ def test_a_disk_that_fails_at_each_change_is_reported_and_leaves_no_rubbish(
                 if "No space left" in str(error) and str(folder) in str(error):
                     os._exit(REFUSED)
 
-        status = ended(fork(work))
+        status = copied(work).ended()
         assert status in (0, REFUSED), f"at change {stop}"
         holds = judge(saves, folder, existing=existing)
         if status == 0:
@@ -297,8 +226,7 @@ def test_a_disk_that_fails_at_each_change_is_reported_and_leaves_no_rubbish(
     assert littered <= 1  # where config.json would have been renamed: it may have been, after all
 
 
-@tried_thrice
-def test_a_save_over_one_killed_before_its_manifest_is_safe_as_well(saves, tmp_path):
+def test_a_save_over_one_killed_before_its_manifest_is_safe_as_well(saves, copied, tmp_path):
     folder, between = tmp_path / "model", tmp_path / "between"
     report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
     saves.start(between, existing=True)
@@ -315,7 +243,7 @@ def test_a_save_over_one_killed_before_its_manifest_is_safe_as_well(saves, tmp_p
             counting(folder.parent / "", stop, report)
             saves.save(0, folder)  # back to the first model
 
-        status = ended(fork(work))
+        status = copied(work).ended()
         assert status in (0, KILLED)
         seen.append(judge(saves, folder, existing=True))
     os.close(report)
@@ -327,12 +255,11 @@ def test_a_save_over_one_killed_before_its_manifest_is_safe_as_well(saves, tmp_p
 
 
 @pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
-@tried_thrice
-def test_killed_at_random_moments(saves, tmp_path, existing):
+def test_killed_at_random_moments(saves, copied, tmp_path, existing):
     folder = tmp_path / "model"
     saves.start(folder, existing=existing)
     begin = time.monotonic()
-    assert ended(fork(lambda: saves.save(1, folder))) == 0
+    assert copied(lambda: saves.save(1, folder)).ended() == 0
     duration = time.monotonic() - begin
     generator = random.Random(existing)
     killed = attempts = 0
@@ -340,12 +267,25 @@ def test_killed_at_random_moments(saves, tmp_path, existing):
         attempts += 1
         assert attempts < 60
         saves.start(folder, existing=existing)
-        child = fork(lambda: saves.save(1, folder))
+        copy = copied(lambda: saves.save(1, folder))
         time.sleep(generator.uniform(0.05, 1.0) * duration)
-        os.kill(child, signal.SIGKILL)
-        if ended(child) == -signal.SIGKILL:
+        copy.kill()
+        if copy.ended() == -signal.SIGKILL:
             killed += 1
         else:
             duration *= 0.8  # the first save was a slow one: this one was done before
         judge(saves, folder, existing=existing)
         saved_again(saves, folder, existing=existing)
+
+
+def test_a_copy_that_dies_while_it_draws_a_progress_bar_does_not_keep_its_lock(copied):
+    def work() -> None:
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with tqdm(total=1):
+        pass
+    assert copied(work).ended() == -signal.SIGKILL
+    for lock in tqdm.get_lock().locks:
+        assert lock.acquire(timeout=5)
+        lock.release()

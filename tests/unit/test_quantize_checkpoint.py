@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,49 +59,23 @@ def files(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-def victim(source: Path, out: Path, stop: int | None) -> int:
-    """Pack in a copy of this process, which ends before its `stop`-th change of the disk."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        torch.set_num_threads(1)  # the parent's threads are not in the copy
-        count = 0
+def packing(source: Path, out: Path, stop: int) -> Callable[[], None]:
+    """Pack, but end the process before its `stop`-th change of the disk."""
+    count = 0
 
-        def hook(event: str, args: tuple[Any, ...]) -> None:
-            nonlocal count
-            writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
-            if (writes or event in EVENTS) and str(out.parent) in str(args[0]):
-                count += 1
-                if count == stop:
-                    os._exit(KILLED)
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if (writes or event in EVENTS) and str(out.parent) in str(args[0]):
+            count += 1
+            if count == stop:
+                os._exit(KILLED)
 
-        if stop is not None:
-            sys.addaudithook(hook)
+    def work() -> None:
+        sys.addaudithook(hook)
         pack(source, out)
-        status = 0
-    finally:
-        os._exit(status)
 
-
-def ended(child: int) -> int:
-    """How a copy ended. One that is stuck is killed, as it might have been at any moment.
-
-    A copy of a process with threads may wait for a lock that a thread held which it does not have.
-    """
-    limit = time.monotonic() + 20
-    while time.monotonic() < limit:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return KILLED
+    return work
 
 
 def judge(source: Path, out: Path, whole: dict[str, bytes]) -> None:
@@ -114,32 +89,32 @@ def judge(source: Path, out: Path, whole: dict[str, bytes]) -> None:
     assert not partial_of(out).exists()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks its victims")
 def test_killed_before_every_change_of_the_disk(
-    source: Path, whole: dict[str, bytes], tmp_path: Path
+    source: Path, whole: dict[str, bytes], copied: Any, tmp_path: Path
 ) -> None:
     out, stop, status = tmp_path / "packed", 0, KILLED
     while status == KILLED:
         stop += 1
-        status = ended(victim(source, out, stop))
+        status = copied(packing(source, out, stop)).ended()
         judge(source, out, whole)
         shutil.rmtree(out)
     assert status == 0
     assert stop > 10
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks its victims")
-def test_killed_at_random_moments(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_killed_at_random_moments(
+    source: Path, whole: dict[str, bytes], copied: Any, tmp_path: Path
+) -> None:
     out, moments = tmp_path / "packed", random.Random(0)
     start = time.perf_counter()
     pack(source, out)
     seconds = time.perf_counter() - start
     shutil.rmtree(out)
     for _ in range(10):
-        child = victim(source, out, None)
+        copy = copied(lambda: pack(source, out))
         time.sleep(moments.random() * seconds)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        copy.kill()
+        assert copy.ended() in (0, -signal.SIGKILL)
         judge(source, out, whole)
         shutil.rmtree(out)
 
