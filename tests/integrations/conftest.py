@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -106,3 +110,57 @@ def stock_logits(trainable_linears, quiet_loading):
         return ours, stock, base
 
     return compute
+
+
+@pytest.fixture(scope="session")
+def stored():
+    """nf4 with double quantization, decoded to float32: what the hosts here store, exactly."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+
+
+@pytest.fixture
+def check_adapter(model_folder, stored, stock_logits):
+    """A function: fails where a host's adapter, for `model_folder` in nf4, is not right.
+
+    It is on both projections of the experts and on two Linear layers in each of two layers, none of
+    it zero, and stock PEFT makes of it what we make of it.
+    """
+    from safetensors.torch import load_file
+
+    def check(adapter):
+        tensors = load_file(adapter / "adapter_model.safetensors")
+        experts = [key for key in tensors if ".experts." in key]
+        assert len(tensors) == 2 * 2 * 2 + 2 * 2 * 2 and len(experts) == 2 * 2 * 2
+        assert all(bool(tensor.any()) for tensor in tensors.values())
+        ours, stock, base = stock_logits(model_folder, adapter, stored)
+        assert (ours - base).abs().max() > 0.5
+        assert (ours - stock).abs().max() < 1e-4
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def python():
+    """A function: Python run with these arguments in a folder."""
+    # LLaMA-Factory 0.9.5 refuses every transformers after 5.6 unless it is told not to look.
+    environment = {**os.environ, "DISABLE_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1"}
+
+    def run(*arguments, cwd):
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+    return run

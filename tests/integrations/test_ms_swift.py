@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.integrations import ms_swift
 
-STORED = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=torch.float32,
-)
 PLUGIN = """
 from moe_qlora.integrations.ms_swift import register
 
@@ -30,20 +20,8 @@ register({"lora_experts": True})
 """
 
 
-def python(*arguments: object, cwd: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(python, tmp_path_factory):
     """Where runs are started: with the plugin's file and a data set."""
     path = tmp_path_factory.mktemp("swift")
     tried = python("-c", "import swift.pipelines.train.sft, swift.tuner_plugin", cwd=path)
@@ -64,41 +42,45 @@ def folder(tmp_path_factory):
     return path
 
 
-def sft(folder, model, **more):
-    """`swift sft` with what these runs have in common; returns the process."""
-    options = {
-        "model": model,
-        "model_type": "qwen3_moe",
-        "template": "dummy",
-        "use_hf": "true",
-        "dataset": "tiny.jsonl",
-        "external_plugins": "experts.py",
-        "tuner_type": "moe_qlora",
-        "quant_method": "bnb",
-        "quant_bits": 4,
-        "target_modules": "q_proj v_proj",
-        "lora_rank": 4,
-        "lora_alpha": 16,
-        "lora_dropout": 0,
-        "add_version": "false",
-        "max_steps": 8,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 5e-3,
-        "logging_steps": 1,
-        "max_length": 64,
-        "report_to": "none",
-        "use_cpu": "true",
-        "device_map": "cpu",
-        "torch_dtype": "bfloat16",
-        **more,
-    }
-    words = [
-        word
-        for name, value in options.items()
-        if value is not None
-        for word in (f"--{name}", *str(value).split())
-    ]
-    return python("-m", "swift.cli.sft", *words, cwd=folder)
+@pytest.fixture(scope="module")
+def sft(python):
+    def run(folder, model, **more):
+        """`swift sft` with what these runs have in common; returns the process."""
+        options = {
+            "model": model,
+            "model_type": "qwen3_moe",
+            "template": "dummy",
+            "use_hf": "true",
+            "dataset": "tiny.jsonl",
+            "external_plugins": "experts.py",
+            "tuner_type": "moe_qlora",
+            "quant_method": "bnb",
+            "quant_bits": 4,
+            "target_modules": "q_proj v_proj",
+            "lora_rank": 4,
+            "lora_alpha": 16,
+            "lora_dropout": 0,
+            "add_version": "false",
+            "max_steps": 8,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 5e-3,
+            "logging_steps": 1,
+            "max_length": 64,
+            "report_to": "none",
+            "use_cpu": "true",
+            "device_map": "cpu",
+            "torch_dtype": "bfloat16",
+            **more,
+        }
+        words = [
+            word
+            for name, value in options.items()
+            if value is not None
+            for word in (f"--{name}", *str(value).split())
+        ]
+        return python("-m", "swift.cli.sft", *words, cwd=folder)
+
+    return run
 
 
 def losses(checkpoint):
@@ -107,26 +89,19 @@ def losses(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def trained(folder, model_folder):
+def trained(sft, folder, model_folder):
     done = sft(folder, model_folder, output_dir="out", save_steps=4)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "out/checkpoint-8"
 
 
-def test_training_and_what_stock_peft_makes_of_it(trained, model_folder, stock_logits):
+def test_training_and_what_stock_peft_makes_of_it(trained, check_adapter):
     fell = losses(trained)
     assert fell[8] < fell[1] - 0.5
-    tensors = load_file(trained / "adapter_model.safetensors")
-    experts = [key for key in tensors if ".experts." in key]
-    assert len(tensors) == 2 * 2 * 2 + 2 * 2 * 2 and len(experts) == 2 * 2 * 2
-    assert all(bool(tensor.any()) for tensor in tensors.values())
-
-    ours, stock, base = stock_logits(model_folder, trained, STORED)
-    assert (ours - base).abs().max() > 0.5
-    assert (ours - stock).abs().max() < 1e-4
+    check_adapter(trained)
 
 
-def test_resuming_gives_the_losses_of_not_having_stopped(trained, folder, model_folder):
+def test_resuming_gives_the_losses_of_not_having_stopped(trained, sft, folder, model_folder):
     checkpoint = trained.parent / "checkpoint-4"
     done = sft(folder, model_folder, output_dir="again", resume_from_checkpoint=checkpoint)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -140,9 +115,9 @@ def test_resuming_gives_the_losses_of_not_having_stopped(trained, folder, model_
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_a_packed_folder_trains(trained, folder, model_folder):
+def test_a_packed_folder_trains(trained, sft, folder, model_folder, stored):
     packed = folder / "packed"
-    moe_qlora.quantize_checkpoint(model_folder, packed, STORED)
+    moe_qlora.quantize_checkpoint(model_folder, packed, stored)
     for file in model_folder.glob("tokenizer*"):
         (packed / file.name).write_bytes(file.read_bytes())
     done = sft(folder, packed, output_dir="from_packed", quant_method=None, quant_bits=None)
@@ -189,7 +164,7 @@ print("undone")
 """
 
 
-def test_a_plain_model_afterwards(folder, model_folder):
+def test_a_plain_model_afterwards(python, folder, model_folder):
     done = python("-c", UNDONE, model_folder, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "undone"
@@ -205,7 +180,7 @@ def test_a_plain_model_afterwards(folder, model_folder):
         ({"lorap_lr_ratio": 2}, "--lorap_lr_ratio 2.0 makes adapters in a way of its own"),
     ],
 )
-def test_options_that_do_not_go_together(folder, model_folder, more, said):
+def test_options_that_do_not_go_together(sft, folder, model_folder, more, said):
     done = sft(folder, model_folder, output_dir="refused", **more)
     assert done.returncode != 0
     assert done.stderr.strip().splitlines()[-1].startswith("moe_qlora.errors.ConfigError: ")
