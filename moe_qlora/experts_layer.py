@@ -142,7 +142,10 @@ def plain_gate(
 
 
 class _Call(NamedTuple):
-    """One call, as the custom operators take it: lists of tensors, and one string of constants."""
+    """One call, as the operators take it: lists of tensors, and constants.
+
+    The custom operators, which the compiler sees, take the constants as a string.
+    """
 
     x: Tensor
     weights: Tensor
@@ -150,7 +153,7 @@ class _Call(NamedTuple):
     biases: list[Tensor]
     lora: list[Tensor]
     packed: list[Tensor]
-    constants: str
+    constants: tuple[Any, ...]
 
 
 def run(
@@ -182,7 +185,10 @@ def run(
     if call is None:
         return None
     if torch.compiler.is_compiling():
-        out: Tensor = torch.ops.moe_qlora.experts_layer(*call)[0]
+        out: Tensor = torch.ops.moe_qlora.experts_layer(
+            call.x, call.weights, call.choices, call.biases, call.lora, call.packed,
+            repr(call.constants),
+        )[0]  # fmt: skip
     else:
         n = len(call.biases), len(call.lora)
         out = _Layer.apply(
@@ -226,16 +232,14 @@ def _call(
             return None
         scalings.append(factors[2] if factors else None)
         lora += factors[:2]
-    constants_text = repr((
+    if not _fits(packed, stacks, x.device):
+        return None
+    constants = (
         gate, stacks, scalings, bool(module.is_transposed), bool(module._is_expert_parallel),
         str(dtype), len(biases),
-    ))  # fmt: skip
-    if not _fits(packed, stacks):
-        return None
+    )  # fmt: skip
     cast = x.to(dtype).contiguous()
-    return _Call(
-        cast, weights.contiguous(), index.contiguous(), biases, lora, packed, constants_text
-    )
+    return _Call(cast, weights.contiguous(), index.contiguous(), biases, lora, packed, constants)
 
 
 def _stack_parts(module: Any, name: str) -> tuple[list[Tensor], Any]:
@@ -288,10 +292,13 @@ def _packed_stack(tensors: Sequence[Tensor], stack: tuple[Any, ...]) -> Packed:
     return Packed(codes, tensors[1], tensors[2], blocksize, inner, shape, kind)
 
 
-def _layer(packed: Sequence[Tensor], constants: str) -> tuple[Any, list[float | None], int]:
+def _layer(
+    packed: Sequence[Tensor], constants: str | tuple[Any, ...]
+) -> tuple[Any, list[float | None], int]:
     """`kernels.layer.Layer`, the scalings and the number of biases."""
     kernels = _kernels()
-    gate, stacks, scalings, transposed, partial, dtype, biases = _literal(constants)
+    values = _literal(constants) if isinstance(constants, str) else constants
+    gate, stacks, scalings, transposed, partial, dtype, biases = values
     count = stacks[0][0]
     first, second = (
         _packed_stack(part, stack)
@@ -309,14 +316,12 @@ def _literal(constants: str) -> Any:
     return ast.literal_eval(constants)
 
 
-def _fits(packed: Sequence[Tensor], stacks: Sequence[Any]) -> bool:
+def _fits(packed: Sequence[Tensor], stacks: Sequence[Any], device: torch.device) -> bool:
     """Whether sizes are whole groups of 8, and all is plain and on the device that computes."""
     wide = all(size % 8 == 0 for stack in stacks for size in stack[2][1:])
     whole = all(s[1] == "int8" or (s[3] >= 8 and s[3] & (s[3] - 1) == 0) for s in stacks)
     few = all(stack[2][0] < 2**15 - 1 for stack in stacks)
-    plain = all(
-        available(tensor.device) and not hasattr(tensor, "device_mesh") for tensor in packed
-    )
+    plain = all(t.device == device and not hasattr(t, "device_mesh") for t in packed)
     return wide and whole and few and plain
 
 
@@ -330,7 +335,7 @@ def _forward(
     biases: Sequence[Tensor],
     lora: Sequence[Tensor],
     packed: Sequence[Tensor],
-    constants: str,
+    constants: str | tuple[Any, ...],
     made: Any = None,
 ) -> list[Tensor]:
     """The output, then what backward needs: routing (5), pre-activation and LoRA products (3).
@@ -362,7 +367,7 @@ def _backward(
     lora: Sequence[Tensor],
     packed: Sequence[Tensor],
     saved: Sequence[Tensor],
-    constants: str,
+    constants: str | tuple[Any, ...],
     needs_x: bool,
     made: Any = None,
 ) -> list[Tensor | None]:
@@ -382,7 +387,7 @@ def _backward(
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, constants: str, n: Any, packed: list[Tensor], index: Tensor,
+    def forward(ctx: Any, constants: Any, n: Any, packed: list[Tensor], index: Tensor,
                 x: Tensor, weights: Tensor, *rest: Tensor) -> Tensor:  # fmt: skip
         biases, lora = rest[: n[0]], rest[n[0] :]
         ctx.made = _layer(packed, constants)

@@ -33,6 +33,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         grid: One to three sizes.
         args: Tensors and numbers; the first is a tensor.
         constants: Constants, and Triton's options.
+
+    Raises:
+        ValueError: The tensors lie on several devices.
     """
     index = args[0].get_device()
     if index < 0:  # the interpreter
@@ -42,11 +45,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         with torch.cuda.device(index):
             launch(kernel, grid, *args, **constants)
         return
-    key = (kernel, index, tuple(constants.values()), tuple(map(_kind, args)))
+    kinds, plain = _described(args, index)
+    key = (kernel, index, kinds, tuple(constants.values()))
     found = _found.get(key)
     if found is not None:
         compiled, values = found
-        compiled[(*grid, 1, 1)](*args, *values)
+        stream = triton.runtime.driver.active.get_current_stream(index)
+        compiled[(*grid, 1, 1)](*plain, *values, stream=stream)
         return
     compiled = kernel[grid](*args, **constants)
     if not isinstance(compiled, triton.compiler.CompiledKernel) or kernel.pre_run_hooks:
@@ -56,10 +61,25 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         _found[key] = compiled, values
 
 
-def _kind(value: Any) -> Any:
-    """What Triton's choice of a compiled kernel depends on, of one argument."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, int):
-        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
-    return type(value)
+def _described(args: tuple[Any, ...], index: int) -> tuple[tuple[Any, ...], list[Any]]:
+    """What Triton's choice of a compiled kernel depends on, and what to launch it with.
+
+    Given a tensor's address, Triton's launcher asks neither the tensor nor the driver about it.
+    """
+    kinds: list[Any] = []
+    plain: list[Any] = []
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.get_device() != index:
+                devices = ", ".join(sorted({str(a.device) for a in args if isinstance(a, Tensor)}))
+                raise ValueError(f"the tensors of one kernel lie on several devices: {devices}.")
+            address = value.data_ptr()
+            kinds.append(value.dtype if address % 16 == 0 else (value.dtype,))
+            plain.append(address)
+            continue
+        plain.append(value)
+        if isinstance(value, int):
+            kinds.append((value == 1, value % 16 == 0, -(2**31) <= value < 2**31))
+        else:
+            kinds.append(type(value))
+    return tuple(kinds), plain

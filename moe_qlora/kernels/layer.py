@@ -188,32 +188,29 @@ def route(index: Tensor, experts: int) -> Routing:
     order = torch.empty(count, dtype=torch.int32, device=device)
     inverse = torch.empty_like(order)
     tile = _tile(count, experts)
-    tiles = _tiles(order64, bounds, order, inverse, count, tile)
-    wide = _wide(order, bounds, count, tile)
+    tiles, wide = _tables(order64, bounds, order, inverse, count, tile)
     return Routing(order, inverse, bounds, tiles, wide, index.shape[-1], tile)
 
 
-def _wide(order: Tensor, bounds: Tensor, count: int, tile: int) -> Tensor:
-    """`Routing.wide`."""
-    nothing = order[:0]
-    if tile < rows.TILE:
-        return bounds.new_empty(0, 2)
-    return _tiles(nothing, bounds, nothing, nothing, count, WIDE_TILE)
-
-
-def _tiles(
+def _tables(
     order64: Tensor, bounds: Tensor, order: Tensor, inverse: Tensor, count: int, tile: int
-) -> Tensor:
-    """`Routing.tiles`; order and inverse are filled in passing, where `order64` has any."""
-    experts = bounds.shape[0] - 1
-    n = count // tile + min(experts, count)
-    tiles = torch.empty(n, 2, dtype=torch.int32, device=bounds.device)
+) -> tuple[Tensor, Tensor]:
+    """`Routing.tiles` and `wide`; order and inverse are filled in passing, where `order64` is any.
+
+    One kernel for all of it: each launch costs the host more than this one takes.
+    """
+    experts, device = bounds.shape[0] - 1, bounds.device
+    most = min(experts, count)
+    n, n_wide = count // tile + most, count // WIDE_TILE + most if tile == rows.TILE else 0
+    tiles = torch.empty(n, 2, dtype=torch.int32, device=device)
+    wide = torch.empty(n_wide, 2, dtype=torch.int32, device=device)
     grid = max(cdiv(order64.shape[0], 1024), cdiv(n, 32))
     launch(rows.route_kernel, (grid,),
-        order64, bounds, order, inverse, tiles, order64.shape[0], n,
-        E=experts, EP=triton.next_power_of_2(experts), TILE=tile, BLOCK=1024, TB=32,
+        order64, bounds, order, inverse, tiles, wide, order64.shape[0], n, n_wide,
+        E=experts, EP=triton.next_power_of_2(experts), TILE=tile, WIDE=WIDE_TILE,
+        BLOCK=1024, TB=32,
     )  # fmt: skip
-    return tiles
+    return tiles, wide
 
 
 def _tile(count: int, experts: int) -> int:
@@ -228,20 +225,34 @@ def routing_of(tensors: Sequence[Tensor], shape: Sequence[int], experts: int) ->
     return Routing(order, inverse, bounds, tiles, wide, shape[-1], tile)
 
 
-def _factors(lora: Lora | None, experts: int, dtype: torch.dtype) -> Factors | None:
+def _factors(loras: Sequence[Lora | None], layer: Layer) -> list[Factors | None]:
+    """Both projections' factors as the products read them."""
+    experts, made = layer.first.experts, [_padded_factors(lora, layer) for lora in loras]
+    given = [(lora, factors) for lora, factors in zip(loras, made, strict=True) if lora and factors]
+    if not given:
+        return made
+    (lora1, f1), (lora2, f2) = given[0], given[-1]
+    total1 = f1.b[0].numel()
+    total2 = f2.b[0].numel() if len(given) == 2 else 0
+    launch(rows.spread_kernel, (cdiv(total1, 64) + cdiv(total2, 64), cdiv(experts, 64)),
+        lora1.b.detach().contiguous(), lora2.b.detach().contiguous(), f1.b, f2.b, total1, total2,
+        RANK1=lora1.a.shape[0] // experts, PADDED1=f1.rank,
+        RANK2=lora2.a.shape[0] // experts, PADDED2=f2.rank, E=experts, BQ=64, BE=64,
+    )  # fmt: skip
+    return made
+
+
+def _padded_factors(lora: Lora | None, layer: Layer) -> Factors | None:
+    """`Factors` whose b is room only."""
     if lora is None:
         return None
+    experts = layer.first.experts
     rank = lora.a.shape[0] // experts
     wide = padded(rank)
-    a = lora.a.detach().to(dtype).reshape(experts, rank, -1)
+    a = lora.a.detach().to(layer.dtype).reshape(experts, rank, -1)
     if wide != rank:
         a = F.pad(a, (0, 0, 0, wide - rank))
-    out_features = lora.b.shape[0]
-    b = torch.empty(experts, out_features, wide, dtype=dtype, device=a.device)
-    total = out_features * wide
-    launch(rows.spread_kernel, (cdiv(total, 64), cdiv(experts, 64)),
-        lora.b.detach().contiguous(), b, total, RANK=rank, PADDED=wide, E=experts, BQ=64, BE=64,
-    )  # fmt: skip
+    b = torch.empty(experts, lora.b.shape[0], wide, dtype=layer.dtype, device=a.device)
     return Factors(a.contiguous(), b, lora.scaling)
 
 
@@ -300,9 +311,8 @@ def _part(routing: Routing, part: slice) -> Routing:
     """The routing of some of the rows, counted from the first of them."""
     bounds = (routing.bounds - part.start).clamp_(0, part.stop - part.start)
     order = routing.order[part]
-    nothing, count, tile = order[:0], len(order), routing.tile
-    tiles = _tiles(nothing, bounds, nothing, nothing, count, tile)
-    wide = _wide(order, bounds, count, tile)
+    nothing, tile = order[:0], routing.tile
+    tiles, wide = _tables(nothing, bounds, nothing, nothing, len(order), tile)
     return Routing(order, routing.inverse, bounds, tiles, wide, routing.top_k, tile)
 
 
@@ -330,9 +340,8 @@ def forward(
         lora1: Of the first projection, or None.
         lora2: Of the second, or None.
     """
-    experts, _, _, inner_size = layer.sizes
-    f1 = _factors(lora1, experts, layer.dtype)
-    f2 = _factors(lora2, experts, layer.dtype)
+    inner_size = layer.sizes[-1]
+    f1, f2 = _factors((lora1, lora2), layer)
     side1, side2, found = _sides(layer, routing, f1, f2, back=False)
     factor = None if f1 is None else f1.a
     pre, product1, _ = _gathered(layer, routing, found, x, side1, factor, "first")
@@ -438,10 +447,9 @@ def backward(
         lora2: As there.
         needs_x: Whether x's gradient is wanted.
     """
-    experts, hidden, width, inner_size = layer.sizes
+    _, hidden, width, inner_size = layer.sizes
     grad = grad.to(layer.dtype).contiguous()
-    f1 = _factors(lora1, experts, layer.dtype)
-    f2 = _factors(lora2, experts, layer.dtype)
+    f1, f2 = _factors((lora1, lora2), layer)
     side1, side2, found = _sides(layer, routing, f1, f2, back=True)
     u, product_g, dots = _gathered(
         layer, routing, found, grad, side2, None if f2 is None else f2.b, "second", bias2

@@ -28,10 +28,11 @@ RELU2: tl.constexpr = tl.constexpr(4)
 
 @triton.jit
 def route_kernel(
-    order64, bounds, order, inverse, tiles, rows, count,
-    E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TB: tl.constexpr,
+    order64, bounds, order, inverse, tiles, wide, rows, count, count_wide,
+    E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, TB: tl.constexpr,
 ):  # fmt: skip
-    """order and inverse as int32, and for each tile (expert, first row), -1 where there is none."""
+    """order and inverse as int32, and both tables of tiles."""
     pid = tl.program_id(0)
     if pid * BLOCK < rows:
         i = pid * BLOCK + tl.arange(0, BLOCK)
@@ -40,27 +41,51 @@ def route_kernel(
         tl.store(order + i, choice, mask=live)
         tl.store(inverse + choice, i, mask=live)
     if pid * TB < count:
-        e = tl.arange(0, EP)
-        low = tl.load(bounds + e, mask=e < E, other=0)
-        high = tl.load(bounds + e + 1, mask=e < E, other=0)
-        n = (high - low + TILE - 1) // TILE
-        last = tl.cumsum(n, 0)
-        tile = pid * TB + tl.arange(0, TB)
-        expert = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), 1)
-        mine = e[None, :] == expert[:, None]
-        start = tl.sum(tl.where(mine, (low - (last - n) * TILE)[None, :], 0), 1)
-        some = expert < E
-        tl.store(tiles + 2 * tile, tl.where(some, expert, -1), mask=tile < count)
-        tl.store(tiles + 2 * tile + 1, start + tile * TILE, mask=(tile < count) & some)
+        _tabulate(bounds, tiles, count, E, EP, TILE, TB)
+    if pid * TB < count_wide:
+        _tabulate(bounds, wide, count_wide, E, EP, WIDE, TB)
+
+
+@triton.jit
+def _tabulate(
+    bounds, tiles, count, E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, TB: tl.constexpr
+):  # fmt: skip
+    """For each of this program's tiles (expert, first row), -1 where there is none."""
+    e = tl.arange(0, EP)
+    low = tl.load(bounds + e, mask=e < E, other=0)
+    high = tl.load(bounds + e + 1, mask=e < E, other=0)
+    n = (high - low + TILE - 1) // TILE
+    last = tl.cumsum(n, 0)
+    tile = tl.program_id(0) * TB + tl.arange(0, TB)
+    expert = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), 1)
+    mine = e[None, :] == expert[:, None]
+    start = tl.sum(tl.where(mine, (low - (last - n) * TILE)[None, :], 0), 1)
+    some = expert < E
+    tl.store(tiles + 2 * tile, tl.where(some, expert, -1), mask=tile < count)
+    tl.store(tiles + 2 * tile + 1, start + tile * TILE, mask=(tile < count) & some)
 
 
 @triton.jit
 def spread_kernel(
-    b, out, total, RANK: tl.constexpr, PADDED: tl.constexpr, E: tl.constexpr,
+    b1, b2, out1, out2, total1, total2, RANK1: tl.constexpr, PADDED1: tl.constexpr,
+    RANK2: tl.constexpr, PADDED2: tl.constexpr, E: tl.constexpr,
     BQ: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """lora_B (N, RANK E), expert fastest -> (E, N, PADDED), zeros beyond RANK."""
-    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    """Both lora_B (N, RANK E), expert fastest -> (E, N, PADDED), zeros beyond RANK."""
+    pid = tl.program_id(0)
+    first = tl.cdiv(total1, BQ)
+    if pid < first:
+        _spread(b1, out1, total1, pid, RANK1, PADDED1, E, BQ, BE)
+    else:
+        _spread(b2, out2, total2, pid - first, RANK2, PADDED2, E, BQ, BE)
+
+
+@triton.jit
+def _spread(
+    b, out, total, pid, RANK: tl.constexpr, PADDED: tl.constexpr, E: tl.constexpr,
+    BQ: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    q = pid * BQ + tl.arange(0, BQ)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     n, j = q // PADDED, q % PADDED
     ok = (q < total)[:, None] & (e < E)[None, :]

@@ -43,7 +43,7 @@ def run(packed, routing, x, factor, config, tile, back, span):
     from moe_qlora.kernels import codes, layer
 
     nothing = routing.order[:0]
-    tiles = layer._tiles(nothing, routing.bounds, nothing, nothing, len(x), tile)
+    tiles, _ = layer._tables(nothing, routing.bounds, nothing, nothing, len(x), tile)
     room = None
     if packed.nested is not None and not config.direct:
         room = torch.empty(packed.absmax.shape, device="cuda")

@@ -1,4 +1,4 @@
-"""Copies of the running process, which a test may kill while they write."""
+"""Copies of the running process, which a test may kill; Triton's interpreter, made to work."""
 
 from __future__ import annotations
 
@@ -80,3 +80,27 @@ def copied() -> Iterator[Callable[[Callable[[], object]], Copy]]:
     for copy in copies:
         copy.kill()
         copy.ended()
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels run in Triton's interpreter, over a scratch of their own.
+
+    Triton 3.6's interpreter takes int() of arrays of one element, which NumPy 2.4 refuses.
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    from moe_qlora.kernels import scratch
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        original(tensor, scope)
+        first = lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])  # noqa: E731
+        scope.set_attr(tensor, "__index__", first)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    scratch.release_scratch()
+    yield
+    scratch.release_scratch()

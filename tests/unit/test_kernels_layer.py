@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,8 +12,6 @@ from moe_qlora.codec_settings import CodecSettings
 from moe_qlora.experts_op import packed_of
 
 triton = pytest.importorskip("triton")
-from triton.runtime import interpreter  # noqa: E402
-
 from moe_qlora.kernels import codes, decode, layer, products, scratch, tune  # noqa: E402
 from moe_qlora.kernels.layer import Gate, Layer, Lora  # noqa: E402
 
@@ -24,20 +21,7 @@ if not triton.knobs.runtime.interpret:
 KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False), ("int8", False)]
 
 
-@pytest.fixture(autouse=True)
-def _numpy_scalars(monkeypatch):
-    """Triton 3.6's interpreter takes int() of arrays of one element, which NumPy 2.4 refuses."""
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        original(tensor, scope)
-        first = lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])  # noqa: E731
-        scope.set_attr(tensor, "__index__", first)
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-    scratch.release_scratch()
-    yield
-    scratch.release_scratch()
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def stack_of(shape, kind, double, dtype=torch.float32):

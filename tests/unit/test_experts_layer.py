@@ -1,0 +1,113 @@
+"""A whole module through a GPU's kernels, in Triton's interpreter: eager, compiled, refused."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from moe_qlora import codec, experts, experts_layer, storage
+from moe_qlora.codec_settings import CodecSettings
+from moe_qlora.testing import tiny_config
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+NAMES = ("gate_up_proj", "down_proj")
+E, H, INNER, K, T = 6, 64, 128, 2, 11
+
+
+class Provider:
+    """LoRA of ranks 3 and 5."""
+
+    def __init__(self, dtype):
+        def term(rank, out, into):
+            a, b = torch.randn(E * rank, into), torch.randn(out, rank * E)
+            leaves = [(t * 0.1).to(dtype).requires_grad_() for t in (a, b)]
+            return experts.LoraTerm(*leaves, 0.5)
+
+        self.all = {NAMES[0]: (term(3, 2 * INNER, H),), NAMES[1]: (term(5, H, INNER),)}
+
+    def terms(self, name):
+        return self.all[name]
+
+    def leaves(self):
+        return [leaf for terms in self.all.values() for term in terms for leaf in (term.a, term.b)]
+
+
+@pytest.fixture
+def case(monkeypatch):
+    """A packed module of transformers' in fp16 with LoRA, its provider, and x, index, weights."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    torch.manual_seed(0)
+    config = copy.deepcopy(tiny_config("qwen3_moe"))
+    config.hidden_size, config.moe_intermediate_size = H, INNER
+    config.num_experts, config.num_experts_per_tok = E, K
+    config._experts_implementation = "eager"
+    host = nn.Module()
+    host.config, host.experts = config, Qwen3MoeExperts(config).half()
+    host.requires_grad_(False)
+    for name in NAMES:
+        parameter = getattr(host.experts, name)
+        nn.init.normal_(parameter, std=0.1)
+        packed = codec.pack(parameter.data, CodecSettings("nf4", True, torch.uint8))
+        storage.attach(host.experts, name, packed)
+    experts.activate(host, ["experts"])
+    provider = Provider(torch.float16)
+    experts.set_lora_provider(host.experts, provider)
+    monkeypatch.setattr(experts_layer, "available", lambda device: True)
+    x = torch.randn(T, H).half().requires_grad_()
+    weights = torch.rand(T, K).half().requires_grad_()
+    return host.experts, provider, (x, torch.rand(T, E).topk(K, -1).indices, weights)
+
+
+def gradients(run, provider, parts):
+    """The output, and the gradients of x, the routing weights and the factors."""
+    out = run(*parts)
+    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return [out, *torch.autograd.grad(out, [parts[0], parts[2], *provider.leaves()], seed)]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_eager_equals_the_projections_and_compiled_equals_eager(case, monkeypatch):
+    module, provider, parts = case
+    ran = []
+    real = experts_layer._layer
+    monkeypatch.setattr(experts_layer, "_layer", lambda *a: ran.append(a[1]) or real(*a))
+    eager = gradients(module, provider, parts)
+    assert [type(constants) for constants in ran] == [tuple]
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for mine, other in zip(gradients(compiled, provider, parts), eager, strict=True):
+        assert torch.equal(mine, other)
+    assert [type(constants) for constants in ran[1:]] == [str, str]
+    monkeypatch.setattr(experts_layer, "run", lambda *a: None)
+    for mine, other in zip(eager, gradients(module, provider, parts), strict=True):
+        assert (mine - other).float().norm() < 4e-3 * other.float().norm()
+
+
+def test_what_does_not_suit_is_left_to_the_projections(case, monkeypatch):
+    module, provider, parts = case
+    ran = []
+    real = experts_layer.run
+    monkeypatch.setattr(experts_layer, "run", lambda *a: ran.append(real(*a)) or ran[-1])
+    right = module(*parts).detach()
+    assert ran[-1] is not None
+
+    module(*(t.float() if t.is_floating_point() else t for t in parts))
+    assert ran[-1] is None  # float32 rows
+    with torch.autocast("cpu", torch.float16):
+        assert (module(*parts) - right).abs().max() < 0.01 * right.abs().max()
+    assert ran[-1] is not None
+
+    term = provider.all["down_proj"][0]
+    provider.all["down_proj"] = (replace(term, dropout=nn.Dropout(0.5)),)
+    module(*parts)
+    assert ran[-1] is None  # dropout on what stands between the projections
+    provider.all["down_proj"] = (replace(term, a=term.a.double(), b=term.b.double()),)
+    assert experts_layer._one_term(provider.all["down_proj"], E, torch.float16, None) is None
