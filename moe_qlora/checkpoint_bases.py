@@ -22,7 +22,8 @@ from .checkpoint_names import DiskLayout, Group, revert, same_bits
 from .codec import CodecSettings, PackedStack
 from .errors import CheckpointError
 from .folder import INDEX_SUFFIX, SINGLE, Checkpoint, header_bytes, inside
-from .folder_manifest import Manifest, check_folder
+from .folder_check import check_folder
+from .folder_manifest import Manifest
 from .folder_write import plan_shards
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

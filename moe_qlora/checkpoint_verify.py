@@ -31,6 +31,7 @@ from .codec_settings import FLOAT_DTYPES
 from .detect import detect
 from .errors import CheckpointError
 from .folder import INDEX_SUFFIX, Checkpoint, inside, read_json
+from .folder_check import check_folder, stack_tensors
 from .folder_manifest import (
     CONFIG,
     CONFIG_KEY,
@@ -182,7 +183,7 @@ def _verify_packed(folder: Path, tell: Progress) -> tuple[VerifyReport, Manifest
     try:
         if manifests.read_manifest(folder) is None:
             raise CheckpointError(f"{folder / MANIFEST} is missing: copy the whole folder.")
-        manifest = manifests.check_folder(folder)
+        manifest = check_folder(folder)
     except CheckpointError as error:
         return VerifyReport(folder, "unknown", problems=(str(error),)), None
     problems = _config_problems(folder, manifest)
@@ -268,7 +269,7 @@ def _statistics_problems(
             return [f"{where} has no scales."]
         return _scale_problems(where, "scale", checkpoint.read(scales[0]))
     problems = []
-    wanted = manifests.stack_tensors((2,), manifest.codec)
+    wanted = stack_tensors((2,), manifest.codec)
     lacking = [end for end in wanted if end not in parts]
     if lacking:
         return [f"{where} lacks {name}{lacking[0]}."]

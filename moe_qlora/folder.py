@@ -113,7 +113,7 @@ class Checkpoint:
             CheckpointError: There are none, files are missing or damaged, or the index leads out of
                 the folder.
         """
-        from .folder_manifest import packed_files
+        from .folder_check import packed_files
 
         folder = Path(folder)
         with reading(folder):

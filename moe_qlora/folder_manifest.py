@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -30,10 +29,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .errors import CheckpointError
-from .folder import DTYPE_NAMES, DTYPES, TensorInfo, header_bytes, inside, read_header, read_json
+from .folder import DTYPE_NAMES, TensorInfo, header_bytes, inside, read_header, read_json
 from .folder import reading as reading_file
 from .folder_write import beside, flush, replace_file
 
@@ -50,8 +47,6 @@ SENTENCE = (
 """What stock transformers quotes when it is asked to load a packed folder."""
 
 _READ = 1 << 20
-_SMALL = 1 << 16
-_NESTED_BLOCK = 256
 _KINDS = ("nf4", "fp4", "int8")
 _FLOATS = ("float32", "float16", "bfloat16")
 _MAX_DIMENSIONS = 64
@@ -165,10 +160,11 @@ def tensor_entries(files: Sequence[Path], workers: int | None = None) -> dict[st
 def tensor_checksums(infos: Mapping[str, TensorInfo], workers: int | None = None) -> dict[str, str]:
     """sha256 of each tensor's bytes, several at a time."""
     with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(infos, pool.map(_checksum, infos.values()), strict=True))
+        return dict(zip(infos, pool.map(checksum, infos.values()), strict=True))
 
 
-def _checksum(info: TensorInfo) -> str:
+def checksum(info: TensorInfo) -> str:
+    """sha256 of a tensor's bytes, read a piece at a time."""
     digest = hashlib.sha256()
     with reading_file(info.file), info.file.open("rb") as file:
         left, offset = info.nbytes, info.offset
@@ -336,180 +332,3 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.80} is no text")
     return value
-
-
-def check_folder(
-    folder: str | Path, *, checksums: bool = True, workers: int | None = None
-) -> Manifest:
-    """Check everything that can be checked without building the model.
-
-    Args:
-        folder: A packed folder.
-        checksums: Read all tensors and compare their checksums, too.
-        workers: Threads that do so; None is up to 8.
-
-    Raises:
-        CheckpointError: Something is missing, damaged or foreign; the message names it.
-    """
-    check = FolderCheck(folder, workers, large=checksums)
-    check.finish()
-    _check_config(check.folder, check.manifest)
-    return check.manifest
-
-
-def _check_config(folder: Path, manifest: Manifest) -> None:
-    """Refuse a config.json that says to be of another save; it may also be absent, or plain."""
-    if os.path.lexists(folder / CONFIG):
-        mark = read_json(folder / CONFIG).get(CONFIG_KEY)
-        if mark is not None and (not isinstance(mark, dict) or mark.get("id") != manifest.id):
-            raise CheckpointError(
-                f"{folder / CONFIG} and {MANIFEST} are of different saves: a save was interrupted, "
-                "or files were copied from elsewhere; save again."
-            )
-
-
-def packed_files(folder: Path) -> list[Path] | None:
-    """The files of a packed folder, None where it is another: config.json decides, if there is one.
-
-    Raises:
-        CheckpointError: It is packed, and something but large tensors' checksums does not fit.
-    """
-    config = folder / CONFIG
-    if os.path.lexists(config):
-        if CONFIG_KEY not in read_json(config):
-            return None
-    elif read_manifest(folder) is None:
-        return None
-    return [folder / name for name in check_folder(folder, checksums=False).shards]
-
-
-class FolderCheck:
-    """A check of a packed folder whose longest part runs while its files are loaded.
-
-    What is small, which is all that a loader has to make sense of, is checked at once; the
-    checksums of large tensors, whose bytes no loader trips over, are compared in threads.
-
-    Args:
-        folder: A packed folder.
-        workers: Threads; None is up to 8.
-        large: Whether to compare large tensors' checksums at all.
-
-    Raises:
-        CheckpointError: As `check_folder`.
-    """
-
-    def __init__(
-        self, folder: str | Path, workers: int | None = None, *, large: bool = True
-    ) -> None:
-        self.folder = folder = Path(folder)
-        manifest = read_manifest(folder)
-        if manifest is None:
-            raise CheckpointError(f"{folder} has no {MANIFEST}: it was not packed by moe_qlora.")
-        self.manifest = manifest
-        self._infos: dict[str, TensorInfo] = {}
-        for name, shard in manifest.shards.items():
-            self._infos |= _check_shard(folder, name, shard, manifest)
-        for key in manifest.tensors:
-            if key not in self._infos:
-                raise CheckpointError(f"{folder / manifest.tensors[key].file} lacks {key}.")
-        for name in manifest.experts:
-            check_stack(folder, name, manifest)
-        small = {k: info for k, info in self._infos.items() if info.nbytes <= _SMALL}
-        for key, info in small.items():
-            self._compare(key, _checksum(info))
-        self._pool = ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1))
-        rest = {k: i for k, i in self._infos.items() if large and k not in small}
-        # largest first, so that none is left over at the end
-        order = sorted(rest, key=lambda key: -rest[key].nbytes)
-        self._sums = {key: self._pool.submit(_checksum, rest[key]) for key in order}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FolderCheck:
-        return self  # transformers copies its quantizer for every tensor
-
-    def _compare(self, key: str, found: str) -> None:
-        if found != self.manifest.tensors[key].sha256:
-            raise CheckpointError(
-                f"{self._infos[key].file}: the bytes of {key} are not those that were written "
-                "(their checksum differs): copy the file again."
-            )
-
-    def finish(self) -> None:
-        """Wait for the rest.
-
-        Raises:
-            CheckpointError: A checksum differs.
-        """
-        try:
-            for key, found in self._sums.items():
-                self._compare(key, found.result())
-        finally:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _check_shard(
-    folder: Path, name: str, shard: ShardEntry, manifest: Manifest
-) -> dict[str, TensorInfo]:
-    file = inside(folder, name)
-    with reading_file(file):
-        size = file.stat().st_size
-    if size != shard.nbytes:
-        raise CheckpointError(
-            f"{file} has {size} bytes, {shard.nbytes} were written: copy it again."
-        )
-    if hashlib.sha256(header_bytes(file)).hexdigest() != shard.header_sha256:
-        raise CheckpointError(f"{file}: its header is not the one that was written: copy it again.")
-    infos = read_header(file)
-    for key, info in infos.items():
-        entry = manifest.tensors.get(key)
-        if entry is None or entry.file != name:
-            raise CheckpointError(f"{file} holds {key}, which the manifest does not know of there.")
-        if DTYPES.get(entry.dtype) != info.dtype or entry.shape != info.shape:
-            raise CheckpointError(
-                f"{file}: {key} is {info.dtype} of shape {info.shape}, the manifest says "
-                f"{entry.dtype} {entry.shape}."
-            )
-    return infos
-
-
-def check_stack(folder: Path, name: str, manifest: Manifest) -> None:
-    """Check that a packed stack has the codes and statistics that its shape needs.
-
-    Raises:
-        CheckpointError: One is missing, or has another size.
-    """
-    entry = manifest.experts[name]
-    for suffix, (dtype, count) in stack_tensors(entry.shape, manifest.codec).items():
-        found = manifest.tensors.get(name + suffix)
-        if found is None:
-            raise CheckpointError(f"{folder}: the packed stack {name} lacks {name + suffix}.")
-        right = math.prod(found.shape) == count or count < 0
-        if found.dtype != DTYPE_NAMES[dtype] or not right:
-            raise CheckpointError(
-                f"{folder}: {name + suffix} is {found.dtype} of shape {found.shape}; a stack of "
-                f"shape {entry.shape} has {count} of {DTYPE_NAMES[dtype]} there."
-            )
-
-
-def stack_tensors(
-    shape: Sequence[int], codec: Mapping[str, Any]
-) -> dict[str, tuple[torch.dtype, int]]:
-    """Dtype and number of elements of a packed stack's tensors, by the end of their key.
-
-    A number of -1 stands for any: bitsandbytes' record of what is no tensor is JSON of any length.
-    """
-    numel = math.prod(shape)
-    if codec["kind"] == "int8":
-        return {"": (torch.int8, numel), ".SCB": (torch.float32, numel // shape[-1])}
-    storage = getattr(torch, codec["storage_dtype"])
-    blocks = -(-numel // codec["blocksize"])
-    double = codec["double_quant"]
-    tensors = {
-        "": (storage, (numel + 1) // 2 // storage.itemsize),
-        ".absmax": (torch.uint8 if double else torch.float32, blocks),
-        ".quant_map": (torch.float32, 16),
-        f".quant_state.bitsandbytes__{codec['kind']}": (torch.uint8, -1),
-    }
-    if double:
-        tensors[".nested_absmax"] = (torch.float32, -(-blocks // _NESTED_BLOCK))
-        tensors[".nested_quant_map"] = (torch.float32, 256)
-    return tensors

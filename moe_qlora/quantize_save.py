@@ -27,6 +27,7 @@ from . import storage
 from .codec import Int8State, PackedStack
 from .errors import AdapterError, CheckpointError, ConfigError
 from .folder import SINGLE, read_json
+from .folder_check import check_stack
 from .folder_manifest import CONFIG, MANIFEST, Manifest, PackedEntry
 from .folder_write import (
     ShardWriter,
@@ -328,7 +329,7 @@ def finish_packed(
         source_config=source,
     )
     for name in experts:
-        manifests.check_stack(work, name, manifest)
+        check_stack(work, name, manifest)
     manifests.write_manifest(work, manifest)
     return manifest
 

@@ -54,7 +54,7 @@ def plan(
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
     """
     from ..plan_model import plan as make
-    from ..plan_model import with_packing
+    from ..plan_source import with_packing
     from . import chart as charts
     from . import render, render_plan
 

@@ -30,7 +30,8 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from .. import experts, quantize_host, storage
 from ..codec import pack
 from ..errors import CheckpointError
-from ..folder_manifest import MANIFEST, FolderCheck, Manifest, read_manifest
+from ..folder_check import FolderCheck
+from ..folder_manifest import MANIFEST, Manifest, read_manifest
 from .converters import PackedConverter, PackingConverter, WholeNames
 from .plan import LoadPlan, plan_packing, plan_reload, safetensors_files
 from .switch import extra_skip_modules

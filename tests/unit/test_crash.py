@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import folder_write, quantize_experts
 from moe_qlora.errors import CheckpointError
-from moe_qlora.folder_manifest import CONFIG, MANIFEST, check_folder
+from moe_qlora.folder_check import check_folder
+from moe_qlora.folder_manifest import CONFIG, MANIFEST
 from moe_qlora.folder_write import beside, partial_of
 from moe_qlora.testing import tiny_model
 

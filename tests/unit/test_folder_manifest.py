@@ -21,11 +21,11 @@ from moe_qlora.folder import (
     Checkpoint,
     read_header,
 )
+from moe_qlora.folder_check import check_folder
 from moe_qlora.folder_manifest import (
     MANIFEST,
     Manifest,
     PackedEntry,
-    check_folder,
     manifest_id,
     read_manifest,
     shard_entry,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from moe_qlora import codec, experts_layer
+from moe_qlora import codec, experts_gate, experts_layer
 from moe_qlora.codec_settings import CodecSettings
 from moe_qlora.experts_op import packed_of
 
@@ -162,7 +162,7 @@ def slow(made, stacks, x, weights, index, biases, loras):
         pre = v @ w1[e].t() + lora(loras[0], e, v)
         if biases[0] is not None:
             pre = pre + biases[0][e]
-        h = experts_layer.plain_gate(pre, *made.gate)
+        h = experts_gate.plain_gate(pre, *made.gate)
         y = h @ w2[e].t() + lora(loras[1], e, h)
         if biases[1] is not None:
             y = y + biases[1][e]

@@ -18,7 +18,8 @@ from moe_qlora import memory_devices, memory_experts, memory_plan, plan_rehearsa
 from moe_qlora.cli.app import run
 from moe_qlora.kernels import grouped
 from moe_qlora.memory_plan import Activity, Block, Settings
-from moe_qlora.plan_model import _Planner, _source
+from moe_qlora.plan_model import _Planner
+from moe_qlora.plan_source import source_of
 from moe_qlora.testing import model_class, tiny_inputs, tiny_model
 
 # transformers leaves the file of a checkpoint open, and says what it will drop in v6.
@@ -77,7 +78,7 @@ def small(**changes) -> Qwen3MoeConfig:
 
 
 def planner(model, settings: Settings, quantization=None) -> _Planner:
-    return _Planner(_source(model, quantization, None, False), settings)
+    return _Planner(source_of(model, quantization, None, False), settings)
 
 
 @pytest.fixture(scope="module")

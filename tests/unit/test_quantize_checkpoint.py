@@ -23,7 +23,7 @@ import moe_qlora
 from moe_qlora import folder
 from moe_qlora.cli.app import app
 from moe_qlora.errors import CheckpointError, ConfigError, MoeQloraError, NonFiniteWeightError
-from moe_qlora.folder_manifest import check_folder
+from moe_qlora.folder_check import check_folder
 from moe_qlora.folder_write import partial_of
 from moe_qlora.testing import tiny_model
 

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import quantize_experts, quantize_save, storage
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
-from moe_qlora.folder_manifest import MANIFEST, SHARD_NAME, check_folder, read_manifest
+from moe_qlora.folder_check import check_folder
+from moe_qlora.folder_manifest import MANIFEST, SHARD_NAME, read_manifest
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
