@@ -397,16 +397,20 @@ def test_skips_and_no_lora_on_experts(config) -> None:
     assert isinstance(layer.self_attn.k_proj, bnb.nn.Linear4bit)
 
 
-def test_linear_layers_all(config, tmp_path) -> None:
-    """`lora_target_linear` reaches shared experts, which PEFT's rewrite loses."""
+def every_linear(config, model_type, folder) -> dict[str, object]:
+    """For LoRA on all Linear layers of another model, in `folder` with the same tokenizer."""
     from moe_qlora.testing import tiny_model
 
-    folder = tmp_path / "qwen2_moe"
     shutil.copytree(config["base_model"], folder)
     (folder / "model.safetensors").unlink()
     (folder / "config.json").unlink()
-    tiny_model("qwen2_moe", vocab_size=258, dtype=torch.float32).save_pretrained(folder)
-    config |= {"base_model": str(folder), "lora_target_linear": True, "lora_target_modules": None}
+    tiny_model(model_type, vocab_size=258, dtype=torch.float32).save_pretrained(folder)
+    return {"base_model": str(folder), "lora_target_linear": True, "lora_target_modules": None}
+
+
+def test_linear_layers_all(config, tmp_path) -> None:
+    """`lora_target_linear` reaches shared experts, which PEFT's rewrite loses."""
+    config |= every_linear(config, "qwen2_moe", tmp_path / "model")
     cfg = read(ours(config))
     model, _ = ModelLoader(cfg, load_tokenizer(cfg)).load()
     adapted = {name for name, part in model.named_modules() if hasattr(part, "lora_A")}
@@ -439,14 +443,7 @@ def test_the_users_own_target_parameters_train_alike(config, tmp_path) -> None:
 
 def test_routers_are_no_linear_layers(config, tmp_path) -> None:
     """Llama 4's router is one by class, and gives two values."""
-    from moe_qlora.testing import tiny_model
-
-    folder = tmp_path / "llama4"
-    shutil.copytree(config["base_model"], folder)
-    (folder / "model.safetensors").unlink()
-    (folder / "config.json").unlink()
-    tiny_model("llama4_text", vocab_size=258, dtype=torch.float32).save_pretrained(folder)
-    config |= {"base_model": str(folder), "lora_target_linear": True, "lora_target_modules": None}
+    config |= every_linear(config, "llama4_text", tmp_path / "model")
     model, _ = load(ours(config, lora_experts=True))
     logits(model)
     adapted = {name for name, part in model.named_modules() if hasattr(part, "lora_A")}
