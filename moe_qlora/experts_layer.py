@@ -18,7 +18,7 @@ from torch import Tensor
 from . import storage
 from .experts_gate import find_gate
 from .experts_op import no_autocast, packed_inputs
-from .kernels.packed import Packed
+from .kernels.packed import Packed, padded, tile_counts, tile_rows
 
 _MAX_RANK = 128
 
@@ -112,11 +112,9 @@ def run(
             repr(call.constants),
         )[0]  # fmt: skip
     else:
+        made = _layer(call.packed, call.constants)
         n = len(call.biases), len(call.lora)
-        out = _Layer.apply(
-            call.constants, n, call.packed, call.choices, call.x, call.weights,
-            *call.biases, *call.lora,
-        )  # fmt: skip
+        out = _Layer.apply(made, n, call.choices, call.x, call.weights, *call.biases, *call.lora)
     return out.to(x.dtype)
 
 
@@ -158,7 +156,7 @@ def _call(
         return None
     constants = (
         gate, stacks, scalings, bool(module.is_transposed), bool(module._is_expert_parallel),
-        str(dtype), len(biases),
+        str(dtype),
     )  # fmt: skip
     cast = x.to(dtype).contiguous()
     return _Call(cast, weights.contiguous(), index.contiguous(), biases, lora, packed, constants)
@@ -214,13 +212,13 @@ def _packed_stack(tensors: Sequence[Tensor], stack: tuple[Any, ...]) -> Packed:
     return Packed(codes, tensors[1], tensors[2], blocksize, inner, shape, kind)
 
 
-def _layer(
-    packed: Sequence[Tensor], constants: str | tuple[Any, ...]
-) -> tuple[Any, list[float | None], int]:
-    """`kernels.layer.Layer`, the scalings and the number of biases."""
+_Made = tuple[Any, list[float | None]]
+
+
+def _layer(packed: Sequence[Tensor], constants: tuple[Any, ...]) -> _Made:
+    """`kernels.layer.Layer` and the scalings of `_Call.packed` and `constants`."""
     kernels = _kernels()
-    values = _literal(constants) if isinstance(constants, str) else constants
-    gate, stacks, scalings, transposed, partial, dtype, biases = values
+    gate, stacks, scalings, transposed, partial, dtype = constants
     count = stacks[0][0]
     first, second = (
         _packed_stack(part, stack)
@@ -230,7 +228,7 @@ def _layer(
         first, second, transposed, partial, kernels.Gate(*gate),
         getattr(torch, dtype.removeprefix("torch.")),
     )  # fmt: skip
-    return layer, scalings, biases
+    return layer, scalings
 
 
 @cache
@@ -251,21 +249,16 @@ def _fits(packed: Sequence[Tensor], stacks: Sequence[Any], device: torch.device)
 
 
 def _forward(
+    made: _Made,
     x: Tensor,
     weights: Tensor,
     index: Tensor,
     biases: Sequence[Tensor],
     lora: Sequence[Tensor],
-    packed: Sequence[Tensor],
-    constants: str | tuple[Any, ...],
-    made: Any = None,
 ) -> list[Tensor]:
-    """The output, then what backward needs: routing (5), pre-activation and LoRA products (3).
-
-    made: What `_layer` gives for `packed` and `constants`, where it is at hand.
-    """
+    """The output, then what backward needs: routing (5), pre-activation and LoRA products (3)."""
     kernels = _kernels()
-    layer, scalings, _ = made or _layer(packed, constants)
+    layer, scalings = made
     with torch.no_grad(), no_autocast(x):
         routing = kernels.route(index, layer.first.experts)
         lora1, lora2 = _loras(lora, scalings)
@@ -282,20 +275,18 @@ def _loras(lora: Sequence[Tensor], scalings: Sequence[float | None]) -> list[Any
 
 
 def _backward(
+    made: _Made,
     grad: Tensor,
     x: Tensor,
     weights: Tensor,
     biases: Sequence[Tensor],
     lora: Sequence[Tensor],
-    packed: Sequence[Tensor],
     saved: Sequence[Tensor],
-    constants: str | tuple[Any, ...],
     needs_x: bool,
-    made: Any = None,
 ) -> list[Tensor | None]:
     """Gradients of x and weights, then of each LoRA factor."""
     kernels = _kernels()
-    layer, scalings, _ = made or _layer(packed, constants)
+    layer, scalings = made
     with torch.no_grad(), no_autocast(x):
         routing = kernels.routing_of(saved[:5], weights.shape, layer.first.experts)
         lora1, lora2 = _loras(lora, scalings)
@@ -309,12 +300,11 @@ def _backward(
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, constants: Any, n: Any, packed: list[Tensor], index: Tensor,
-                x: Tensor, weights: Tensor, *rest: Tensor) -> Tensor:  # fmt: skip
-        biases, lora = rest[: n[0]], rest[n[0] :]
-        ctx.made = _layer(packed, constants)
-        out, *saved = _forward(x, weights, index, biases, lora, packed, constants, ctx.made)
-        ctx.constants, ctx.n, ctx.packed = constants, n, packed
+    def forward(
+        ctx: Any, made: _Made, n: Any, index: Tensor, x: Tensor, weights: Tensor, *rest: Tensor
+    ) -> Tensor:
+        out, *saved = _forward(made, x, weights, index, rest[: n[0]], rest[n[0] :])
+        ctx.made, ctx.n = made, n
         ctx.save_for_backward(x, weights, *rest, *saved)
         return out
 
@@ -324,10 +314,16 @@ class _Layer(torch.autograd.Function):
         x, weights, *rest = ctx.saved_tensors
         end = biases + factors
         grads = _backward(
-            grad, x, weights, rest[:biases], rest[biases:end], ctx.packed, rest[end:],
-            ctx.constants, ctx.needs_input_grad[4], ctx.made,
+            ctx.made, grad, x, weights, rest[:biases], rest[biases:end], rest[end:],
+            ctx.needs_input_grad[3],
         )  # fmt: skip
-        return (None,) * 4 + (grads[0], grads[1], *[None] * biases, *grads[2:])
+        return (None,) * 3 + (grads[0], grads[1], *[None] * biases, *grads[2:])
+
+
+def _forward_op(
+    x: Tensor, weights: Tensor, index: Tensor, biases: Any, lora: Any, packed: Any, constants: str
+) -> list[Tensor]:
+    return _forward(_layer(packed, _literal(constants)), x, weights, index, biases, lora)
 
 
 def _forward_fake(
@@ -339,8 +335,6 @@ def _forward_fake(
     packed: Sequence[Tensor],
     constants: str,
 ) -> list[Tensor]:
-    from .kernels.packed import padded
-
     _, stacks, scalings, transposed, *_ = _literal(constants)
     experts, rows, cols = stacks[0][2]
     width = cols if transposed else rows
@@ -356,23 +350,23 @@ def _forward_fake(
         index.new_empty(count, dtype=torch.int32),
         index.new_empty(count, dtype=torch.int32),
         index.new_empty(experts + 1, dtype=torch.int32),
-        *(index.new_empty(n, 2, dtype=torch.int32) for n in tiles_of(count, experts)),
+        *(
+            index.new_empty(n, 2, dtype=torch.int32)
+            for n in tile_counts(count, experts, tile_rows(count, experts))
+        ),
         x.new_empty(count, width),
         x.new_empty(count, ranks[0]),
         x.new_empty(count, ranks[1]),
     ]
 
 
-def tiles_of(count: int, experts: int) -> tuple[int, int]:
-    """Lengths of the routing's tables of tiles, as `kernels.layer.route` makes them."""
-    tile = next((t for t in (16, 32) if 2 * t * experts >= 3 * count), 64)
-    most = min(experts, count)
-    return count // tile + most, count // 128 + most if tile == 64 else 0
-
-
-def _backward_op(*args: Any) -> list[Tensor]:
-    grad = args[0]
-    return [grad.new_empty(0) if g is None else g for g in _backward(*args)]
+def _backward_op(
+    grad: Tensor, x: Tensor, weights: Tensor, biases: Any, lora: Any, packed: Any,
+    saved: Any, constants: str, needs_x: bool,
+) -> list[Tensor]:  # fmt: skip
+    made = _layer(packed, _literal(constants))
+    grads = _backward(made, grad, x, weights, biases, lora, saved, needs_x)
+    return [grad.new_empty(0) if g is None else g for g in grads]
 
 
 def _backward_fake(
@@ -423,7 +417,7 @@ def register_operators() -> None:
     inputs = "Tensor x, Tensor weights, {}Tensor[] biases, Tensor[] lora, Tensor[] packed"
     forward = torch.library.custom_op(
         "moe_qlora::experts_layer",
-        _forward,
+        _forward_op,
         mutates_args=(),
         schema=f"({inputs.format('Tensor index, ')}, str constants) -> Tensor[]",
     )

@@ -1,9 +1,10 @@
 """Launches kernels with little of the host's time, on the device where their tensors lie.
 
-A layer's step launches some 25 kernels of 30 arguments, and up to a few thousand tokens the host is
-what it waits for. Triton finds a compiled kernel anew at each launch, by the types of all arguments
-and all constants. Here what it found is kept by what its choice depends on: a constant's value, a
-pointer's dtype and whether it is a multiple of 16, whether an integer is 1 or a multiple of 16.
+A layer's step launches some 20 kernels of up to 30 arguments, and up to a few thousand tokens the
+host is what it waits for. Triton finds a compiled kernel anew at each launch, by the types of all
+arguments and all constants. Here what it found is kept by what its choice depends on: a constant's
+value, a pointer's dtype and whether it is a multiple of 16, whether an integer is 1 or a multiple
+of 16.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _found: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up; Triton's own takes 5 us a call, and a step has 27."""
+    """a / b, rounded up; Triton's own takes 5 us a call, and a step has some 25."""
     return -(-a // b)
 
 

@@ -35,9 +35,8 @@ from torch import Tensor
 
 from . import codes, rows, scratch
 from .launch import cdiv, launch
-from .packed import Packed, padded
+from .packed import WIDE_TILE, Packed, padded, tile_counts, tile_rows
 from .products import (
-    WIDE_TILE,
     Factors,
     Rows,
     Side,
@@ -187,7 +186,7 @@ def route(index: Tensor, experts: int) -> Routing:
     bounds = torch.searchsorted(keys, _edges(experts, device), out_int32=True)
     order = torch.empty(count, dtype=torch.int32, device=device)
     inverse = torch.empty_like(order)
-    tile = _tile(count, experts)
+    tile = tile_rows(count, experts)
     tiles, wide = _tables(order64, bounds, order, inverse, count, tile)
     return Routing(order, inverse, bounds, tiles, wide, index.shape[-1], tile)
 
@@ -200,8 +199,7 @@ def _tables(
     One kernel for all of it: each launch costs the host more than this one takes.
     """
     experts, device = bounds.shape[0] - 1, bounds.device
-    most = min(experts, count)
-    n, n_wide = count // tile + most, count // WIDE_TILE + most if tile == rows.TILE else 0
+    n, n_wide = tile_counts(count, experts, tile)
     tiles = torch.empty(n, 2, dtype=torch.int32, device=device)
     wide = torch.empty(n_wide, 2, dtype=torch.int32, device=device)
     grid = max(cdiv(order64.shape[0], 1024), cdiv(n, 32))
@@ -213,15 +211,10 @@ def _tables(
     return tiles, wide
 
 
-def _tile(count: int, experts: int) -> int:
-    """Rows in a tile: few where experts have few, and room for most experts' rows in one."""
-    return next((t for t in (16, 32) if 2 * t * experts >= 3 * count), rows.TILE)
-
-
 def routing_of(tensors: Sequence[Tensor], shape: Sequence[int], experts: int) -> Routing:
     """The `Routing` whose tensors these are (its first five fields); shape: `(T, k)`."""
     order, inverse, bounds, tiles, wide = tensors
-    tile = _tile(order.shape[0], experts)
+    tile = tile_rows(order.shape[0], experts)
     return Routing(order, inverse, bounds, tiles, wide, shape[-1], tile)
 
 
@@ -231,11 +224,12 @@ def _factors(loras: Sequence[Lora | None], layer: Layer) -> list[Factors | None]
     given = [(lora, factors) for lora, factors in zip(loras, made, strict=True) if lora and factors]
     if not given:
         return made
+    plain = [lora.b.detach().contiguous() for lora, _ in given]
     (lora1, f1), (lora2, f2) = given[0], given[-1]
     total1 = f1.b[0].numel()
     total2 = f2.b[0].numel() if len(given) == 2 else 0
     launch(rows.spread_kernel, (cdiv(total1, 64) + cdiv(total2, 64), cdiv(experts, 64)),
-        lora1.b.detach().contiguous(), lora2.b.detach().contiguous(), f1.b, f2.b, total1, total2,
+        plain[0], plain[-1], f1.b, f2.b, total1, total2,
         RANK1=lora1.a.shape[0] // experts, PADDED1=f1.rank,
         RANK2=lora2.a.shape[0] // experts, PADDED2=f2.rank, E=experts, BQ=64, BE=64,
     )  # fmt: skip

@@ -23,6 +23,12 @@ TABLES = {
 }  # fmt: skip
 """The codes' values, as bitsandbytes' `get_4bit_type` gives them."""
 
+TILE = 64
+"""Most rows in a tile, but for products on codes."""
+
+WIDE_TILE = 128
+"""Rows in a tile of products on codes, where experts have many: each tile looks weights up anew."""
+
 
 class Packed(NamedTuple):
     """A packed stack `(E, rows, cols)`, every part contiguous and on one device.
@@ -72,6 +78,22 @@ class Packed(NamedTuple):
             and (self.nested is None or self.nested[3] & (self.nested[3] - 1) == 0)
             and math.prod(self.shape) > 0
         )
+
+
+def tile_rows(count: int, experts: int) -> int:
+    """Rows in a tile: few where experts have few, and room for most experts' rows in one.
+
+    Args:
+        count: R, rows of all experts.
+        experts: E.
+    """
+    return next((t for t in (16, 32) if 2 * t * experts >= 3 * count), TILE)
+
+
+def tile_counts(count: int, experts: int, tile: int) -> tuple[int, int]:
+    """The most tiles there can be, and of `WIDE_TILE` rows, none of these where tiles are small."""
+    most = min(experts, count)
+    return count // tile + most, count // WIDE_TILE + most if tile == TILE else 0
 
 
 def padded(rank: int) -> int:

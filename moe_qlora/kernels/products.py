@@ -23,9 +23,6 @@ FEW, FEW_ON_HOPPER = 256, 384
 256 rows 0.69 against 0.73 ms out and 0.76 against 0.75 back; on Hopper's own kernel 0.61 and 0.64,
 and at 512 1.10 against 1.02)."""
 
-WIDE_TILE = 128
-"""Rows in a tile of products on codes, where experts have many: each tile looks weights up anew."""
-
 
 class Factors(NamedTuple):
     """LoRA factors as the kernels read them: a `(E, r, in)`, b `(E, out, r)`, r padded."""

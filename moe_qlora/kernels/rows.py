@@ -8,16 +8,14 @@ pass does what it can while a row is at hand: the low-rank product with the rows
 activated anyway, the routing weights' gradient with the gate's. No atomics: every sum is taken by
 one program, in one order.
 
-Rows are worked on in tiles of TILE rows of one expert. Which tile is whose is written by a kernel
-as well (`Routing.tiles`), so that the host never has to know the routing.
+Rows are worked on in tiles of some rows of one expert (`packed.tile_rows`). Which tile is whose is
+written by a kernel as well (`Routing.tiles`), so that the host never has to know the routing.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-TILE = 64
 
 SILU: tl.constexpr = tl.constexpr(0)
 GELU_TANH: tl.constexpr = tl.constexpr(1)
@@ -26,7 +24,8 @@ RELU: tl.constexpr = tl.constexpr(3)
 RELU2: tl.constexpr = tl.constexpr(4)
 
 
-@triton.jit
+# The counts differ with each sequence's length, and nothing here gains from knowing more of them.
+@triton.jit(do_not_specialize=["rows", "count", "count_wide"])
 def route_kernel(
     order64, bounds, order, inverse, tiles, wide, rows, count, count_wide,
     E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,

@@ -86,7 +86,7 @@ def copied() -> Iterator[Callable[[Callable[[], object]], Copy]]:
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run in Triton's interpreter, over a scratch of their own.
 
-    Triton 3.6's interpreter takes int() of arrays of one element, which NumPy 2.4 refuses.
+    Triton's interpreter takes int() of arrays of one element, which NumPy 2.4 refuses.
     """
     import numpy as np
     from triton.runtime import interpreter
@@ -95,10 +95,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     original = interpreter._patch_lang_tensor
 
-    def patched(tensor, scope):
-        original(tensor, scope)
+    def patched(tensor, *scope):
+        original(tensor, *scope)  # since Triton 3.6 with a scope, which takes the patches back
+        set_attribute = scope[0].set_attr if scope else setattr
         first = lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])  # noqa: E731
-        scope.set_attr(tensor, "__index__", first)
+        set_attribute(tensor, "__index__", first)
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     scratch.release_scratch()

@@ -81,11 +81,12 @@ def test_eager_equals_the_projections_and_compiled_equals_eager(case, monkeypatc
     real = experts_layer._layer
     monkeypatch.setattr(experts_layer, "_layer", lambda *a: ran.append(a[1]) or real(*a))
     eager = gradients(module, provider, parts)
-    assert [type(constants) for constants in ran] == [tuple]
+    assert len(ran) == 1
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     for mine, other in zip(gradients(compiled, provider, parts), eager, strict=True):
         assert torch.equal(mine, other)
-    assert [type(constants) for constants in ran[1:]] == [str, str]
+    assert len(ran) == 3  # in either operator
+    assert ran[1:] == ran[:1] * 2
     monkeypatch.setattr(experts_layer, "run", lambda *a: None)
     for mine, other in zip(eager, gradients(module, provider, parts), strict=True):
         assert (mine - other).float().norm() < 4e-3 * other.float().norm()

@@ -321,9 +321,9 @@ def test_the_compiler_is_told_the_right_shapes(tokens, transposed, monkeypatch):
         packed += [stack.codes, state.absmax, state.code, *inner]
         described.append((6, "nf4", tuple(stack.shape), 64, state.state2.blocksize))
     constants = repr((tuple(made.gate), described, [0.5, None], case.transposed, False,
-                      "torch.float16", 0))  # fmt: skip
+                      "torch.float16"))  # fmt: skip
     arguments = x, weights, index, [], lora, packed, constants
-    real, promised = experts_layer._forward(*arguments), experts_layer._forward_fake(*arguments)
+    real, promised = experts_layer._forward_op(*arguments), experts_layer._forward_fake(*arguments)
     assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
     later = x, x, weights, [], lora, packed, real[1:], constants, True
     real, promised = experts_layer._backward_op(*later), experts_layer._backward_fake(*later)

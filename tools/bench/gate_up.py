@@ -138,6 +138,7 @@ def _theirs(stack: Any) -> Tensor:
 def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callable[[], Tensor]:
     from moe_qlora.experts_op import packed_of
     from moe_qlora.kernels import codes, layer, products
+    from moe_qlora.kernels.packed import WIDE_TILE
 
     packed = packed_of(stack)
     if not codes.suits(packed):
@@ -148,5 +149,5 @@ def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callabl
     routing = layer.route(index, packed.experts)
     rows = products.Rows(routing.bounds, routing.tiles, routing.tile)
     if products.wants_wide(packed, index.numel(), x.dtype):
-        rows = products.Rows(routing.bounds, routing.wide, products.WIDE_TILE)
+        rows = products.Rows(routing.bounds, routing.wide, WIDE_TILE)
     return lambda: products.multiply(x, side, rows, "first")
