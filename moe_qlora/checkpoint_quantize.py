@@ -26,6 +26,7 @@ from .checkpoint_names import DiskLayout, Group
 from .checkpoint_rounding import from_config
 from .checkpoint_sides import copy_side_files
 from .codec import PackedStack, Packer, first_nonfinite
+from .detect import detect
 from .errors import CheckpointError, ConfigError, NonFiniteWeightError
 from .folder import Checkpoint, read_header, read_json
 from .folder_manifest import CONFIG, MANIFEST, Manifest, PackedEntry
@@ -186,10 +187,21 @@ class _Job:
                 f"which a {type(model).__name__} needs: config.json is of another model."
             )
         if not any(name in self.plan.params for step in steps for name in step.names):
-            raise CheckpointError(
-                f"A {type(model).__name__} has no stack of experts to pack, or all are skipped."
-            )
+            raise CheckpointError(self._nothing(model))
         return steps
+
+    def _nothing(self, model: Any) -> str:
+        """Why no stack of experts would be packed, and what to do."""
+        folder, skipped = self.files.files[0].parent, self.config.llm_int8_skip_modules
+        if skipped and len(detect(model)):
+            return (
+                f"{folder}: llm_int8_skip_modules ({', '.join(skipped)}) leaves every stack of "
+                "experts unpacked; name fewer."
+            )
+        return (
+            f"{folder}: a {type(model).__name__} has no stack of experts to pack; load it with "
+            "transformers and its own bitsandbytes settings."
+        )
 
     def experts(self) -> dict[str, PackedEntry]:
         """Packed stacks, as the manifest names them."""

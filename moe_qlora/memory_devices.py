@@ -33,7 +33,7 @@ _COUNTED = re.compile(r"(\d+)\s*[xX*]\s*(.+)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "24GiB", "80GB", "500 MiB", "24G" (binary) or "1024".
+    """Bytes of "24GiB", "80GB", "500 MiB", "24G" (binary), or "1024".
 
     Raises:
         ValueError: It is no such size, or zero.

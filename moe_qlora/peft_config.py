@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -215,6 +215,7 @@ def adapt(
     note = ""
     if isinstance(adapted, LoraConfig):
         note = _set_target_modules(model, adapted, layout)
+        _leave_out(model, adapted, callers["exclude_modules"])
     chosen = _set_target_parameters(model, adapted, packed, layout, experts, callers)
     if chosen:
         _check_supported(adapted, chosen, packed)
@@ -279,16 +280,28 @@ def _set_excludes(model: nn.Module, config: PeftConfig, layout: ModelLayout, rou
     existing = config.exclude_modules
     if targets.is_all_linear(config):
         # Some routers are Linear by class and give two values, which LoRA's own layer cannot.
-        paths += [
+        left_out = [
             found.name
             for found in layout.routers
             if (not router if found.plain_linear else _is_linear(model, found.name))
         ]
+        paths += _tied(model, left_out)
     if isinstance(existing, str):
         patterns = [re.escape(path) for path in paths]
         config.exclude_modules = targets.combine_patterns("exclude_modules", existing, patterns)
     else:
         config.exclude_modules = {*targets.as_names("exclude_modules", existing), *paths}
+
+
+def _tied(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """These modules, and those that share a weight with one (diffusion_gemma's decoder does)."""
+    weights = {id(getattr(model.get_submodule(name), "weight", None)) for name in names}
+    others = [
+        targets.plain_name(name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module.weight) in weights
+    ]
+    return list(dict.fromkeys((*names, *others)))
 
 
 def _is_linear(model: nn.Module, name: str) -> bool:
@@ -317,6 +330,21 @@ def _set_target_modules(model: nn.Module, config: LoraConfig, layout: ModelLayou
     if router_weights:
         config.target_parameters = [*(config.target_parameters or ()), *router_weights]
     return _reload_note(model, written, modules, router_weights)
+
+
+def _leave_out(model: nn.Module, config: LoraConfig, excluded: Any) -> None:
+    """Name what "all-linear" reaches, where without our excludes it would be more.
+
+    PEFT writes the names that the word stands for, and the caller's excludes beside them: routers
+    that are Linear by class (phimoe, llama4, dbrx, ...) would get LoRA where the file is read.
+    """
+    if not targets.is_all_linear(config):
+        return
+    plain = copy.copy(config)
+    plain.exclude_modules = excluded
+    reached = set(targets.reached_modules(model, config))
+    if reached != set(targets.reached_modules(model, plain)):
+        config.target_modules = reached
 
 
 def _reload_note(

@@ -258,6 +258,10 @@ def load(
 ) -> PeftModel:
     """See `moe_qlora.load_adapter`."""
     base = peft_targets.base_model(model)
+    if adapter_name in getattr(model, "peft_config", {}):
+        raise AdapterError(
+            f"adapter_name is {adapter_name!r}, which this model has already; give another."
+        )
     hub = {key: kwargs[key] for key in _HUB_KEYS if key in kwargs}
     creation = {key: kwargs[key] for key in _CREATION_KEYS if key in kwargs}
     config = PeftConfig.from_pretrained(adapter, **hub)
@@ -278,7 +282,14 @@ def load(
                 take_over(wrapped)
     if is_trainable:
         wrapped.set_requires_grad(adapter_name)
-    result = wrapped.load_adapter(adapter, adapter_name, is_trainable=is_trainable, **kwargs)
+    try:
+        result = wrapped.load_adapter(adapter, adapter_name, is_trainable=is_trainable, **kwargs)
+    except RuntimeError as error:  # torch's list of all that has another shape
+        first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
+        raise AdapterError(
+            f"{adapter} does not fit this model: {first.rstrip('.')}; load it on the model that it "
+            "was trained on."
+        ) from error
     if (result.missing_keys or result.unexpected_keys) and not _load_as_named(
         wrapped, adapter, adapter_name, **hub
     ):

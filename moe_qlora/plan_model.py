@@ -39,6 +39,7 @@ _LONGEST = 1 << 20
 _MOST = 1 << 12
 _STEP = 64  # tokens
 _DEVICES = 16
+_SMALLEST = 1 << 12  # bytes of a device; what is less was meant as GiB
 _SCRATCH_PART = 8  # of a device's memory, `DEFAULT_PART` of kernels/scratch.py
 _CHUNK = 1024  # tokens of a loss that is computed in chunks
 
@@ -133,6 +134,8 @@ def _capacities(gpus: Any) -> tuple[int, ...]:
             if isinstance(entry, int) and entry <= 0:
                 raise ValueError(f"{entry} is no size of a device; it must be over 0")
             sizes += [entry] if isinstance(entry, int) else parse_devices(str(entry))
+            if min(sizes) < _SMALLEST:
+                raise ValueError(f"{min(sizes)} is a number of bytes; write {min(sizes)}GiB")
     except ValueError as error:
         raise ConfigError(f"gpus: {error}.") from error
     return tuple(sizes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,6 +32,20 @@ def check(file: Path, option: str = "--chart") -> None:
         raise ConfigError(f"{option} {file}: charts are PNG files; name one that ends in .png.")
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"{option} {file}: there is no folder {file.absolute().parent}.")
+
+
+@contextmanager
+def writing(file: Path, option: str = "--chart") -> Iterator[None]:
+    """Have a file that cannot be written said in a sentence.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise ConfigError(f"{option} {file} cannot be written: {why}; name another.") from error
 
 
 def draw(made: MemoryPlan, file: Path) -> None:

@@ -75,7 +75,8 @@ def plan(
         trust_remote_code=trust_remote_code,
     )
     if chart is not None:
-        charts.draw(made, chart)
+        with charts.writing(chart):
+            charts.draw(made, chart)
     if as_json:
         sys.stdout.write(json.dumps(made.as_dict(), indent=2) + "\n")
     else:

@@ -52,7 +52,8 @@ def verify(
     with reporting(shown, "Checking", "Checking", stderr=True, transient=True) as tell:
         report = check(folder, against, trust_remote_code=trust_remote_code, progress=tell)
     if heat_map is not None and report.good:
-        maps.draw(report, heat_map)
+        with chart.writing(heat_map, "--heat-map"):
+            maps.draw(report, heat_map)
     if as_json:
         sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n")
     else:

@@ -230,7 +230,7 @@ class ExpertsHost:
 
         Args:
             peft_model: What `peft.get_peft_model` or `PeftModel.from_pretrained` returned; a model
-                without adapters is left alone.
+                without adapters is left alone, where the settings ask for none on experts.
 
         Returns:
             The same object.
@@ -240,6 +240,12 @@ class ExpertsHost:
         """
         configs = getattr(peft_model, "peft_config", None)
         if not configs or not hasattr(peft_model, "base_model"):
+            if self.settings.lora_experts:
+                raise AdapterError(
+                    f"lora_experts is {self.settings.lora_experts!r} and the "
+                    f"{type(peft_model).__name__} has no adapter: make it with PEFT first, or "
+                    "leave lora_experts out."
+                )
             return peft_model
         from ..peft import connect_adapters
         from ..peft_config import expert_parameters

@@ -240,6 +240,15 @@ def test_lora_on_experts_that_got_lost_is_told(folder: Path) -> None:
         host.after_peft(peft.get_peft_model(model, lora()))
 
 
+def test_lora_on_experts_of_a_model_without_adapters_is_told(folder: Path) -> None:
+    host = ExpertsHost({"lora_experts": True})
+    with pytest.raises(AdapterError, match=r"lora_experts is True and the .* has no adapter"):
+        host.after_peft(build(folder, host))
+    host = ExpertsHost()
+    model = build(folder, host)
+    assert host.after_peft(model) is model
+
+
 def test_a_role_that_the_model_does_not_have(folder: Path) -> None:
     host = ExpertsHost({"lora_experts": ["up"]})
     with pytest.raises(ConfigError, match=r"'up'; this model has \['down', 'gate_up'\]"):

@@ -197,6 +197,15 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     save_file({**tensors, dropped.replace("layers.0", "layers.9"): tensors[dropped].clone()}, file)
     with pytest.raises(AdapterError, match=r"layers\.9.* has no place"):
         load_adapter(build(), str(tmp_path))
+    wider = {key: torch.cat([value, value], -1) for key, value in tensors.items()}
+    save_file(wider, file)
+    with pytest.raises(AdapterError, match=r"does not fit this model: size mismatch for \S+lora_"):
+        load_adapter(build(), str(tmp_path))
+    save_file(tensors, file)
+    loaded = load_adapter(build(), str(tmp_path))
+    with pytest.raises(AdapterError, match="adapter_name is 'default', which this model has"):
+        load_adapter(loaded, str(tmp_path))
+    load_adapter(loaded, str(tmp_path), adapter_name="again")
 
 
 def test_adapters_of_transformers_v4_load(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes.nn.modules
 import peft
 import pytest
 import torch
@@ -210,6 +211,45 @@ def test_all_linear_beside_routers_that_are_linear_by_class(model_type: str, rou
     wrapped(**tiny_inputs(model)).logits.sum().backward()
     for name, parameter in wrapped.named_parameters():
         assert not parameter.requires_grad or parameter.grad is not None, name
+
+
+@pytest.mark.parametrize("options", [{}, {"experts": True}, {"router": True}], ids=str)
+@pytest.mark.parametrize(
+    "model_type",
+    ["dbrx", "diffusion_gemma", "gemma4_text", "jetmoe", "llama4", "llama4_text", "phimoe", "zaya"],
+)
+def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path, monkeypatch):
+    """Also where routers are Linear: our excludes are not in the file, nor in a second adapter."""
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)
+
+    def packed() -> Any:
+        model: Any = tiny_model(model_type, dtype=torch.float32)
+        moe_qlora.quantize_experts(model, {"load_in_4bit": True})
+        return model
+
+    config = LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
+    trained = moe_qlora.get_peft_model(packed(), config, **options)
+    reached = adapted_modules(trained)
+    trained.save_pretrained(tmp_path)
+
+    loaded = moe_qlora.load_adapter(packed(), tmp_path)
+    assert adapted_modules(loaded) == reached
+    inputs = tiny_inputs(loaded)
+    if model_type != "diffusion_gemma":  # whose forward draws noise
+        with torch.no_grad():
+            outputs = [m.eval()(**inputs)[0] for m in (trained, loaded)]
+        assert torch.equal(*outputs)
+    if model_type != "dbrx" or "experts" not in options:  # which stock PEFT cannot run
+        stock = peft.PeftModel.from_pretrained(tiny_model(model_type), tmp_path)
+        assert adapted_modules(stock) == reached
+        stock(**inputs)
+
+    trained.add_adapter("second", trained.peft_config["default"])
+    trained.set_adapter("second")
+    assert adapted_modules(trained) == reached
+    keys = [{k for k in trained.state_dict() if f".{name}." in k} for name in ("default", "second")]
+    assert {key.replace(".default.", ".second.") for key in keys[0]} == keys[1]
+    trained(**inputs)
 
 
 @pytest.mark.parametrize(

@@ -594,6 +594,8 @@ def test_a_step_that_cannot_be_rehearsed_is_estimated():
         ({"targets": ""}, "targets='' names nothing in this model"),
         ({"targets": "no_such"}, "PEFT cannot put LoRA on 'no_such': "),
         ({"gpus": 0}, "gpus: 0 is no size of a device"),
+        ({"gpus": "24"}, "gpus: 24 is a number of bytes; write 24GiB."),
+        ({"gpus": "80GiB,2x48"}, "gpus: 48 is a number of bytes; write 48GiB."),
     ],
 )
 def test_settings_that_make_no_sense(asked, message):
@@ -675,6 +677,10 @@ def test_chart(cli, tmp_path, monkeypatch):
     code, _, err = cli("--gpus", "2x1GiB", "--seq", 64, "--chart", file)
     assert (code, err) == (0, "")
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    (tmp_path / "folder.png").mkdir()
+    code, _, err = cli("--chart", tmp_path / "folder.png")
+    assert code == 2
+    assert err.startswith("error: --chart ") and "cannot be written: Is a directory" in err
     monkeypatch.setattr("moe_qlora.cli.chart.find_spec", lambda name: None)
     code, _, err = cli("--chart", file)
     assert code == 2

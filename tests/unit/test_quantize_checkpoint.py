@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from typer.testing import CliRunner
 
 import moe_qlora
@@ -53,6 +53,13 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
 
 def pack(source: Path, out: Path) -> Any:
     return moe_qlora.quantize_checkpoint(source, out, NF4, max_shard_size=SHARD)
+
+
+def dense(path: Path) -> Path:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -245,6 +252,16 @@ def test_infinite_weights_are_named(source: Path, tmp_path: Path) -> None:
         (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", {}), "neither 4 nor 8 bit"),
         (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", 4), "quantization_config is int"),
         (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", NF4, device="x"), "device is 'x'"),
+        (
+            lambda s, t: moe_qlora.quantize_checkpoint(
+                s, t / "o", NF4 | {"llm_int8_skip_modules": ["experts"]}
+            ),
+            r"qwen3_moe: llm_int8_skip_modules \(experts\) leaves every stack of experts unpacked",
+        ),
+        (
+            lambda s, t: moe_qlora.quantize_checkpoint(dense(t / "dense"), t / "o", NF4),
+            "dense: a LlamaForCausalLM has no stack of experts to pack",
+        ),
         (
             lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", NF4, max_shard_size="much"),
             "max_shard_size",

@@ -426,6 +426,10 @@ def test_the_table_the_map_and_the_json_say_the_same(cli, tmp_path):
     code, out, err = cli(folder, "--against", source, "--heat-map", picture)
     assert (code, err) == (0, "")
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    (tmp_path / "folder.png").mkdir()
+    code, _, err = cli(folder, "--against", source, "--heat-map", tmp_path / "folder.png")
+    assert code == 2
+    assert err.startswith("error: --heat-map ") and "cannot be written: Is a directory" in err
     found = json.loads(cli(folder, "--against", source, "--json")[1])
     stacks = [error for error in found["errors"] if error["expert"]]
     assert len(stacks) == found["experts"] == 4
