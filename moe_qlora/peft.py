@@ -215,7 +215,7 @@ def get_peft_model(
             autocast_adapter_dtype, ...).
 
     Raises:
-        ConfigError: see `adapt_lora_config`; also `mixed=True`.
+        ConfigError: see `adapt_lora_config`; also `mixed=True`, and a `PeftModel`.
         AdapterError: LoRA on an expert parameter did not get connected.
     """
     import peft
@@ -228,6 +228,11 @@ def get_peft_model(
     )
     if not peft_targets.packed_parameters(model):
         return peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
+    if isinstance(model, peft.PeftModel):
+        raise ConfigError(
+            f"model is a PeftModel with adapters ({', '.join(model.peft_config)}); for one more "
+            "call model.add_adapter(name, lora_config)."
+        )
     if peft_kwargs.get("mixed"):
         raise ConfigError(
             "mixed=True combines adapter types, which packed experts cannot take; leave it out."

@@ -27,7 +27,8 @@ accelerate refuses it without a GPU. Adam's epsilon is 1e-4 throughout, since it
 zero in float16. Nothing is evaluated, and so bitsandbytes keeps a form of its Linear layers that
 can be trained on the CPU.
 
-Exit codes: 0 for success, 2 for bad input with one line on stderr, 3 for a model without experts.
+Exit codes: 0 for success, 1 where a scenario fails, with a line on stderr in the place of its row, 2
+for bad input with one line on stderr, 3 for a model without experts.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ import moe_qlora
 from moe_qlora.errors import CheckpointError, MoeQloraError
 
 SEED = 0
-BAD_INPUT, NO_EXPERTS = 2, 3
+FAILED, BAD_INPUT, NO_EXPERTS = 1, 2, 3
 RANK = 4
 HEADINGS = ("Scenario", "Observed", "Trainable", "Experts", "Bytes")
 
@@ -136,12 +137,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             elif not _has_experts(folder):
                 sys.stderr.write(f"error: --model {folder} holds no expert parameters.\n")
                 return NO_EXPERTS
-            rows = [_row(scenario, folder, options) for scenario in options.scenario]
+            rows, code = [], 0
+            for scenario in options.scenario:
+                try:
+                    rows.append(_row(scenario, folder, options))
+                except MoeQloraError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - whatever a library has against it
+                    code = FAILED
+                    said = " ".join(f"{type(error).__name__}: {error}".split())
+                    sys.stderr.write(f"error: {scenario.name}: {said}\n")
     except MoeQloraError as error:
         sys.stderr.write("error: " + " ".join(str(error).split()) + "\n")
         return BAD_INPUT
     sys.stdout.write(markdown(rows))
-    return 0
+    return code
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

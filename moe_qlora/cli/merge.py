@@ -53,7 +53,10 @@ def merge(
     import torch
 
     from ..checkpoint_merge import merge_adapter
+    from ..errors import ConfigError
 
+    if quant is not None and not like_training:
+        raise ConfigError("--quant goes with --like-training; give both, or neither.")
     report = merge_adapter(
         base,
         adapter,

@@ -199,7 +199,8 @@ class MoeQloraPlugin(BasePlugin):
             AdapterError: LoRA that was asked for would have no effect.
         """
         self._restore()
-        if self.host is not None and is_named(cfg):
+        # DPO, IPO and KTO come here too, with no adapter yet: see `post_trainer_create`.
+        if self.host is not None and is_named(cfg) and hasattr(model, "peft_config"):
             self.host.after_peft(model)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:

@@ -133,6 +133,17 @@ def test_a_model_of_ones_own(tmp_path, family):
     assert int(quantized[-1].replace(",", "")) < plain
 
 
+def test_a_scenario_that_fails_leaves_the_others_their_rows(tmp_path):
+    """PEFT's wrapper hides the weights that dbrx's experts read from outside of their module."""
+    tiny_model("dbrx", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    asked = ("--scenario", "LoRA", "--scenario", "FFT")
+    done = scenarios("--cpu", "--steps", 1, "--model", tmp_path, *asked)
+    assert done.returncode == 1
+    assert [row[0] for row in cells(done.stdout)] == ["Scenario", "---", "FFT"]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: LoRA: AttributeError: ")
+
+
 def tool():
     spec = importlib.util.spec_from_file_location("scenarios_tool", TOOL)
     assert spec is not None and spec.loader is not None

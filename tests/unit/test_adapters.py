@@ -208,6 +208,13 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     load_adapter(loaded, str(tmp_path), adapter_name="again")
 
 
+def test_a_second_wrapping_is_refused() -> None:
+    model = moe_qlora.get_peft_model(build(), lora_config())
+    with pytest.raises(ConfigError, match=r"PeftModel with adapters \(default\); .*add_adapter"):
+        moe_qlora.get_peft_model(model, lora_config(), adapter_name="second")
+    model.add_adapter("second", lora_config())
+
+
 def test_adapters_of_transformers_v4_load(tmp_path: Path) -> None:
     """One LoRA for each expert's w1, w2, w3, as PEFT wrote them when experts were Linear layers."""
     generator = torch.Generator().manual_seed(4)

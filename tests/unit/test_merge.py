@@ -823,7 +823,7 @@ def test_the_command_takes_the_codec(folders: Path, tmp_path: Path) -> None:
         (["--double-quant"], "go with --quant"),
         (["--like-training", "--quant", "int8", "--double-quant"], "leave it out with int8"),
         (["--like-training"], "needs the codec"),
-        (["--quant", "nf4"], "is for like_training"),
+        (["--quant", "nf4"], "--quant goes with --like-training"),
     ],
 )
 def test_the_command_refuses(asked: list[str], match: str, folders: Path, tmp_path: Path) -> None:
