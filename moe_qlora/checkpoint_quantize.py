@@ -76,6 +76,11 @@ def quantize_checkpoint(
         UnsupportedWeightError: A stack cannot be packed.
     """
     folder, out = absolute(source), absolute(destination)
+    if not folder.exists():
+        raise CheckpointError(
+            f"{source} does not exist; name a folder on disk (a model on the hub: download it "
+            "first, with huggingface_hub.snapshot_download)."
+        )
     check_new(out)
     config = _config(quantization_config)
     place = _device(device)

@@ -27,8 +27,8 @@ accelerate refuses it without a GPU. Adam's epsilon is 1e-4 throughout, since it
 zero in float16. Nothing is evaluated, and so bitsandbytes keeps a form of its Linear layers that
 can be trained on the CPU.
 
-Exit codes: 0 for success, 1 where a scenario fails, with a line on stderr in the place of its row, 2
-for bad input with one line on stderr, 3 for a model without experts.
+Exit codes: 0 for success, 1 where a scenario fails, with a line on stderr in the place of its row,
+2 for bad input with one line on stderr, 3 for a model without experts.
 """
 
 from __future__ import annotations

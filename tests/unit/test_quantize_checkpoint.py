@@ -248,7 +248,7 @@ def test_infinite_weights_are_named(source: Path, tmp_path: Path) -> None:
     ("call", "message"),
     [
         (lambda s, t: moe_qlora.quantize_checkpoint(s, s, NF4), "exists and is not empty"),
-        (lambda s, t: moe_qlora.quantize_checkpoint(t / "no", t / "o", NF4), "does not exist"),
+        (lambda s, t: moe_qlora.quantize_checkpoint(t / "no", t / "o", NF4), "not exist; name a"),
         (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", {}), "neither 4 nor 8 bit"),
         (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", 4), "quantization_config is int"),
         (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", NF4, device="x"), "device is 'x'"),
