@@ -13,6 +13,7 @@ from moe_qlora.experts_op import packed_of
 
 triton = pytest.importorskip("triton")
 from moe_qlora.kernels import codes, decode, layer, products, scratch, tune  # noqa: E402
+from moe_qlora.kernels import packed as packing  # noqa: E402
 from moe_qlora.kernels.layer import Gate, Layer, Lora  # noqa: E402
 
 if not triton.knobs.runtime.interpret:
@@ -270,7 +271,7 @@ def test_a_part_of_each_matrix_is_decoded(kind):
     assert torch.equal(out[:, :, :72], whole[:, 8:24]) and torch.equal(out[:, :, 72:], right)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (37, 3), (200, 2)])
+@pytest.mark.parametrize("shape", [(1, 1), (37, 3), (200, 2), (400, 2)])
 def test_routing(shape):
     experts = 5
     index = torch.randint(experts + 1, shape)
@@ -279,14 +280,19 @@ def test_routing(shape):
     order = routing.order.long()
     assert torch.equal(order, flat.sort(stable=True).indices)
     assert torch.equal(routing.inverse.long()[order], torch.arange(flat.numel()))
-    rows = [[] for _ in range(experts)]
-    for expert, start in routing.tiles.tolist():
-        if expert >= 0:
-            end = min(start + routing.tile, int(routing.bounds[expert + 1]))
-            rows[expert] += range(start, end)
-    for e in range(experts):
-        assert rows[e] == list(range(int(routing.bounds[e]), int(routing.bounds[e + 1])))
-        assert (flat[order[rows[e]]] == e).all()
+    tables = [(routing.tiles, routing.tile)]
+    assert (len(routing.wide) > 0) == (routing.tile == packing.TILE)
+    if len(routing.wide):
+        tables.append((routing.wide, packing.WIDE_TILE))
+    for table, tile in tables:
+        rows = [[] for _ in range(experts)]
+        for expert, start in table.tolist():
+            if expert >= 0:
+                end = min(start + tile, int(routing.bounds[expert + 1]))
+                rows[expert] += range(start, end)
+        for e in range(experts):
+            assert rows[e] == list(range(int(routing.bounds[e]), int(routing.bounds[e + 1])))
+            assert (flat[order[rows[e]]] == e).all()
 
 
 def test_scratch_remembers_its_owner():
