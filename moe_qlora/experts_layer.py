@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from . import storage
 from .experts_gate import find_gate
-from .experts_op import no_autocast, packed_inputs
-from .kernels.packed import Packed, padded, tile_counts, tile_rows
+from .experts_op import no_autocast, packed_inputs, packed_of
+from .kernels.packed import MAX_EXPERTS, Form, Packed, padded
 
 _MAX_RANK = 128
 
@@ -64,9 +64,19 @@ def prepare(module: Any) -> None:
 
 
 class _Call(NamedTuple):
-    """One call, as the operators take it: lists of tensors, and constants.
+    """One call, but for the stacks.
 
-    The custom operators, which the compiler sees, take the constants as a string.
+    Attributes:
+        x: `(T, H)` in `dtype`, contiguous.
+        weights: `(T, k)`, contiguous.
+        choices: `(T, k)`, contiguous: the index.
+        biases: Of both projections, or none.
+        lora: a and b of each projection that has LoRA.
+        scalings: By projection, None without LoRA.
+        gate: Fields of `kernels.layer.Gate`.
+        transposed: Whether stacks are stored `(E, in, out)`.
+        partial: Whether some choices belong to no expert that is held here.
+        dtype: In which to compute.
     """
 
     x: Tensor
@@ -74,8 +84,11 @@ class _Call(NamedTuple):
     choices: Tensor
     biases: list[Tensor]
     lora: list[Tensor]
-    packed: list[Tensor]
-    constants: tuple[Any, ...]
+    scalings: list[float | None]
+    gate: tuple[Any, ...]
+    transposed: bool
+    partial: bool
+    dtype: torch.dtype
 
 
 def run(
@@ -106,16 +119,9 @@ def run(
     call = _call(module, names, x, index, weights, terms, autocast)
     if call is None:
         return None
-    if torch.compiler.is_compiling():
-        out: Tensor = torch.ops.moe_qlora.experts_layer(
-            call.x, call.weights, call.choices, call.biases, call.lora, call.packed,
-            repr(call.constants),
-        )[0]  # fmt: skip
-    else:
-        made = _layer(call.packed, call.constants)
-        n = len(call.biases), len(call.lora)
-        out = _Layer.apply(made, n, call.choices, call.x, call.weights, *call.biases, *call.lora)
-    return out.to(x.dtype)
+    run = _compiled if torch.compiler.is_compiling() else _eager
+    out = run(module, names, call, autocast)
+    return out if out is None or out.dtype == x.dtype else out.to(x.dtype)
 
 
 def _call(
@@ -134,41 +140,18 @@ def _call(
     biases = [getattr(module, f"{name}_bias") for name in names] if module.has_bias else []
     if any(bias.requires_grad for bias in biases):
         return None
-    packed: list[Tensor] = []
-    stacks = []
-    for name in names:
-        tensors, constants = _stack_parts(module, name)
-        compute = constants[-1]
-        if len(constants[1]) != 3 or (compute not in ("", str(dtype)) and autocast is None):
-            return None
-        packed += tensors
-        stacks.append((len(tensors), *constants[:-1]))
-    experts = stacks[0][2][0]
     lora: list[Tensor] = []
     scalings: list[float | None] = []
     for projection in terms:
-        factors = _one_term(projection, experts, dtype, autocast)
+        factors = _one_term(projection, module.num_experts, dtype, autocast)
         if factors is None:
             return None
         scalings.append(factors[2] if factors else None)
         lora += factors[:2]
-    if not _fits(packed, stacks, x.device):
-        return None
-    constants = (
-        gate, stacks, scalings, bool(module.is_transposed), bool(module._is_expert_parallel),
-        str(dtype),
+    return _Call(
+        x.to(dtype).contiguous(), weights.contiguous(), index.contiguous(), biases, lora, scalings,
+        gate, bool(module.is_transposed), bool(module._is_expert_parallel), dtype,
     )  # fmt: skip
-    cast = x.to(dtype).contiguous()
-    return _Call(cast, weights.contiguous(), index.contiguous(), biases, lora, packed, constants)
-
-
-def _stack_parts(module: Any, name: str) -> tuple[list[Tensor], Any]:
-    """A packed parameter as tensors and constants."""
-    if not torch.compiler.is_compiling():
-        storage.read_packed(module, name)  # checks the codes, and has the statistics follow them
-    tensors, (kind, shape, _, blocksize, nested, compute) = packed_inputs(module, name)
-    dtype = f"torch.{compute}" if compute else ""
-    return tensors, (kind, tuple(shape), blocksize, nested, dtype)
 
 
 def _one_term(
@@ -199,73 +182,140 @@ def _one_term(
     return a.flatten(0, 1), b.flatten(1, 2), terms[0].scaling
 
 
-def _packed_stack(tensors: Sequence[Tensor], stack: tuple[Any, ...]) -> Packed:
-    _, kind, shape, blocksize, nested = stack
-    if kind == "int8":
-        scales = tensors[1].view(torch.float32)
-        return Packed(tensors[0].detach().view(-1), scales, None, 0, None, shape, kind)
-    codes = tensors[0].detach().view(-1).view(torch.uint8)
-    if codes.data_ptr() % 16:  # a view into something larger; the kernels read whole words
-        codes = codes.clone()
-    second = (tensors[4], tensors[5], tensors[3]) if nested else None
-    inner = (second[1], second[0], second[2], nested) if second is not None else None
-    return Packed(codes, tensors[1], tensors[2], blocksize, inner, shape, kind)
-
-
-_Made = tuple[Any, list[float | None]]
-
-
-def _layer(packed: Sequence[Tensor], constants: tuple[Any, ...]) -> _Made:
-    """`kernels.layer.Layer` and the scalings of `_Call.packed` and `constants`."""
-    kernels = _kernels()
-    gate, stacks, scalings, transposed, partial, dtype = constants
-    count = stacks[0][0]
-    first, second = (
-        _packed_stack(part, stack)
-        for part, stack in zip((packed[:count], packed[count:]), stacks, strict=True)
-    )
-    layer = kernels.Layer(
-        first, second, transposed, partial, kernels.Gate(*gate),
-        getattr(torch, dtype.removeprefix("torch.")),
-    )  # fmt: skip
-    return layer, scalings
-
-
 @cache
 def _literal(constants: str) -> Any:
     return ast.literal_eval(constants)
 
 
-def _fits(packed: Sequence[Tensor], stacks: Sequence[Any], device: torch.device) -> bool:
-    """Whether sizes are whole groups of 8, and all is plain and on the device that computes."""
-    wide = all(size % 8 == 0 for stack in stacks for size in stack[2][1:])
-    whole = all(s[1] == "int8" or (s[3] >= 8 and s[3] & (s[3] - 1) == 0) for s in stacks)
-    few = all(stack[2][0] < 2**15 - 1 for stack in stacks)
-    plain = all(t.device == device and not hasattr(t, "device_mesh") for t in packed)
-    return wide and whole and few and plain
+@lru_cache(maxsize=256)
+def _fits(form: Form) -> bool:
+    """Whether sizes are whole groups of 8, and experts as few as the kernels can sort by."""
+    experts, *sizes = form.shape
+    whole = form.kind == "int8" or (
+        form.blocksize >= 8 and form.blocksize & (form.blocksize - 1) == 0
+    )
+    return whole and experts <= MAX_EXPERTS and all(size % 8 == 0 for size in sizes)
 
 
-# Eager and compiled
+def _computes(wanted: torch.dtype | None, call: _Call, autocast: torch.dtype | None) -> bool:
+    return wanted in (None, call.dtype) or autocast is not None
 
 
-def _forward(
-    made: _Made,
-    x: Tensor,
-    weights: Tensor,
-    index: Tensor,
-    biases: Sequence[Tensor],
-    lora: Sequence[Tensor],
-) -> list[Tensor]:
-    """The output, then what backward needs: routing (5), pre-activation and LoRA products (3)."""
+# Eager
+
+
+def _eager(
+    module: Any, names: tuple[str, str], call: _Call, autocast: torch.dtype | None
+) -> Tensor | None:
+    packed = []
+    for name in names:
+        stack = storage.read_packed(module, name)
+        if len(stack.shape) != 3 or not _computes(stack.compute_dtype, call, autocast):
+            return None
+        made = packed_of(stack)
+        plain = type(made.codes) is Tensor and made.codes.device == call.x.device
+        if not (plain and _fits(made.form)):
+            return None
+        packed.append(made)
+    work = _Work(_layer(packed, call), call.scalings, len(call.biases))
+    out = _Layer.apply(work, call.choices, call.x, call.weights, *call.biases, *call.lora)
+    # A checkpoint's recomputation has left by now: what follows, backward has no need of.
+    with no_autocast(call.x):
+        bias2 = call.biases[1] if call.biases else None
+        _kernels().finish(work.layer, work.begun, call.weights, call.choices, bias2, out)
+    return cast(Tensor, out)
+
+
+def _layer(packed: Sequence[Packed], call: Any) -> Any:
+    """`kernels.layer.Layer`."""
     kernels = _kernels()
-    layer, scalings = made
-    with torch.no_grad(), no_autocast(x):
-        routing = kernels.route(index, layer.first.experts)
-        lora1, lora2 = _loras(lora, scalings)
-        out, saved = kernels.forward(
-            layer, routing, x, weights, index, *(biases or (None, None)), lora1, lora2
-        )
-    return [out, *routing[:5], *saved]
+    first, second = (
+        p if p.codes.data_ptr() % 16 == 0 else p._replace(codes=p.codes.clone()) for p in packed
+    )
+    gate = kernels.Gate(*call.gate)
+    return kernels.Layer(first, second, call.transposed, call.partial, gate, call.dtype)
+
+
+class _Work:
+    """What a call hands through autograd, beside its tensors.
+
+    Attributes:
+        layer: `kernels.layer.Layer`.
+        scalings: By projection.
+        biases: How many.
+        begun: `kernels.layer.Begun`, until the output is there.
+    """
+
+    def __init__(self, layer: Any, scalings: Sequence[float | None], biases: int) -> None:
+        self.layer, self.scalings, self.biases = layer, scalings, biases
+        self.begun: Any = None
+
+
+class _Layer(torch.autograd.Function):
+    """Computes all that backward needs, and gives room for the output.
+
+    Recomputing, non-reentrant checkpointing stops as soon as it has what was saved: with the output
+    left to the caller, the second product is not computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, work: _Work, index: Tensor, x: Tensor, weights: Tensor, *rest: Tensor
+    ) -> Tensor:
+        kernels = _kernels()
+        n = work.biases
+        with no_autocast(x):
+            bias1 = rest[0] if n else None
+            begun = kernels.begin(work.layer, index, x, bias1, *_loras(rest[n:], work.scalings))
+        work.begun = begun
+        ctx.work, ctx.held = _Work(work.layer, work.scalings, n), _Held(rest)
+        ctx.save_for_backward(x, weights, *ctx.held.others, begun.routing.ints, *begun.saved)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        work = ctx.work
+        x, weights, *others, ints, pre, products = ctx.saved_tensors
+        rest = ctx.held.all(others)
+        grads = _backward(
+            work.layer, work.scalings, grad, x, weights, rest[: work.biases],
+            rest[work.biases :], (ints, pre, products), ctx.needs_input_grad[2],
+        )  # fmt: skip
+        return None, None, grads[0], grads[1], *[None] * work.biases, *grads[2:]
+
+
+class _Held:
+    """Tensors for backward: leaves as they are, since what saves them costs 10 us for each.
+
+    Under non-reentrant checkpointing, that is: every saved tensor goes through three hooks.
+
+    Attributes:
+        others: Those that are no leaves, for autograd to save.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.leaves = [(t, t._version) if t.is_leaf else None for t in tensors]
+        self.others = [t for t in tensors if not t.is_leaf]
+
+    def all(self, others: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors in their order.
+
+        Args:
+            others: `others`, as autograd gives them back.
+
+        Raises:
+            RuntimeError: A leaf was changed since.
+        """
+        given = iter(others)
+        found = []
+        for leaf in self.leaves:
+            if leaf is not None and leaf[0]._version != leaf[1]:
+                raise RuntimeError(
+                    "a LoRA weight of the experts was changed in place between forward and "
+                    "backward: step the optimizer after the backward."
+                )
+            found.append(next(given) if leaf is None else leaf[0])
+        return found
 
 
 def _loras(lora: Sequence[Tensor], scalings: Sequence[float | None]) -> list[Any]:
@@ -275,7 +325,8 @@ def _loras(lora: Sequence[Tensor], scalings: Sequence[float | None]) -> list[Any
 
 
 def _backward(
-    made: _Made,
+    layer: Any,
+    scalings: Sequence[float | None],
     grad: Tensor,
     x: Tensor,
     weights: Tensor,
@@ -286,44 +337,89 @@ def _backward(
 ) -> list[Tensor | None]:
     """Gradients of x and weights, then of each LoRA factor."""
     kernels = _kernels()
-    layer, scalings = made
     with torch.no_grad(), no_autocast(x):
-        routing = kernels.routing_of(saved[:5], weights.shape, layer.first.experts)
-        lora1, lora2 = _loras(lora, scalings)
+        routing = kernels.routing_of(saved[0], weights.shape, layer.first.experts)
         grads = kernels.backward(
-            layer, routing, kernels.Saved(*saved[5:]), grad, x, weights,
-            *(biases or (None, None)), lora1, lora2, needs_x=needs_x,
+            layer, routing, kernels.Saved(*saved[1:]), grad, x, weights,
+            *(biases or (None, None)), *_loras(lora, scalings), needs_x=needs_x,
         )  # fmt: skip
     factors = [g for g in (grads.a1, grads.b1, grads.a2, grads.b2) if g is not None]
     return [grads.x, grads.weights, *factors]
 
 
-class _Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, made: _Made, n: Any, index: Tensor, x: Tensor, weights: Tensor, *rest: Tensor
-    ) -> Tensor:
-        out, *saved = _forward(made, x, weights, index, rest[: n[0]], rest[n[0] :])
-        ctx.made, ctx.n = made, n
-        ctx.save_for_backward(x, weights, *rest, *saved)
-        return out
+# Compiled
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        biases, factors = ctx.n
-        x, weights, *rest = ctx.saved_tensors
-        end = biases + factors
-        grads = _backward(
-            ctx.made, grad, x, weights, rest[:biases], rest[biases:end], rest[end:],
-            ctx.needs_input_grad[3],
-        )  # fmt: skip
-        return (None,) * 3 + (grads[0], grads[1], *[None] * biases, *grads[2:])
+
+class _Constants(NamedTuple):
+    """What the operators take as a string."""
+
+    gate: tuple[Any, ...]
+    stacks: list[tuple[Any, ...]]
+    scalings: list[float | None]
+    transposed: bool
+    partial: bool
+    dtype_name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which to compute."""
+        return cast(torch.dtype, getattr(torch, self.dtype_name.removeprefix("torch.")))
+
+
+@cache
+def _constants(text: str) -> _Constants:
+    return _Constants(*ast.literal_eval(text))
+
+
+def _compiled(
+    module: Any, names: tuple[str, str], call: _Call, autocast: torch.dtype | None
+) -> Tensor | None:
+    packed: list[Tensor] = []
+    stacks = []
+    for name in names:
+        tensors, (kind, shape, _, blocksize, nested, compute) = packed_inputs(module, name)
+        wanted = getattr(torch, compute) if compute else None
+        if len(shape) != 3 or not _computes(wanted, call, autocast):
+            return None
+        plain = all(t.device == call.x.device and not hasattr(t, "device_mesh") for t in tensors)
+        if not plain or not _fits.__wrapped__(Form(tuple(shape), kind, blocksize, nested, -1)):
+            return None
+        packed += tensors
+        stacks.append((len(tensors), kind, tuple(shape), blocksize, nested))
+    constants = (
+        call.gate, stacks, call.scalings, call.transposed, call.partial, str(call.dtype)
+    )  # fmt: skip
+    out: Tensor = torch.ops.moe_qlora.experts_layer(
+        call.x, call.weights, call.choices, call.biases, call.lora, packed, repr(constants)
+    )[0]
+    return out
+
+
+def _packed_stacks(tensors: Sequence[Tensor], constants: _Constants) -> list[Packed]:
+    packed = []
+    for count, kind, shape, blocksize, nested in constants.stacks:
+        mine, tensors = tensors[:count], tensors[count:]
+        if kind == "int8":
+            scales = mine[1].view(torch.float32)
+            packed.append(Packed(mine[0].detach().view(-1), scales, None, 0, None, shape, kind))
+            continue
+        codes = mine[0].detach().view(-1).view(torch.uint8)
+        inner = (mine[5], mine[4], mine[3], nested) if nested else None
+        packed.append(Packed(codes, mine[1], mine[2], blocksize, inner, shape, kind))
+    return packed
 
 
 def _forward_op(
     x: Tensor, weights: Tensor, index: Tensor, biases: Any, lora: Any, packed: Any, constants: str
 ) -> list[Tensor]:
-    return _forward(_layer(packed, _literal(constants)), x, weights, index, biases, lora)
+    """The output, the routing, and what else backward needs."""
+    kernels, made = _kernels(), _constants(constants)
+    layer = _layer(_packed_stacks(packed, made), made)
+    with torch.no_grad(), no_autocast(x):
+        out, routing, saved = kernels.forward(
+            layer, x, weights, index, *(biases or (None, None)), *_loras(lora, made.scalings)
+        )
+    return [out, routing.ints, *saved]
 
 
 def _forward_fake(
@@ -335,28 +431,15 @@ def _forward_fake(
     packed: Sequence[Tensor],
     constants: str,
 ) -> list[Tensor]:
-    _, stacks, scalings, transposed, *_ = _literal(constants)
-    experts, rows, cols = stacks[0][2]
-    width = cols if transposed else rows
+    made = _constants(constants)
+    experts, rows, cols = made.stacks[0][2]
     count = index.numel()
-    given = iter(lora)
-    ranks = []
-    for scaling in scalings:
-        ranks.append(0 if scaling is None else padded(next(given).shape[0] // experts))
-        if scaling is not None:
-            next(given)
+    ranks = [padded(a.shape[0] // experts) for a in lora[::2]]
     return [
         torch.empty_like(x),
-        index.new_empty(count, dtype=torch.int32),
-        index.new_empty(count, dtype=torch.int32),
-        index.new_empty(experts + 1, dtype=torch.int32),
-        *(
-            index.new_empty(n, 2, dtype=torch.int32)
-            for n in tile_counts(count, experts, tile_rows(count, experts))
-        ),
-        x.new_empty(count, width),
-        x.new_empty(count, ranks[0]),
-        x.new_empty(count, ranks[1]),
+        index.new_empty(_kernels().ints_size(count, experts), dtype=torch.int32),
+        x.new_empty(count, cols if made.transposed else rows),
+        x.new_empty(count * sum(ranks)),
     ]
 
 
@@ -364,8 +447,9 @@ def _backward_op(
     grad: Tensor, x: Tensor, weights: Tensor, biases: Any, lora: Any, packed: Any,
     saved: Any, constants: str, needs_x: bool,
 ) -> list[Tensor]:  # fmt: skip
-    made = _layer(packed, _literal(constants))
-    grads = _backward(made, grad, x, weights, biases, lora, saved, needs_x)
+    made = _constants(constants)
+    layer = _layer(_packed_stacks(packed, made), made)
+    grads = _backward(layer, made.scalings, grad, x, weights, biases, lora, saved, needs_x)
     return [grad.new_empty(0) if g is None else g for g in grads]
 
 

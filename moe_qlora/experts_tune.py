@@ -49,7 +49,7 @@ def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
         from .kernels import codes, tune
 
         packed = packed_of(stack)
-        if packed.suits() and codes.suits(packed):
+        if packed.suits() and codes.suits(packed.form):
             tune.tune(packed, dtype)
             measured += 1
     return measured

@@ -46,7 +46,7 @@ from .experts import (
     dispatches,
     set_lora_provider,
 )
-from .storage import is_packed, packed_names, read_packed
+from .storage import has_packed, is_packed, packed_names, read_packed
 
 
 class ExpertAdapters:
@@ -195,14 +195,17 @@ class ParamWrapper(StockParamWrapper):
         """The active adapters' terms, in the order in which they were set active."""
         if self.disable_adapters or self.merged:
             return ()
+        # Past `__getattr__`: a step asks for this four times a layer, and up to a few thousand
+        # tokens waits for it.
+        a, b, dropouts = (self._modules[name] for name in ("lora_A", "lora_B", "lora_dropout"))
         terms = []
         for name in self.active_adapters:
-            if name in self.lora_A:
-                dropout = self.lora_dropout[name]
+            if name in a:
+                dropout = dropouts[name]
                 terms.append(
                     LoraTerm(
-                        a=self.lora_A[name].weight,
-                        b=self.lora_B[name].weight,
+                        a=a[name].weight,
+                        b=b[name].weight,
                         scaling=self.scaling[name],
                         dropout=None if isinstance(dropout, nn.Identity) else dropout,
                     )
@@ -301,7 +304,7 @@ def _innermost(module: nn.Module) -> nn.Module:
 def keeps_lora_apart(module: nn.Module) -> bool:
     """Whether the module's forward is this package's now, which asks for the LoRA terms."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return chosen == IMPLEMENTATION and dispatches(module) and bool(packed_names(module))
+    return chosen == IMPLEMENTATION and dispatches(module) and has_packed(module)
 
 
 def register_wrapper(config: LoraConfig) -> None:

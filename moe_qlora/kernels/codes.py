@@ -16,7 +16,7 @@ rows `codes_hopper.py` does the same with exact values, and faster.
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -25,9 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .decode import block_absmax, decode
-from .launch import cdiv
-from .launch import launch as run
-from .packed import TABLES, Packed
+from .launch import Launch, cdiv
+from .packed import TABLES, Form, Packed
 
 
 class Config(NamedTuple):
@@ -174,14 +173,14 @@ def _weights(
 def codes_kernel(
     x, codes, absmax, table, table2, absmax2, offset, factor, tiles, bounds, y,
     stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
-    ROWS: tl.constexpr, COLS: tl.constexpr, RANK: tl.constexpr, BACK: tl.constexpr,
-    BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr,
+    BACK: tl.constexpr, BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, INT8: tl.constexpr,
+    ASM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y (R, n_end - n_first) = features [n_first, n_end) of x W^T, or of x W where BACK.
 
-    x (R, K + RANK), whose last RANK columns go with the factor (E, N, RANK); codes of (E, ROWS,
-    COLS). Program 0: features, in blocks; 1: tile of rows.
+    x (R, K + RANK) in rows STRIDE apart, whose last RANK columns go with the factor (E, N, RANK);
+    codes of (E, ROWS, COLS). Program 0: features, in blocks; 1: tile of rows.
     """
     pid = tl.program_id(1)
     expert = tl.load(tiles + 2 * pid).to(tl.int64)
@@ -194,7 +193,7 @@ def codes_kernel(
     first = n_first + tl.program_id(0) * BN
     n = first + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    left = x + rows[:, None] * (K + RANK) + k[None, :]
+    left = x + rows[:, None] * STRIDE + k[None, :]
     total = tl.zeros([BM, BN], tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
         a = tl.load(left + start, mask=live[:, None] & (start + k < K)[None, :], other=0.0)
@@ -215,22 +214,20 @@ def codes_kernel(
         j = tl.arange(0, RANK)
         spots = factor + expert * factor_se + n[None, :] * factor_sn + j[:, None] * factor_sj
         f = tl.load(spots, mask=inside[None, :], other=0.0)
-        spots = x + rows[:, None] * (K + RANK) + K + j[None, :]
+        spots = x + rows[:, None] * STRIDE + K + j[None, :]
         tail = tl.load(spots, mask=live[:, None], other=0.0)
         total = tl.dot(tail, f, total, input_precision="ieee")
     to = y + rows[:, None] * (n_end - n_first) + (n - n_first)[None, :]
     tl.store(to, total.to(y.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-def suits(packed: Packed) -> bool:
+def suits(form: Form) -> bool:
     """Whether blocks lie within rows: what `launch` needs beside `packed.suits()`."""
-    if packed.kind == "int8":
-        return _takes_int8(packed.codes.device)
-    block = packed.blocksize
-    return block % 64 == 0 and packed.shape[2] % block == 0
+    block = form.blocksize
+    return form.kind == "int8" or (block % 64 == 0 and form.shape[2] % block == 0)
 
 
-def _takes_int8(device: torch.device) -> bool:
+def takes_int8(device: torch.device) -> bool:
     """Whether int8 codes are multiplied rightly there: found out by the first layer that has them.
 
     Waits for the device that once, and is put off where a graph is being captured.
@@ -246,14 +243,13 @@ def _takes_int8(device: torch.device) -> bool:
     return _int8_works[index]
 
 
-def on_hopper(packed: Packed, dtype: torch.dtype, *, back: bool) -> bool:
+def on_hopper(form: Form, dtype: torch.dtype, *, back: bool) -> bool:
     """Whether the kernel for Hopper can compute this product; False before `prepare`."""
-    device = packed.codes.device
-    if not (device.type == "cuda" and _hopper_works.get(device.index or 0)):
+    if not _hopper_works.get(form.device):
         return False
     from . import codes_hopper
 
-    return packed.kind != "int8" and suits(packed) and codes_hopper.suits(packed, dtype, back=back)
+    return suits(form) and codes_hopper.suits(form, dtype, back=back)
 
 
 def prepare(device: torch.device) -> None:
@@ -314,39 +310,40 @@ def launch(
     """`(R, b - a)`: features [a, b) of x W^T, or of x W, and x's last r columns times the factor.
 
     Args:
-        x: `(R, K + r)` sorted rows, contiguous.
+        x: `(R, K + r)` sorted rows, any distance apart, from a multiple of 16 bytes on.
         packed: `(E, rows, cols)`; K is cols, or rows where `back`.
         factor: `(E, N, r)`, any strides, or None for r = 0.
         absmax: fp32, as many as there are blocks: room for a nested absmax, which is decoded into
             it first. None where `config.direct`, or where it is not nested.
         bounds: `(E + 1,)` int32.
-        tiles: As `layer.Routing` has them.
+        tiles: As `routing.Routing` has them.
         tile: Rows in a tile.
         config: How to cut it.
         back: Whether the stored rows are what is summed over.
         span: (a, b), a and b whole groups of 64 features, or the end.
     """
-    experts, n_rows, n_cols = packed.shape
-    int8 = packed.kind == "int8"
-    blocks = 1 if int8 else n_cols // packed.blocksize
+    form = packed.form
+    blocks = 1 if form.kind == "int8" else form.shape[2] // form.blocksize
     table2 = absmax2 = offset = statistics = packed.absmax
-    nested, strides = 0, (blocks, 1)
+    strides = (blocks, 1)
     if packed.nested is not None:
-        table2, absmax2, offset, nested = packed.nested
+        table2, absmax2, offset, _ = packed.nested
         if absmax is not None:
-            grid = cdiv(n_rows, 64), cdiv(blocks, 32), experts
-            run(absmax_kernel, grid,
-                packed.absmax, table2, absmax2, offset, bounds, absmax,
-                ROWS=n_rows, BLOCKS=blocks, NESTED=nested, BR=64, BB=32, enable_fp_fusion=False,
-            )  # fmt: skip
-            statistics, nested, strides = absmax, 0, (1, n_rows)
+            _absmax_step(form)(packed.absmax, table2, absmax2, offset, bounds, absmax)
+            statistics, strides = absmax, (1, form.shape[1])
     y = torch.empty(x.shape[0], span[1] - span[0], dtype=x.dtype, device=x.device)
+    rank = 0 if factor is None else factor.shape[2]
+    count = tiles.numel() // 2
+    across = (0, 0, 0) if factor is None else factor.stride()
+    given = x if factor is None else factor
     if config.hopper:
         from . import codes_hopper
 
+        step = codes_hopper.step(form, x.dtype, x.stride(0), rank, across, back, tile, count, span)
         try:
-            codes_hopper.launch(
-                x, packed, factor, statistics, strides, bounds, tiles, tile, y, back=back, span=span
+            step(
+                x, packed.codes.view(torch.int32), statistics, given, tiles, bounds, y,
+                x.shape[0] - 1, *strides, *span, *across,
             )  # fmt: skip
         except (RuntimeError, triton.compiler.errors.CompilationError) as error:
             _hopper_works[x.get_device()] = False
@@ -358,14 +355,38 @@ def launch(
             config = Config(128, 64, 3, 4, False)
         else:
             return y
-    run(codes_kernel, (cdiv(y.shape[1], config.features), tiles.shape[0]),
+    nested = form.nested if absmax is None else 0
+    step = _codes_step(
+        form, x.dtype, x.stride(0), rank, across, nested, back, tile, count, config, span
+    )
+    step(
         x, packed.codes, statistics, packed.absmax if packed.table is None else packed.table,
-        table2, absmax2, offset, x if factor is None else factor, tiles, bounds, y,
-        *strides, *span, *((0, 0, 0) if factor is None else factor.stride()),
-        ROWS=n_rows, COLS=n_cols, RANK=0 if factor is None else factor.shape[2], BACK=back,
-        BLOCKSIZE=packed.blocksize, NESTED=nested, INT8=int8,
-        ASM="" if int8 or triton.knobs.runtime.interpret else lookup_asm(packed.kind),
+        table2, absmax2, offset, given, tiles, bounds, y, *strides, *span, *across,
+    )  # fmt: skip
+    return y
+
+
+@lru_cache(maxsize=64)
+def _absmax_step(form: Form) -> Launch:
+    experts, n_rows, n_cols = form.shape
+    blocks = n_cols // form.blocksize
+    return Launch(
+        absmax_kernel, (cdiv(n_rows, 64), cdiv(blocks, 32), experts),
+        ROWS=n_rows, BLOCKS=blocks, NESTED=form.nested, BR=64, BB=32, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _codes_step(
+    form: Form, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...], nested: int,
+    back: bool, tile: int, tiles: int, config: Config, span: tuple[int, int],
+) -> Launch:  # fmt: skip
+    int8 = form.kind == "int8"
+    return Launch(
+        codes_kernel, (cdiv(span[1] - span[0], config.features), tiles),
+        ROWS=form.shape[1], COLS=form.shape[2], STRIDE=stride, RANK=rank, BACK=back,
+        BLOCKSIZE=form.blocksize, NESTED=nested, INT8=int8,
+        ASM="" if int8 or triton.knobs.runtime.interpret else lookup_asm(form.kind),
         BM=tile, BN=config.features, BK=config.step, STAGES=config.stages,
         num_warps=config.warps, enable_fp_fusion=False,
     )  # fmt: skip
-    return y

@@ -13,17 +13,15 @@ twin, which runs everywhere else.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from .launch import cdiv
-from .launch import launch as run
-from .packed import TABLES, Packed
+from .launch import Launch, cdiv
+from .packed import TABLES, Form
 
 SLOTS: gl.constexpr = gl.constexpr(4)
 """Tiles of rows in shared memory: two being multiplied, two on their way."""
@@ -128,8 +126,8 @@ def _copy(
 def _product(
     x, codes, absmax, factor, y, expert, start_row, end_row, last_row,
     stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
-    ROWS: gl.constexpr, COLS: gl.constexpr, RANK: gl.constexpr, BACK: gl.constexpr,
-    BLOCKSIZE: gl.constexpr, TABLE: gl.constexpr, LOOKUP: gl.constexpr,
+    ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, RANK: gl.constexpr,
+    BACK: gl.constexpr, BLOCKSIZE: gl.constexpr, TABLE: gl.constexpr, LOOKUP: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     """BM rows of an expert, from `start_row` on, by BN features."""
@@ -146,7 +144,7 @@ def _product(
     k = gl.arange(0, STEP, gl.SliceLayout(0, tile_layout))
     # Rows beyond the expert's are others', and not stored; beyond the last there is none.
     safe = gl.minimum(row, last_row).to(gl.int64)
-    left = x + safe[:, None] * (K + RANK) + k[None, :]
+    left = x + safe[:, None] * STRIDE + k[None, :]
 
     word_layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [32 // NB, NB, 1], [W, 1, 1], [2, 1, 0])
     pair_layout: gl.constexpr = gl.SliceLayout(2, word_layout)
@@ -216,7 +214,7 @@ def _product(
         n = first + gl.arange(0, BN, gl.SliceLayout(1, tail_layout))
         j = gl.arange(0, RANK, gl.SliceLayout(0, tail_layout))
         safe = gl.minimum(row, last_row).to(gl.int64)
-        tail = gl.load(x + safe[:, None] * (K + RANK) + K + j[None, :])
+        tail = gl.load(x + safe[:, None] * STRIDE + K + j[None, :])
         place = factor + expert * factor_se + n[:, None] * factor_sn + j[None, :] * factor_sj
         f = gl.load(place, mask=(n < n_end)[:, None], other=0.0)
         tails = gl.allocate_shared_memory(dtype, [BM, RANK], small, tail)
@@ -234,12 +232,12 @@ def _product(
     gl.store(to, value, mask=(row < end_row)[:, None] & (n < n_end)[None, :])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["last_row"])
 def hopper_kernel(
     x, codes, absmax, factor, tiles, bounds, y, last_row,
     stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
-    ROWS: gl.constexpr, COLS: gl.constexpr, RANK: gl.constexpr, BACK: gl.constexpr,
-    BLOCKSIZE: gl.constexpr, TABLE: gl.constexpr, LOOKUP: gl.constexpr,
+    ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, RANK: gl.constexpr,
+    BACK: gl.constexpr, BLOCKSIZE: gl.constexpr, TABLE: gl.constexpr, LOOKUP: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     """As `codes.codes_kernel`, of 4-bit codes read as words; the contraction is whole steps."""
@@ -254,50 +252,38 @@ def hopper_kernel(
         _product(
             x, codes, absmax, factor, y, expert, start_row, end_row, last_row,
             stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
-            ROWS, COLS, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, BM, BN,
+            ROWS, COLS, STRIDE, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, BM, BN,
         )  # fmt: skip
     else:
         _product(
             x, codes, absmax, factor, y, expert, start_row, end_row, last_row,
             stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
-            ROWS, COLS, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, 64, BN,
+            ROWS, COLS, STRIDE, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, 64, BN,
         )  # fmt: skip
 
 
-def suits(packed: Packed, dtype: torch.dtype, *, back: bool) -> bool:
+def suits(form: Form, dtype: torch.dtype, *, back: bool) -> bool:
     """Whether the kernel takes it: what `codes.suits` asks for, and whole steps of 16-bit rows.
 
     Two steps at least: Triton 3.6 fails on the loop of a single one.
     """
-    inner = packed.shape[1 if back else 2]
+    inner = form.shape[1 if back else 2]
     rows = dtype in (torch.bfloat16, torch.float16) and inner % 64 == 0 and inner >= 128
-    return packed.kind != "int8" and rows
+    return form.kind != "int8" and rows
 
 
-def launch(
-    x: Tensor,
-    packed: Packed,
-    factor: Tensor | None,
-    statistics: Tensor,
-    strides: tuple[int, int],
-    bounds: Tensor,
-    tiles: Tensor,
-    tile: int,
-    y: Tensor,
-    *,
-    back: bool,
-    span: tuple[int, int],
-) -> None:
-    """As `codes.launch`, whose arguments these are, into `y` `(R, b - a)`; tile is 64 or 128.
+@lru_cache(maxsize=256)
+def step(
+    form: Form, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...], back: bool,
+    tile: int, tiles: int, span: tuple[int, int],
+) -> Launch:  # fmt: skip
+    """`hopper_kernel` for `codes.launch`, in whose words these are; tile is 64 or 128.
 
-    statistics: fp32 absmax of all blocks; strides: from row to row, and from block to block.
+    Its absmax is fp32; across: the factor's strides.
     """
-    _, n_rows, n_cols = packed.shape
-    run(hopper_kernel, (cdiv(y.shape[1], FEATURES), tiles.shape[0]),
-        x, packed.codes.view(torch.int32), statistics, x if factor is None else factor, tiles,
-        bounds, y, x.shape[0] - 1, *strides, *span,
-        *((0, 0, 0) if factor is None else factor.stride()),
-        ROWS=n_rows, COLS=n_cols, RANK=0 if factor is None else factor.shape[2], BACK=back,
-        BLOCKSIZE=packed.blocksize, TABLE=table_asm(packed.kind, x.dtype), LOOKUP=lookup_asm(),
+    return Launch(
+        hopper_kernel, (cdiv(span[1] - span[0], FEATURES), tiles),
+        ROWS=form.shape[1], COLS=form.shape[2], STRIDE=stride, RANK=rank, BACK=back,
+        BLOCKSIZE=form.blocksize, TABLE=table_asm(form.kind, dtype), LOOKUP=lookup_asm(),
         BM=tile, BN=FEATURES, num_warps=WARPS,
     )  # fmt: skip

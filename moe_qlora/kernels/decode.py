@@ -10,13 +10,15 @@ Bytes moved a weight, nf4 with double quantization to bf16: 0.516 read, 2 writte
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv, launch
-from .packed import Packed
+from .launch import Launch, cdiv, launch
+from .packed import Form, Packed
 
 BLOCK = 256
 UNROLL = 1
@@ -45,24 +47,27 @@ def _copy_factor(out, source, stride_r, stride_c, out_stride, first, total, WIDT
     tl.store(out + row * out_stride + col, value.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit
+# A copied factor is read in any strides; of the rest nothing gains from knowing more.
+@triton.jit(
+    do_not_specialize=["first_expert", "first_row", "first_col", "right_se", "right_sr", "right_sc",
+                       "below_se", "below_sr", "below_sc"]
+)  # fmt: skip
 def _decode_kernel(
     out, words, absmax, table, table2, absmax2, offset, bounds, right, below,
     first_expert, first_row, first_col,
     right_se, right_sr, right_sc, below_se, below_sr, below_sc,
     ROWS: tl.constexpr, COLS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_COLS: tl.constexpr,
-    RANK_R: tl.constexpr, RANK_B: tl.constexpr,
+    RANK_R: tl.constexpr, RANK_B: tl.constexpr, STRIDE: tl.constexpr,
     BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, INT8: tl.constexpr, SKIP: tl.constexpr,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """One expert's matrix (program 1) in pieces of BLOCK x UNROLL groups of 8 weights (program 0).
 
-    out: (E', ROWS + RANK_B, COLS + RANK_R) of stacks (E, ALL_ROWS, ALL_COLS); right: (E, ROWS,
-    RANK_R); below: (E, RANK_B, COLS).
+    out: (E', ROWS + RANK_B, COLS + RANK_R), rows STRIDE apart, of stacks (E, ALL_ROWS, ALL_COLS);
+    right: (E, ROWS, RANK_R); below: (E, RANK_B, COLS).
     """
     GROUPS: tl.constexpr = ROWS * COLS // 8
     PIECES: tl.constexpr = (GROUPS + BLOCK * UNROLL - 1) // (BLOCK * UNROLL)
-    STRIDE: tl.constexpr = COLS + RANK_R
     piece = tl.program_id(0)
     local = tl.program_id(1)
     expert = first_expert + local
@@ -92,7 +97,7 @@ def _decode_kernel(
                 # The first weight of a byte is its high half.
                 nibble = (word[:, None] >> ((eighth ^ 1) * 4)[None, :]) & 15
                 value = tl.load(table + nibble) * scale[:, None]
-            to = group * 8 + row * RANK_R
+            to = group * 8 + row * (STRIDE - COLS)
             spots = out + to[:, None] + eighth[None, :]
             tl.store(spots, value.to(out.dtype.element_ty), mask=live[:, None])
     else:
@@ -139,9 +144,9 @@ def decode(
     """Decode experts [first, first + len(out)), or a part of each, into `out`.
 
     Args:
-        packed: The stack; `packed.suits()` holds.
-        out: `(E', rows + r_b, cols + r_r)` contiguous, bf16, fp16 or fp32; rows and cols are the
-            stack's, or fewer.
+        packed: The stack; `packed.suits()` holds, and its codes start at a multiple of 16 bytes.
+        out: `(E', rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart; rows
+            and cols are the stack's, or fewer.
         first: First expert.
         corner: First row and column (a multiple of 8) of the part.
         bounds: `(E + 1,)` offsets of the experts' rows: those without rows are left as they are in
@@ -149,28 +154,43 @@ def decode(
         right: `(E, rows, r_r)`, any strides: written to the right of each matrix.
         below: `(E, r_b, cols)`, any strides: written below each matrix.
     """
-    rank_r = 0 if right is None else right.shape[2]
-    rank_b = 0 if below is None else below.shape[1]
-    rows, cols = out.shape[1] - rank_b, out.shape[2] - rank_r
-    assert out.is_contiguous() and cols % 8 == 0 and corner[1] % 8 == 0
-    assert corner[0] + rows <= packed.shape[1] and corner[1] + cols <= packed.shape[2]
-    groups = rows * cols // 8
-    pieces = cdiv(groups, BLOCK * UNROLL)
-    extra = cdiv(max(rows * rank_r, rank_b * cols), BLOCK * 8)
-    int8 = packed.kind == "int8"
-    words = packed.codes if int8 else packed.codes.view(torch.int32)
+    assert out.stride(0) == out.shape[1] * out.stride(1) and out.stride(2) == 1
     nested = packed.nested
     none = packed.absmax
-    table2, absmax2, offset, second = nested if nested is not None else (none, none, none, 0)
-    launch(_decode_kernel, (pieces + extra, out.shape[0]),
-        out, words, packed.absmax, none if packed.table is None else packed.table,
+    table2, absmax2, offset, _ = nested if nested is not None else (none, none, none, 0)
+    step = _decode_step(
+        packed.form, tuple(out.shape), out.stride(1), corner, bounds is not None, out.dtype,
+        None if right is None else (right.shape[2], right.dtype),
+        None if below is None else (below.shape[1], below.dtype),
+    )  # fmt: skip
+    step(
+        out, packed.codes if packed.kind == "int8" else packed.codes.view(torch.int32),
+        packed.absmax, none if packed.table is None else packed.table,
         table2, absmax2, offset, none if bounds is None else bounds,
         out if right is None else right, out if below is None else below,
         first, *corner, *((0, 0, 0) if right is None else right.stride()),
         *((0, 0, 0) if below is None else below.stride()),
-        ROWS=rows, COLS=cols, ALL_ROWS=packed.shape[1], ALL_COLS=packed.shape[2],
-        RANK_R=rank_r, RANK_B=rank_b,
-        BLOCKSIZE=packed.blocksize, NESTED=second, INT8=int8, SKIP=bounds is not None,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _decode_step(
+    form: Form, shape: tuple[int, int, int], stride: int, corner: tuple[int, int], skips: bool,
+    dtype: torch.dtype, right: tuple[int, torch.dtype] | None,
+    below: tuple[int, torch.dtype] | None,
+) -> Launch:  # fmt: skip
+    rank_r = 0 if right is None else right[0]
+    rank_b = 0 if below is None else below[0]
+    experts, rows, cols = shape[0], shape[1] - rank_b, shape[2] - rank_r
+    assert cols % 8 == 0 and corner[1] % 8 == 0
+    assert corner[0] + rows <= form.shape[1] and corner[1] + cols <= form.shape[2]
+    pieces = cdiv(rows * cols // 8, BLOCK * UNROLL)
+    extra = cdiv(max(rows * rank_r, rank_b * cols), BLOCK * 8)
+    return Launch(
+        _decode_kernel, (pieces + extra, experts),
+        ROWS=rows, COLS=cols, ALL_ROWS=form.shape[1], ALL_COLS=form.shape[2],
+        RANK_R=rank_r, RANK_B=rank_b, STRIDE=stride,
+        BLOCKSIZE=form.blocksize, NESTED=form.nested, INT8=form.kind == "int8", SKIP=skips,
         BLOCK=BLOCK, UNROLL=UNROLL, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 

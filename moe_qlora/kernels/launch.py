@@ -2,23 +2,22 @@
 
 A layer's step launches some 20 kernels of up to 30 arguments, and up to a few thousand tokens the
 host is what it waits for. Triton finds a compiled kernel anew at each launch, by the types of all
-arguments and all constants. Here what it found is kept by what its choice depends on: a constant's
-value, a pointer's dtype and whether it is a multiple of 16, whether an integer is 1 or a multiple
-of 16.
+arguments and all constants, and parses all of them once more in C. A `Launch` is made once for
+calls alike; from its second call on it writes the arguments into a buffer and calls the driver.
 """
 
 from __future__ import annotations
 
+import ctypes
+import re
+import struct
+from _thread import get_ident
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-
-_OPTIONS = frozenset({"num_warps", "num_stages", "enable_fp_fusion"})
-
-_found: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-"""Compiled kernels and their constants in the order of the signature."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -26,61 +25,204 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+class Launch:
+    """A kernel with its grid and constants.
+
+    Calls must be alike: tensors of the same dtypes on the same device, whole numbers of the same
+    size, equal to 1 or multiples of 16 in the same places, unless the kernel does not specialize on
+    them. Who makes a `Launch` keeps it under a key that tells these apart.
+    """
+
+    __slots__ = ("constants", "grid", "kernel", "run")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], **constants: Any) -> None:
+        """Remember what to launch.
+
+        Args:
+            kernel: A Triton or Gluon function, whose constants follow all other arguments.
+            grid: One to three sizes; nothing is launched where one is 0.
+            constants: Constants, and Triton's options.
+        """
+        self.kernel, self.constants = kernel, constants
+        self.grid = (*grid, 1, 1)[:3]
+        self.run: _Driver | _Triton | None = None
+
+    def __call__(self, *args: Any) -> None:
+        """Launch on the current stream of the tensors' device.
+
+        Args:
+            args: Tensors, from the second call on each at a multiple of 16 bytes (`aligned`), and
+                numbers; the first is a tensor.
+
+        Raises:
+            ValueError: The tensors lie on several devices.
+            RuntimeError: The driver refused.
+        """
+        if self.run is not None:
+            self.run(self.grid, args)
+            return
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        index = _device_of(tensors)
+        if index >= 0 and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                self(*args)
+            return
+        if not all(self.grid):
+            return
+        compiled = self.kernel[self.grid](*args, **self.constants)
+        at_16 = all(t.data_ptr() % 16 == 0 for t in tensors)
+        if index >= 0 and at_16 and isinstance(compiled, triton.compiler.CompiledKernel):
+            names = self.kernel.arg_names[len(args) :]
+            constants = tuple(self.constants[name] for name in names)
+            self.run = _Driver.of(compiled, index) or _Triton(compiled, index, constants)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """`kernel[grid](*args, **constants)`.
+    """`Launch` for a single call."""
+    Launch(kernel, grid, **constants)(*args)
 
-    Args:
-        kernel: A Triton or Gluon function, whose constants follow all other arguments.
-        grid: One to three sizes.
-        args: Tensors and numbers; the first is a tensor.
-        constants: Constants, and Triton's options.
 
-    Raises:
-        ValueError: The tensors lie on several devices.
+def stream_of(index: int) -> int:
+    """The current stream of a CUDA device, as the driver knows it."""
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return stream
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that starts at a multiple of 16 bytes."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _device_of(tensors: list[Tensor]) -> int:
+    """The CUDA device of the tensors, -1 for the CPU."""
+    if len({t.device for t in tensors}) > 1:
+        devices = ", ".join(sorted({str(t.device) for t in tensors}))
+        raise ValueError(f"the tensors of one kernel lie on several devices: {devices}.")
+    return tensors[0].get_device()
+
+
+class _Triton:
+    """A compiled kernel, launched by Triton."""
+
+    __slots__ = ("compiled", "constants", "index")
+
+    def __init__(self, compiled: Any, index: int, constants: tuple[Any, ...]) -> None:
+        self.compiled, self.index, self.constants = compiled, index, constants
+
+    def __call__(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        # Of a tensor Triton's launcher would ask where it lies, and of the driver whether it does.
+        values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+        with torch.cuda.device(self.index):
+            stream = stream_of(self.index)
+            self.compiled[grid](*values, *self.constants, stream=stream)
+
+
+_FORMATS = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}
+_BITS = {"i": "32", "I": "32", "q": "64", "Q": "64", "f": "32", "d": "64"}
+
+
+class _Driver:
+    """A compiled kernel, launched by `cuLaunchKernel` with arguments in a buffer of its own.
+
+    A kernel's parameters are its arguments without constants, then pointers to scratch, which none
+    of ours has. `parameters` holds that against what the PTX declares.
     """
-    index = args[0].get_device()
-    if index < 0:  # the interpreter
-        kernel[grid](*args, **constants)
-        return
-    if index != torch.cuda.current_device():
-        with torch.cuda.device(index):
-            launch(kernel, grid, *args, **constants)
-        return
-    kinds, plain = _described(args, index)
-    key = (kernel, index, kinds, tuple(constants.values()))
-    found = _found.get(key)
-    if found is not None:
-        compiled, values = found
-        stream = triton.runtime.driver.active.get_current_stream(index)
-        compiled[(*grid, 1, 1)](*plain, *values, stream=stream)
-        return
-    compiled = kernel[grid](*args, **constants)
-    if not isinstance(compiled, triton.compiler.CompiledKernel) or kernel.pre_run_hooks:
-        return
-    values = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-    if len(values) + len(_OPTIONS.intersection(constants)) == len(constants):
-        _found[key] = compiled, values
+
+    __slots__ = ("buffers", "call", "formats", "function", "index", "more", "shared", "threads",
+                 "used")  # fmt: skip
+
+    def __init__(self, compiled: Any, index: int, used: list[int], formats: list[str]) -> None:
+        self.call, self.function, self.index = _cuda().cuLaunchKernel, compiled.function, index
+        self.threads, self.shared = compiled.metadata.num_warps * 32, compiled.metadata.shared
+        self.used, self.formats, self.more = used, formats, [0] * (len(formats) - len(used))
+        self.buffers: dict[int, tuple[Any, Any, Any]] = {}
+
+    @staticmethod
+    def of(compiled: Any, index: int) -> _Driver | None:
+        """None where anything about the kernel is not as this class reads it."""
+        try:
+            found = _Driver.parameters(compiled)
+            if found is not None and compiled.function is not None:
+                return _Driver(compiled, index, *found)
+        except (AttributeError, KeyError, OSError):  # not the Triton, or the driver, that it knows
+            pass
+        return None
+
+    @staticmethod
+    def parameters(compiled: Any) -> tuple[list[int], list[str]] | None:
+        """Which arguments are parameters, and all parameters' formats in the words of `struct`."""
+        metadata = compiled.metadata
+        plain = (
+            metadata.num_ctas == 1
+            and not metadata.launch_cooperative_grid
+            and not metadata.launch_pdl
+            and metadata.global_scratch_size == 0
+            and metadata.profile_scratch_size == 0
+        )
+        kinds = list(compiled.src.signature.values())
+        used = [i for i, kind in enumerate(kinds) if kind != "constexpr"]
+        formats = ["Q" if kinds[i].startswith("*") else _FORMATS[kinds[i]] for i in used]
+        entry = re.search(r"\.entry[^(]*\(([^)]*)\)", compiled.asm["ptx"])
+        declared = re.findall(r"\.param\s+\.[a-z]*(\d*)", entry.group(1) if entry else "")
+        more = len(declared) - len(formats)
+        alike = declared == [_BITS[f] for f in formats] + ["64"] * more
+        return (used, formats + ["Q"] * more) if plain and alike else None
+
+    def __call__(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        index = self.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                self(grid, args)
+            return
+        values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+        if len(self.used) != len(values):
+            values = [values[i] for i in self.used]
+        buffer, pointers, pack = self.buffers.get(get_ident()) or self._buffer()
+        pack(buffer, 0, *values, *self.more)
+        launch = (self.function, *grid, self.threads, 1, 1, self.shared, stream_of(index), pointers)
+        error = self.call(*launch, None)
+        if error == _NO_CONTEXT:
+            _enter(index)
+            error = self.call(*launch, None)
+        if error:
+            raise RuntimeError(f"the CUDA driver refused to launch a kernel (error {error}).")
+
+    def _buffer(self) -> tuple[Any, Any, Any]:
+        """This thread's: room for the arguments, their addresses, and what writes them."""
+        layout = struct.Struct("@" + "".join(self.formats))
+        room = ctypes.create_string_buffer(layout.size)
+        ends = [
+            struct.calcsize("@" + "".join(self.formats[: i + 1])) for i in range(len(self.formats))
+        ]
+        start = ctypes.addressof(room)
+        each = [start + end - struct.calcsize(f) for end, f in zip(ends, self.formats, strict=True)]
+        pointers = (ctypes.c_void_p * len(each))(*each)
+        made = room, pointers, layout.pack_into
+        self.buffers[get_ident()] = made
+        return made
 
 
-def _described(args: tuple[Any, ...], index: int) -> tuple[tuple[Any, ...], list[Any]]:
-    """What Triton's choice of a compiled kernel depends on, and what to launch it with.
+_NO_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT: a thread, autograd's say, that has not called the driver before."""
 
-    Given a tensor's address, Triton's launcher asks neither the tensor nor the driver about it.
-    """
-    kinds: list[Any] = []
-    plain: list[Any] = []
-    for value in args:
-        if isinstance(value, Tensor):
-            if value.get_device() != index:
-                devices = ", ".join(sorted({str(a.device) for a in args if isinstance(a, Tensor)}))
-                raise ValueError(f"the tensors of one kernel lie on several devices: {devices}.")
-            address = value.data_ptr()
-            kinds.append(value.dtype if address % 16 == 0 else (value.dtype,))
-            plain.append(address)
-            continue
-        plain.append(value)
-        if isinstance(value, int):
-            kinds.append((value == 1, value % 16 == 0, -(2**31) <= value < 2**31))
-        else:
-            kinds.append(type(value))
-    return tuple(kinds), plain
+
+def _enter(index: int) -> None:
+    """Make the device's primary context, which torch computes in, this thread's."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    calls = (
+        _cuda().cuDeviceGet(ctypes.byref(device), index)
+        or _cuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        or _cuda().cuCtxSetCurrent(context)
+    )
+    if calls:
+        raise RuntimeError(f"the CUDA driver gave no context of device {index} (error {calls}).")
+
+
+@cache
+def _cuda() -> Any:
+    """The driver's library."""
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuLaunchKernel.argtypes = [
+        ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3
+    ]  # fmt: skip
+    return library

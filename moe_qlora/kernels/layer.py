@@ -24,7 +24,6 @@ never waits for the device, and every sum has one order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,8 +33,8 @@ import triton
 from torch import Tensor
 
 from . import codes, rows, scratch
-from .launch import cdiv, launch
-from .packed import WIDE_TILE, Packed, padded, tile_counts, tile_rows
+from .launch import Launch, aligned, cdiv
+from .packed import WIDE_TILE, Packed, padded, row_stride
 from .products import (
     Factors,
     Rows,
@@ -43,23 +42,27 @@ from .products import (
     in_backward,
     is_few,
     multiply,
+    owner_of,
     slices,
     wants_wide,
 )
+from .routing import Routing, ints_size, route, routing_of
 
 ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
-_BLOCK = 64
-"""Features in a step of the row kernels."""
-
-# One stage: with loads ahead, Triton 3.6's product beside a store of the same tile is a race (seen
-# with ranks of 64 and 128: results off by up to 26 %, and others at each run).
-_COPY = {"BK": 64, "num_warps": 4, "num_stages": 1}
-_GATE = {"num_warps": 4, "num_stages": 1}
+# 16 rows by 2 warps: 0.051 ms for Qwen3-30B-A3B's gate at 4,096 tokens, 0.067 with 64 rows by 4,
+# and 0.90 against 1.15 for Mixtral-8x7B's at 16,384 (H200). One stage: with loads ahead, Triton
+# 3.6's product beside a store of the same tile is a race (seen with ranks of 64 and 128: results
+# off by up to 26 %, and others at each run).
+_ROWS = 16
+_COPY = {"BM": _ROWS, "BK": 64, "num_warps": 2, "num_stages": 1}
+_GATE = {"BM": _ROWS, "BI": 64, "num_warps": 2, "num_stages": 1}
 _PIECES = 16
 """At most so many pieces of copied rows, however low the scratch's cap."""
 
-_OUTER = {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
+# H200, the five shapes of NOTES.md: wide where rows are read, narrow where a gate is computed.
+_OUTER = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 2}
+_OUTER_GATES = {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
 
 
 class Gate(NamedTuple):
@@ -123,34 +126,36 @@ class Layer(NamedTuple):
         return experts, hidden, width, width // 2 if self.gate.gated else width
 
 
-class Routing(NamedTuple):
-    """Which rows are whose.
+class Saved(NamedTuple):
+    """What backward needs beside the inputs and the routing.
 
     Attributes:
-        order: `(R,)` int32: the choice (token x k + slot) in each row.
-        inverse: `(R,)` int32: the row of each choice.
-        bounds: `(E + 1,)` int32: rows of expert e are [bounds[e], bounds[e + 1]).
-        tiles: `(n, 2)` int32: expert and first row of each tile, -1 for none.
-        wide: The same of tiles of `WIDE_TILE` rows; `(0, 2)` where experts have too few rows.
-        top_k: k.
-        tile: Rows in a tile.
+        pre: `(R, P)`.
+        products: `(R (r1 + r2),)`: s1 x A1^T, and behind it s2 h A2^T.
     """
 
-    order: Tensor
-    inverse: Tensor
-    bounds: Tensor
-    tiles: Tensor
-    wide: Tensor
-    top_k: int
-    tile: int
-
-
-class Saved(NamedTuple):
-    """What backward needs beside the inputs: `pre`, and both `(R, r)` products (empty: no LoRA)."""
-
     pre: Tensor
-    product1: Tensor
-    product2: Tensor
+    products: Tensor
+
+
+class Begun(NamedTuple):
+    """A forward up to the second product.
+
+    Attributes:
+        routing: The routing.
+        saved: What backward needs.
+        inner: `(R, I + r2)`.
+        side: The second product.
+        found: Its rows.
+        name: The scratch's buffer for it.
+    """
+
+    routing: Routing
+    saved: Saved
+    inner: Tensor
+    side: Side
+    found: Rows
+    name: str
 
 
 class Grads(NamedTuple):
@@ -169,71 +174,33 @@ def prepare(device: torch.device) -> None:
     codes.prepare(device)
 
 
-@lru_cache(maxsize=64)
-def _edges(experts: int, device: torch.device) -> Tensor:
-    return torch.arange(experts + 1, device=device, dtype=torch.int16)
-
-
-def route(index: Tensor, experts: int) -> Routing:
-    """Sort the choices by expert, stably.
-
-    Args:
-        index: `(T, k)` integers; E and above mean no expert that is held here.
-        experts: E.
-    """
-    count, device = index.numel(), index.device
-    keys, order64 = index.reshape(-1).clamp(max=experts).to(torch.int16).sort(stable=True)
-    bounds = torch.searchsorted(keys, _edges(experts, device), out_int32=True)
-    order = torch.empty(count, dtype=torch.int32, device=device)
-    inverse = torch.empty_like(order)
-    tile = tile_rows(count, experts)
-    tiles, wide = _tables(order64, bounds, order, inverse, count, tile)
-    return Routing(order, inverse, bounds, tiles, wide, index.shape[-1], tile)
-
-
-def _tables(
-    order64: Tensor, bounds: Tensor, order: Tensor, inverse: Tensor, count: int, tile: int
-) -> tuple[Tensor, Tensor]:
-    """`Routing.tiles` and `wide`; order and inverse are filled in passing, where `order64` is any.
-
-    One kernel for all of it: each launch costs the host more than this one takes.
-    """
-    experts, device = bounds.shape[0] - 1, bounds.device
-    n, n_wide = tile_counts(count, experts, tile)
-    tiles = torch.empty(n, 2, dtype=torch.int32, device=device)
-    wide = torch.empty(n_wide, 2, dtype=torch.int32, device=device)
-    grid = max(cdiv(order64.shape[0], 1024), cdiv(n, 32))
-    launch(rows.route_kernel, (grid,),
-        order64, bounds, order, inverse, tiles, wide, order64.shape[0], n, n_wide,
-        E=experts, EP=triton.next_power_of_2(experts), TILE=tile, WIDE=WIDE_TILE,
-        BLOCK=1024, TB=32,
-    )  # fmt: skip
-    return tiles, wide
-
-
-def routing_of(tensors: Sequence[Tensor], shape: Sequence[int], experts: int) -> Routing:
-    """The `Routing` whose tensors these are (its first five fields); shape: `(T, k)`."""
-    order, inverse, bounds, tiles, wide = tensors
-    tile = tile_rows(order.shape[0], experts)
-    return Routing(order, inverse, bounds, tiles, wide, shape[-1], tile)
-
-
-def _factors(loras: Sequence[Lora | None], layer: Layer) -> list[Factors | None]:
+def _factors(loras: tuple[Lora | None, Lora | None], layer: Layer) -> list[Factors | None]:
     """Both projections' factors as the products read them."""
     experts, made = layer.first.experts, [_padded_factors(lora, layer) for lora in loras]
     given = [(lora, factors) for lora, factors in zip(loras, made, strict=True) if lora and factors]
     if not given:
         return made
-    plain = [lora.b.detach().contiguous() for lora, _ in given]
     (lora1, f1), (lora2, f2) = given[0], given[-1]
-    total1 = f1.b[0].numel()
-    total2 = f2.b[0].numel() if len(given) == 2 else 0
-    launch(rows.spread_kernel, (cdiv(total1, 64) + cdiv(total2, 64), cdiv(experts, 64)),
-        plain[0], plain[-1], f1.b, f2.b, total1, total2,
-        RANK1=lora1.a.shape[0] // experts, PADDED1=f1.rank,
-        RANK2=lora2.a.shape[0] // experts, PADDED2=f2.rank, E=experts, BQ=64, BE=64,
-    )  # fmt: skip
+    total1 = f1.b.shape[1] * f1.rank
+    total2 = f2.b.shape[1] * f2.rank if len(given) == 2 else 0
+    ranks = lora1.a.shape[0] // experts, f1.rank, lora2.a.shape[0] // experts, f2.rank
+    plain1, plain2 = aligned(lora1.b.contiguous()), aligned(lora2.b.contiguous())
+    kinds = layer.dtype, plain1.dtype, plain2.dtype
+    step = _spread_step(experts, total1, total2, ranks, kinds, f1.b.get_device())
+    step(plain1, plain2, f1.b, f2.b, total1, total2)
     return made
+
+
+@lru_cache(maxsize=256)
+def _spread_step(
+    experts: int, total1: int, total2: int, ranks: tuple[int, ...],
+    kinds: tuple[torch.dtype, ...], device: int,
+) -> Launch:  # fmt: skip
+    return Launch(
+        rows.spread_kernel, (cdiv(total1, 64) + cdiv(total2, 64), cdiv(experts, 64)),
+        RANK1=ranks[0], PADDED1=ranks[1], RANK2=ranks[2], PADDED2=ranks[3], E=experts,
+        BQ=64, BE=64,
+    )  # fmt: skip
 
 
 def _padded_factors(lora: Lora | None, layer: Layer) -> Factors | None:
@@ -243,76 +210,149 @@ def _padded_factors(lora: Lora | None, layer: Layer) -> Factors | None:
     experts = layer.first.experts
     rank = lora.a.shape[0] // experts
     wide = padded(rank)
-    a = lora.a.detach().to(layer.dtype).reshape(experts, rank, -1)
+    a = lora.a.to(layer.dtype).contiguous().view(experts, rank, lora.a.shape[1])
     if wide != rank:
         a = F.pad(a, (0, 0, 0, wide - rank))
     b = torch.empty(experts, lora.b.shape[0], wide, dtype=layer.dtype, device=a.device)
-    return Factors(a.contiguous(), b, lora.scaling)
+    return Factors(aligned(a), b, lora.scaling)
 
 
-def _sides(
-    layer: Layer, routing: Routing, f1: Factors | None, f2: Factors | None, *, back: bool
-) -> tuple[Side, Side, Rows]:
-    """Both products of one direction, and their rows: in wider tiles where codes meet many.
+def _found(routing: Routing, count: int, layer: Layer, *sides: Side) -> Rows:
+    """The rows of products: in wider tiles where codes meet many."""
+    wide = any(s.few and wants_wide(s.packed, count, layer.dtype) for s in sides)
+    if wide and routing.counts[1]:
+        return Rows(routing, routing.wide, WIDE_TILE)
+    return Rows(routing, routing.tiles, routing.tile)
 
-    A checkpoint's recomputation decodes where backward will, which then finds it in the scratch.
-    """
-    count, by_rows = routing.order.shape[0], layer.transposed == back
-    recomputed = not back and in_backward()
 
-    def side(packed: Packed, factors: Factors | None) -> Side:
-        few = is_few(packed, count, layer.dtype, back=not by_rows)
-        if recomputed:
-            few = few and is_few(packed, count, layer.dtype, back=by_rows)
-        return Side(packed, factors, by_rows, back, few, layer.dtype)
-
-    first, second = side(layer.first, f1), side(layer.second, f2)
-    if any(s.few and wants_wide(s.packed, count, layer.dtype) for s in (first, second)):
-        return first, second, Rows(routing.bounds, routing.wide, WIDE_TILE)
-    return first, second, Rows(routing.bounds, routing.tiles, routing.tile)
+def _strip(count: int, width: int, like: Tensor) -> Tensor:
+    """Room for rows, `row_stride` apart."""
+    stride = row_stride(width, like.dtype.itemsize)
+    room = torch.empty(count, stride, dtype=like.dtype, device=like.device)
+    return room if stride == width else room[:, :width]
 
 
 def _gathered(
-    layer: Layer, routing: Routing, found: Rows, x: Tensor, side: Side, factor: Tensor | None,
-    name: str, bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The product of the tokens' rows, and those rows' own products with a factor and a bias.
+    layer: Layer, found: Rows, x: Tensor, side: Side, factor: Tensor | None, name: str,
+    product: Tensor, bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The product of the tokens' rows, and those rows' own products with a bias.
 
-    The rows are copied a piece at a time where all of them are over the scratch's cap.
+    Their products with a factor `(E, r, K)` if it is `side.factors.a`, else `(E, K, r)`, are
+    written to `product`. The rows are copied a piece at a time where all of them are over the
+    scratch's cap.
     """
-    count = routing.order.shape[0]
-    product = torch.empty(count, side.rank, dtype=layer.dtype, device=x.device)
+    routing = found.routing
+    count = routing.count
     dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
     nbytes = count * (x.shape[1] + side.rank) * layer.dtype.itemsize
     pieces = min(_PIECES, -(-nbytes // scratch.scratch_cap(x.device)))
     if pieces <= 1:
-        copied = _copied(layer, routing, x, side.factors, factor, product, dots, bias)
-        return multiply(copied, side, found, name), product, dots
+        copied = _copied(routing, x, side, factor, product, dots, bias)
+        return multiply(copied, side, found, name), dots
     out = torch.empty(count, side.features, dtype=layer.dtype, device=x.device)
-    step = -(-count // pieces)
+    step = cdiv(cdiv(count, pieces), 64) * 64  # pieces start at multiples of 16 bytes
     for first in range(0, count, step):
         part = slice(first, min(first + step, count))
-        some = _part(routing, part)
-        copied = _copied(layer, some, x, side.factors, factor, product[part], dots[part], bias)
-        tiles = some.tiles if found.tile == some.tile else some.wide
-        fewer = Rows(some.bounds, tiles, found.tile)
+        some = routing.part(part)
+        rank = side.rank
+        copied = _copied(
+            some, x, side, factor, product[first * rank : part.stop * rank], dots[part], bias
+        )
+        wide = found.tile == WIDE_TILE and some.counts[1] > 0
+        fewer = Rows(some, some.wide, WIDE_TILE) if wide else Rows(some, some.tiles, some.tile)
         for (start, end), columns in slices(copied, side, fewer, name):
             out[part, start:end] = columns
-    return out, product, dots
+    return out, dots
 
 
-def _part(routing: Routing, part: slice) -> Routing:
-    """The routing of some of the rows, counted from the first of them."""
-    bounds = (routing.bounds - part.start).clamp_(0, part.stop - part.start)
-    order = routing.order[part]
-    nothing, tile = order[:0], routing.tile
-    tiles, wide = _tables(nothing, bounds, nothing, nothing, len(order), tile)
-    return Routing(order, routing.inverse, bounds, tiles, wide, routing.top_k, tile)
+def begin(
+    layer: Layer,
+    index: Tensor,
+    x: Tensor,
+    bias1: Tensor | None,
+    lora1: Lora | None,
+    lora2: Lora | None,
+) -> Begun:
+    """Everything of a forward that backward needs: all but the second product.
+
+    A checkpoint's recomputation ends here, as soon as the last tensor is saved.
+
+    Args:
+        layer: The layer.
+        index: `(T, k)` integers; E and above mean no expert that is held here.
+        x: `(T, H)` contiguous, in the layer's dtype.
+        bias1: `(E, P)` or None.
+        lora1: Of the first projection, or None.
+        lora2: Of the second, or None.
+    """
+    x = aligned(x)
+    routing = route(aligned(index.contiguous()), layer.first.experts)
+    count, recomputed = routing.count, in_backward()
+    f1, f2 = _factors((lora1, lora2), layer)
+    by_rows = not layer.transposed
+    # What a recomputation decodes, backward finds in the scratch, if nothing displaces it.
+    few1 = is_few(layer.first, count, layer.dtype, back=not by_rows, twice=recomputed)
+    few2 = is_few(layer.second, count, layer.dtype, back=not by_rows)
+    side1 = Side(layer.first, f1, by_rows, False, few1, layer.dtype)
+    side2 = Side(layer.second, f2, by_rows, False, few2, layer.dtype)
+    found = _found(routing, count, layer, side1, side2)
+    sizes = count * side1.rank, count * side2.rank
+    products = torch.empty(sum(sizes), dtype=layer.dtype, device=x.device)
+    product1, product2 = products.split_with_sizes(sizes)
+    factor = None if f1 is None else f1.a
+    pre, _ = _gathered(layer, found, x, side1, factor, "first", product1)
+    inner_size = layer.sizes[-1]
+    inner = _strip(count, inner_size + side2.rank, x)
+    bias = None if bias1 is None else aligned(bias1)
+    step = _gate_step(
+        layer.gate, inner_size, inner.stride(0), side2.rank, routing.tile, routing.counts[0],
+        pre.dtype, None if bias is None else bias.dtype, pre.get_device(),
+    )  # fmt: skip
+    step(
+        pre, pre if bias is None else bias, x if f2 is None else f2.a, routing.tiles,
+        routing.bounds, inner, product2, 1.0 if f2 is None else f2.scaling, *_numbers(layer.gate),
+    )  # fmt: skip
+    name = "second" if recomputed else "first"
+    return Begun(routing, Saved(pre, products), inner, side2, found, name)
+
+
+@lru_cache(maxsize=256)
+def _gate_step(
+    gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int, dtype: torch.dtype,
+    bias: torch.dtype | None, device: int,
+) -> Launch:  # fmt: skip
+    return Launch(
+        rows.gate_kernel, (tiles, tile // _ROWS),
+        I=size, STRIDE=stride, RANK=rank, BIASED=bias is not None, **_gate_flags(gate), **_GATE,
+    )  # fmt: skip
+
+
+def finish(
+    layer: Layer,
+    begun: Begun,
+    weights: Tensor,
+    index: Tensor,
+    bias2: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The layer's output: the second product, summed to tokens.
+
+    Args:
+        layer: The layer.
+        begun: What came before.
+        weights: `(T, k)` routing weights.
+        index: `(T, k)`, as given to `begin`.
+        bias2: `(E, H)` or None.
+        out: `(T, H)`: where to write, or None.
+    """
+    return _summed(
+        layer, begun.inner, begun.side, begun.found, begun.name, out, weights, index, bias2
+    )
 
 
 def forward(
     layer: Layer,
-    routing: Routing,
     x: Tensor,
     weights: Tensor,
     index: Tensor,
@@ -320,38 +360,10 @@ def forward(
     bias2: Tensor | None,
     lora1: Lora | None,
     lora2: Lora | None,
-) -> tuple[Tensor, Saved]:
-    """The layer's output, and what its backward needs.
-
-    Args:
-        layer: The layer.
-        routing: From `route`.
-        x: `(T, H)` contiguous, in the layer's dtype.
-        weights: `(T, k)` routing weights, contiguous.
-        index: `(T, k)`, as given to `route`.
-        bias1: `(E, P)` or None.
-        bias2: `(E, H)` or None.
-        lora1: Of the first projection, or None.
-        lora2: Of the second, or None.
-    """
-    inner_size = layer.sizes[-1]
-    f1, f2 = _factors((lora1, lora2), layer)
-    side1, side2, found = _sides(layer, routing, f1, f2, back=False)
-    factor = None if f1 is None else f1.a
-    pre, product1, _ = _gathered(layer, routing, found, x, side1, factor, "first")
-    count = routing.order.shape[0]
-    inner = torch.empty(count, inner_size + side2.rank, dtype=layer.dtype, device=x.device)
-    product2 = torch.empty(count, side2.rank, dtype=layer.dtype, device=x.device)
-    a2 = x if f2 is None else f2.a
-    launch(rows.gate_kernel, (routing.tiles.shape[0],),
-        pre, pre if bias1 is None else bias1, a2, routing.tiles, routing.bounds, inner, product2,
-        1.0 if f2 is None else f2.scaling, *_numbers(layer.gate),
-        a2.stride(0), 1, a2.stride(1),
-        I=inner_size, RANK=side2.rank, BIASED=bias1 is not None, **_gate_flags(layer.gate),
-        BM=routing.tile, BI=_BLOCK, **_GATE,
-    )  # fmt: skip
-    out = _summed(layer, routing, inner, side2, found, "second", weights, index, bias2)
-    return out, Saved(pre, product1, product2)
+) -> tuple[Tensor, Routing, Saved]:
+    """The layer's output, and what its backward needs; arguments as of `begin` and `finish`."""
+    begun = begin(layer, index, x, bias1, lora1, lora2)
+    return finish(layer, begun, weights, index, bias2), begun.routing, begun.saved
 
 
 def _numbers(gate: Gate) -> tuple[float, float, float]:
@@ -368,48 +380,72 @@ def _gate_flags(gate: Gate) -> dict[str, int | bool]:
 
 
 def _copied(
-    layer: Layer, routing: Routing, x: Tensor, factors: Factors | None, factor: Tensor | None,
-    product: Tensor, dots: Tensor, bias: Tensor | None,
+    routing: Routing, x: Tensor, side: Side, factor: Tensor | None, product: Tensor, dots: Tensor,
+    bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The tokens' rows, their product with a factor beside them (and alone, and with the bias).
-
-    factor: `(E, r, K)` if it is `factors.a`, else `(E, K, r)`.
-    """
-    count, size = routing.order.shape[0], x.shape[-1]
-    rank = product.shape[1]
-    out = torch.empty(count, size + rank, dtype=layer.dtype, device=x.device)
+    """The tokens' rows, their product with a factor beside them (and alone, and with the bias)."""
+    size, factors = x.shape[-1], side.factors
+    out = _strip(routing.count, size + side.rank, x)
     f = x if factor is None else factor
-    strides = (0, 0, 0)
-    if factors is not None and factor is not None:
-        over_rows = factor is factors.a
-        strides = (f.stride(0), f.stride(2 if over_rows else 1), f.stride(1 if over_rows else 2))
-    launch(rows.copy_kernel, (routing.tiles.shape[0],),
+    over_rows = factors is not None and factor is factors.a
+    step = _copy_step(
+        size, out.stride(0), side.rank, over_rows, routing.top_k, routing.tile, routing.counts[0],
+        x.dtype, None if bias is None else bias.dtype, x.get_device(),
+    )  # fmt: skip
+    step(
         x, routing.order, f, routing.tiles, routing.bounds, out, product,
-        f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling, *strides,
-        K=size, TOP_K=routing.top_k, RANK=rank, GATHERS=True, BIASED=bias is not None,
-        BM=routing.tile, **_COPY,
+        f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling,
     )  # fmt: skip
     return out
 
 
+@lru_cache(maxsize=256)
+def _copy_step(
+    size: int, stride: int, rank: int, over_rows: bool, top_k: int, tile: int, tiles: int,
+    dtype: torch.dtype, bias: torch.dtype | None, device: int,
+) -> Launch:  # fmt: skip
+    return Launch(
+        rows.copy_kernel, (tiles, tile // _ROWS),
+        K=size, STRIDE=stride, TOP_K=top_k, RANK=rank, OVER=over_rows, BIASED=bias is not None,
+        **_COPY,
+    )  # fmt: skip
+
+
 def _summed(
-    layer: Layer, routing: Routing, x: Tensor, side: Side, found: Rows, name: str,
+    layer: Layer, x: Tensor, side: Side, found: Rows, name: str, out: Tensor | None = None,
     weights: Tensor | None = None, index: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The product of x's rows, summed to tokens `(T, N)`."""
-    size = side.features
-    tokens = routing.order.shape[0] // routing.top_k
-    out = torch.empty(tokens, size, dtype=layer.dtype, device=x.device)
+    size, routing = side.features, found.routing
+    tokens = routing.count // routing.top_k
+    if out is None:
+        out = torch.empty(tokens, size, dtype=layer.dtype, device=x.device)
+    weights, index, bias = (None if t is None else aligned(t) for t in (weights, index, bias))
+    kinds = tuple(None if t is None else t.dtype for t in (weights, index, bias))
     for (first, end), y in slices(x, side, found, name):
-        width = end - first
-        block = min(triton.next_power_of_2(width), 1024)
-        launch(rows.sum_kernel, (tokens, cdiv(width, block)),
+        step = _sum_step(
+            tokens, first, end, size, routing.top_k, routing.experts, layer.partial, y.dtype,
+            kinds, y.get_device(),
+        )  # fmt: skip
+        step(
             y, routing.inverse, y if weights is None else weights, y if index is None else index,
             y if bias is None else bias, routing.bounds, out, tokens, first, size,
-            N=width, TOP_K=routing.top_k, E=layer.first.experts, WEIGHTED=weights is not None,
-            BIASED=bias is not None, PARTIAL=layer.partial, BT=1, BN=block, num_warps=4,
         )  # fmt: skip
     return out
+
+
+@lru_cache(maxsize=256)
+def _sum_step(
+    tokens: int, first: int, end: int, size: int, top_k: int, experts: int, partial: bool,
+    dtype: torch.dtype, kinds: tuple[torch.dtype | None, ...], device: int,
+) -> Launch:  # fmt: skip
+    width = end - first
+    block = min(triton.next_power_of_2(width), 1024)
+    return Launch(
+        rows.sum_kernel, (tokens, cdiv(width, block)),
+        N=width, TOP_K=top_k, E=experts, WEIGHTED=kinds[0] is not None,
+        BIASED=kinds[2] is not None, PARTIAL=partial, BT=1, BN=block, num_warps=4,
+    )  # fmt: skip
 
 
 def backward(
@@ -430,7 +466,7 @@ def backward(
 
     Args:
         layer: The layer, as given to `forward`, like all that follow but `grad`.
-        routing: As there.
+        routing: What `forward` gave.
         saved: What `forward` gave.
         grad: `(T, H)`, of the output.
         x: As there.
@@ -442,57 +478,128 @@ def backward(
         needs_x: Whether x's gradient is wanted.
     """
     _, hidden, width, inner_size = layer.sizes
-    grad = grad.to(layer.dtype).contiguous()
+    count = routing.count
+    grad, x, weights = aligned(grad.to(layer.dtype).contiguous()), aligned(x), aligned(weights)
+    bias1, bias2 = (None if b is None else aligned(b) for b in (bias1, bias2))
     f1, f2 = _factors((lora1, lora2), layer)
-    side1, side2, found = _sides(layer, routing, f1, f2, back=True)
-    u, product_g, dots = _gathered(
-        layer, routing, found, grad, side2, None if f2 is None else f2.b, "second", bias2
-    )
-    count = u.shape[0]
-    rank = side1.rank
-    d_pre = torch.empty(count, width + rank, dtype=layer.dtype, device=u.device)
+    side1, side2, name = _back_sides(layer, routing, f1, f2)
+    found = _found(routing, count, layer, side1, side2)
+    product_g = torch.empty(count * side2.rank, dtype=layer.dtype, device=grad.device)
+    factor = None if f2 is None else f2.b
+    u, dots = _gathered(layer, found, grad, side2, factor, name, product_g, bias2)
+    d_pre = _strip(count, width + side1.rank, u)
     empty = torch.zeros_like if layer.partial else torch.empty_like
     d_weights = empty(weights)
-    launch(rows.gate_backward_kernel, (routing.tiles.shape[0],),
+    kinds = weights.dtype, *(None if b is None else b.dtype for b in (bias1, bias2))
+    step = _gate_backward_step(
+        layer.gate, inner_size, d_pre.stride(0), side1.rank, routing.tile, routing.counts[0],
+        u.dtype, kinds, u.get_device(),
+    )  # fmt: skip
+    step(
         u, saved.pre, u if bias1 is None else bias1, weights, routing.order, dots,
         u if f1 is None else f1.b, routing.tiles, routing.bounds, d_pre, d_weights,
         1.0 if f1 is None else f1.scaling, *_numbers(layer.gate),
-        I=inner_size, RANK=rank, BIASED=bias1 is not None, DOTS=bias2 is not None,
-        **_gate_flags(layer.gate), BM=routing.tile, BI=_BLOCK, **_GATE,
     )  # fmt: skip
     del u
+    product1, product2 = saved.products.split_with_sizes((count * side1.rank, count * side2.rank))
     a1 = b1 = a2 = b2 = None
     if f2 is not None and lora2 is not None:
-        a2 = _outer(lora2.a, product_g, saved.pre, layer, routing, inner_size, weights=weights,
-                    bias=bias1, gates=True)  # fmt: skip
-        b2 = _outer(lora2.b, saved.product2, grad, layer, routing, hidden, weights=weights,
+        a2 = _outer(lora2.a, product_g, f2.rank, saved.pre, layer, routing, inner_size,
+                    weights=weights, bias=bias1, gates=True)  # fmt: skip
+        b2 = _outer(lora2.b, product2, f2.rank, grad, layer, routing, hidden, weights=weights,
                     gathers=True, over=True)  # fmt: skip
     if f1 is not None and lora1 is not None:
-        a1 = _outer(lora1.a, d_pre[:, width:], x, layer, routing, hidden, gathers=True)
-        b1 = _outer(lora1.b, saved.product1, d_pre, layer, routing, width, over=True)
+        a1 = _outer(lora1.a, d_pre[:, width:], d_pre.stride(0), x, layer, routing, hidden,
+                    gathers=True, rank=f1.rank)  # fmt: skip
+        b1 = _outer(lora1.b, product1, f1.rank, d_pre, layer, routing, width, over=True)
     dx = None
     if needs_x:
-        dx = _summed(layer, routing, d_pre, side1, found, "first")
+        dx = _summed(layer, d_pre, side1, found, "first")
     return Grads(dx, d_weights, a1, b1, a2, b2)
 
 
+def _back_sides(
+    layer: Layer, routing: Routing, f1: Factors | None, f2: Factors | None
+) -> tuple[Side, Side, str]:
+    """Backward's products, on what the scratch still holds, and the second one's buffer."""
+    by_rows, device = layer.transposed, routing.ints.device
+    owners = [owner_of(packed, routing) for packed in (layer.first, layer.second)]
+    held1 = scratch.holds("first", device, owners[0])
+    held2 = scratch.holds("second", device, owners[1])
+    name = "second" if held1 or held2 else "first"
+    held2 = held2 or scratch.holds(name, device, owners[1])
+
+    def side(packed: Packed, factors: Factors | None, held: bool) -> Side:
+        few = not held and is_few(packed, routing.count, layer.dtype, back=not by_rows)
+        return Side(packed, factors, by_rows, True, few, layer.dtype)
+
+    return side(layer.first, f1, held1), side(layer.second, f2, held2), name
+
+
+@lru_cache(maxsize=256)
+def _gate_backward_step(
+    gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int, dtype: torch.dtype,
+    kinds: tuple[torch.dtype | None, ...], device: int,
+) -> Launch:  # fmt: skip
+    return Launch(
+        rows.gate_backward_kernel, (tiles, tile // _ROWS),
+        I=size, STRIDE=stride, RANK=rank, BIASED=kinds[1] is not None, DOTS=kinds[2] is not None,
+        **_gate_flags(gate), **_GATE,
+    )  # fmt: skip
+
+
 def _outer(
-    like: Tensor, small: Tensor, big: Tensor, layer: Layer, routing: Routing, size: int,
-    *, weights: Tensor | None = None, bias: Tensor | None = None, gathers: bool = False,
-    gates: bool = False, over: bool = False,
+    like: Tensor, small: Tensor, stride: int, big: Tensor, layer: Layer, routing: Routing,
+    size: int, *, rank: int | None = None, weights: Tensor | None = None,
+    bias: Tensor | None = None, gathers: bool = False, gates: bool = False, over: bool = False,
 ) -> Tensor:  # fmt: skip
     """A factor's gradient in the shape and dtype of `like`; `over`: it is B, expert fastest."""
-    experts = layer.first.experts
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
-    rank = small.shape[1]
-    real = (like.shape[1] if over else like.shape[0]) // experts
-    strides = (1, real * experts, experts) if over else (real * size, 1, size)
-    launch(rows.outer_kernel, (cdiv(size, _OUTER["BN"]), experts),
+    real = (like.shape[1] if over else like.shape[0]) // routing.experts
+    step = _outer_step(
+        layer.gate, size, rank or stride, stride, big.stride(0), real, routing.experts,
+        routing.top_k, gathers, gates, over,
+        (big.dtype, like.dtype, *(None if t is None else t.dtype for t in (weights, bias))),
+        out.get_device(),
+    )  # fmt: skip
+    step(
         small, big, big if bias is None else bias, big if weights is None else weights,
-        routing.order, routing.bounds, out, small.stride(0), big.stride(0), *strides,
-        *_numbers(layer.gate),
-        N=size, RANK=rank, REAL=real, TOP_K=routing.top_k, GATHERS=gathers,
-        WEIGHTED=weights is not None, GATES=gates, BIASED=bias is not None,
-        **_gate_flags(layer.gate), **_OUTER,
+        routing.order, routing.bounds, out, *_numbers(layer.gate),
     )  # fmt: skip
     return out
+
+
+@lru_cache(maxsize=256)
+def _outer_step(
+    gate: Gate, size: int, rank: int, small: int, big: int, real: int, experts: int, top_k: int,
+    gathers: bool, gates: bool, over: bool, kinds: tuple[torch.dtype | None, ...], device: int,
+) -> Launch:  # fmt: skip
+    cut = _OUTER_GATES if gates else _OUTER
+    strides = (1, real * experts, experts) if over else (real * size, 1, size)
+    return Launch(
+        rows.outer_kernel, (cdiv(size, cut["BN"]), experts),
+        SMALL=small, BIG=big, SE=strides[0], SN=strides[1], SJ=strides[2],
+        N=size, RANK=rank, REAL=real, TOP_K=top_k, GATHERS=gathers,
+        WEIGHTED=kinds[2] is not None, GATES=gates, BIASED=kinds[3] is not None,
+        **_gate_flags(gate), **cut,
+    )  # fmt: skip
+
+
+__all__ = [
+    "ACTS",
+    "Begun",
+    "Gate",
+    "Grads",
+    "Layer",
+    "Lora",
+    "Routing",
+    "Saved",
+    "backward",
+    "begin",
+    "finish",
+    "forward",
+    "ints_size",
+    "prepare",
+    "route",
+    "routing_of",
+]

@@ -9,6 +9,7 @@ out: every expert's rows are then still there, and nobody has to know on the hos
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,12 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import codes, decode, scratch, tune
-from .packed import Packed
+from .packed import Form, Packed, row_stride
+from .routing import Routing
 
 FEW, FEW_ON_HOPPER = 256, 384
 """Rows an expert, on average, up to which codes beat decoding (H200, gate_up of Qwen3-30B-A3B: at
 256 rows 0.69 against 0.73 ms out and 0.76 against 0.75 back; on Hopper's own kernel 0.61 and 0.64,
 and at 512 1.10 against 1.02)."""
+
+FEW_TWICE = 160
+"""The same where a decoded stack serves two products (H200, the same at 256 rows: 1.19 ms on codes,
+0.26 for decoding and 0.77 for both)."""
 
 
 class Factors(NamedTuple):
@@ -38,15 +44,15 @@ class Factors(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Whose rows are whose, as the products need it: fields of `layer.Routing`.
+    """Whose rows are whose, as a product needs it.
 
     Attributes:
-        bounds: `(E + 1,)` int32.
-        tiles: `(n, 2)` int32.
+        routing: Has the experts' bounds.
+        tiles: `(2 n,)` int32: one of its tables.
         tile: Rows in a tile.
     """
 
-    bounds: Tensor
+    routing: Routing
     tiles: Tensor
     tile: int
 
@@ -99,15 +105,33 @@ class Side(NamedTuple):
         return below.transpose(1, 2)
 
 
-def is_few(packed: Packed, count: int, dtype: torch.dtype, *, back: bool) -> bool:
-    """Whether a product of so many rows runs on codes; back: whether it sums over stored rows."""
-    most = FEW_ON_HOPPER if codes.on_hopper(packed, dtype, back=back) else FEW
-    return count <= most * packed.experts and codes.suits(packed)
+def is_few(
+    packed: Packed, count: int, dtype: torch.dtype, *, back: bool, twice: bool = False
+) -> bool:
+    """Whether a product of so many rows runs on codes.
+
+    Args:
+        packed: The stack.
+        count: R.
+        dtype: Of the rows.
+        back: Whether the product sums over stored rows.
+        twice: Whether a second product would find the decoded stack.
+    """
+    if packed.kind == "int8" and not codes.takes_int8(packed.codes.device):
+        return False
+    most = FEW_TWICE if twice else FEW, FEW_TWICE if twice else FEW_ON_HOPPER
+    return _is_few(packed.form, count, dtype, back, most)
+
+
+@lru_cache(maxsize=256)
+def _is_few(form: Form, count: int, dtype: torch.dtype, back: bool, most: tuple[int, int]) -> bool:
+    on_hopper = codes.on_hopper(form, dtype, back=back)
+    return count <= most[on_hopper] * form.shape[0] and codes.suits(form)
 
 
 def wants_wide(packed: Packed, count: int, dtype: torch.dtype) -> bool:
     """Whether products on codes want tiles of `WIDE_TILE` rows, and not of 64."""
-    least = 64 if codes.on_hopper(packed, dtype, back=False) else 4 * 64
+    least = 64 if codes.on_hopper(packed.form, dtype, back=False) else 4 * 64
     return 3 * count > least * packed.experts
 
 
@@ -115,7 +139,7 @@ def multiply(x: Tensor, side: Side, rows: Rows, name: str) -> Tensor:
     """`(R, N)`: x, whose last r columns are LoRA's, times a stack and its factor.
 
     Args:
-        x: `(R, K + r)` sorted rows, contiguous.
+        x: `(R, K + r)` sorted rows.
         side: The product.
         rows: Whose rows are whose.
         name: Of the scratch's buffer.
@@ -148,13 +172,13 @@ def slices(
         span = first, min(first + step, side.features)
         if config is not None:
             part = codes.launch(
-                x, side.packed, side.factor, absmax, rows.bounds, rows.tiles, rows.tile, config,
-                back=not side.by_rows, span=span,
+                x, side.packed, side.factor, absmax, rows.routing.bounds, rows.tiles, rows.tile,
+                config, back=not side.by_rows, span=span,
             )  # fmt: skip
         elif step >= side.features:
-            part = F.grouped_mm(x, _whole(side, rows, name), offs=rows.bounds[1:])
+            part = F.grouped_mm(x, _whole(side, rows.routing, name), offs=rows.routing.ends)
         else:
-            part = F.grouped_mm(x, _slice(side, rows, span), offs=rows.bounds[1:])
+            part = F.grouped_mm(x, _slice(side, rows.routing, span), offs=rows.routing.ends)
         yield span, part
 
 
@@ -164,28 +188,35 @@ def _room(packed: Packed, config: codes.Config, device: torch.device) -> Tensor 
     return scratch.take("absmax", tuple(packed.absmax.shape), torch.float32, device)[0]
 
 
-def _whole(side: Side, rows: Rows, name: str) -> Tensor:
+def _whole(side: Side, routing: Routing, name: str) -> Tensor:
     """The operand `(E, K + r, N)` of a grouped product, as a view of the scratch.
 
     Both factors lie beside the stack, so that what was decoded forward serves backward as well.
     """
     right, below = side._sides
     experts, n_rows, n_cols = side.packed.shape
-    bounds = rows.bounds
-    capturing = bounds.is_cuda and torch.cuda.is_current_stream_capturing()
-    owner = None if capturing else (bounds.data_ptr(), side.packed.codes.data_ptr(), name)
-    # Both projections stay only where backward follows at once: in a checkpoint's recomputation.
-    stays = scratch.holds(name, bounds.device, owner) if side.back else in_backward()
+    device = routing.ints.device
+    owner = owner_of(side.packed, routing)
+    width = n_cols + side.rank
+    stride = row_stride(width, side.dtype.itemsize)
     full, held = scratch.take(
-        name if stays else "first", (experts, n_rows + side.rank, n_cols + side.rank),
-        side.dtype, bounds.device, owner, (bounds,),
-    )  # fmt: skip
+        name, (experts, n_rows + side.rank, stride), side.dtype, device, owner, (routing.ints,)
+    )
+    full = full[:, :, :width]
     if not held:
-        decode.decode(side.packed, full, bounds=bounds, right=right, below=below)
+        decode.decode(side.packed, full, bounds=routing.bounds, right=right, below=below)
     return full[:, :n_rows].transpose(1, 2) if side.by_rows else full[:, :, :n_cols]
 
 
-def _slice(side: Side, rows: Rows, span: tuple[int, int]) -> Tensor:
+def owner_of(packed: Packed, routing: Routing) -> tuple[int, int] | None:
+    """The scratch's name of a decoded stack; None while a graph is captured, which replays."""
+    ints = routing.ints
+    if ints.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    return ints.data_ptr(), packed.codes.data_ptr()
+
+
+def _slice(side: Side, routing: Routing, span: tuple[int, int]) -> Tensor:
     """The columns `span` of `_whole`, decoded apart."""
     experts, n_rows, n_cols = side.packed.shape
     first, width = span[0], span[1] - span[0]
@@ -196,8 +227,9 @@ def _slice(side: Side, rows: Rows, span: tuple[int, int]) -> Tensor:
     else:
         shape, corner = (n_rows + side.rank, width), (0, first)
         right, below = None, None if below is None else below[:, :, span[0] : span[1]]
-    part, _ = scratch.take("first", (experts, *shape), side.dtype, rows.bounds.device)
-    decode.decode(side.packed, part, corner=corner, bounds=rows.bounds, right=right, below=below)
+    bounds = routing.bounds
+    part, _ = scratch.take("first", (experts, *shape), side.dtype, bounds.device)
+    decode.decode(side.packed, part, corner=corner, bounds=bounds, right=right, below=below)
     return part.transpose(1, 2) if side.by_rows else part
 
 

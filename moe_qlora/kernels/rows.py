@@ -8,8 +8,9 @@ pass does what it can while a row is at hand: the low-rank product with the rows
 activated anyway, the routing weights' gradient with the gate's. No atomics: every sum is taken by
 one program, in one order.
 
-Rows are worked on in tiles of some rows of one expert (`packed.tile_rows`). Which tile is whose is
-written by a kernel as well (`Routing.tiles`), so that the host never has to know the routing.
+Rows are worked on in tiles of some rows of one expert (`packed.tile_rows`), each tile by programs
+of 16 rows. Which tile is whose is written by a kernel as well (`routing.py`), so that the host
+never has to know the routing.
 """
 
 from __future__ import annotations
@@ -22,46 +23,6 @@ GELU_TANH: tl.constexpr = tl.constexpr(1)
 GELU: tl.constexpr = tl.constexpr(2)
 RELU: tl.constexpr = tl.constexpr(3)
 RELU2: tl.constexpr = tl.constexpr(4)
-
-
-# The counts differ with each sequence's length, and nothing here gains from knowing more of them.
-@triton.jit(do_not_specialize=["rows", "count", "count_wide"])
-def route_kernel(
-    order64, bounds, order, inverse, tiles, wide, rows, count, count_wide,
-    E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, TB: tl.constexpr,
-):  # fmt: skip
-    """order and inverse as int32, and both tables of tiles."""
-    pid = tl.program_id(0)
-    if pid * BLOCK < rows:
-        i = pid * BLOCK + tl.arange(0, BLOCK)
-        live = i < rows
-        choice = tl.load(order64 + i, mask=live, other=0).to(tl.int32)
-        tl.store(order + i, choice, mask=live)
-        tl.store(inverse + choice, i, mask=live)
-    if pid * TB < count:
-        _tabulate(bounds, tiles, count, E, EP, TILE, TB)
-    if pid * TB < count_wide:
-        _tabulate(bounds, wide, count_wide, E, EP, WIDE, TB)
-
-
-@triton.jit
-def _tabulate(
-    bounds, tiles, count, E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, TB: tl.constexpr
-):  # fmt: skip
-    """For each of this program's tiles (expert, first row), -1 where there is none."""
-    e = tl.arange(0, EP)
-    low = tl.load(bounds + e, mask=e < E, other=0)
-    high = tl.load(bounds + e + 1, mask=e < E, other=0)
-    n = (high - low + TILE - 1) // TILE
-    last = tl.cumsum(n, 0)
-    tile = tl.program_id(0) * TB + tl.arange(0, TB)
-    expert = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), 1)
-    mine = e[None, :] == expert[:, None]
-    start = tl.sum(tl.where(mine, (low - (last - n) * TILE)[None, :], 0), 1)
-    some = expert < E
-    tl.store(tiles + 2 * tile, tl.where(some, expert, -1), mask=tile < count)
-    tl.store(tiles + 2 * tile + 1, start + tile * TILE, mask=(tile < count) & some)
 
 
 @triton.jit
@@ -99,11 +60,14 @@ def _tile(tiles, bounds, BM: tl.constexpr):
     """This program's expert (-1: none), its rows, and which of them are the expert's."""
     pid = tl.program_id(0)
     expert = tl.load(tiles + 2 * pid)
-    rows = tl.arange(0, BM)
+    rows = tl.program_id(1) * BM + tl.arange(0, BM)
     live = rows < 0
     if expert >= 0:
-        rows += tl.load(tiles + 2 * pid + 1)
-        live = rows < tl.load(bounds + expert + 1)
+        first, end = tl.load(tiles + 2 * pid + 1), tl.load(bounds + expert + 1)
+        rows += first
+        live = rows < end
+        if first + tl.program_id(1) * BM >= end:
+            expert = -1
     return expert, rows.to(tl.int64), live
 
 
@@ -182,39 +146,39 @@ def _gate(
 @triton.jit
 def copy_kernel(
     x, order, factor, tiles, bounds, out, small, bias, dots, scaling,
-    factor_se, factor_sk, factor_sj,
-    K: tl.constexpr, TOP_K: tl.constexpr, RANK: tl.constexpr, GATHERS: tl.constexpr,
-    BIASED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, STRIDE: tl.constexpr, TOP_K: tl.constexpr, RANK: tl.constexpr,
+    OVER: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out[i] = (x_i, scaling x_i F_e), small[i] the same product, dots[i] = <x_i, bias_e>.
 
-    x_i is row order[i] // TOP_K of x, or row i. out (R, K + RANK), small (R, RANK), F (E, K, RANK).
+    x_i is row order[i] // TOP_K of x. out (R, K + RANK) in rows STRIDE apart, small (R, RANK),
+    F (E, K, RANK), stored (E, RANK, K) if OVER.
     """
     expert, rows, live = _tile(tiles, bounds, BM)
     if expert < 0:
         return
-    source = rows
-    if GATHERS:
-        source = (tl.load(order + rows, mask=live, other=0) // TOP_K).to(tl.int64)
+    source = (tl.load(order + rows, mask=live, other=0) // TOP_K).to(tl.int64)
     j = tl.arange(0, RANK if RANK > 0 else 16)
     product = tl.zeros([BM, RANK if RANK > 0 else 16], tl.float32)
     dot = tl.zeros([BM], tl.float32)
-    factor += expert.to(tl.int64) * factor_se
+    factor += expert.to(tl.int64) * (K * RANK)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
         ok = live[:, None] & (k < K)[None, :]
         value = tl.load(x + source[:, None] * K + k[None, :], mask=ok, other=0.0)
-        tl.store(out + rows[:, None] * (K + RANK) + k[None, :], value, mask=ok)
+        tl.store(out + rows[:, None] * STRIDE + k[None, :], value, mask=ok)
         if RANK > 0:
-            spots = factor + k[:, None] * factor_sk + j[None, :] * factor_sj
-            f = tl.load(spots, mask=(k < K)[:, None], other=0.0)
+            spots = k[:, None] * RANK + j[None, :]
+            if OVER:
+                spots = j[None, :] * K + k[:, None]
+            f = tl.load(factor + spots, mask=(k < K)[:, None], other=0.0)
             product = tl.dot(value, f, product, input_precision="ieee")
         if BIASED:
             add = tl.load(bias + expert * K + k, mask=k < K, other=0.0)
             dot += tl.sum(value.to(tl.float32) * add.to(tl.float32)[None, :], 1)
     if RANK > 0:
         tail = (product * scaling).to(out.dtype.element_ty)
-        tl.store(out + rows[:, None] * (K + RANK) + K + j[None, :], tail, mask=live[:, None])
+        tl.store(out + rows[:, None] * STRIDE + K + j[None, :], tail, mask=live[:, None])
         tl.store(small + rows[:, None] * RANK + j[None, :], tail, mask=live[:, None])
     if BIASED:
         tl.store(dots + rows, dot, mask=live)
@@ -223,18 +187,20 @@ def copy_kernel(
 @triton.jit
 def gate_kernel(
     pre, bias, factor, tiles, bounds, out, small, scaling, limit, alpha, shift,
-    factor_se, factor_sk, factor_sj,
-    I: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr,
+    I: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr,
     BM: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = (h_i, scaling h_i F_e) with h the gate of pre_i; small[i] the same product."""
+    """out[i] = (h_i, scaling h_i F_e) with h the gate of pre_i; small[i] the same product.
+
+    out (R, I + RANK) in rows STRIDE apart, F (E, I, RANK), stored (E, RANK, I).
+    """
     expert, rows, live = _tile(tiles, bounds, BM)
     if expert < 0:
         return
     j = tl.arange(0, RANK if RANK > 0 else 16)
     product = tl.zeros([BM, RANK if RANK > 0 else 16], tl.float32)
-    factor += expert.to(tl.int64) * factor_se
+    factor += expert.to(tl.int64) * (I * RANK)
     for start in range(0, I, BI):
         i = start + tl.arange(0, BI)
         gate, up = _load_pre(
@@ -243,14 +209,14 @@ def gate_kernel(
         h, _, _ = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED)
         h = tl.where((i < I)[None, :], h, 0.0).to(out.dtype.element_ty)
         ok = live[:, None] & (i < I)[None, :]
-        tl.store(out + rows[:, None] * (I + RANK) + i[None, :], h, mask=ok)
+        tl.store(out + rows[:, None] * STRIDE + i[None, :], h, mask=ok)
         if RANK > 0:
-            spots = factor + i[:, None] * factor_sk + j[None, :] * factor_sj
+            spots = factor + j[None, :] * I + i[:, None]
             f = tl.load(spots, mask=(i < I)[:, None], other=0.0)
             product = tl.dot(h, f, product, input_precision="ieee")
     if RANK > 0:
         tail = (product * scaling).to(out.dtype.element_ty)
-        tl.store(out + rows[:, None] * (I + RANK) + I + j[None, :], tail, mask=live[:, None])
+        tl.store(out + rows[:, None] * STRIDE + I + j[None, :], tail, mask=live[:, None])
         tl.store(small + rows[:, None] * RANK + j[None, :], tail, mask=live[:, None])
 
 
@@ -258,21 +224,20 @@ def gate_kernel(
 def gate_backward_kernel(
     u, pre, bias, weights, order, dots, factor, tiles, bounds, out, grad_weights,
     scaling, limit, alpha, shift,
-    I: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr, DOTS: tl.constexpr,
-    BM: tl.constexpr, BI: tl.constexpr,
+    I: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr,
+    DOTS: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the pre-activation and of the routing weights.
 
     u (R, I): gradient of h before the routing weight w. out[i] = (d, scaling d F_e) with
-    d = w u dh/dpre, out (R, width + RANK), F (E, width, RANK);
+    d = w u dh/dpre, out (R, width + RANK) in rows STRIDE apart, F (E, width, RANK);
     grad_weights[order[i]] = <u_i, h_i> (+ dots[i]).
     """
     expert, rows, live = _tile(tiles, bounds, BM)
     if expert < 0:
         return
     WIDTH: tl.constexpr = 2 * I if GATED else I
-    STRIDE: tl.constexpr = WIDTH + RANK
     j = tl.arange(0, RANK if RANK > 0 else 16)
     product = tl.zeros([BM, RANK if RANK > 0 else 16], tl.float32)
     dot = tl.zeros([BM], tl.float32)
@@ -323,7 +288,7 @@ def gate_backward_kernel(
     tl.store(grad_weights + choice, dot.to(grad_weights.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def sum_kernel(
     y, inverse, weights, index, bias, bounds, out, tokens, first, size,
     N: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -360,8 +325,8 @@ def sum_kernel(
 
 @triton.jit
 def outer_kernel(
-    small, big, bias, weights, order, bounds, out, small_stride, big_stride, out_se, out_sn, out_sj,
-    limit, alpha, shift,
+    small, big, bias, weights, order, bounds, out, limit, alpha, shift,
+    SMALL: tl.constexpr, BIG: tl.constexpr, SE: tl.constexpr, SN: tl.constexpr, SJ: tl.constexpr,
     N: tl.constexpr, RANK: tl.constexpr, REAL: tl.constexpr, TOP_K: tl.constexpr,
     GATHERS: tl.constexpr, WEIGHTED: tl.constexpr, GATES: tl.constexpr,
     ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
@@ -370,7 +335,7 @@ def outer_kernel(
     """out[e, n, j] = sum over e's rows i of big[i, n] small[i, j] (w_i).
 
     big is (R, N) rows, rows of tokens (GATHERS), or the gate of a pre-activation (GATES).
-    Strides of out are any; only j < REAL is written.
+    SMALL and BIG are strides of rows, SE, SN and SJ those of out; only j < REAL is written.
     """
     expert = tl.program_id(1)
     low, high = tl.load(bounds + expert), tl.load(bounds + expert + 1)
@@ -381,9 +346,7 @@ def outer_kernel(
         rows = (start + tl.arange(0, BM)).to(tl.int64)
         live = rows < high
         ok = live[:, None] & (n < N)[None, :]
-        s = tl.load(
-            small + rows[:, None] * small_stride + j[None, :], mask=live[:, None], other=0.0
-        )
+        s = tl.load(small + rows[:, None] * SMALL + j[None, :], mask=live[:, None], other=0.0)
         if GATES:
             gate, up = _load_pre(
                 big, bias, expert, rows, n, live, N, BN, GATED, INTERLEAVED, BIASED
@@ -394,12 +357,12 @@ def outer_kernel(
             source = rows
             if GATHERS:
                 source = (tl.load(order + rows, mask=live, other=0) // TOP_K).to(tl.int64)
-            value = tl.load(big + source[:, None] * big_stride + n[None, :], mask=ok, other=0.0)
+            value = tl.load(big + source[:, None] * BIG + n[None, :], mask=ok, other=0.0)
         if WEIGHTED:
             choice = tl.load(order + rows, mask=live, other=0)
             w = tl.load(weights + choice, mask=live, other=0.0).to(tl.float32)
             s = (s.to(tl.float32) * w[:, None]).to(value.dtype)
         total = tl.dot(tl.trans(value), s, total, input_precision="ieee")
-    to = out + expert.to(tl.int64) * out_se + n[:, None] * out_sn + j[None, :] * out_sj
+    to = out + expert.to(tl.int64) * SE + n[:, None].to(tl.int64) * SN + j[None, :] * SJ
     ok = (n < N)[:, None] & (j < REAL)[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=ok)

@@ -103,7 +103,7 @@ def chosen(packed: Packed, dtype: torch.dtype, tile: int, *, back: bool) -> Conf
     """
     default = _DEFAULTS[back][tile]
     device = packed.codes.device
-    if tile >= 64 and on_hopper(packed, dtype, back=back):
+    if tile >= 64 and on_hopper(packed.form, dtype, back=back):
         default = HOPPER
     if device.type != "cuda":
         return default
@@ -172,7 +172,7 @@ def _try(problem: _Problem, packed: Packed, tile: int, back: bool, config: Confi
     """Median milliseconds on random rows, None where the result is wrong or nothing runs."""
     if (config.features if back else config.step) > 2 * max(packed.blocksize, 64):
         return None  # the kernel takes one or two blocks of a row at a time
-    if config.hopper and not (tile >= 64 and on_hopper(packed, problem.x.dtype, back=back)):
+    if config.hopper and not (tile >= 64 and on_hopper(packed.form, problem.x.dtype, back=back)):
         return None
     x, bounds, tiles, absmax = problem
     room = None if config.direct or packed.nested is None else absmax

@@ -29,7 +29,7 @@ def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90,
     decoded = torch.empty(shape, device="cuda", dtype=dtype)
     decode.decode(packed, decoded)
     right = torch.empty(len(index), outer, device="cuda", dtype=torch.float64)
-    edges = routing.bounds.tolist()
+    edges = routing.bounds[: experts + 1].tolist()
     for e in range(experts):
         rows = x[edges[e] : edges[e + 1]].double()
         w = decoded[e].double() if back else decoded[e].double().t()
@@ -40,10 +40,12 @@ def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90,
 
 
 def run(packed, routing, x, factor, config, tile, back, span):
-    from moe_qlora.kernels import codes, layer
+    from moe_qlora.kernels import codes
+    from moe_qlora.kernels.routing import _tiles_step
 
-    nothing = routing.order[:0]
-    tiles, _ = layer._tables(nothing, routing.bounds, nothing, nothing, len(x), tile)
+    count = len(x) // tile + packed.experts
+    tiles = torch.empty(2 * count, dtype=torch.int32, device="cuda")
+    _tiles_step(packed.experts, tile, (count, 0), 0)(routing.bounds, tiles, tiles, count, 0)
     room = None
     if packed.nested is not None and not config.direct:
         room = torch.empty(packed.absmax.shape, device="cuda")
@@ -61,7 +63,7 @@ def test_every_configuration(tile, back):
     for config in tune._CANDIDATES:
         if (config.features if back else config.step) > 128:
             continue
-        if config.hopper and not (tile >= 64 and codes.on_hopper(packed, x.dtype, back=back)):
+        if config.hopper and not (tile >= 64 and codes.on_hopper(packed.form, x.dtype, back=back)):
             continue
         if tile * config.features > 128 * 256 or (
             config.warps == 4 and tile * config.features > 128 * 128
@@ -85,7 +87,7 @@ def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, span):
     from moe_qlora.kernels import codes
 
     packed, routing, x, factor, right = problem((4, 192, 320), back, *kind, dtype, rank=rank)
-    if not codes.on_hopper(packed, dtype, back=back):
+    if not codes.on_hopper(packed.form, dtype, back=back):
         pytest.skip("no Hopper GPU")
     span = span[0], right.shape[1] if span[1] is None else span[1]
     y = run(packed, routing, x, factor if rank else None, codes.HOPPER, tile, back, span)
@@ -105,7 +107,7 @@ def test_int8_codes_are_taken(tile, back):
     from moe_qlora.kernels import codes, tune
 
     packed, routing, x, factor, right = problem((4, 192, 320), back, "int8", False)
-    assert codes.suits(packed)
+    assert codes.suits(packed.form) and codes.takes_int8(x.device)
     config = tune.chosen(packed, x.dtype, tile, back=back)
     y = run(packed, routing, x, factor, config, tile, back, (0, right.shape[1]))
     assert (y.double() - right).norm() < 3e-3 * right.norm()
@@ -119,7 +121,7 @@ def test_the_fewest_steps(inner, back):
 
     shape = (4, inner, 192) if back else (4, 192, inner)
     packed, routing, x, factor, right = problem(shape, back)
-    assert inner > 64 or not codes.on_hopper(packed, x.dtype, back=back)
+    assert inner > 64 or not codes.on_hopper(packed.form, x.dtype, back=back)
     config = tune.chosen(packed, x.dtype, 128, back=back)
     y = run(packed, routing, x, factor, config, 128, back, (0, right.shape[1]))
     assert (y.double() - right).norm() < 3e-3 * right.norm()

@@ -11,6 +11,7 @@ import torch
 
 from moe_qlora import codec, experts, experts_layer
 from moe_qlora.codec_settings import CodecSettings
+from moe_qlora.experts_gate import plain_gate
 from moe_qlora.experts_op import packed_of
 
 pytestmark = pytest.mark.gpu
@@ -129,9 +130,11 @@ def both_ways(module, provider, parts, monkeypatch):
     return fused, plain
 
 
-def in_fp64(tests, style, module, provider, parts, dtype):
+def in_fp64(tests, style, module, provider, parts, dtype, limit=0.4):
     """The unit tests' plain loops in fp64 on the CPU, over the same decoded weights."""
     wide = tests.make(style, torch.float64)
+    if style.clamped:
+        wide._apply_gate = lambda pre: plain_gate(pre, "silu", True, True, limit, 1.3, 1.0)
     for name in tests.names(style):
         setattr(wide, name, torch.nn.Parameter(getattr(module, name).detach().double().cpu()))
         if style.bias:
@@ -184,14 +187,21 @@ def test_module_is_as_exact_as_its_projections(tests, style, case, ranks, monkey
     parts = routed(tests, dtype, **case)
     fused, plain = both_ways(module, provider, parts, monkeypatch)
     exact = in_fp64(tests, style, module, provider, parts, dtype)
-    # A rounding beside a clamp's edge switches an element's gradient: with one token that shows.
-    count = 1 if style.clamped and case.get("tokens") == 1 else len(exact)
-    for mine, other, right in list(zip(fused, plain, exact, strict=True))[:count]:
+    # A rounding beside a clamp's edge switches an element's gradient: as much as moving the edges
+    # by a rounding does, of sums of up to 5. (On the CPU, one weight in 30 rounded otherwise makes
+    # errors of 18 % out of 4 %.)
+    edges = [0.0] * len(exact)
+    if style.clamped:
+        moved = [
+            in_fp64(tests, style, module, provider, parts, dtype, limit=0.4 + side / 100)
+            for side in (-1, 1)
+        ]
+        edges = [float((a - b).norm()) for a, b in zip(*moved, strict=True)]
+    for mine, other, right, edge in zip(fused, plain, exact, edges, strict=True):
         right = right.cuda()
-        # With one token a rounding is shared by a whole row or column: nothing averages out. Beside
-        # a clamp's edges, weights of few rows, which now and then round otherwise, count as well.
-        slack = 0.02 if case.get("tokens") == 1 or style.clamped else 0.003
-        allowed = 1.25 * (other.double() - right).norm() + slack * right.norm()
+        # With one token a rounding is shared by a whole row or column: nothing averages out.
+        slack = 0.02 if case.get("tokens") == 1 else 0.003
+        allowed = 1.25 * (other.double() - right).norm() + slack * right.norm() + edge
         assert (mine.double() - right).norm() <= allowed
     again = gradients(module, provider, *parts)
     assert all(torch.equal(a, b) for a, b in zip(fused, again, strict=True))
@@ -282,7 +292,10 @@ def test_checkpointing_changes_nothing(tests, reentrant, tokens):
             leaf.grad = None
         chain(x, index, weights, wrap).float().square().sum().backward()
         results.append([leaf.grad.clone() for leaf in leaves])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for mine, other in zip(*results, strict=True):
+        # With 233 rows an expert a recomputation decodes, for backward as well.
+        assert tokens > 37 or torch.equal(mine, other)
+        assert (mine - other).double().norm() < 0.01 * other.double().norm()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

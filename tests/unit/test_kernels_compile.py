@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NAMES = {
     "_decode_kernel", "_flat_kernel", "absmax_kernel", "copy_kernel", "codes_kernel",
-    "gate_backward_kernel", "gate_kernel", "outer_kernel", "route_kernel",
-    "spread_kernel", "sum_kernel",
+    "count_kernel", "gate_backward_kernel", "gate_kernel", "outer_kernel", "sort_kernel",
+    "spread_kernel", "sum_kernel", "tiles_kernel",
 }  # fmt: skip
 
 
@@ -66,16 +66,17 @@ def main(capability: int) -> None:
     compile_only = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        assert (
-            f"sm_{capability}"
-            in compile_only(self, *args, grid=grid, warmup=True, **kwargs).asm["ptx"]
-        )
+        compiled = compile_only(self, *args, grid=grid, warmup=True, **kwargs)
+        assert f"sm_{capability}" in compiled.asm["ptx"]
+        used, formats = launch._Driver.parameters(compiled)
+        for argument, kind in zip((args[i] for i in used), formats, strict=False):
+            assert kind == "Q" if isinstance(argument, torch.Tensor) else kind in "iqf"
         print(self.__name__)
 
     JITFunction.run = run
     F.grouped_mm = lambda x, right, offs: x.new_empty(len(x), right.shape[-1])
 
-    from moe_qlora.kernels import decode, layer, scratch
+    from moe_qlora.kernels import decode, launch, layer, scratch
     from moe_qlora.kernels.packed import Packed
 
     def packed(shape: tuple[int, int, int], kind: str, nested: bool) -> Packed:
@@ -112,8 +113,7 @@ def main(capability: int) -> None:
         bias = [torch.empty(experts, out, dtype=dtype) if biased else None for out, _ in sides]
         x, weights = torch.empty(tokens, hidden, dtype=dtype), torch.empty(tokens, 2, dtype=dtype)
         index = torch.zeros(tokens, 2, dtype=torch.long)
-        routing = layer.route(index, experts)
-        _, saved = layer.forward(whole, routing, x, weights, index, *bias, *lora)
+        _, routing, saved = layer.forward(whole, x, weights, index, *bias, *lora)
         layer.backward(whole, routing, saved, x, x, weights, *bias, *lora)
 
     gates = layer.Gate
@@ -149,7 +149,7 @@ def on_hopper(packed: Any) -> None:
         bf16 = rank == 0 or rows == 192
         dtype, kind = (torch.bfloat16, "nf4") if bf16 else (torch.float16, "fp4")
         stack = packed((2, rows, cols), kind, False)
-        assert codes.suits(stack) and codes_hopper.suits(stack, dtype, back=back)
+        assert codes.suits(stack.form) and codes_hopper.suits(stack.form, dtype, back=back)
         inner, out = (rows, cols) if back else (cols, rows)
         x = torch.empty(16, inner + rank, dtype=dtype)
         factor = torch.empty(2, out, rank, dtype=dtype) if rank else None
@@ -157,7 +157,8 @@ def on_hopper(packed: Any) -> None:
         tile = 64 if rows == 192 else 128
         codes.launch(x, stack, factor, None, none, none.view(8, 2), tile, config, back=back,
                      span=(0, out))  # fmt: skip
-    assert not codes_hopper.suits(packed((2, 128, 64), "nf4", False), torch.bfloat16, back=False)
+    narrow = packed((2, 128, 64), "nf4", False).form
+    assert not codes_hopper.suits(narrow, torch.bfloat16, back=False)
 
 
 if __name__ == "__main__":

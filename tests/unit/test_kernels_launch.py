@@ -1,7 +1,10 @@
-"""What is kept between launches, and what the compiled kernels are handed, without a GPU."""
+"""What is kept between launches, and what the driver is handed, without a GPU."""
 
 from __future__ import annotations
 
+import ctypes
+import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,75 +12,165 @@ import torch
 
 triton = pytest.importorskip("triton")
 from moe_qlora.kernels import launch as launching  # noqa: E402
+from moe_qlora.kernels.launch import Launch  # noqa: E402
+
+PTX = """
+.visible .entry kernel(
+    .param .u64 .ptr .global .align 1 kernel_param_0,
+    .param .u64 .ptr .global .align 1 kernel_param_1,
+    .param .u32 kernel_param_2,
+    .param .f32 kernel_param_3{more}
+)
+.reqntid 128
+{{
+    ld.param.u64 %rd1, [kernel_param_0];
+}}
+"""
+SCRATCH = ",\n    .param .u64 .ptr .global .align 1 kernel_param_4"
 
 
 class Compiled(triton.compiler.CompiledKernel):
-    """A compiled kernel that records what it is launched with."""
+    """A compiled kernel that records how Triton launches it."""
 
-    def __init__(self) -> None:
-        self.seen = []
+    def __init__(self, more=SCRATCH, **metadata):
+        plain = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False,
+                 "global_scratch_size": 0, "profile_scratch_size": 0, "num_warps": 4,
+                 "shared": 96}  # fmt: skip
+        kinds = ["*fp32", "*fp16", "i32", "constexpr", "fp32", "constexpr", "constexpr"]
+        self.src = SimpleNamespace(signature=dict(enumerate(kinds)))
+        self.asm = {"ptx": PTX.format(more=more)}
+        self.metadata = SimpleNamespace(**{**plain, **metadata})
+        self.function, self.seen = 4321, []
 
     def __getitem__(self, grid):
         return lambda *args, stream: self.seen.append((grid, args, stream))
 
 
 class Kernel:
-    """A kernel (x, y, n, scale, FLAG, SIZE) whose compilations are counted."""
+    """A kernel (x, y, n, one, scale, FLAG, SIZE) whose compilations are counted."""
 
-    arg_names = ("x", "y", "n", "scale", "FLAG", "SIZE")
-    pre_run_hooks = ()
+    arg_names = ("x", "y", "n", "one", "scale", "FLAG", "SIZE")
 
-    def __init__(self) -> None:
-        self.compiled = []
+    def __init__(self, **compiled):
+        self.made, self.compiled = [], compiled
 
     def __getitem__(self, grid):
         def run(*args, **constants):
-            self.compiled.append(Compiled())
-            return self.compiled[-1]
+            self.made.append(Compiled(**self.compiled))
+            return self.made[-1]
 
         return run
 
 
 @pytest.fixture
-def kernel(monkeypatch):
+def driver(monkeypatch):
+    """A driver that reads what it is handed; `errors` are what its next calls return."""
+    calls = []
+    errors = []
+
+    def launch(function, gx, gy, gz, bx, by, bz, shared, stream, pointers, extra):
+        read = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64]
+        values = [
+            kind.from_address(address).value for kind, address in zip(read, pointers, strict=False)
+        ]
+        calls.append((function, (gx, gy, gz), (bx, by, bz), shared, stream, values))
+        return errors.pop(0) if errors else 0
+
+    library = SimpleNamespace(cuLaunchKernel=launch)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: -1 if self.is_meta else 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    driver = SimpleNamespace(get_current_stream=lambda index: 70 + index)
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(launching, "_found", {})
-    return Kernel()
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(launching, "stream_of", lambda index: 70 + index)
+    monkeypatch.setattr(launching, "_cuda", lambda: library)
+    return SimpleNamespace(calls=calls, errors=errors)
 
 
-def test_addresses_and_constants_in_the_order_of_the_signature(kernel):
-    x, y = torch.empty(64), torch.empty(64, dtype=torch.float16)
+def tensors():
+    return torch.empty(64), torch.empty(64, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("more", ["", SCRATCH])
+def test_the_driver_gets_addresses_and_numbers(driver, more):
+    kernel = Kernel(more=more)
+    step = Launch(kernel, (4, 2), SIZE=16, FLAG=True, num_warps=4)
+    for size in (5, -6, 7):
+        x, y = tensors()
+        step(x, y, size, 1, 0.5)
+    assert len(kernel.made) == 1 and not kernel.made[0].seen
+    assert len(driver.calls) == 2
+    scratch = [0] if more else []
+    values = [x.data_ptr(), y.data_ptr(), 7, 0.5, *scratch]
+    assert driver.calls[1] == (4321, (4, 2, 1), (128, 1, 1), 96, 70, values)
+    assert driver.calls[0][-1][2] == -6
+
+
+def test_each_thread_has_a_buffer_of_its_own(driver):
+    step = Launch(Kernel(), (1,), SIZE=16, FLAG=True)
+    x, y = tensors()
+    step(x, y, 5, 1, 0.5)
+    step(x, y, 6, 1, 0.5)
+    worker = threading.Thread(target=lambda: step(x, y, 7, 1, 0.5))
+    worker.start()
+    worker.join()
+    assert [call[-1][2] for call in driver.calls] == [6, 7]
+    assert len(step.run.buffers) == 2
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        {"num_ctas": 2},
+        {"launch_pdl": True},
+        {"global_scratch_size": 128},
+        {"more": ",\n    .param .u32 kernel_param_4"},
+        {"more": ",\n    .param .align 64 .b8 kernel_param_4[128]"},
+    ],
+)
+def test_what_is_not_plain_goes_through_triton(driver, compiled):
+    kernel = Kernel(**compiled)
+    step = Launch(kernel, (4, 2), SIZE=16, FLAG=True, num_warps=4)
+    x, y = tensors()
     for _ in range(3):
-        launching.launch(kernel, (4, 2), x, y, 5, 0.5, SIZE=16, FLAG=True, num_warps=4)
-    (compiled,) = kernel.compiled
-    args = (x.data_ptr(), y.data_ptr(), 5, 0.5, True, 16)
-    assert compiled.seen == [((4, 2, 1, 1), args, 70)] * 2
+        step(x, y, 5, 1, 0.5)
+    (made,) = kernel.made
+    assert not driver.calls
+    assert made.seen == [((4, 2, 1), (x.data_ptr(), y.data_ptr(), 5, 1, 0.5, True, 16), 70)] * 2
 
 
-def test_compiled_anew_where_triton_would(kernel):
-    x, y = torch.empty(64), torch.empty(64, dtype=torch.float16)
-
-    def compilations(*args, **constants):
-        launching.launch(kernel, (1,), *args, **{"FLAG": True, "SIZE": 16, **constants})
-        return len(kernel.compiled)
-
-    assert compilations(x, y, 5, 0.5) == 1
-    assert compilations(y, x, 5, 0.5) == 2  # dtypes
-    assert compilations(x[1:], y, 5, 0.5) == 3  # an address that is no multiple of 16
-    assert compilations(x, y[1:], 5, 0.5) == 4
-    assert compilations(x, y, 1, 0.5) == 5
-    assert compilations(x, y, 32, 0.5) == 6
-    assert compilations(x, y, 2**31, 0.5) == 7
-    assert compilations(x, y, 5, 0.5, SIZE=32) == 8
-    assert compilations(x[4:], y, 7, 2.5) == 8  # other values of the same kinds
-    assert compilations(x, y, 48, 0.5) == 8
+def test_errors_of_the_driver_are_raised_and_a_thread_without_context_gets_one(driver, monkeypatch):
+    entered = []
+    monkeypatch.setattr(launching, "_enter", entered.append)
+    step = Launch(Kernel(), (1,), SIZE=16, FLAG=True)
+    x, y = tensors()
+    step(x, y, 5, 1, 0.5)
+    driver.errors[:] = [201]
+    step(x, y, 5, 1, 0.5)
+    assert entered == [0] and len(driver.calls) == 2
+    driver.errors[:] = [701]
+    with pytest.raises(RuntimeError, match=r"refused to launch a kernel \(error 701\)"):
+        step(x, y, 5, 1, 0.5)
 
 
-def test_tensors_of_other_devices_are_refused(kernel):
-    x, y = torch.empty(64), torch.empty(64, device="meta")
-    launching.launch(kernel, (1,), x, x, 5, 0.5, FLAG=True, SIZE=16)
+def test_nothing_is_kept_of_an_address_that_is_no_multiple_of_16(driver):
+    kernel = Kernel()
+    step = Launch(kernel, (1,), SIZE=16, FLAG=True)
+    x, y = tensors()
+    for _ in range(2):
+        step(x[1:], y, 5, 1, 0.5)
+    assert len(kernel.made) == 2 and step.run is None
+    assert launching.aligned(x) is x
+    moved = launching.aligned(x[1:])
+    assert moved.data_ptr() % 16 == 0 and torch.equal(moved, x[1:])
+
+
+def test_an_empty_grid_launches_nothing(driver):
+    kernel = Kernel()
+    Launch(kernel, (0, 3), SIZE=16, FLAG=True)(*tensors(), 5, 1, 0.5)
+    assert not kernel.made and not driver.calls
+
+
+def test_tensors_of_other_devices_are_refused(driver):
+    x = torch.empty(64)
     with pytest.raises(ValueError, match="several devices: cpu, meta"):
-        launching.launch(kernel, (1,), x, y, 5, 0.5, FLAG=True, SIZE=16)
+        Launch(Kernel(), (1,), FLAG=True, SIZE=16)(x, torch.empty(64, device="meta"), 5, 1, 0.5)

@@ -185,8 +185,7 @@ def test_layer_equals_plain_loops(case):
     grad = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, leaves, grad)
     with torch.no_grad():
-        routing = layer.route(index, case.experts)
-        out, saved = layer.forward(made, routing, x, weights, index, *biases, *loras)
+        out, routing, saved = layer.forward(made, x, weights, index, *biases, *loras)
         ours = layer.backward(made, routing, saved, grad, x, weights, *biases, *loras)
     close(out, expected)
     flat = [g for g in ours if g is not None]
@@ -200,8 +199,7 @@ def test_layer_equals_plain_loops(case):
 def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
     case = CASES[name]
     if not few:
-        monkeypatch.setattr(products, "is_few", lambda *args, **kwargs: False)
-        monkeypatch.setattr(layer, "is_few", lambda *args, **kwargs: False)
+        monkeypatch.setattr(products, "FEW", 0)
     sliced = []
     real = products._slice
     monkeypatch.setattr(products, "_slice", lambda *a: sliced.append(a[2]) or real(*a))
@@ -216,7 +214,7 @@ def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
 
 def test_a_cap_keeps_what_is_decoded_and_copied_below_it(monkeypatch):
     case = Case(tokens=200, experts=3, hidden=256, inner=192)
-    monkeypatch.setattr(layer, "is_few", lambda *args, **kwargs: False)
+    monkeypatch.setattr(products, "FEW", 0)
     copied = []
     real = layer._copied
     monkeypatch.setattr(layer, "_copied", lambda *a: copied.append(real(*a)) or copied[-1])
@@ -277,16 +275,20 @@ def test_routing(shape):
     index = torch.randint(experts + 1, shape)
     routing = layer.route(index, experts)
     flat = index.reshape(-1)
-    order = routing.order.long()
+    order, inverse = routing.order[: flat.numel()].long(), routing.inverse[: flat.numel()].long()
+    assert routing.bounds[: experts + 1].tolist() == [
+        int((flat < e).sum()) for e in range(experts + 1)
+    ]
     assert torch.equal(order, flat.sort(stable=True).indices)
-    assert torch.equal(routing.inverse.long()[order], torch.arange(flat.numel()))
+    assert torch.equal(inverse[order], torch.arange(flat.numel()))
+    assert torch.equal(routing.ends, routing.bounds[1 : experts + 1])
     tables = [(routing.tiles, routing.tile)]
-    assert (len(routing.wide) > 0) == (routing.tile == packing.TILE)
-    if len(routing.wide):
+    assert (routing.counts[1] > 0) == (routing.tile == packing.TILE)
+    if routing.counts[1]:
         tables.append((routing.wide, packing.WIDE_TILE))
     for table, tile in tables:
         rows = [[] for _ in range(experts)]
-        for expert, start in table.tolist():
+        for expert, start in table.view(-1, 2).tolist():
             if expert >= 0:
                 end = min(start + tile, int(routing.bounds[expert + 1]))
                 rows[expert] += range(start, end)

@@ -141,13 +141,13 @@ def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callabl
     from moe_qlora.kernels.packed import WIDE_TILE
 
     packed = packed_of(stack)
-    if not codes.suits(packed):
+    if not codes.suits(packed.form):
         raise NotImplementedError("no products on codes: blocks do not lie within rows")
     side = products.Side(packed, None, not transposed, False, True, x.dtype)
     if x.is_cuda:
         layer.prepare(x.device)
     routing = layer.route(index, packed.experts)
-    rows = products.Rows(routing.bounds, routing.tiles, routing.tile)
+    rows = products.Rows(routing, routing.tiles, routing.tile)
     if products.wants_wide(packed, index.numel(), x.dtype):
-        rows = products.Rows(routing.bounds, routing.wide, WIDE_TILE)
+        rows = products.Rows(routing, routing.wide, WIDE_TILE)
     return lambda: products.multiply(x, side, rows, "first")

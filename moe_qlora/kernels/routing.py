@@ -1,0 +1,241 @@
+"""Which rows are whose: the choices sorted by expert, and tables of tiles, in two launches.
+
+A stable counting sort, since experts are few: each program counts the experts of its choices; then
+each finds from all counts where its own go, and places them one chunk at a time. Nobody on the host
+ever knows the counts, no sum depends on the order in which programs run, and torch's sort, search
+and conversions, some fifteen launches, are not needed.
+
+Everything lies in one int32 tensor, so that autograd and a checkpoint have one to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Launch, cdiv
+from .packed import WIDE_TILE, tile_counts, tile_rows
+
+_PROGRAMS = 128
+"""At most so many programs sort: each reads the counts of all."""
+
+_CHUNK = 128
+"""Choices that are compared with each other at once."""
+
+_TILES = 32
+"""Tiles whose rows one program writes down."""
+
+
+@triton.jit
+def _choices(index, i, rows, E: tl.constexpr, EP: tl.constexpr):
+    """Experts of the choices i, E for those that are held elsewhere, EP - 1 beyond the last."""
+    key = tl.load(index + i, mask=i < rows, other=0)
+    key = tl.where((key < 0) | (key > E), E, key).to(tl.int32)
+    return tl.where(i < rows, key, EP - 1)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def count_kernel(
+    index, counts, rows, E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """counts[b, e]: how many of the b-th BLOCK choices are of expert e."""
+    pid = tl.program_id(0)
+    key = _choices(index, pid * BLOCK + tl.arange(0, BLOCK), rows, E, EP)
+    tl.store(counts + pid * EP + tl.arange(0, EP), tl.histogram(key, EP))
+
+
+# The counts differ with each sequence's length, and nothing here gains from knowing more of them.
+@triton.jit(do_not_specialize=["rows", "blocks", "count", "count_wide"])
+def sort_kernel(
+    index, counts, starts, order, inverse, bounds, tiles, wide, rows, blocks, count, count_wide,
+    E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CB: tl.constexpr, TB: tl.constexpr,
+):  # fmt: skip
+    """order, inverse, bounds and both tables of tiles, from `count_kernel`'s counts.
+
+    starts (blocks, EP) is room for where each block's choices of an expert begin.
+    """
+    pid = tl.program_id(0)
+    e = tl.arange(0, EP)
+    total = tl.zeros([EP], tl.int32)
+    before = tl.zeros([EP], tl.int32)
+    for first in range(0, blocks, CB):
+        b = first + tl.arange(0, CB)
+        some = tl.load(counts + b[:, None] * EP + e[None, :], mask=(b < blocks)[:, None], other=0)
+        total += tl.sum(some, 0)
+        before += tl.sum(tl.where((b < pid)[:, None], some, 0), 0)
+    low = tl.cumsum(total, 0) - total
+    if pid == 0:
+        tl.store(bounds + e, low, mask=e <= E)
+    if pid < blocks:
+        tl.store(starts + pid * EP + e, low + before)
+        tl.debug_barrier()
+        # A choice's place: where its expert's begin, and how many before it in this block are its.
+        j = tl.arange(0, CHUNK)
+        for chunk in range(0, BLOCK, CHUNK):
+            i = pid * BLOCK + chunk + j
+            key = _choices(index, i, rows, E, EP)
+            earlier = (key[:, None] == key[None, :]) & (j[None, :] < j[:, None])
+            spot = tl.load(starts + pid * EP + key) + tl.sum(earlier.to(tl.int32), 1)
+            for other in range(0, chunk, CHUNK):
+                past = _choices(index, pid * BLOCK + other + j, rows, E, EP)
+                spot += tl.sum((key[:, None] == past[None, :]).to(tl.int32), 1)
+            tl.store(order + spot, i, mask=i < rows)
+            tl.store(inverse + i, spot, mask=i < rows)
+    if pid * TB < count:
+        _tabulate(low, total, tiles, count, E, EP, TILE, TB)
+    if pid * TB < count_wide:
+        _tabulate(low, total, wide, count_wide, E, EP, WIDE, TB)
+
+
+@triton.jit(do_not_specialize=["count", "count_wide"])
+def tiles_kernel(
+    bounds, tiles, wide, count, count_wide,
+    E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, TB: tl.constexpr,
+):  # fmt: skip
+    """Both tables of tiles of any bounds."""
+    e = tl.arange(0, EP)
+    low = tl.load(bounds + e, mask=e < E, other=0)
+    total = tl.load(bounds + e + 1, mask=e < E, other=0) - low
+    if tl.program_id(0) * TB < count:
+        _tabulate(low, total, tiles, count, E, EP, TILE, TB)
+    if tl.program_id(0) * TB < count_wide:
+        _tabulate(low, total, wide, count_wide, E, EP, WIDE, TB)
+
+
+@triton.jit
+def _tabulate(
+    low, total, tiles, count,
+    E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, TB: tl.constexpr,
+):  # fmt: skip
+    """For each of this program's tiles (expert, first row), -1 where there is none."""
+    e = tl.arange(0, EP)
+    n = tl.where(e < E, (total + TILE - 1) // TILE, 0)
+    last = tl.cumsum(n, 0)
+    tile = tl.program_id(0) * TB + tl.arange(0, TB)
+    expert = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), 1)
+    mine = e[None, :] == expert[:, None]
+    start = tl.sum(tl.where(mine, (low - (last - n) * TILE)[None, :], 0), 1)
+    some = expert < E
+    tl.store(tiles + 2 * tile, tl.where(some, expert, -1), mask=tile < count)
+    tl.store(tiles + 2 * tile + 1, start + tile * TILE, mask=(tile < count) & some)
+
+
+class Routing:
+    """Which rows are whose.
+
+    Attributes:
+        ints: `(sum of all,)` int32: what follows, one behind the other, each from a multiple of 4.
+        order: `(R,)`, and up to 3 more: the choice (token x k + slot) in each row.
+        inverse: Likewise: the row of each choice.
+        bounds: `(E + 1,)`, and up to 3 more: rows of expert e are [bounds[e], bounds[e + 1]).
+        tiles: `(2 n,)`: expert and first row of each tile in turn, an expert of -1 for none.
+        wide: The same of tiles of `WIDE_TILE` rows; empty where experts have too few rows.
+        count: R.
+        experts: E.
+        top_k: k.
+        tile: Rows in a tile.
+        counts: How many tiles, and how many wide ones, there is room for.
+    """
+
+    def __init__(self, ints: Tensor, count: int, experts: int, top_k: int) -> None:
+        self.ints, self.count, self.experts, self.top_k = ints, count, experts, top_k
+        self.tile, self.counts, sizes = _sizes(count, experts)
+        parts = ints.split_with_sizes(sizes)
+        self.order, self.inverse, self.bounds, self.tiles, self.wide = parts
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """`(E,)`: as torch's grouped product wants them."""
+        return self.bounds[1 : self.experts + 1]
+
+    def part(self, rows: slice) -> Routing:
+        """The routing of some of the rows, counted from the first of them; no `inverse`."""
+        count = rows.stop - rows.start
+        some = _empty(count, self.experts, self.top_k, self.ints.device)
+        some.bounds.copy_(self.bounds).sub_(rows.start).clamp_(0, count)
+        some.order[:count] = self.order[rows]
+        _tiles_step(self.experts, some.tile, some.counts, self.ints.get_device())(
+            some.bounds, some.tiles, some.wide, *some.counts
+        )
+        return some
+
+
+@lru_cache(maxsize=256)
+def _sizes(count: int, experts: int) -> tuple[int, tuple[int, int], list[int]]:
+    """Rows in a tile, how many tiles, and the sizes of `Routing.ints`' parts."""
+    tile = tile_rows(count, experts)
+    some, wide = (cdiv(n, 2) * 2 for n in tile_counts(count, experts, tile))
+    whole = [cdiv(n, 4) * 4 for n in (count, count, experts + 1)]
+    return tile, (some, wide), [*whole, 2 * some, 2 * wide]
+
+
+def ints_size(count: int, experts: int) -> int:
+    """Length of `Routing.ints`."""
+    return sum(_sizes(count, experts)[2])
+
+
+def _empty(count: int, experts: int, top_k: int, device: torch.device) -> Routing:
+    ints = torch.empty(ints_size(count, experts), dtype=torch.int32, device=device)
+    return Routing(ints, count, experts, top_k)
+
+
+def route(index: Tensor, experts: int) -> Routing:
+    """Sort the choices by expert, stably.
+
+    Args:
+        index: `(T, k)` integers, contiguous; what is no expert that is held here comes last.
+        experts: E, up to `packed.MAX_EXPERTS`.
+    """
+    count = index.numel()
+    routing = _empty(count, experts, index.shape[-1], index.device)
+    first, then, blocks, bins = _sort_steps(count, experts, index.dtype, index.get_device())
+    room = torch.empty(2 * blocks * bins, dtype=torch.int32, device=index.device)
+    counts, starts = room.split_with_sizes([blocks * bins] * 2)
+    first(index, counts, count)
+    then(
+        index, counts, starts, routing.order, routing.inverse, routing.bounds, routing.tiles,
+        routing.wide, count, blocks, *routing.counts,
+    )  # fmt: skip
+    return routing
+
+
+@lru_cache(maxsize=256)
+def _sort_steps(
+    count: int, experts: int, dtype: torch.dtype, device: int
+) -> tuple[Launch, Launch, int, int]:
+    """Both launches, how many programs sort, and the bins of each one's counts."""
+    bins = triton.next_power_of_2(experts + 2)
+    block = max(_CHUNK, triton.next_power_of_2(cdiv(count, _PROGRAMS)))
+    blocks = cdiv(count, block)
+    tile, counts, _ = _sizes(count, experts)
+    cut = {"E": experts, "EP": bins, "BLOCK": block, "num_warps": 4 if bins < 1024 else 8}
+    programs = max(blocks, *(cdiv(n, _TILES) for n in counts))
+    first = Launch(count_kernel, (blocks,), **cut)
+    then = Launch(
+        sort_kernel, (programs,),
+        TILE=tile, WIDE=WIDE_TILE, CHUNK=_CHUNK, CB=max(1, 8192 // bins), TB=_TILES, **cut,
+    )  # fmt: skip
+    return first, then, blocks, bins
+
+
+@lru_cache(maxsize=256)
+def _tiles_step(experts: int, tile: int, counts: tuple[int, int], device: int) -> Launch:
+    programs = max(cdiv(n, _TILES) for n in counts)
+    bins = triton.next_power_of_2(experts)
+    return Launch(
+        tiles_kernel, (programs,), E=experts, EP=bins, TILE=tile, WIDE=WIDE_TILE, TB=_TILES
+    )
+
+
+def routing_of(ints: Tensor, shape: Sequence[int], experts: int) -> Routing:
+    """The `Routing` whose `ints` these are; shape: `(T, k)`."""
+    return Routing(ints, shape[0] * shape[-1], experts, shape[-1])
+
+
+__all__ = ["Routing", "ints_size", "route", "routing_of"]
