@@ -85,8 +85,8 @@ def lookup_asm() -> str:
 
 
 @gluon.jit
-def _values(words, scale, TABLE: gl.constexpr, LOOKUP: gl.constexpr):
-    """Words of codes (R, N, 8) and absmax (R, N) to pairs of 16-bit weights (R, 32 N), as int32."""
+def _values(words, scale, R: gl.constexpr, TABLE: gl.constexpr, LOOKUP: gl.constexpr):
+    """Words of N blocks (N, 8) and absmax (N,) to pairs of 16-bit weights (R, 32 N / R), int32."""
     l0, l1, l2, l3, h0, h1, h2, h3 = gl.inline_asm_elementwise(
         TABLE, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,f", [scale],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
@@ -95,14 +95,25 @@ def _values(words, scale, TABLE: gl.constexpr, LOOKUP: gl.constexpr):
     a, b, c, d = gl.inline_asm_elementwise(
         LOOKUP, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
         [
-            gl.expand_dims(l0, 2), gl.expand_dims(l1, 2), gl.expand_dims(l2, 2),
-            gl.expand_dims(l3, 2), gl.expand_dims(h0, 2), gl.expand_dims(h1, 2),
-            gl.expand_dims(h2, 2), gl.expand_dims(h3, 2), words,
+            gl.expand_dims(l0, 1), gl.expand_dims(l1, 1), gl.expand_dims(l2, 1),
+            gl.expand_dims(l3, 1), gl.expand_dims(h0, 1), gl.expand_dims(h1, 1),
+            gl.expand_dims(h2, 1), gl.expand_dims(h3, 1), words,
         ],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     pairs = gl.join(gl.join(a, c), gl.join(b, d))
-    return gl.reshape(pairs, (words.shape[0], words.shape[1] * 32))
+    return gl.reshape(pairs, (R, words.shape[0] * 32 // R))
+
+
+@gluon.jit
+def _block(n, first, NB: gl.constexpr, BACK: gl.constexpr):
+    """Row, and block of 64 columns, of the n-th block of a tile of weights in its first step."""
+    r, b = n // NB, n % NB
+    if BACK:
+        b += first // 64
+    else:
+        r += first
+    return r, b
 
 
 @gluon.jit
@@ -146,21 +157,20 @@ def _product(
     safe = gl.minimum(row, last_row).to(gl.int64)
     left = x + safe[:, None] * STRIDE + k[None, :]
 
-    word_layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [32 // NB, NB, 1], [W, 1, 1], [2, 1, 0])
-    pair_layout: gl.constexpr = gl.SliceLayout(2, word_layout)
-    r = gl.arange(0, R, gl.SliceLayout(1, pair_layout))
-    b = gl.arange(0, NB, gl.SliceLayout(0, pair_layout))
-    i = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, word_layout)))
-    if not BACK:
-        r += first
-    else:
-        b += first // 64
-    some = (r < ROWS)[:, None] & (b < COLS // 64)[None, :]
-    block = expert * (ROWS * BLOCKS) + r[:, None] * stride_r
-    block += ((b * 64) // BLOCKSIZE)[None, :] * stride_b
-    word = expert * (ROWS * COLS // 8) + r[:, None] * (COLS // 8) + (b * 8)[None, :]
-    spots = codes + gl.expand_dims(word, 2) + gl.expand_dims(gl.expand_dims(i, 0), 1)
-    here = gl.expand_dims(some, 2)
+    # A thread looks up one block of 64 weights, 8 words. They are copied by two threads each, whole
+    # sectors at a time (a thread alone: 8 conflicts a copy), and lie in shared memory so that what
+    # 8 threads read at once is in different banks.
+    BLOCK_ROWS: gl.constexpr = R * NB
+    word_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
+    block_layout: gl.constexpr = gl.SliceLayout(1, word_layout)
+    copy_layout: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [W, 1], [1, 0])
+    r, b = _block(gl.arange(0, BLOCK_ROWS, block_layout), first, NB, BACK)
+    some = (r < ROWS) & (b < COLS // 64)
+    block = expert * (ROWS * BLOCKS) + r * stride_r + (b * 64) // BLOCKSIZE * stride_b
+    r, b = _block(gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, copy_layout)), first, NB, BACK)
+    word = expert * (ROWS * COLS // 8) + r * (COLS // 8) + b * 8
+    spots = codes + word[:, None] + gl.arange(0, 8, gl.SliceLayout(0, copy_layout))[None, :]
+    here = ((r < ROWS) & (b < COLS // 64))[:, None]
     # A step goes 64 stored rows on, or one group of 64 columns.
     stride_w: gl.constexpr = STEP * COLS // 8 if BACK else 8
 
@@ -171,10 +181,10 @@ def _product(
     rights = gl.allocate_shared_memory(dtype, [BUFFERS, R, NB * 64], right_layout)
     pairs = rights._reinterpret(gl.int32, [BUFFERS, R, NB * 32], pairs_layout)
 
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    flat_scale: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    words = gl.allocate_shared_memory(gl.int32, [WORDS, R, NB, 8], flat)
-    scales = gl.allocate_shared_memory(gl.float32, [WORDS, R, NB], flat_scale)
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 2, [1, 0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = gl.allocate_shared_memory(gl.int32, [WORDS, BLOCK_ROWS, 8], swizzled)
+    scales = gl.allocate_shared_memory(gl.float32, [WORDS, BLOCK_ROWS], flat)
 
     STEPS: gl.constexpr = K // STEP
     for j in gl.static_range(SLOTS - 2):
@@ -187,8 +197,8 @@ def _product(
     for step in range(STEPS):
         hopper.async_copy.wait_group(SLOTS - 3)
         codes_now = words.index(step % WORDS).load(word_layout)
-        scale_now = scales.index(step % WORDS).load(pair_layout)
-        values = _values(codes_now, scale_now, TABLE, LOOKUP)
+        scale_now = scales.index(step % WORDS).load(block_layout)
+        values = _values(codes_now, scale_now, R, TABLE, LOOKUP)
         # Here all warps have waited for the product before the last, which read this buffer.
         gl.thread_barrier()
         pairs.index(step % BUFFERS).store(values)

@@ -225,9 +225,9 @@ def _found(routing: Routing, count: int, layer: Layer, *sides: Side) -> Rows:
     return Rows(routing, routing.tiles, routing.tile)
 
 
-def _strip(count: int, width: int, like: Tensor) -> Tensor:
-    """Room for rows, `row_stride` apart."""
-    stride = row_stride(width, like.dtype.itemsize)
+def _strip(count: int, width: int, like: Tensor, side: Side) -> Tensor:
+    """Room for the rows of a product."""
+    stride = row_stride(width, like.dtype.itemsize, few=side.few)
     room = torch.empty(count, stride, dtype=like.dtype, device=like.device)
     return room if stride == width else room[:, :width]
 
@@ -303,7 +303,7 @@ def begin(
     factor = None if f1 is None else f1.a
     pre, _ = _gathered(layer, found, x, side1, factor, "first", product1)
     inner_size = layer.sizes[-1]
-    inner = _strip(count, inner_size + side2.rank, x)
+    inner = _strip(count, inner_size + side2.rank, x, side2)
     bias = None if bias1 is None else aligned(bias1)
     step = _gate_step(
         layer.gate, inner_size, inner.stride(0), side2.rank, routing.tile, routing.counts[0],
@@ -385,7 +385,7 @@ def _copied(
 ) -> Tensor:  # fmt: skip
     """The tokens' rows, their product with a factor beside them (and alone, and with the bias)."""
     size, factors = x.shape[-1], side.factors
-    out = _strip(routing.count, size + side.rank, x)
+    out = _strip(routing.count, size + side.rank, x, side)
     f = x if factor is None else factor
     over_rows = factors is not None and factor is factors.a
     step = _copy_step(
@@ -487,7 +487,7 @@ def backward(
     product_g = torch.empty(count * side2.rank, dtype=layer.dtype, device=grad.device)
     factor = None if f2 is None else f2.b
     u, dots = _gathered(layer, found, grad, side2, factor, name, product_g, bias2)
-    d_pre = _strip(count, width + side1.rank, u)
+    d_pre = _strip(count, width + side1.rank, u, side1)
     empty = torch.zeros_like if layer.partial else torch.empty_like
     d_weights = empty(weights)
     kinds = weights.dtype, *(None if b is None else b.dtype for b in (bias1, bias2))

@@ -25,9 +25,9 @@ FEW, FEW_ON_HOPPER = 256, 384
 256 rows 0.69 against 0.73 ms out and 0.76 against 0.75 back; on Hopper's own kernel 0.61 and 0.64,
 and at 512 1.10 against 1.02)."""
 
-FEW_TWICE = 160
-"""The same where a decoded stack serves two products (H200, the same at 256 rows: 1.19 ms on codes,
-0.26 for decoding and 0.77 for both)."""
+FEW_TWICE = 200
+"""The same where a decoded stack serves two products (H200, the same at 192 and 256 rows: 0.99 and
+1.26 ms on codes, 0.26 for decoding and 0.68 and 0.96 for both products)."""
 
 
 class Factors(NamedTuple):

@@ -1,7 +1,7 @@
-"""Which rows are whose: the choices sorted by expert, and tables of tiles, in two launches.
+"""Which rows are whose: the choices sorted by expert, and tables of tiles, in three launches.
 
-A stable counting sort, since experts are few: each program counts the experts of its choices; then
-each finds from all counts where its own go, and places them one chunk at a time. Nobody on the host
+A stable counting sort, since experts are few: each block of choices is counted by expert, the
+counts are summed up over the blocks before, and each block's choices placed. Nobody on the host
 ever knows the counts, no sum depends on the order in which programs run, and torch's sort, search
 and conversions, some fifteen launches, are not needed.
 
@@ -21,11 +21,8 @@ from torch import Tensor
 from .launch import Launch, cdiv
 from .packed import WIDE_TILE, tile_counts, tile_rows
 
-_PROGRAMS = 128
-"""At most so many programs sort: each reads the counts of all."""
-
-_CHUNK = 128
-"""Choices that are compared with each other at once."""
+_BLOCK, _CHUNK = 256, 128
+"""Choices that one program places, and of these, what are compared with each other at once."""
 
 _TILES = 32
 """Tiles whose rows one program writes down."""
@@ -49,39 +46,46 @@ def count_kernel(
     tl.store(counts + pid * EP + tl.arange(0, EP), tl.histogram(key, EP))
 
 
+@triton.jit(do_not_specialize=["blocks"])
+def scan_kernel(counts, totals, blocks, EP: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr):
+    """counts[b, e] becomes the sum over the blocks before b, totals[e] that over all."""
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    total = tl.zeros([BE], tl.int32)
+    for first in range(0, blocks, BB):
+        b = first + tl.arange(0, BB)
+        spots = counts + b[:, None] * EP + e[None, :]
+        some = tl.load(spots, mask=(b < blocks)[:, None], other=0)
+        before = tl.cumsum(some, 0) - some + total[None, :]
+        tl.store(spots, before, mask=(b < blocks)[:, None])
+        total += tl.sum(some, 0)
+    tl.store(totals + e, total)
+
+
 # The counts differ with each sequence's length, and nothing here gains from knowing more of them.
 @triton.jit(do_not_specialize=["rows", "blocks", "count", "count_wide"])
 def sort_kernel(
-    index, counts, starts, order, inverse, bounds, tiles, wide, rows, blocks, count, count_wide,
+    index, counts, totals, order, inverse, bounds, tiles, wide, rows, blocks, count, count_wide,
     E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CB: tl.constexpr, TB: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, TB: tl.constexpr,
 ):  # fmt: skip
-    """order, inverse, bounds and both tables of tiles, from `count_kernel`'s counts.
-
-    starts (blocks, EP) is room for where each block's choices of an expert begin.
-    """
+    """order, inverse, bounds and both tables of tiles, from what `scan_kernel` leaves."""
     pid = tl.program_id(0)
     e = tl.arange(0, EP)
-    total = tl.zeros([EP], tl.int32)
-    before = tl.zeros([EP], tl.int32)
-    for first in range(0, blocks, CB):
-        b = first + tl.arange(0, CB)
-        some = tl.load(counts + b[:, None] * EP + e[None, :], mask=(b < blocks)[:, None], other=0)
-        total += tl.sum(some, 0)
-        before += tl.sum(tl.where((b < pid)[:, None], some, 0), 0)
+    total = tl.load(totals + e)
     low = tl.cumsum(total, 0) - total
     if pid == 0:
         tl.store(bounds + e, low, mask=e <= E)
     if pid < blocks:
-        tl.store(starts + pid * EP + e, low + before)
+        # From here on this block's row of counts says where its choices begin.
+        counts += pid * EP
+        tl.store(counts + e, tl.load(counts + e) + low)
         tl.debug_barrier()
-        # A choice's place: where its expert's begin, and how many before it in this block are its.
         j = tl.arange(0, CHUNK)
         for chunk in range(0, BLOCK, CHUNK):
             i = pid * BLOCK + chunk + j
             key = _choices(index, i, rows, E, EP)
             earlier = (key[:, None] == key[None, :]) & (j[None, :] < j[:, None])
-            spot = tl.load(starts + pid * EP + key) + tl.sum(earlier.to(tl.int32), 1)
+            spot = tl.load(counts + key) + tl.sum(earlier.to(tl.int32), 1)
             for other in range(0, chunk, CHUNK):
                 past = _choices(index, pid * BLOCK + other + j, rows, E, EP)
                 spot += tl.sum((key[:, None] == past[None, :]).to(tl.int32), 1)
@@ -194,12 +198,14 @@ def route(index: Tensor, experts: int) -> Routing:
     """
     count = index.numel()
     routing = _empty(count, experts, index.shape[-1], index.device)
-    first, then, blocks, bins = _sort_steps(count, experts, index.dtype, index.get_device())
-    room = torch.empty(2 * blocks * bins, dtype=torch.int32, device=index.device)
-    counts, starts = room.split_with_sizes([blocks * bins] * 2)
-    first(index, counts, count)
-    then(
-        index, counts, starts, routing.order, routing.inverse, routing.bounds, routing.tiles,
+    device = index.get_device()
+    counted, scanned, placed, blocks, bins = _sort_steps(count, experts, index.dtype, device)
+    room = torch.empty((blocks + 1) * bins, dtype=torch.int32, device=index.device)
+    totals, counts = room.split_with_sizes([bins, blocks * bins])
+    counted(index, counts, count)
+    scanned(counts, totals, blocks)
+    placed(
+        index, counts, totals, routing.order, routing.inverse, routing.bounds, routing.tiles,
         routing.wide, count, blocks, *routing.counts,
     )  # fmt: skip
     return routing
@@ -208,20 +214,20 @@ def route(index: Tensor, experts: int) -> Routing:
 @lru_cache(maxsize=256)
 def _sort_steps(
     count: int, experts: int, dtype: torch.dtype, device: int
-) -> tuple[Launch, Launch, int, int]:
-    """Both launches, how many programs sort, and the bins of each one's counts."""
+) -> tuple[Launch, Launch, Launch, int, int]:
+    """The launches, how many blocks of choices there are, and the bins of each one's counts."""
     bins = triton.next_power_of_2(experts + 2)
-    block = max(_CHUNK, triton.next_power_of_2(cdiv(count, _PROGRAMS)))
-    blocks = cdiv(count, block)
+    blocks = cdiv(count, _BLOCK)
     tile, counts, _ = _sizes(count, experts)
-    cut = {"E": experts, "EP": bins, "BLOCK": block, "num_warps": 4 if bins < 1024 else 8}
     programs = max(blocks, *(cdiv(n, _TILES) for n in counts))
-    first = Launch(count_kernel, (blocks,), **cut)
-    then = Launch(
+    together = min(bins, 8)
+    counted = Launch(count_kernel, (blocks,), E=experts, EP=bins, BLOCK=_BLOCK)
+    scanned = Launch(scan_kernel, (bins // together,), EP=bins, BE=together, BB=256)
+    placed = Launch(
         sort_kernel, (programs,),
-        TILE=tile, WIDE=WIDE_TILE, CHUNK=_CHUNK, CB=max(1, 8192 // bins), TB=_TILES, **cut,
+        E=experts, EP=bins, TILE=tile, WIDE=WIDE_TILE, BLOCK=_BLOCK, CHUNK=_CHUNK, TB=_TILES,
     )  # fmt: skip
-    return first, then, blocks, bins
+    return counted, scanned, placed, blocks, bins
 
 
 @lru_cache(maxsize=256)
