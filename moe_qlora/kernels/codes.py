@@ -26,7 +26,8 @@ from torch import Tensor
 
 from .decode import block_absmax, decode
 from .launch import Launch, cdiv
-from .packed import TABLES, Form, Packed
+from .packed import TABLES, WIDE_ON_HOPPER, WIDE_TILE, Form, Packed
+from .routing import tiles_of
 
 
 class Config(NamedTuple):
@@ -53,6 +54,9 @@ HOPPER = Config(128, 64, 4, 4, False, True)
 
 _hopper_works: dict[int, bool] = {}
 """By CUDA device: whether the kernel for Hopper compiles there and is right."""
+
+_hopper_tiles: set[int] = set()
+"""CUDA devices where it did when it was tried. What tiles are cut for stays so."""
 
 _int8_works: dict[int, bool] = {}
 """By CUDA device: whether int8 codes are multiplied rightly."""
@@ -260,7 +264,22 @@ def prepare(device: torch.device) -> None:
     index = device.index or 0
     if index not in _hopper_works:
         capability = torch.cuda.get_device_capability(device)
-        _hopper_works[index] = capability == (9, 0) and _is_right(device, "nf4", 128, HOPPER)
+        works = capability == (9, 0) and _is_right(device, "nf4", WIDE_ON_HOPPER, HOPPER)
+        _hopper_works[index] = works
+        if works:
+            _hopper_tiles.add(index)
+
+
+def wide_tile(forms: tuple[Form, ...], dtype: torch.dtype) -> int:
+    """Rows in a wide tile, for products of these stacks in both directions."""
+    from . import codes_hopper
+
+    fits = forms[0].device in _hopper_tiles and all(
+        suits(form) and codes_hopper.suits(form, dtype, back=back)
+        for form in forms
+        for back in (False, True)
+    )
+    return WIDE_ON_HOPPER if fits else WIDE_TILE
 
 
 def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> bool:
@@ -355,6 +374,10 @@ def launch(
             config = Config(128, 64, 3, 4, False)
         else:
             return y
+    if tile == WIDE_ON_HOPPER:  # as many rows as only the kernel for Hopper takes
+        tile = WIDE_TILE
+        tiles = tiles_of(bounds, form.shape[0], x.shape[0], tile)
+        count = tiles.numel() // 2
     nested = form.nested if absmax is None else 0
     step = _codes_step(
         form, x.dtype, x.stride(0), rank, across, nested, back, tile, count, config, span

@@ -30,6 +30,9 @@ WIDE_TILE = 128
 """Rows in a tile of products on codes, where experts have many: each tile looks weights up anew."""
 
 
+WIDE_ON_HOPPER = 160
+"""The same, where `codes_hopper.py` does all products of a layer."""
+
 MAX_EXPERTS = 4095
 """Most experts that choices are sorted by: a chunk of choices is compared with all at once."""
 
@@ -128,7 +131,7 @@ def tile_counts(count: int, experts: int, tile: int) -> tuple[int, int]:
 
 
 def row_stride(width: int, itemsize: int, *, few: bool = False) -> int:
-    """Elements from row to row: whole lines, where that takes up to 1.3 % more memory or rows are few.
+    """Elements from row to row: whole lines, where rows are few or that takes up to 1.3 % more.
 
     Torch's grouped product of Mixtral-8x7B's shape is 0.8 % faster so, LoRA's 16 columns beside
     4,096 and 14,336; of Qwen3-30B-A3B's, beside 2,048 and 768, not at all (H200). Products on codes

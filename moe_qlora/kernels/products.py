@@ -22,12 +22,10 @@ from .routing import Routing
 
 FEW, FEW_ON_HOPPER = 256, 384
 """Rows an expert, on average, up to which codes beat decoding (H200, gate_up of Qwen3-30B-A3B: at
-256 rows 0.69 against 0.73 ms out and 0.76 against 0.75 back; on Hopper's own kernel 0.61 and 0.64,
-and at 512 1.10 against 1.02)."""
-
-FEW_TWICE = 200
-"""The same where a decoded stack serves two products (H200, the same at 192 and 256 rows: 0.99 and
-1.26 ms on codes, 0.26 for decoding and 0.68 and 0.96 for both products)."""
+256 rows 0.69 against 0.73 ms out and 0.76 against 0.75 back; on Hopper's own kernel 0.56 and 0.64,
+and at 512 1.04 against 1.00 out, 1.15 against 1.03 back). Where a decoded stack serves two
+products, `FEW` is the limit on Hopper as well: 1.20 ms on codes at 256 rows, 0.26 for decoding and
+0.96 for both products."""
 
 
 class Factors(NamedTuple):
@@ -119,7 +117,7 @@ def is_few(
     """
     if packed.kind == "int8" and not codes.takes_int8(packed.codes.device):
         return False
-    most = FEW_TWICE if twice else FEW, FEW_TWICE if twice else FEW_ON_HOPPER
+    most = FEW, min(FEW, FEW_ON_HOPPER) if twice else FEW_ON_HOPPER
     return _is_few(packed.form, count, dtype, back, most)
 
 

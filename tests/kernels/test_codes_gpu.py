@@ -41,11 +41,9 @@ def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90,
 
 def run(packed, routing, x, factor, config, tile, back, span):
     from moe_qlora.kernels import codes
-    from moe_qlora.kernels.routing import _tiles_step
+    from moe_qlora.kernels.routing import tiles_of
 
-    count = len(x) // tile + packed.experts
-    tiles = torch.empty(2 * count, dtype=torch.int32, device="cuda")
-    _tiles_step(packed.experts, tile, (count, 0), 0)(routing.bounds, tiles, tiles, count, 0)
+    tiles = tiles_of(routing.bounds, packed.experts, len(x), tile)
     room = None
     if packed.nested is not None and not config.direct:
         room = torch.empty(packed.absmax.shape, device="cuda")
@@ -81,12 +79,15 @@ def test_every_configuration(tile, back):
 @pytest.mark.parametrize("kind", [("nf4", True), ("nf4", False), ("fp4", True)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rank", [0, 16, 128])
-@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("tile", [64, 128, 160])
+@pytest.mark.parametrize("each", [90, 170])
 @pytest.mark.parametrize("span", [(0, None), (64, 128)])
-def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, span):
+def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, each, span):
     from moe_qlora.kernels import codes
 
-    packed, routing, x, factor, right = problem((4, 192, 320), back, *kind, dtype, rank=rank)
+    packed, routing, x, factor, right = problem(
+        (4, 192, 320), back, *kind, dtype, each=each, rank=rank
+    )
     if not codes.on_hopper(packed.form, dtype, back=back):
         pytest.skip("no Hopper GPU")
     span = span[0], right.shape[1] if span[1] is None else span[1]

@@ -268,7 +268,7 @@ def test_what_does_not_suit_goes_on_projection_by_projection(tests):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("tokens", [37, 700])
+@pytest.mark.parametrize("tokens", [37, 700, 900])
 def test_checkpointing_changes_nothing(tests, reentrant, tokens):
     style = tests.STYLES["concatenated"]
     modules = [on_gpu(tests, style, torch.bfloat16) for _ in range(3)]
@@ -293,8 +293,8 @@ def test_checkpointing_changes_nothing(tests, reentrant, tokens):
         chain(x, index, weights, wrap).float().square().sum().backward()
         results.append([leaf.grad.clone() for leaf in leaves])
     for mine, other in zip(*results, strict=True):
-        # With 233 rows an expert a recomputation decodes, for backward as well.
-        assert tokens > 37 or torch.equal(mine, other)
+        # With 300 rows an expert a recomputation may decode, for backward as well.
+        assert tokens == 900 or torch.equal(mine, other)
         assert (mine - other).double().norm() < 0.01 * other.double().norm()
 
 

@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NAMES = {
     "_decode_kernel", "_flat_kernel", "absmax_kernel", "copy_kernel", "codes_kernel",
-    "count_kernel", "gate_backward_kernel", "gate_kernel", "outer_kernel", "scan_kernel", "sort_kernel",
-    "spread_kernel", "sum_kernel", "tiles_kernel",
+    "count_kernel", "gate_backward_kernel", "gate_kernel", "outer_kernel", "scan_kernel",
+    "sort_kernel", "spread_kernel", "sum_kernel", "tiles_kernel",
 }  # fmt: skip
 
 

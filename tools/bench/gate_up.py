@@ -138,7 +138,6 @@ def _theirs(stack: Any) -> Tensor:
 def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callable[[], Tensor]:
     from moe_qlora.experts_op import packed_of
     from moe_qlora.kernels import codes, layer, products
-    from moe_qlora.kernels.packed import WIDE_TILE
 
     packed = packed_of(stack)
     if not codes.suits(packed.form):
@@ -146,8 +145,9 @@ def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callabl
     side = products.Side(packed, None, not transposed, False, True, x.dtype)
     if x.is_cuda:
         layer.prepare(x.device)
-    routing = layer.route(index, packed.experts)
+    tile = codes.wide_tile((packed.form,), x.dtype)
+    routing = layer.route(index, packed.experts, tile)
     rows = products.Rows(routing, routing.tiles, routing.tile)
     if products.wants_wide(packed, index.numel(), x.dtype):
-        rows = products.Rows(routing, routing.wide, WIDE_TILE)
+        rows = products.Rows(routing, routing.wide, routing.wide_tile)
     return lambda: products.multiply(x, side, rows, "first")
