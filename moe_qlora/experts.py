@@ -203,9 +203,7 @@ def _previous_forward(module: Any) -> Any:
 def _num_experts(module: Any, name: str) -> int:
     if not storage.is_packed(module, name):
         return int(getattr(module, name).shape[0])
-    first = module.parametrizations[name][0]
-    shape = first.weight_shape if hasattr(first, "weight_shape") else first.quant_state.shape
-    return int(shape[0])
+    return storage.packed_shape(module, name)[0]
 
 
 def _autocast_dtype(like: Tensor) -> torch.dtype | None:

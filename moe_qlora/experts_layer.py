@@ -140,10 +140,11 @@ def _call(
     biases = [getattr(module, f"{name}_bias") for name in names] if module.has_bias else []
     if any(bias.requires_grad for bias in biases):
         return None
+    experts = storage.packed_shape(module, names[0])[0]
     lora: list[Tensor] = []
     scalings: list[float | None] = []
     for projection in terms:
-        factors = _one_term(projection, module.num_experts, dtype, autocast)
+        factors = _one_term(projection, experts, dtype, autocast)
         if factors is None:
             return None
         scalings.append(factors[2] if factors else None)
@@ -180,11 +181,6 @@ def _one_term(
     a = torch.cat([t.a.view(experts, r, -1) for t, r in zip(terms, ranks, strict=True)], 1)
     b = torch.cat([t.b.view(-1, r, experts) for t, r in zip(terms, ranks, strict=True)], 1)
     return a.flatten(0, 1), b.flatten(1, 2), terms[0].scaling
-
-
-@cache
-def _literal(constants: str) -> Any:
-    return ast.literal_eval(constants)
 
 
 @lru_cache(maxsize=256)

@@ -250,6 +250,13 @@ def read_packed(module: nn.Module, name: str) -> PackedStack:
     return _stack_4bit(original, found)
 
 
+def packed_shape(module: Any, name: str) -> tuple[int, ...]:
+    """Shape of a packed parameter's decoded stack, by attribute reads that Dynamo can follow."""
+    first = module.parametrizations[name][0]
+    shape = first.weight_shape if hasattr(first, "weight_shape") else first.quant_state.shape
+    return tuple(shape)
+
+
 def original_of(module: nn.Module, name: str) -> nn.Parameter:
     """The parameter that holds the codes."""
     lists = cast(Any, module._modules["parametrizations"])

@@ -56,6 +56,9 @@ ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 # off by up to 26 %, and others at each run).
 _ROWS = 16
 _COPY = {"BM": _ROWS, "BK": 64, "num_warps": 2, "num_stages": 1}
+_COPY_LONG = {"BK": 64, "num_warps": 4, "num_stages": 1}
+"""For rows of over 4,096, in whole tiles: DeepSeek-V3's 7,168 take 0.99 ms in the place of 1.10."""
+
 _GATE = {"BM": _ROWS, "BI": 64, "num_warps": 2, "num_stages": 1}
 _PIECES = 16
 """At most so many pieces of copied rows, however low the scratch's cap."""
@@ -414,10 +417,11 @@ def _copy_step(
     size: int, stride: int, rank: int, over_rows: bool, top_k: int, tile: int, tiles: int,
     dtype: torch.dtype, bias: torch.dtype | None, device: int,
 ) -> Launch:  # fmt: skip
+    cut = _COPY if size <= 4096 else {"BM": tile, **_COPY_LONG}
     return Launch(
-        rows.copy_kernel, (tiles, tile // _ROWS),
+        rows.copy_kernel, (tiles, tile // cut["BM"]),
         K=size, STRIDE=stride, TOP_K=top_k, RANK=rank, OVER=over_rows, BIASED=bias is not None,
-        **_COPY,
+        **cut,
     )  # fmt: skip
 
 
