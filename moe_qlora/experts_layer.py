@@ -334,8 +334,7 @@ def _backward(
     """Gradients of x and weights, then of each LoRA factor."""
     kernels = _kernels()
     with torch.no_grad(), no_autocast(x):
-        experts, wide_tile = layer.first.experts, kernels.wide_tile(layer)
-        routing = kernels.routing_of(saved[0], weights.shape, experts, wide_tile)
+        routing = kernels.routing_of(saved[0], weights.shape, layer.first.experts)
         grads = kernels.backward(
             layer, routing, kernels.Saved(*saved[1:]), grad, x, weights,
             *(biases or (None, None)), *_loras(lora, scalings), needs_x=needs_x,

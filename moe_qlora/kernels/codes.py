@@ -15,6 +15,7 @@ rows `codes_hopper.py` does the same with exact values, and faster.
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -26,8 +27,7 @@ from torch import Tensor
 
 from .decode import block_absmax, decode
 from .launch import Launch, cdiv
-from .packed import TABLES, WIDE_ON_HOPPER, WIDE_TILE, Form, Packed
-from .routing import tiles_of
+from .packed import TABLES, Form, Packed
 
 
 class Config(NamedTuple):
@@ -54,9 +54,6 @@ HOPPER = Config(128, 64, 4, 4, False, True)
 
 _hopper_works: dict[int, bool] = {}
 """By CUDA device: whether the kernel for Hopper compiles there and is right."""
-
-_hopper_tiles: set[int] = set()
-"""CUDA devices where it did when it was tried. What tiles are cut for stays so."""
 
 _int8_works: dict[int, bool] = {}
 """By CUDA device: whether int8 codes are multiplied rightly."""
@@ -264,46 +261,33 @@ def prepare(device: torch.device) -> None:
     index = device.index or 0
     if index not in _hopper_works:
         capability = torch.cuda.get_device_capability(device)
-        works = capability == (9, 0) and _is_right(device, "nf4", WIDE_ON_HOPPER, HOPPER)
-        _hopper_works[index] = works
-        if works:
-            _hopper_tiles.add(index)
-
-
-def wide_tile(forms: tuple[Form, ...], dtype: torch.dtype) -> int:
-    """Rows in a wide tile, for products of these stacks in both directions."""
-    from . import codes_hopper
-
-    fits = forms[0].device in _hopper_tiles and all(
-        suits(form) and codes_hopper.suits(form, dtype, back=back)
-        for form in forms
-        for back in (False, True)
-    )
-    return WIDE_ON_HOPPER if fits else WIDE_TILE
+        _hopper_works[index] = capability == (9, 0) and _is_right(device, "nf4", 128, HOPPER)
 
 
 def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> bool:
     """Whether small random products of both directions are those of the decoded weights."""
     generator = torch.Generator(device).manual_seed(0)
-    numel = 2 * 128 * 128
+    shape = 2, 192, 256  # several steps and blocks of features, the last one half full
+    numel = math.prod(shape)
     codes = torch.randint(256, (numel,), device=device, generator=generator).to(torch.uint8)
     absmax = torch.rand(numel // 64, device=device, generator=generator)
-    shape = (2, 128, 128)
     if kind == "int8":
-        packed = Packed(codes.view(torch.int8), absmax[:256].clone(), None, 0, None, shape, kind)
+        packed = Packed(codes.view(torch.int8), absmax[:384].clone(), None, 0, None, shape, kind)
     else:
         table = torch.tensor(TABLES[kind], device=device)
         packed = Packed(codes[: numel // 2].clone(), absmax, table, 64, None, shape, kind)
-    x = torch.randn(144, 128, device=device, generator=generator)
-    x = x.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    given = torch.randn(144, 256, device=device, generator=generator)
+    given = given.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     bounds = torch.tensor([0, 5, 144], device=device, dtype=torch.int32)
-    rows = [[0, 0], *([1, first] for first in range(5, 144, tile))]
-    tiles = torch.tensor(rows, device=device, dtype=torch.int32)
-    weight = torch.empty(shape, device=device, dtype=x.dtype)
+    cut = [[0, 0], *([1, first] for first in range(5, 144, tile))]
+    tiles = torch.tensor(cut, device=device, dtype=torch.int32)
+    weight = torch.empty(shape, device=device, dtype=given.dtype)
     decode(packed, weight)
     try:
         for back in (False, True):
-            y = launch(x, packed, None, None, bounds, tiles, tile, config, back=back, span=(0, 128))
+            x = given[:, : shape[1 if back else 2]].contiguous()
+            span = 0, shape[2 if back else 1]
+            y = launch(x, packed, None, None, bounds, tiles, tile, config, back=back, span=span)
             operand = weight if back else weight.transpose(1, 2)
             right = torch.cat([x[:5] @ operand[0], x[5:] @ operand[1]]).float()
             if not (y.float() - right).norm() < 4e-3 * right.norm():
@@ -374,10 +358,6 @@ def launch(
             config = Config(128, 64, 3, 4, False)
         else:
             return y
-    if tile == WIDE_ON_HOPPER:  # as many rows as only the kernel for Hopper takes
-        tile = WIDE_TILE
-        tiles = tiles_of(bounds, form.shape[0], x.shape[0], tile)
-        count = tiles.numel() // 2
     nested = form.nested if absmax is None else 0
     step = _codes_step(
         form, x.dtype, x.stride(0), rank, across, nested, back, tile, count, config, span

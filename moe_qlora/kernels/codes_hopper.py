@@ -23,6 +23,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from .launch import Launch, cdiv
 from .packed import TABLES, Form
 
+SLOTS: gl.constexpr = gl.constexpr(4)
+"""Tiles of rows in shared memory: two being multiplied, two on their way."""
+
 WORDS: gl.constexpr = gl.constexpr(3)
 """Tiles of codes: one being looked up, two on their way. (Four and two programs would not fit.)"""
 
@@ -120,18 +123,13 @@ def _block(n, first, R: gl.constexpr, BACK: gl.constexpr):
 
 @gluon.jit
 def _copy(
-    x, rows, more, spots, here, block, some, stride_r, stride_b, lefts, extras, words, scales,
-    step, stride_w, SLOTS: gl.constexpr, EXTRA: gl.constexpr, BACK: gl.constexpr,
-    BLOCKSIZE: gl.constexpr,
+    left, spots, here, block, some, stride_r, stride_b, lefts, words, scales, step, stride_w,
+    BACK: gl.constexpr, BLOCKSIZE: gl.constexpr,
 ):  # fmt: skip
     """Send for a step's rows, codes and absmax."""
     group = step * STEP
     ahead = group * stride_r if BACK else (group // BLOCKSIZE) * stride_b
-    hopper.async_copy.async_copy_global_to_shared(lefts.index(step % SLOTS), x + (rows + group))
-    if EXTRA > 0:
-        hopper.async_copy.async_copy_global_to_shared(
-            extras.index(step % SLOTS), x + (more + group)
-        )
+    hopper.async_copy.async_copy_global_to_shared(lefts.index(step % SLOTS), left + group)
     hopper.async_copy.async_copy_global_to_shared(
         words.index(step % WORDS), spots + step * stride_w, mask=here
     )
@@ -141,65 +139,15 @@ def _copy(
 
 
 @gluon.jit
-def _places(start_row, last_row, N: gl.constexpr, STRIDE: gl.constexpr, layout: gl.constexpr):
-    """Where N rows' first step lies in x.
-
-    Rows beyond the expert's are others', and not stored; beyond the last there is none.
-    """
-    row = start_row + gl.arange(0, N, gl.SliceLayout(1, layout))
-    k = gl.arange(0, STEP, gl.SliceLayout(0, layout))
-    return gl.minimum(row, last_row).to(gl.int64)[:, None] * STRIDE + k[None, :]
-
-
-@gluon.jit
-def _tail(
-    total, x, factors, start_row, last_row, N: gl.constexpr, K: gl.constexpr,
-    STRIDE: gl.constexpr, RANK: gl.constexpr,
-):  # fmt: skip
-    """total (BN, N) + the factor times N rows' last RANK columns."""
-    W: gl.constexpr = gl.num_warps()
-    dtype: gl.constexpr = x.dtype.element_ty
-    small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, RANK], dtype)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])
-    row = start_row + gl.arange(0, N, gl.SliceLayout(1, layout))
-    j = gl.arange(0, RANK, gl.SliceLayout(0, layout))
-    safe = gl.minimum(row, last_row).to(gl.int64)
-    tail = gl.load(x + safe[:, None] * STRIDE + K + j[None, :])
-    tails = gl.allocate_shared_memory(dtype, [N, RANK], small, tail)
-    hopper.fence_async_shared()
-    gl.thread_barrier()
-    total = hopper.warpgroup_mma(factors, tails.permute((1, 0)), total, is_async=True)
-    return hopper.warpgroup_mma_wait(0, deps=(total,))
-
-
-@gluon.jit
-def _store(total, y, start_row, end_row, first, n_first, n_end, N: gl.constexpr, BN: gl.constexpr):
-    """Write total (BN, N) as rows."""
-    W: gl.constexpr = gl.num_warps()
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [W, 1], [1, 0])
-    value = gl.convert_layout(gl.permute(total.to(y.dtype.element_ty), (1, 0)), layout)
-    row = start_row + gl.arange(0, N, gl.SliceLayout(1, layout))
-    n = first + gl.arange(0, BN, gl.SliceLayout(0, layout))
-    to = y + row.to(gl.int64)[:, None] * (n_end - n_first) + (n - n_first)[None, :]
-    gl.store(to, value, mask=(row < end_row)[:, None] & (n < n_end)[None, :])
-
-
-@gluon.jit
 def _product(
     x, codes, absmax, factor, y, expert, start_row, end_row, last_row,
     stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
     ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, RANK: gl.constexpr,
     BACK: gl.constexpr, BLOCKSIZE: gl.constexpr, TABLE: gl.constexpr, LOOKUP: gl.constexpr,
-    MAIN: gl.constexpr, EXTRA: gl.constexpr, BN: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """BN features of MAIN + EXTRA rows of an expert, from `start_row` on.
-
-    Weights are the left operand, rows the right one, of which there may then be 32 more than 128:
-    experts have about 128 or 256 rows, and half of them a few more.
-    """
+    """BM rows of an expert, from `start_row` on, by BN features."""
     W: gl.constexpr = gl.num_warps()
-    # Tiles of rows: two being multiplied, and as many on their way as leave room for two programs.
-    SLOTS: gl.constexpr = 3 if EXTRA > 0 else 4
     dtype: gl.constexpr = x.dtype.element_ty
     K: gl.constexpr = ROWS if BACK else COLS
     R: gl.constexpr = STEP if BACK else BN  # rows and blocks of a tile of weights
@@ -208,10 +156,11 @@ def _product(
     first = n_first + gl.program_id(0) * BN
 
     tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
-    rows = _places(start_row, last_row, MAIN, STRIDE, tile_layout)
-    more = rows
-    if EXTRA > 0:
-        more = _places(start_row + MAIN, last_row, EXTRA, STRIDE, tile_layout)
+    row = start_row + gl.arange(0, BM, gl.SliceLayout(1, tile_layout))
+    k = gl.arange(0, STEP, gl.SliceLayout(0, tile_layout))
+    # Rows beyond the expert's are others', and not stored; beyond the last there is none.
+    safe = gl.minimum(row, last_row).to(gl.int64)
+    left = x + safe[:, None] * STRIDE + k[None, :]
 
     # A thread looks up one block of 64 weights, 8 words. They are copied by two threads each, whole
     # sectors at a time (a thread alone: 8 conflicts a copy), and lie in shared memory so that what
@@ -222,7 +171,7 @@ def _product(
     copy_layout: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [W, 1], [1, 0])
     r, b = _block(gl.arange(0, BLOCK_ROWS, block_layout), first, R, BACK)
     some = (r < ROWS) & (b < COLS // 64)
-    block = absmax + (expert * (ROWS * BLOCKS) + r * stride_r + (b * 64) // BLOCKSIZE * stride_b)
+    block = expert * (ROWS * BLOCKS) + r * stride_r + (b * 64) // BLOCKSIZE * stride_b
     r, b = _block(gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, copy_layout)), first, R, BACK)
     word = expert * (ROWS * COLS // 8) + r * (COLS // 8) + b * 8
     spots = codes + word[:, None] + gl.arange(0, 8, gl.SliceLayout(0, copy_layout))[None, :]
@@ -230,13 +179,12 @@ def _product(
     # A step goes 64 stored rows on, or one group of 64 columns.
     stride_w: gl.constexpr = STEP * COLS // 8 if BACK else 8
 
-    operand: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    lefts = gl.allocate_shared_memory(dtype, [SLOTS, MAIN, STEP], operand)
-    extras = lefts
-    if EXTRA > 0:
-        extras = gl.allocate_shared_memory(dtype, [SLOTS, EXTRA, STEP], operand)
-    rights = gl.allocate_shared_memory(dtype, [BUFFERS, R, NB * 64], operand)
-    pairs = rights._reinterpret(gl.int32, [BUFFERS, R, NB * 32], gl.NVMMASharedLayout(128, 32, 2))
+    left_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    right_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    pairs_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    lefts = gl.allocate_shared_memory(dtype, [SLOTS, BM, STEP], left_layout)
+    rights = gl.allocate_shared_memory(dtype, [BUFFERS, R, NB * 64], right_layout)
+    pairs = rights._reinterpret(gl.int32, [BUFFERS, R, NB * 32], pairs_layout)
 
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 2, [1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -246,63 +194,57 @@ def _product(
     STEPS: gl.constexpr = K // STEP
     for j in gl.static_range(SLOTS - 2):
         if j < STEPS:
-            _copy(x, rows, more, spots, here, block, some, stride_r, stride_b, lefts, extras,
-                  words, scales, j, stride_w, SLOTS, EXTRA, BACK, BLOCKSIZE)  # fmt: skip
+            _copy(left, spots, here, absmax + block, some, stride_r, stride_b, lefts, words,
+                  scales, j, stride_w, BACK, BLOCKSIZE)  # fmt: skip
         hopper.async_copy.commit_group()
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, MAIN, 16])
-    total = gl.zeros([BN, MAIN], gl.float32, mma)
-    BESIDE: gl.constexpr = EXTRA if EXTRA > 0 else 32
-    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BESIDE, 16])
-    beside = gl.zeros([BN, BESIDE], gl.float32, narrow)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BN, 16])
+    total = gl.zeros([BM, BN], gl.float32, mma)
     for step in range(STEPS):
         hopper.async_copy.wait_group(SLOTS - 3)
-        # Here all warps have waited for the product before the last, whose weights are replaced.
-        gl.thread_barrier()
         codes_now = words.index(step % WORDS).load(word_layout)
         scale_now = scales.index(step % WORDS).load(block_layout)
         values = _values(codes_now, scale_now, R, TABLE, LOOKUP)
+        # Here all warps have waited for the product before the last, which read this buffer.
+        gl.thread_barrier()
         pairs.index(step % BUFFERS).store(values)
         hopper.fence_async_shared()
         gl.thread_barrier()
-        weights = rights.index(step % BUFFERS)
-        if BACK:
-            weights = weights.permute((1, 0))
-        total = hopper.warpgroup_mma(
-            weights, lefts.index(step % SLOTS).permute((1, 0)), total, is_async=True
-        )
-        if EXTRA > 0:
-            beside = hopper.warpgroup_mma(
-                weights, extras.index(step % SLOTS).permute((1, 0)), beside, is_async=True
-            )
+        right = rights.index(step % BUFFERS)
+        if not BACK:
+            right = right.permute((1, 0))
+        total = hopper.warpgroup_mma(lefts.index(step % SLOTS), right, total, is_async=True)
         coming = step + SLOTS - 2
         if coming < STEPS:
-            _copy(x, rows, more, spots, here, block, some, stride_r, stride_b, lefts, extras,
-                  words, scales, coming, stride_w, SLOTS, EXTRA, BACK, BLOCKSIZE)  # fmt: skip
+            _copy(left, spots, here, absmax + block, some, stride_r, stride_b, lefts, words,
+                  scales, coming, stride_w, BACK, BLOCKSIZE)  # fmt: skip
         hopper.async_copy.commit_group()
-        if EXTRA > 0:
-            total, beside = hopper.warpgroup_mma_wait(2, deps=(total, beside))
-        else:
-            total = hopper.warpgroup_mma_wait(1, deps=(total,))
-    if EXTRA > 0:
-        total, beside = hopper.warpgroup_mma_wait(0, deps=(total, beside))
-    else:
-        total = hopper.warpgroup_mma_wait(0, deps=(total,))
+        total = hopper.warpgroup_mma_wait(1, deps=(total,))
+    total = hopper.warpgroup_mma_wait(0, deps=(total,))
 
     if RANK > 0:
         gl.thread_barrier()
+        small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, RANK], dtype)
         tail_layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])
-        small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, RANK], dtype)
+        row = start_row + gl.arange(0, BM, gl.SliceLayout(1, tail_layout))
         n = first + gl.arange(0, BN, gl.SliceLayout(1, tail_layout))
         j = gl.arange(0, RANK, gl.SliceLayout(0, tail_layout))
+        safe = gl.minimum(row, last_row).to(gl.int64)
+        tail = gl.load(x + safe[:, None] * STRIDE + K + j[None, :])
         place = factor + expert * factor_se + n[:, None] * factor_sn + j[None, :] * factor_sj
         f = gl.load(place, mask=(n < n_end)[:, None], other=0.0)
+        tails = gl.allocate_shared_memory(dtype, [BM, RANK], small, tail)
         factors = gl.allocate_shared_memory(dtype, [BN, RANK], small, f)
-        total = _tail(total, x, factors, start_row, last_row, MAIN, K, STRIDE, RANK)
-        if EXTRA > 0:
-            beside = _tail(beside, x, factors, start_row + MAIN, last_row, EXTRA, K, STRIDE, RANK)
-    _store(total, y, start_row, end_row, first, n_first, n_end, MAIN, BN)
-    if EXTRA > 0:
-        _store(beside, y, start_row + MAIN, end_row, first, n_first, n_end, EXTRA, BN)
+        hopper.fence_async_shared()
+        gl.thread_barrier()
+        total = hopper.warpgroup_mma(tails, factors.permute((1, 0)), total, is_async=True)
+        total = hopper.warpgroup_mma_wait(0, deps=(total,))
+
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [W, 1], [1, 0])
+    value = gl.convert_layout(total.to(dtype), out_layout)
+    row = start_row + gl.arange(0, BM, gl.SliceLayout(1, out_layout))
+    n = first + gl.arange(0, BN, gl.SliceLayout(0, out_layout))
+    to = y + row.to(gl.int64)[:, None] * (n_end - n_first) + (n - n_first)[None, :]
+    gl.store(to, value, mask=(row < end_row)[:, None] & (n < n_end)[None, :])
 
 
 @gluon.jit(do_not_specialize=["last_row"])
@@ -321,25 +263,17 @@ def hopper_kernel(
     start_row = gl.load(tiles + 2 * pid + 1)
     end_row = gl.load(bounds + expert + 1)
     # An expert's last tile is often nearly empty: half of one costs half of the product.
-    count = end_row - start_row
-    if count <= 64:
+    if end_row - start_row > 64 or BM == 64:
         _product(
             x, codes, absmax, factor, y, expert, start_row, end_row, last_row,
             stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
-            ROWS, COLS, STRIDE, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, 64, 0, BN,
-        )  # fmt: skip
-    elif count <= 128 or BM <= 128:
-        _product(
-            x, codes, absmax, factor, y, expert, start_row, end_row, last_row,
-            stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
-            ROWS, COLS, STRIDE, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, BM if BM < 128 else 128, 0,
-            BN,
+            ROWS, COLS, STRIDE, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, BM, BN,
         )  # fmt: skip
     else:
         _product(
             x, codes, absmax, factor, y, expert, start_row, end_row, last_row,
             stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
-            ROWS, COLS, STRIDE, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, 128, 32, BN,
+            ROWS, COLS, STRIDE, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, 64, BN,
         )  # fmt: skip
 
 
@@ -358,7 +292,7 @@ def step(
     form: Form, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...], back: bool,
     tile: int, tiles: int, span: tuple[int, int],
 ) -> Launch:  # fmt: skip
-    """`hopper_kernel` for `codes.launch`, in whose words these are; tile is 64, 128 or 160.
+    """`hopper_kernel` for `codes.launch`, in whose words these are; tile is 64 or 128.
 
     Its absmax is fp32; across: the factor's strides.
     """

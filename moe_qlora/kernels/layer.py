@@ -34,7 +34,7 @@ from torch import Tensor
 
 from . import codes, rows, scratch
 from .launch import Launch, aligned, cdiv
-from .packed import Form, Packed, padded, row_stride
+from .packed import WIDE_TILE, Packed, padded, row_stride
 from .products import (
     Factors,
     Rows,
@@ -172,16 +172,6 @@ class Grads(NamedTuple):
     b2: Tensor | None
 
 
-def wide_tile(layer: Layer) -> int:
-    """Rows in a wide tile of the layer's `Routing`."""
-    return _wide_tile((layer.first.form, layer.second.form), layer.dtype)
-
-
-@lru_cache(maxsize=64)
-def _wide_tile(forms: tuple[Form, Form], dtype: torch.dtype) -> int:
-    return codes.wide_tile(forms, dtype)
-
-
 def prepare(device: torch.device) -> None:
     """Find out what a CUDA device can, once, before its first layer; waits for the device."""
     codes.prepare(device)
@@ -234,7 +224,7 @@ def _found(routing: Routing, count: int, layer: Layer, *sides: Side) -> Rows:
     """The rows of products: in wider tiles where codes meet many."""
     wide = any(s.few and wants_wide(s.packed, count, layer.dtype) for s in sides)
     if wide and routing.counts[1]:
-        return Rows(routing, routing.wide, routing.wide_tile)
+        return Rows(routing, routing.wide, WIDE_TILE)
     return Rows(routing, routing.tiles, routing.tile)
 
 
@@ -272,8 +262,8 @@ def _gathered(
         copied = _copied(
             some, x, side, factor, product[first * rank : part.stop * rank], dots[part], bias
         )
-        wide = found.tile == routing.wide_tile and some.counts[1] > 0
-        fewer = Rows(some, some.wide, some.wide_tile) if wide else Rows(some, some.tiles, some.tile)
+        wide = found.tile == WIDE_TILE and some.counts[1] > 0
+        fewer = Rows(some, some.wide, WIDE_TILE) if wide else Rows(some, some.tiles, some.tile)
         for (start, end), columns in slices(copied, side, fewer, name):
             out[part, start:end] = columns
     return out, dots
@@ -300,7 +290,7 @@ def begin(
         lora2: Of the second, or None.
     """
     x = aligned(x)
-    routing = route(aligned(index.contiguous()), layer.first.experts, wide_tile(layer))
+    routing = route(aligned(index.contiguous()), layer.first.experts)
     count, recomputed = routing.count, in_backward()
     f1, f2 = _factors((lora1, lora2), layer)
     by_rows = not layer.transposed
@@ -616,5 +606,4 @@ __all__ = [
     "prepare",
     "route",
     "routing_of",
-    "wide_tile",
 ]

@@ -30,9 +30,6 @@ WIDE_TILE = 128
 """Rows in a tile of products on codes, where experts have many: each tile looks weights up anew."""
 
 
-WIDE_ON_HOPPER = 160
-"""The same, where `codes_hopper.py` does all products of a layer."""
-
 MAX_EXPERTS = 4095
 """Most experts that choices are sorted by: a chunk of choices is compared with all at once."""
 

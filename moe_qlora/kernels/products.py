@@ -22,10 +22,9 @@ from .routing import Routing
 
 FEW, FEW_ON_HOPPER = 256, 384
 """Rows an expert, on average, up to which codes beat decoding (H200, gate_up of Qwen3-30B-A3B: at
-256 rows 0.69 against 0.73 ms out and 0.76 against 0.75 back; on Hopper's own kernel 0.56 and 0.64,
-and at 512 1.04 against 1.00 out, 1.15 against 1.03 back). Where a decoded stack serves two
-products, `FEW` is the limit on Hopper as well: 1.20 ms on codes at 256 rows, 0.26 for decoding and
-0.96 for both products."""
+256 rows 0.69 against 0.73 ms out and 0.76 against 0.75 back; on Hopper's own kernel 0.53 and 0.57).
+Where a decoded stack serves two products, `FEW` is the limit on Hopper as well: at 256 rows 1.10 ms
+on codes, 1.20 for decoding and both products."""
 
 
 class Factors(NamedTuple):

@@ -139,25 +139,19 @@ class Routing:
         inverse: Likewise: the row of each choice.
         bounds: `(E + 1,)`, and up to 3 more: rows of expert e are [bounds[e], bounds[e + 1]).
         tiles: `(2 n,)`: expert and first row of each tile in turn, an expert of -1 for none.
-        wide: The same of wider tiles; empty where experts have too few rows.
+        wide: The same of tiles of `WIDE_TILE` rows; empty where experts have too few rows.
         count: R.
         experts: E.
         top_k: k.
         tile: Rows in a tile.
-        wide_tile: Rows in a wide one, `WIDE_TILE` or more.
-        counts: How many tiles, and how many wide ones, there can be.
+        counts: How many tiles, and how many wide ones, there is room for.
     """
 
-    def __init__(
-        self, ints: Tensor, count: int, experts: int, top_k: int, wide_tile: int = WIDE_TILE
-    ) -> None:
+    def __init__(self, ints: Tensor, count: int, experts: int, top_k: int) -> None:
         self.ints, self.count, self.experts, self.top_k = ints, count, experts, top_k
-        self.wide_tile = wide_tile
-        self.tile, self.counts, sizes = _sizes(count, experts, wide_tile)
+        self.tile, self.counts, sizes = _sizes(count, experts)
         parts = ints.split_with_sizes(sizes)
         self.order, self.inverse, self.bounds, self.tiles, self.wide = parts
-        if len(self.wide) > 2 * self.counts[1]:
-            self.wide = self.wide[: 2 * self.counts[1]]
 
     @cached_property
     def ends(self) -> Tensor:
@@ -167,29 +161,22 @@ class Routing:
     def part(self, rows: slice) -> Routing:
         """The routing of some of the rows, counted from the first of them; no `inverse`."""
         count = rows.stop - rows.start
-        some = _empty(count, self.experts, self.top_k, self.ints.device, self.wide_tile)
+        some = _empty(count, self.experts, self.top_k, self.ints.device)
         some.bounds.copy_(self.bounds).sub_(rows.start).clamp_(0, count)
         some.order[:count] = self.order[rows]
-        step = _tiles_step(
-            self.experts, some.tile, some.wide_tile, some.counts, self.ints.get_device()
+        _tiles_step(self.experts, some.tile, some.counts, self.ints.get_device())(
+            some.bounds, some.tiles, some.wide, *some.counts
         )
-        step(some.bounds, some.tiles, some.wide, *some.counts)
         return some
 
 
 @lru_cache(maxsize=256)
-def _sizes(
-    count: int, experts: int, wide_tile: int = WIDE_TILE
-) -> tuple[int, tuple[int, int], list[int]]:
-    """Rows in a tile, how many tiles there can be, and the sizes of `Routing.ints`' parts.
-
-    These are the same whatever the wide tiles are, so that a compiler need not know.
-    """
+def _sizes(count: int, experts: int) -> tuple[int, tuple[int, int], list[int]]:
+    """Rows in a tile, how many tiles, and the sizes of `Routing.ints`' parts."""
     tile = tile_rows(count, experts)
-    some, room = (cdiv(n, 2) * 2 for n in tile_counts(count, experts, tile))
-    wide = min(room, count // wide_tile + experts)
+    some, wide = (cdiv(n, 2) * 2 for n in tile_counts(count, experts, tile))
     whole = [cdiv(n, 4) * 4 for n in (count, count, experts + 1)]
-    return tile, (some, wide), [*whole, 2 * some, 2 * room]
+    return tile, (some, wide), [*whole, 2 * some, 2 * wide]
 
 
 def ints_size(count: int, experts: int) -> int:
@@ -197,24 +184,22 @@ def ints_size(count: int, experts: int) -> int:
     return sum(_sizes(count, experts)[2])
 
 
-def _empty(count: int, experts: int, top_k: int, device: torch.device, wide_tile: int) -> Routing:
+def _empty(count: int, experts: int, top_k: int, device: torch.device) -> Routing:
     ints = torch.empty(ints_size(count, experts), dtype=torch.int32, device=device)
-    return Routing(ints, count, experts, top_k, wide_tile)
+    return Routing(ints, count, experts, top_k)
 
 
-def route(index: Tensor, experts: int, wide_tile: int = WIDE_TILE) -> Routing:
+def route(index: Tensor, experts: int) -> Routing:
     """Sort the choices by expert, stably.
 
     Args:
         index: `(T, k)` integers, contiguous; what is no expert that is held here comes last.
         experts: E, up to `packed.MAX_EXPERTS`.
-        wide_tile: Rows in a wide tile.
     """
     count = index.numel()
-    routing = _empty(count, experts, index.shape[-1], index.device, wide_tile)
-    counted, scanned, placed, blocks, bins = _sort_steps(
-        count, experts, wide_tile, index.dtype, index.get_device()
-    )
+    routing = _empty(count, experts, index.shape[-1], index.device)
+    device = index.get_device()
+    counted, scanned, placed, blocks, bins = _sort_steps(count, experts, index.dtype, device)
     room = torch.empty((blocks + 1) * bins, dtype=torch.int32, device=index.device)
     totals, counts = room.split_with_sizes([bins, blocks * bins])
     counted(index, counts, count)
@@ -228,46 +213,35 @@ def route(index: Tensor, experts: int, wide_tile: int = WIDE_TILE) -> Routing:
 
 @lru_cache(maxsize=256)
 def _sort_steps(
-    count: int, experts: int, wide_tile: int, dtype: torch.dtype, device: int
+    count: int, experts: int, dtype: torch.dtype, device: int
 ) -> tuple[Launch, Launch, Launch, int, int]:
     """The launches, how many blocks of choices there are, and the bins of each one's counts."""
     bins = triton.next_power_of_2(experts + 2)
     blocks = cdiv(count, _BLOCK)
-    tile, counts, _ = _sizes(count, experts, wide_tile)
+    tile, counts, _ = _sizes(count, experts)
     programs = max(blocks, *(cdiv(n, _TILES) for n in counts))
     together = min(bins, 8)
     counted = Launch(count_kernel, (blocks,), E=experts, EP=bins, BLOCK=_BLOCK)
     scanned = Launch(scan_kernel, (bins // together,), EP=bins, BE=together, BB=256)
     placed = Launch(
         sort_kernel, (programs,),
-        E=experts, EP=bins, TILE=tile, WIDE=wide_tile, BLOCK=_BLOCK, CHUNK=_CHUNK, TB=_TILES,
+        E=experts, EP=bins, TILE=tile, WIDE=WIDE_TILE, BLOCK=_BLOCK, CHUNK=_CHUNK, TB=_TILES,
     )  # fmt: skip
     return counted, scanned, placed, blocks, bins
 
 
 @lru_cache(maxsize=256)
-def _tiles_step(
-    experts: int, tile: int, wide_tile: int, counts: tuple[int, int], device: int
-) -> Launch:
+def _tiles_step(experts: int, tile: int, counts: tuple[int, int], device: int) -> Launch:
     programs = max(cdiv(n, _TILES) for n in counts)
     bins = triton.next_power_of_2(experts)
     return Launch(
-        tiles_kernel, (programs,), E=experts, EP=bins, TILE=tile, WIDE=wide_tile, TB=_TILES
+        tiles_kernel, (programs,), E=experts, EP=bins, TILE=tile, WIDE=WIDE_TILE, TB=_TILES
     )
 
 
-def tiles_of(bounds: Tensor, experts: int, count: int, tile: int) -> Tensor:
-    """A table `(2 n,)` of tiles of so many rows, for any bounds of `count` rows in all."""
-    counts = cdiv(count // tile + min(experts, count), 2) * 2, 0
-    tiles = torch.empty(2 * counts[0], dtype=torch.int32, device=bounds.device)
-    step = _tiles_step(experts, tile, WIDE_TILE, counts, bounds.get_device())
-    step(bounds, tiles, tiles, *counts)
-    return tiles
+def routing_of(ints: Tensor, shape: Sequence[int], experts: int) -> Routing:
+    """The `Routing` whose `ints` these are; shape: `(T, k)`."""
+    return Routing(ints, shape[0] * shape[-1], experts, shape[-1])
 
 
-def routing_of(ints: Tensor, shape: Sequence[int], experts: int, wide_tile: int) -> Routing:
-    """The `Routing` whose `ints` these are; shape: `(T, k)`; the rest as given to `route`."""
-    return Routing(ints, shape[0] * shape[-1], experts, shape[-1], wide_tile)
-
-
-__all__ = ["Routing", "ints_size", "route", "routing_of", "tiles_of"]
+__all__ = ["Routing", "ints_size", "route", "routing_of"]

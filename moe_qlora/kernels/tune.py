@@ -27,7 +27,7 @@ from torch import Tensor
 
 from . import decode
 from .codes import HOPPER, Config, launch, on_hopper
-from .packed import WIDE_TILE, Packed
+from .packed import Packed
 
 _TOLERANCE = 6e-3
 """Largest relative error against the decoded product in 16 bit, whose own rounding is 3e-3."""
@@ -101,7 +101,7 @@ def chosen(packed: Packed, dtype: torch.dtype, tile: int, *, back: bool) -> Conf
         tile: Rows in a tile.
         back: Whether the stored rows are what is summed over.
     """
-    default = _DEFAULTS[back].get(tile, _DEFAULTS[back][WIDE_TILE])
+    default = _DEFAULTS[back][tile]
     device = packed.codes.device
     if tile >= 64 and on_hopper(packed.form, dtype, back=back):
         default = HOPPER

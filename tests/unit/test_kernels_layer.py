@@ -297,32 +297,6 @@ def test_routing(shape):
             assert (flat[order[rows[e]]] == e).all()
 
 
-def test_tiles_that_only_another_kernel_takes_are_cut_anew(monkeypatch):
-    """As after the kernel for Hopper, which has the widest tiles, has failed to compile."""
-    monkeypatch.setattr(codes, "wide_tile", lambda *args: packing.WIDE_ON_HOPPER)
-    cut = []
-    real = codes.tiles_of
-    monkeypatch.setattr(codes, "tiles_of", lambda *a: cut.append(a[-1]) or real(*a))
-    layer._wide_tile.cache_clear()
-    try:
-        test_layer_equals_plain_loops(Case(tokens=400, top_k=3, experts=6, hidden=64, inner=64))
-    finally:
-        layer._wide_tile.cache_clear()
-    assert cut == [packing.WIDE_TILE] * 4
-
-
-@pytest.mark.parametrize("wide_tile", [packing.WIDE_TILE, packing.WIDE_ON_HOPPER])
-def test_wide_tiles_have_any_number_of_rows(wide_tile):
-    index = torch.randint(5, (700, 2))
-    routing = layer.route(index, 5, wide_tile)
-    again = layer.routing_of(routing.ints, index.shape, 5, wide_tile)
-    assert torch.equal(routing.wide, again.wide) and len(routing.ints) == layer.ints_size(1400, 5)
-    bounds = routing.bounds.tolist()
-    found = [tuple(pair) for pair in routing.wide.view(-1, 2).tolist() if pair[0] >= 0]
-    wanted = [(e, i) for e in range(5) for i in range(bounds[e], bounds[e + 1], wide_tile)]
-    assert found == wanted
-
-
 def test_scratch_remembers_its_owner():
     first, held = scratch.take("first", (2, 8), torch.float32, torch.device("cpu"), ("a",))
     assert not held and first.shape == (2, 8)

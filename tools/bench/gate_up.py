@@ -138,6 +138,7 @@ def _theirs(stack: Any) -> Tensor:
 def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callable[[], Tensor]:
     from moe_qlora.experts_op import packed_of
     from moe_qlora.kernels import codes, layer, products
+    from moe_qlora.kernels.packed import WIDE_TILE
 
     packed = packed_of(stack)
     if not codes.suits(packed.form):
@@ -145,9 +146,8 @@ def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callabl
     side = products.Side(packed, None, not transposed, False, True, x.dtype)
     if x.is_cuda:
         layer.prepare(x.device)
-    tile = codes.wide_tile((packed.form,), x.dtype)
-    routing = layer.route(index, packed.experts, tile)
+    routing = layer.route(index, packed.experts)
     rows = products.Rows(routing, routing.tiles, routing.tile)
     if products.wants_wide(packed, index.numel(), x.dtype):
-        rows = products.Rows(routing, routing.wide, routing.wide_tile)
+        rows = products.Rows(routing, routing.wide, WIDE_TILE)
     return lambda: products.multiply(x, side, rows, "first")
