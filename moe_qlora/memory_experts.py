@@ -20,9 +20,10 @@ SCRATCH_BYTES = 2 << 30
 _INDEX = 8  # bytes of an int64
 _WIDE = 4  # bytes of a float32
 _ALIGN = 8  # ranks are padded to this for grouped products
-_FEW = 256  # rows an expert, `FEW` of kernels/products.py (384 on Hopper: this is on the safe side)
+_FEW = 256  # rows an expert, `FEW` of kernels/products.py (on Hopper 512, and less is decoded)
 _MOST = 128  # ranks of a projection together, `_MAX_RANK` of experts_layer.py
 _BLOCK = 64  # weights to an absmax
+_LINE = 128  # bytes, `LINE` of kernels/packed.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ def held_nbytes(call: ExpertsCall, *, checkpointing: bool) -> tuple[int, ...]:
         return ()
     ranks = _ranks(call)
     stacks = [
-        call.experts * (features + rank) * (size + rank) * call.itemsize
+        call.experts * (features + rank) * _apart(call, size + rank) * call.itemsize
         for features, size, rank in (
             (call.width, call.hidden, ranks[0]),
             (call.hidden, call.intermediate, ranks[1]),
@@ -197,30 +198,37 @@ def _layer_scratch(call: ExpertsCall) -> tuple[int, int]:
     first, second = _ranks(call)
     rows, size = call.rows, call.itemsize
     result = call.tokens * call.hidden * size
-    gathered = rows * (call.hidden + first) * size
-    inner = rows * (call.intermediate + second) * size
+    gathered = rows * _apart(call, call.hidden + first) * size
+    inner = rows * _apart(call, call.intermediate + second) * size
     y = rows * call.hidden * size
     factors = (
         call.experts
         * size
         * (first * (call.hidden + call.width) + second * (call.hidden + call.intermediate))
     )
-    forward = max(gathered, inner + y, y + result) + factors
+    forward = max(gathered, inner + y + result) + factors
     product = rows * second * size
     u = rows * call.intermediate * size
-    d_pre = rows * (call.width + first) * size
+    d_pre = rows * _apart(call, call.width + first) * size
     grads = call.experts * (
         sum(t.rank * (call.hidden + call.width) * t.itemsize for t in call.first)
         + sum(t.rank * (call.hidden + call.intermediate) * t.itemsize for t in call.second)
     )
     stages = (
-        rows * (call.hidden + second) * size + product + u,
+        rows * _apart(call, call.hidden + second) * size + product + u,
         product + u + d_pre,
         product + d_pre + y + grads,
         product + y + grads + result,
     )
     backward = max(stages) + factors - grads - result
     return forward, max(backward, 0)
+
+
+def _apart(call: ExpertsCall, width: int) -> int:
+    """Elements from one row of a product to the next: `row_stride` of kernels/packed.py."""
+    line = _LINE // call.itemsize
+    whole = -(-width // line) * line
+    return whole if call.few or 80 * (whole - width) <= width else width
 
 
 def _decoded(call: ExpertsCall, features: int) -> int:
