@@ -98,6 +98,85 @@ def test_eager_equals_the_projections_and_compiled_equals_eager(case, monkeypatc
         assert (mine - other).float().norm() < 4e-3 * other.float().norm()
 
 
+def checkpointed(function, *parts):
+    return torch.utils.checkpoint.checkpoint(function, *parts, use_reentrant=False)
+
+
+@pytest.fixture
+def finished(monkeypatch):
+    """How often second products have been computed."""
+    kernels = experts_layer._kernels()
+    calls = []
+    real = kernels.finish
+    monkeypatch.setattr(kernels, "finish", lambda *a: calls.append(1) or real(*a))
+    return calls
+
+
+def test_a_recomputation_leaves_out_the_second_product(case, finished):
+    module, provider, parts = case
+    plain = gradients(module, provider, parts)
+    assert len(finished) == 1
+    again = gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
+    assert len(finished) == 2
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_a_recomputation_gives_what_is_saved_later(case, finished):
+    module, provider, parts = case
+
+    def squared(*parts):
+        return module(*parts).square()
+
+    plain = gradients(squared, provider, parts)
+    again = gradients(lambda *parts: checkpointed(squared, *parts), provider, parts)
+    assert len(finished) == 3
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_a_recomputation_decodes_for_backward_as_well(case, monkeypatch):
+    from moe_qlora.kernels import decode, products
+
+    module, provider, parts = case
+    monkeypatch.setattr(products, "FEW", 0)
+    decoded = []
+    real = decode.decode
+    monkeypatch.setattr(
+        decode,
+        "decode",
+        lambda packed, *a, **k: decoded.append(packed.shape) or real(packed, *a, **k),
+    )
+    first, second = (E, 2 * INNER, H), (E, H, INNER)
+    plain = gradients(module, provider, parts)
+    assert decoded == [first, second, first]  # the second stack is still there for backward
+    decoded.clear()
+    again = gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
+    assert decoded == [first, second, first, second]
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_factors_that_change_before_backward_are_an_error(case):
+    module, provider, parts = case
+    out = module(*parts)
+    factor = provider.leaves()[1]
+    with torch.no_grad():
+        factor.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+        out.sum().backward()
+
+
+def test_factors_that_are_no_leaves_are_saved_as_any_tensor(case):
+    module, provider, parts = case
+    right = gradients(module, provider, parts)
+    leaves, doubled = provider.leaves(), {}
+    for name, (term,) in provider.all.items():
+        doubled[name] = (replace(term, a=term.a * 1.0, b=term.b * 1.0),)
+    provider.all = doubled
+    out = module(*parts)
+    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    mine = [out, *torch.autograd.grad(out, [parts[0], parts[2], *leaves], seed)]
+    assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
+
+
 def test_what_does_not_suit_is_left_to_the_projections(case, monkeypatch):
     module, provider, parts = case
     ran = []

@@ -269,7 +269,7 @@ def test_a_part_of_each_matrix_is_decoded(kind):
     assert torch.equal(out[:, :, :72], whole[:, 8:24]) and torch.equal(out[:, :, 72:], right)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (37, 3), (200, 2), (400, 2), (1500, 3)])
+@pytest.mark.parametrize("shape", [(1, 1), (37, 3), (200, 2), (400, 2), (1500, 3), (22000, 3)])
 def test_routing(shape):
     experts = 5
     index = torch.randint(experts + 1, shape)
