@@ -213,6 +213,7 @@ def _eager(
         if not (plain and _fits(made.form)):
             return None
         packed.append(made)
+    _check_devices(call.x, call.weights, call.choices, *call.biases, *call.lora)
     work = _Work(_layer(packed, call), call.scalings, len(call.biases))
     out = _Layer.apply(work, call.choices, call.x, call.weights, *call.biases, *call.lora)
     # A checkpoint's recomputation has left by now: what follows, backward has no need of.
@@ -225,11 +226,21 @@ def _eager(
 def _layer(packed: Sequence[Packed], call: Any) -> Any:
     """`kernels.layer.Layer`."""
     kernels = _kernels()
-    first, second = (
-        p if p.codes.data_ptr() % 16 == 0 else p._replace(codes=p.codes.clone()) for p in packed
-    )
+    first, second = (p.aligned() for p in packed)
     gate = kernels.Gate(*call.gate)
     return kernels.Layer(first, second, call.transposed, call.partial, gate, call.dtype)
+
+
+def _check_devices(x: Tensor, *others: Tensor) -> None:
+    """A kernel knows addresses alone.
+
+    Raises:
+        ValueError: The tensors lie on several devices.
+    """
+    index = x.get_device()
+    if any(t.get_device() != index for t in others):
+        found = ", ".join(sorted({str(t.device) for t in (x, *others)}))
+        raise ValueError(f"an experts layer's tensors lie on several devices: {found}.")
 
 
 class _Work:
@@ -410,6 +421,7 @@ def _forward_op(
 ) -> list[Tensor]:
     """The output, the routing, and what else backward needs."""
     kernels, made = _kernels(), _constants(constants)
+    _check_devices(x, weights, index, *biases, *lora)
     layer = _layer(_packed_stacks(packed, made), made)
     with torch.no_grad(), no_autocast(x):
         out, routing, saved = kernels.forward(

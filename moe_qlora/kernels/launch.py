@@ -128,10 +128,11 @@ class _Driver:
     of ours has. `parameters` holds that against what the PTX declares.
     """
 
-    __slots__ = ("buffers", "call", "formats", "function", "index", "more", "shared", "threads",
-                 "used")  # fmt: skip
+    __slots__ = ("buffers", "call", "compiled", "formats", "function", "index", "more", "shared",
+                 "threads", "used")  # fmt: skip
 
     def __init__(self, compiled: Any, index: int, used: list[int], formats: list[str]) -> None:
+        self.compiled = compiled  # the function lives as long
         self.call, self.function, self.index = _cuda().cuLaunchKernel, compiled.function, index
         self.threads, self.shared = compiled.metadata.num_warps * 32, compiled.metadata.shared
         self.used, self.formats, self.more = used, formats, [0] * (len(formats) - len(used))

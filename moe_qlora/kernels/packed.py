@@ -99,6 +99,20 @@ class Packed(NamedTuple):
         inner = sum(t.nbytes for t in self.nested[:3]) if self.nested is not None else 0
         return self.codes.nbytes + self.absmax.nbytes + inner
 
+    def aligned(self) -> Packed:
+        """The stack, or a copy of which every part starts at a multiple of 16 bytes."""
+        parts = (self.codes, self.absmax, self.table, *(self.nested or ())[:3])
+        if all(t is None or t.data_ptr() % 16 == 0 for t in parts):
+            return self
+        nested = self.nested
+        if nested is not None:
+            nested = nested[0].clone(), nested[1].clone(), nested[2].clone(), nested[3]
+        table = None if self.table is None else self.table.clone()
+        return Packed(
+            self.codes.clone(), self.absmax.clone(), table, self.blocksize, nested, self.shape,
+            self.kind,
+        )  # fmt: skip
+
     def suits(self) -> bool:
         """Whether the kernels decode it: whole groups of 8 weights in each row and block."""
         block = self.blocksize

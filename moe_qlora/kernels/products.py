@@ -23,7 +23,7 @@ from .routing import Routing
 FEW, FEW_ON_HOPPER = 256, 512
 """Rows an expert, on average, up to which codes beat decoding (H200, gate_up of Qwen3-30B-A3B: at
 256 rows 0.69 against 0.73 ms out and 0.76 against 0.75 back; on Hopper's own kernel 0.53 and 0.57,
-at 512 as much as decoding, by itself; within a step decoding takes a fifth more, for want of power).
+at 512 as much as decoding by itself, which within a step takes a fifth more, for want of power).
 Where a decoded stack serves two products, `FEW` is the limit on Hopper as well: at 256 rows 1.10 ms
 on codes, 1.20 for decoding and both products."""
 

@@ -154,6 +154,33 @@ def test_a_recomputation_decodes_for_backward_as_well(case, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
+def test_tensors_of_several_devices_are_refused(case):
+    module, provider, parts = case
+    term = provider.all["down_proj"][0]
+    provider.all["down_proj"] = (replace(term, a=term.a.to("meta"), b=term.b.to("meta")),)
+    with pytest.raises(ValueError, match="several devices: cpu, meta"):
+        module(*parts)
+
+
+def test_statistics_that_start_anywhere_are_copied(case, monkeypatch):
+    module, provider, parts = case
+    right = gradients(module, provider, parts)
+    real = experts_layer.packed_of
+    off = []
+
+    def shifted(stack):
+        packed = real(stack)
+        wide = torch.cat([packed.absmax[:1], packed.absmax])
+        return packed._replace(absmax=wide[1:])
+
+    monkeypatch.setattr(experts_layer, "packed_of", shifted)
+    layer = experts_layer._layer
+    monkeypatch.setattr(experts_layer, "_layer", lambda *a: off.append(layer(*a)) or off[-1])
+    mine = gradients(module, provider, parts)
+    assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
+    assert all(s.absmax.data_ptr() % 16 == 0 for made in off for s in (made.first, made.second))
+
+
 def test_factors_that_change_before_backward_are_an_error(case):
     module, provider, parts = case
     out = module(*parts)
