@@ -24,16 +24,14 @@ never waits for the device, and every sum has one order.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
-from . import codes, rows, scratch
-from .launch import Launch, aligned, cdiv
+from . import codes, scratch, steps
+from .launch import aligned, cdiv
 from .packed import WIDE_TILE, Packed, padded, row_stride
 from .products import (
     Factors,
@@ -47,45 +45,10 @@ from .products import (
     wants_wide,
 )
 from .routing import Routing, ints_size, route, routing_of
+from .steps import ACTS, Gate
 
-ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
-
-# 16 rows by 2 warps: 0.051 ms for Qwen3-30B-A3B's gate at 4,096 tokens, 0.067 with 64 rows by 4,
-# and 0.90 against 1.15 for Mixtral-8x7B's at 16,384 (H200). One stage: with loads ahead, Triton
-# 3.6's product beside a store of the same tile is a race (seen with ranks of 64 and 128: results
-# off by up to 26 %, and others at each run).
-_ROWS = 16
-_COPY = {"BM": _ROWS, "BK": 64, "num_warps": 2, "num_stages": 1}
-_COPY_LONG = {"BK": 64, "num_warps": 4, "num_stages": 1}
-"""For rows of over 4,096, in whole tiles: DeepSeek-V3's 7,168 take 0.99 ms in the place of 1.10."""
-
-_GATE = {"BM": _ROWS, "BI": 64, "num_warps": 2, "num_stages": 1}
 _PIECES = 16
 """At most so many pieces of copied rows, however low the scratch's cap."""
-
-# H200, the five shapes of NOTES.md: wide where rows are read, narrow where a gate is computed.
-_OUTER = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 2}
-_OUTER_GATES = {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
-
-
-class Gate(NamedTuple):
-    """h = (clamp(up, -limit, limit) + shift) act(min(gate, limit)), or act(pre) where not gated.
-
-    Attributes:
-        act: Key of `ACTS`; "silu" is z sigmoid(alpha z).
-        gated: Whether pre holds gate and up.
-        interleaved: Whether gate and up alternate, else gate is the first half.
-        limit: Clamp, None without one.
-        alpha: Of silu.
-        shift: Added to up.
-    """
-
-    act: str
-    gated: bool = True
-    interleaved: bool = False
-    limit: float | None = None
-    alpha: float = 1.0
-    shift: float = 0.0
 
 
 class Lora(NamedTuple):
@@ -189,21 +152,9 @@ def _factors(loras: tuple[Lora | None, Lora | None], layer: Layer) -> list[Facto
     ranks = lora1.a.shape[0] // experts, f1.rank, lora2.a.shape[0] // experts, f2.rank
     plain1, plain2 = aligned(lora1.b.contiguous()), aligned(lora2.b.contiguous())
     kinds = layer.dtype, plain1.dtype, plain2.dtype
-    step = _spread_step(experts, total1, total2, ranks, kinds, f1.b.get_device())
-    step(plain1, plain2, f1.b, f2.b, total1, total2)
+    launch = steps.spread(experts, total1, total2, ranks, kinds, f1.b.get_device())
+    launch(plain1, plain2, f1.b, f2.b, total1, total2)
     return made
-
-
-@lru_cache(maxsize=256)
-def _spread_step(
-    experts: int, total1: int, total2: int, ranks: tuple[int, ...],
-    kinds: tuple[torch.dtype, ...], device: int,
-) -> Launch:  # fmt: skip
-    return Launch(
-        rows.spread_kernel, (cdiv(total1, 64) + cdiv(total2, 64), cdiv(experts, 64)),
-        RANK1=ranks[0], PADDED1=ranks[1], RANK2=ranks[2], PADDED2=ranks[3], E=experts,
-        BQ=64, BE=64,
-    )  # fmt: skip
 
 
 def _padded_factors(lora: Lora | None, layer: Layer) -> Factors | None:
@@ -308,27 +259,17 @@ def begin(
     inner_size = layer.sizes[-1]
     inner = _strip(count, inner_size + side2.rank, x, side2)
     bias = None if bias1 is None else aligned(bias1)
-    step = _gate_step(
+    launch = steps.gate(
         layer.gate, inner_size, inner.stride(0), side2.rank, routing.tile, routing.counts[0],
         pre.dtype, None if bias is None else bias.dtype, pre.get_device(),
     )  # fmt: skip
-    step(
+    launch(
         pre, pre if bias is None else bias, x if f2 is None else f2.a, routing.tiles,
-        routing.bounds, inner, product2, 1.0 if f2 is None else f2.scaling, *_numbers(layer.gate),
+        routing.bounds, inner, product2, 1.0 if f2 is None else f2.scaling,
+        *steps.numbers(layer.gate),
     )  # fmt: skip
     name = "second" if recomputed else "first"
     return Begun(routing, Saved(pre, products), inner, side2, found, name)
-
-
-@lru_cache(maxsize=256)
-def _gate_step(
-    gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int, dtype: torch.dtype,
-    bias: torch.dtype | None, device: int,
-) -> Launch:  # fmt: skip
-    return Launch(
-        rows.gate_kernel, (tiles, tile // _ROWS),
-        I=size, STRIDE=stride, RANK=rank, BIASED=bias is not None, **_gate_flags(gate), **_GATE,
-    )  # fmt: skip
 
 
 def finish(
@@ -369,19 +310,6 @@ def forward(
     return finish(layer, begun, weights, index, bias2), begun.routing, begun.saved
 
 
-def _numbers(gate: Gate) -> tuple[float, float, float]:
-    return gate.limit or 0.0, gate.alpha, gate.shift
-
-
-def _gate_flags(gate: Gate) -> dict[str, int | bool]:
-    return {
-        "ACT": ACTS[gate.act],
-        "GATED": gate.gated,
-        "INTERLEAVED": gate.gated and gate.interleaved,
-        "LIMITED": gate.limit is not None,
-    }
-
-
 def _copied(
     routing: Routing, x: Tensor, side: Side, factor: Tensor | None, product: Tensor, dots: Tensor,
     bias: Tensor | None,
@@ -391,28 +319,15 @@ def _copied(
     out = _strip(routing.count, size + side.rank, x, side)
     f = x if factor is None else factor
     over_rows = factors is not None and factor is factors.a
-    step = _copy_step(
+    launch = steps.copy(
         size, out.stride(0), side.rank, over_rows, routing.top_k, routing.tile, routing.counts[0],
         x.dtype, None if bias is None else bias.dtype, x.get_device(),
     )  # fmt: skip
-    step(
+    launch(
         x, routing.order, f, routing.tiles, routing.bounds, out, product,
         f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling,
     )  # fmt: skip
     return out
-
-
-@lru_cache(maxsize=256)
-def _copy_step(
-    size: int, stride: int, rank: int, over_rows: bool, top_k: int, tile: int, tiles: int,
-    dtype: torch.dtype, bias: torch.dtype | None, device: int,
-) -> Launch:  # fmt: skip
-    cut = _COPY if size <= 4096 else {"BM": tile, **_COPY_LONG}
-    return Launch(
-        rows.copy_kernel, (tiles, tile // cut["BM"]),
-        K=size, STRIDE=stride, TOP_K=top_k, RANK=rank, OVER=over_rows, BIASED=bias is not None,
-        **cut,
-    )  # fmt: skip
 
 
 def _summed(
@@ -427,29 +342,15 @@ def _summed(
     weights, index, bias = (None if t is None else aligned(t) for t in (weights, index, bias))
     kinds = tuple(None if t is None else t.dtype for t in (weights, index, bias))
     for (first, end), y in slices(x, side, found, name):
-        step = _sum_step(
+        launch = steps.to_tokens(
             tokens, first, end, size, routing.top_k, routing.experts, layer.partial, y.dtype,
             kinds, y.get_device(),
         )  # fmt: skip
-        step(
+        launch(
             y, routing.inverse, y if weights is None else weights, y if index is None else index,
             y if bias is None else bias, routing.bounds, out, tokens, first, size,
         )  # fmt: skip
     return out
-
-
-@lru_cache(maxsize=256)
-def _sum_step(
-    tokens: int, first: int, end: int, size: int, top_k: int, experts: int, partial: bool,
-    dtype: torch.dtype, kinds: tuple[torch.dtype | None, ...], device: int,
-) -> Launch:  # fmt: skip
-    width = end - first
-    block = min(triton.next_power_of_2(width), 1024)
-    return Launch(
-        rows.sum_kernel, (tokens, cdiv(width, block)),
-        N=width, TOP_K=top_k, E=experts, WEIGHTED=kinds[0] is not None,
-        BIASED=kinds[2] is not None, PARTIAL=partial, BT=1, BN=block, num_warps=4,
-    )  # fmt: skip
 
 
 def backward(
@@ -495,14 +396,14 @@ def backward(
     empty = torch.zeros_like if layer.partial else torch.empty_like
     d_weights = empty(weights)
     kinds = weights.dtype, *(None if b is None else b.dtype for b in (bias1, bias2))
-    step = _gate_backward_step(
+    launch = steps.gate_backward(
         layer.gate, inner_size, d_pre.stride(0), side1.rank, routing.tile, routing.counts[0],
         u.dtype, kinds, u.get_device(),
     )  # fmt: skip
-    step(
+    launch(
         u, saved.pre, u if bias1 is None else bias1, weights, routing.order, dots,
         u if f1 is None else f1.b, routing.tiles, routing.bounds, d_pre, d_weights,
-        1.0 if f1 is None else f1.scaling, *_numbers(layer.gate),
+        1.0 if f1 is None else f1.scaling, *steps.numbers(layer.gate),
     )  # fmt: skip
     del u
     product1, product2 = saved.products.split_with_sizes((count * side1.rank, count * side2.rank))
@@ -540,18 +441,6 @@ def _back_sides(
     return side(layer.first, f1, held1), side(layer.second, f2, held2), name
 
 
-@lru_cache(maxsize=256)
-def _gate_backward_step(
-    gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int, dtype: torch.dtype,
-    kinds: tuple[torch.dtype | None, ...], device: int,
-) -> Launch:  # fmt: skip
-    return Launch(
-        rows.gate_backward_kernel, (tiles, tile // _ROWS),
-        I=size, STRIDE=stride, RANK=rank, BIASED=kinds[1] is not None, DOTS=kinds[2] is not None,
-        **_gate_flags(gate), **_GATE,
-    )  # fmt: skip
-
-
 def _outer(
     like: Tensor, small: Tensor, stride: int, big: Tensor, layer: Layer, routing: Routing,
     size: int, *, rank: int | None = None, weights: Tensor | None = None,
@@ -560,33 +449,17 @@ def _outer(
     """A factor's gradient in the shape and dtype of `like`; `over`: it is B, expert fastest."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     real = (like.shape[1] if over else like.shape[0]) // routing.experts
-    step = _outer_step(
+    launch = steps.outer(
         layer.gate, size, rank or stride, stride, big.stride(0), real, routing.experts,
         routing.top_k, gathers, gates, over,
         (big.dtype, like.dtype, *(None if t is None else t.dtype for t in (weights, bias))),
         out.get_device(),
     )  # fmt: skip
-    step(
+    launch(
         small, big, big if bias is None else bias, big if weights is None else weights,
-        routing.order, routing.bounds, out, *_numbers(layer.gate),
+        routing.order, routing.bounds, out, *steps.numbers(layer.gate),
     )  # fmt: skip
     return out
-
-
-@lru_cache(maxsize=256)
-def _outer_step(
-    gate: Gate, size: int, rank: int, small: int, big: int, real: int, experts: int, top_k: int,
-    gathers: bool, gates: bool, over: bool, kinds: tuple[torch.dtype | None, ...], device: int,
-) -> Launch:  # fmt: skip
-    cut = _OUTER_GATES if gates else _OUTER
-    strides = (1, real * experts, experts) if over else (real * size, 1, size)
-    return Launch(
-        rows.outer_kernel, (cdiv(size, cut["BN"]), experts),
-        SMALL=small, BIG=big, SE=strides[0], SN=strides[1], SJ=strides[2],
-        N=size, RANK=rank, REAL=real, TOP_K=top_k, GATHERS=gathers,
-        WEIGHTED=kinds[2] is not None, GATES=gates, BIASED=kinds[3] is not None,
-        **_gate_flags(gate), **cut,
-    )  # fmt: skip
 
 
 __all__ = [
