@@ -177,10 +177,10 @@ def _one_term(
     if sum(ranks) > _MAX_RANK:
         return None
     if len(terms) == 1:
-        return terms[0].a, terms[0].b, terms[0].scaling
+        return terms[0].a, terms[0].b, float(terms[0].scaling)
     a = torch.cat([t.a.view(experts, r, -1) for t, r in zip(terms, ranks, strict=True)], 1)
     b = torch.cat([t.b.view(-1, r, experts) for t, r in zip(terms, ranks, strict=True)], 1)
-    return a.flatten(0, 1), b.flatten(1, 2), terms[0].scaling
+    return a.flatten(0, 1), b.flatten(1, 2), float(terms[0].scaling)
 
 
 @lru_cache(maxsize=256)
@@ -276,7 +276,8 @@ class _Layer(torch.autograd.Function):
             begun = kernels.begin(work.layer, index, x, bias1, *_loras(rest[n:], work.scalings))
         work.begun = begun
         ctx.work, ctx.held = _Work(work.layer, work.scalings, n), _Held(rest)
-        ctx.save_for_backward(x, weights, *ctx.held.others, begun.routing.ints, *begun.saved)
+        others = [t for t in rest if not _is_leaf(t)]
+        ctx.save_for_backward(x, weights, *others, begun.routing.ints, *begun.saved)
         return torch.empty_like(x)
 
     @staticmethod
@@ -291,24 +292,25 @@ class _Layer(torch.autograd.Function):
         return None, None, grads[0], grads[1], *[None] * work.biases, *grads[2:]
 
 
+def _is_leaf(tensor: Tensor) -> bool:
+    return tensor.is_leaf and not tensor.is_inference()
+
+
 class _Held:
     """Tensors for backward: leaves as they are, since what saves them costs 10 us for each.
 
-    Under non-reentrant checkpointing, that is: every saved tensor goes through three hooks.
-
-    Attributes:
-        others: Those that are no leaves, for autograd to save.
+    Under non-reentrant checkpointing, that is: every saved tensor goes through three hooks. What is
+    no leaf is for autograd to save, and not held here: a checkpoint is to free it.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.leaves = [(t, t._version) if t.is_leaf else None for t in tensors]
-        self.others = [t for t in tensors if not t.is_leaf]
+        self.leaves = [(t, t._version) if _is_leaf(t) else None for t in tensors]
 
     def all(self, others: Sequence[Tensor]) -> list[Tensor]:
         """The tensors in their order.
 
         Args:
-            others: `others`, as autograd gives them back.
+            others: Those that are no leaves, as autograd gives them back.
 
         Raises:
             RuntimeError: A leaf was changed since.
@@ -318,8 +320,8 @@ class _Held:
         for leaf in self.leaves:
             if leaf is not None and leaf[0]._version != leaf[1]:
                 raise RuntimeError(
-                    "a LoRA weight of the experts was changed in place between forward and "
-                    "backward: step the optimizer after the backward."
+                    "a LoRA weight or bias of the experts was changed in place between forward "
+                    "and backward: step the optimizer after the backward."
                 )
             found.append(next(given) if leaf is None else leaf[0])
         return found

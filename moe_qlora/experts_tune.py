@@ -48,7 +48,7 @@ def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
             continue
         from .kernels import codes, tune
 
-        packed = packed_of(stack)
+        packed = packed_of(stack).aligned()
         if packed.suits() and codes.suits(packed.form):
             tune.tune(packed, dtype)
             measured += 1

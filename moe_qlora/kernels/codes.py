@@ -246,8 +246,11 @@ def takes_int8(device: torch.device) -> bool:
 
 def on_hopper(form: Form, dtype: torch.dtype, *, back: bool) -> bool:
     """Whether the kernel for Hopper can compute this product; False before `prepare`."""
-    if not _hopper_works.get(form.device):
-        return False
+    return _hopper_works.get(form.device, False) and _suits_hopper(form, dtype, back)
+
+
+@lru_cache(maxsize=256)
+def _suits_hopper(form: Form, dtype: torch.dtype, back: bool) -> bool:
     from . import codes_hopper
 
     return suits(form) and codes_hopper.suits(form, dtype, back=back)

@@ -144,7 +144,8 @@ def decode(
     """Decode experts [first, first + len(out)), or a part of each, into `out`.
 
     Args:
-        packed: The stack; `packed.suits()` holds, and its codes start at a multiple of 16 bytes.
+        packed: The stack; `packed.suits()` holds. It, and all that follow, start at multiples of
+            16 bytes.
         out: `(E', rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart; rows
             and cols are the stack's, or fewer.
         first: First expert.

@@ -55,7 +55,7 @@ class Launch:
                 numbers; the first is a tensor.
 
         Raises:
-            ValueError: The tensors lie on several devices.
+            ValueError: The tensors of the first call lie on several devices.
             RuntimeError: The driver refused.
         """
         if self.run is not None:

@@ -30,8 +30,8 @@ WIDE_TILE = 128
 """Rows in a tile of products on codes, where experts have many: each tile looks weights up anew."""
 
 
-MAX_EXPERTS = 4095
-"""Most experts that choices are sorted by: a chunk of choices is compared with all at once."""
+MAX_EXPERTS = 4094
+"""Most experts that choices are sorted by: their counts, and two more, are summed up at once."""
 
 LINE = 128
 """Bytes that the memory of a GPU is best read in."""

@@ -9,7 +9,6 @@ out: every expert's rows are then still there, and nobody has to know on the hos
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import codes, decode, scratch, tune
-from .packed import Form, Packed, row_stride
+from .packed import Packed, row_stride
 from .routing import Routing
 
 FEW, FEW_ON_HOPPER = 256, 512
@@ -117,14 +116,9 @@ def is_few(
     """
     if packed.kind == "int8" and not codes.takes_int8(packed.codes.device):
         return False
-    most = FEW, min(FEW, FEW_ON_HOPPER) if twice else FEW_ON_HOPPER
-    return _is_few(packed.form, count, dtype, back, most)
-
-
-@lru_cache(maxsize=256)
-def _is_few(form: Form, count: int, dtype: torch.dtype, back: bool, most: tuple[int, int]) -> bool:
-    on_hopper = codes.on_hopper(form, dtype, back=back)
-    return count <= most[on_hopper] * form.shape[0] and codes.suits(form)
+    form = packed.form
+    hopper = codes.on_hopper(form, dtype, back=back) and not twice
+    return count <= (FEW_ON_HOPPER if hopper else FEW) * form.shape[0] and codes.suits(form)
 
 
 def wants_wide(packed: Packed, count: int, dtype: torch.dtype) -> bool:

@@ -180,8 +180,8 @@ def _sizes(count: int, experts: int) -> tuple[int, tuple[int, int], list[int]]:
 
 
 def ints_size(count: int, experts: int) -> int:
-    """Length of `Routing.ints`."""
-    return sum(_sizes(count, experts)[2])
+    """Length of `Routing.ints`. A compiler may ask with a symbol for the count."""
+    return sum(_sizes.__wrapped__(count, experts)[2])
 
 
 def _empty(count: int, experts: int, top_k: int, device: torch.device) -> Routing:

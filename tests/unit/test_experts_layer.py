@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -152,6 +154,61 @@ def test_a_recomputation_decodes_for_backward_as_well(case, monkeypatch):
     again = gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
     assert decoded == [first, second, first, second]
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_for_any_number_of_tokens(case):
+    module, provider, _ = case
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for tokens in (11, 13, 400):
+        x = torch.randn(tokens, H).half().requires_grad_()
+        weights = torch.rand(tokens, K).half().requires_grad_()
+        parts = x, torch.rand(tokens, E).topk(K, -1).indices, weights
+        right = gradients(module, provider, parts)
+        for mine, other in zip(gradients(compiled, provider, parts), right, strict=True):
+            assert torch.equal(mine, other)
+
+
+def two_adapters(provider):
+    for name, terms in provider.all.items():
+        provider.all[name] = (*terms, *terms)
+
+
+def test_a_checkpoint_frees_factors_that_were_put_together(case, monkeypatch):
+    module, provider, parts = case
+    two_adapters(provider)
+    made = []
+    real = experts_layer._one_term
+
+    def recorded(*args):
+        factors = real(*args)
+        made.extend(weakref.ref(t) for t in factors[:2])
+        return factors
+
+    monkeypatch.setattr(experts_layer, "_one_term", recorded)
+    out = checkpointed(module, *parts)
+    gc.collect()
+    assert len(made) == 4 and not any(ref() is not None for ref in made)
+    out.sum().backward()
+
+
+def test_two_adapters_infer(case):
+    module, provider, parts = case
+    two_adapters(provider)
+    right = module(*parts)
+    with torch.inference_mode():
+        assert torch.equal(module(*parts), right)
+
+
+def test_scalings_are_numbers_of_one_kind(case):
+    _, provider, _ = case
+    term = provider.all["down_proj"][0]
+    provider.all["down_proj"] = (replace(term, scaling=1),)
+    whole = experts_layer._one_term(provider.all["down_proj"], E, torch.float16, None)
+    assert type(whole[2]) is float
+    provider.all["down_proj"] *= 2
+    whole = experts_layer._one_term(provider.all["down_proj"], E, torch.float16, None)
+    assert type(whole[2]) is float
 
 
 def test_tensors_of_several_devices_are_refused(case):
