@@ -32,12 +32,14 @@ def stack_of(shape, kind, double, dtype=torch.float32):
 
 @pytest.mark.parametrize(("kind", "double"), KINDS)
 @pytest.mark.parametrize("shape", [(3, 24, 40), (4, 64, 128), (2, 17, 8)])
-def test_decode_equals_the_codec(kind, double, shape):
+@pytest.mark.parametrize("apart", [0, 24])
+def test_decode_equals_the_codec(kind, double, shape, apart):
     torch.manual_seed(0)
     stack = stack_of(shape, kind, double)
     experts, rows, cols = shape
     right, below = torch.randn(rows, 16, experts).permute(2, 0, 1), torch.randn(experts, 32, cols)
-    out = torch.full((experts, rows + 32, cols + 16), float("nan"))
+    wide = torch.full((experts, rows + 32, cols + 16 + apart), float("nan"))
+    out = wide[:, :, : cols + 16]
     bounds = torch.tensor([0, 2] + [5] * (experts - 1), dtype=torch.int32)
     live = [e for e in range(experts) if bounds[e] < bounds[e + 1]]
     decode.decode(packed_of(stack), out, bounds=bounds, right=right, below=below)
@@ -49,6 +51,7 @@ def test_decode_equals_the_codec(kind, double, shape):
         assert torch.equal(out[e, :rows, :cols], expected[e])
         assert torch.equal(out[e, :rows, cols:], right[e])
         assert torch.equal(out[e, rows:, :cols], below[e])
+        assert wide[e, :, cols + 16 :].isnan().all()
     part = torch.full((experts - 1, rows, cols), float("nan"))
     decode.decode(packed_of(stack), part, first=1)
     assert torch.equal(part, expected[1:])
@@ -210,6 +213,15 @@ def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
     finally:
         scratch.set_scratch_cap(None)
     assert few or max(case.hidden, case.inner) <= 64 or sliced
+
+
+@pytest.mark.parametrize("name", ["plain", "interleaved", "partial"])
+def test_rows_any_distance_apart(name, monkeypatch):
+    """As of wide rows, which start at whole lines."""
+    monkeypatch.setattr(products, "FEW", 0)
+    for module in (layer, products):
+        monkeypatch.setattr(module, "row_stride", lambda width, itemsize, few=False: width + 24)
+    test_layer_equals_plain_loops(CASES[name])
 
 
 def test_a_cap_keeps_what_is_decoded_and_copied_below_it(monkeypatch):
