@@ -154,6 +154,37 @@ def test_a_recomputation_decodes_for_backward_as_well(case, monkeypatch):
     again = gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
     assert decoded == [first, second, first, second]
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    decoded.clear()
+    # The output is saved as well, so that the recomputation goes on to the second product.
+    gradients(lambda *p: checkpointed(lambda *q: module(*q).square(), *p), provider, parts)
+    assert decoded == [first, second, first, second]
+
+
+def test_a_recomputation_asks_for_what_serves_twice(case, monkeypatch):
+    from moe_qlora.kernels import codes, layer, products
+
+    module, provider, parts = case
+    asked = []
+    real = products.is_few
+
+    def recorded(packed, count, dtype, *, back, twice=False):
+        asked.append((packed.shape[1], back, twice))
+        return real(packed, count, dtype, back=back, twice=twice)
+
+    monkeypatch.setattr(layer, "is_few", recorded)
+    gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
+    forward = [(2 * INNER, False, False), (H, False, False)]
+    again = [(2 * INNER, False, True), (H, False, False)]
+    assert asked == [*forward, *again, (2 * INNER, True, False), (H, True, False)]
+    # On Hopper's kernel codes are worth it for longer, unless decoding serves twice.
+    monkeypatch.setattr(codes, "on_hopper", lambda *args, **kwargs: True)
+    packed = experts_layer.packed_of(storage.read_packed(module, NAMES[0]))
+    for rows, expected in ((256, (True, True)), (257, (True, False)), (513, (False, False))):
+        found = [
+            real(packed, rows * E, torch.bfloat16, back=False, twice=twice)
+            for twice in (False, True)
+        ]
+        assert tuple(found) == expected
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -211,11 +242,12 @@ def test_scalings_are_numbers_of_one_kind(case):
     assert type(whole[2]) is float
 
 
-def test_tensors_of_several_devices_are_refused(case):
+def test_tensors_of_several_devices_are_refused(case, monkeypatch):
     module, provider, parts = case
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1 if self.is_meta else -1)
     term = provider.all["down_proj"][0]
     provider.all["down_proj"] = (replace(term, a=term.a.to("meta"), b=term.b.to("meta")),)
-    with pytest.raises(ValueError, match="several devices: cpu, meta"):
+    with pytest.raises(ValueError, match="experts layer's tensors lie on several devices: cpu, m"):
         module(*parts)
 
 
