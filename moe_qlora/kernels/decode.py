@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, cdiv, launch
+from .launch import Launch, cdiv
 from .packed import Form, Packed
 
 BLOCK = 256
@@ -202,7 +202,10 @@ def decode_flat(packed: Packed, out: Tensor, first: int) -> None:
     nested = packed.nested
     none = packed.absmax
     table2, absmax2, offset, second = nested if nested is not None else (none, none, none, 0)
-    launch(_flat_kernel, (cdiv(out.numel(), 1024),),
-        out, packed.codes, packed.absmax, packed.table, table2, absmax2, offset, first, out.numel(),
+    step = Launch(
+        _flat_kernel, (cdiv(out.numel(), 1024),),
         BLOCKSIZE=packed.blocksize, NESTED=second, BLOCK=1024, enable_fp_fusion=False,
     )  # fmt: skip
+    step(
+        out, packed.codes, packed.absmax, packed.table, table2, absmax2, offset, first, out.numel()
+    )

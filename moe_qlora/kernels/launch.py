@@ -77,11 +77,6 @@ class Launch:
             self.run = _Driver.of(compiled, index) or _Triton(compiled, index, constants)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """`Launch` for a single call."""
-    Launch(kernel, grid, **constants)(*args)
-
-
 def stream_of(index: int) -> int:
     """The current stream of a CUDA device, as the driver knows it."""
     stream: int = torch._C._cuda_getCurrentRawStream(index)

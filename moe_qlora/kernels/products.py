@@ -21,10 +21,10 @@ from .routing import Routing
 
 FEW, FEW_ON_HOPPER = 256, 512
 """Rows an expert, on average, up to which codes beat decoding (H200, gate_up of Qwen3-30B-A3B: at
-256 rows 0.69 against 0.73 ms out and 0.76 against 0.75 back; on Hopper's own kernel 0.53 and 0.57,
-at 512 as much as decoding by itself, which within a step takes a fifth more, for want of power).
-Where a decoded stack serves two products, `FEW` is the limit on Hopper as well: at 256 rows 1.10 ms
-on codes, 1.20 for decoding and both products."""
+256 rows 0.69 against 0.73 ms out and 0.76 against 0.75 back; on Hopper's own kernel 0.60 and 0.66,
+before it was made a tenth quicker; at 512 about as much as decoding by itself, which within a step
+takes a fifth more, for want of power). Where a decoded stack serves two products, `FEW` is the
+limit on Hopper as well: at 256 rows 1.26 ms on that kernel, 1.22 for decoding and both products."""
 
 
 class Factors(NamedTuple):

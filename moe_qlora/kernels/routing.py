@@ -185,7 +185,8 @@ def ints_size(count: int, experts: int) -> int:
 
 
 def _empty(count: int, experts: int, top_k: int, device: torch.device) -> Routing:
-    ints = torch.empty(ints_size(count, experts), dtype=torch.int32, device=device)
+    size = sum(_sizes(count, experts)[2])
+    ints = torch.empty(size, dtype=torch.int32, device=device)
     return Routing(ints, count, experts, top_k)
 
 
