@@ -9,38 +9,31 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# The one eager import: `detect` names a function and its module, and Python binds a submodule on
-# its package when it is first imported, which would hide the function. The module itself imports
-# torch only when it is called.
-from .detect import detect
-
 if TYPE_CHECKING:
-    from .checkpoint_merge import merge_adapter as merge_adapter
-    from .checkpoint_quantize import quantize_checkpoint as quantize_checkpoint
-    from .errors import AdapterError as AdapterError
-    from .errors import CheckpointError as CheckpointError
-    from .errors import ConfigError as ConfigError
-    from .errors import DetectionError as DetectionError
-    from .errors import MoeQloraError as MoeQloraError
-    from .errors import NonFiniteWeightError as NonFiniteWeightError
-    from .errors import QuantizationError as QuantizationError
-    from .errors import UnsupportedWeightError as UnsupportedWeightError
-    from .experts_tune import tune_kernels as tune_kernels
-    from .hf import disable as disable
-    from .hf import enable as enable
-    from .hf import enabled as enabled
-    from .layout import ExpertParam as ExpertParam
-    from .layout import ModelLayout as ModelLayout
-    from .peft import adapt_lora_config as adapt_lora_config
-    from .peft import connect_adapters as connect_adapters
-    from .peft import exclude_modules as exclude_modules
-    from .peft import get_peft_model as get_peft_model
-    from .peft import load_adapter as load_adapter
-    from .peft import target_parameters as target_parameters
-    from .plan_model import MemoryPlan as MemoryPlan
-    from .plan_model import plan as plan
-    from .quantize import QuantizationReport as QuantizationReport
-    from .quantize import quantize_experts as quantize_experts
+    from .checkpoint.merge import merge_adapter
+    from .checkpoint.quantize import quantize_checkpoint
+    from .detection.detect import detect
+    from .errors import (
+        AdapterError,
+        CheckpointError,
+        ConfigError,
+        DetectionError,
+        MoeQloraError,
+        NonFiniteWeightError,
+        QuantizationError,
+        UnsupportedWeightError,
+    )
+    from .experts.tune import tune_kernels
+    from .hf.switch import disable, enable, enabled
+    from .layout import ExpertParam, ModelLayout
+    from .lora.config import adapt_lora_config
+    from .lora.load import load_adapter
+    from .lora.model import connect_adapters, get_peft_model
+    from .lora.targets import exclude_modules, target_parameters
+    from .memory.plan import plan
+    from .memory.report import MemoryPlan
+    from .quantize import QuantizationReport, quantize_experts
+
 
 __version__ = "0.1.0"
 
@@ -50,28 +43,30 @@ _HOME = {
     "ConfigError": "errors",
     "DetectionError": "errors",
     "ExpertParam": "layout",
-    "MemoryPlan": "memory_report",
+    "MemoryPlan": "memory.report",
     "ModelLayout": "layout",
     "MoeQloraError": "errors",
     "NonFiniteWeightError": "errors",
     "QuantizationError": "errors",
     "QuantizationReport": "quantize",
     "UnsupportedWeightError": "errors",
-    "adapt_lora_config": "peft",
-    "connect_adapters": "peft",
-    "disable": "hf",
-    "enable": "hf",
-    "enabled": "hf",
-    "exclude_modules": "peft",
-    "get_peft_model": "peft",
-    "load_adapter": "peft",
-    "merge_adapter": "checkpoint_merge",
-    "plan": "plan_model",
-    "quantize_checkpoint": "checkpoint_quantize",
+    "adapt_lora_config": "lora.config",
+    "connect_adapters": "lora.model",
+    "detect": "detection.detect",
+    "disable": "hf.switch",
+    "enable": "hf.switch",
+    "enabled": "hf.switch",
+    "exclude_modules": "lora.targets",
+    "get_peft_model": "lora.model",
+    "load_adapter": "lora.load",
+    "merge_adapter": "checkpoint.merge",
+    "plan": "memory.plan",
+    "quantize_checkpoint": "checkpoint.quantize",
     "quantize_experts": "quantize",
-    "target_parameters": "peft",
-    "tune_kernels": "experts_tune",
+    "target_parameters": "lora.targets",
+    "tune_kernels": "experts.tune",
 }
+
 
 __all__ = [
     "AdapterError",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+
 GATE_UP = "gate_up"
 GATE = "gate"
 UP = "up"

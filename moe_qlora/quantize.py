@@ -13,17 +13,12 @@ The extra memory while packing is one stack's packed form and a chunk of at most
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from . import quantize_host, storage
-from .codec import CodecSettings, PackedStack, first_nonfinite, pack, why_not
-from .detect import detect
+from .detection.detect import detect
 from .errors import (
     ConfigError,
     DetectionError,
@@ -31,27 +26,13 @@ from .errors import (
     QuantizationError,
     UnsupportedWeightError,
 )
-from .layout import ExpertParam, ModelLayout
+from .hf import model as quantize_host
+from .layout import ExpertParam, LinearExperts, ModelLayout, Router, name_pattern
+from .packing import parametrize
+from .packing.codec import PackedStack, first_nonfinite, pack, why_not
+from .packing.selection import ALREADY_QUANTIZED, QUANTIZED, SKIPPED, _Job, _plan
+from .packing.settings import CodecSettings
 from .progress import Progress, reporting
-from .quantize_report import (
-    ALREADY_QUANTIZED,
-    QUANTIZED,
-    SKIPPED,
-    QuantizationReport,
-    ReportRow,
-    SlowModule,
-)
-
-__all__ = ["QuantizationReport", "ReportRow", "SlowModule", "quantize_experts"]
-
-
-@dataclass
-class _Job:
-    """One stack and what becomes of it."""
-
-    param: ExpertParam
-    status: str
-    reason: str = ""
 
 
 def quantize_experts(
@@ -95,7 +76,7 @@ def quantize_experts(
     jobs = _plan(model, layout, config, settings)
     _refuse(model, [job.param for job in jobs if job.status == QUANTIZED], settings)
     rows = _run(model, jobs, settings, progress)
-    packed = {name for name, module, _ in storage.iter_packed(model)}
+    packed = {name for name, module, _ in parametrize.iter_packed(model)}
     fast: set[str] = set()
     if packed:
         fast = _activate(model, layout)
@@ -137,95 +118,6 @@ def _nothing_found(layout: ModelLayout, missing_ok: bool) -> QuantizationReport:
         "The model holds no stack of expert weights; pass missing_ok=True where that is expected."
         + looked
     )
-
-
-def _plan(
-    model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
-) -> list[_Job]:
-    _warn_unmatched(model, settings.skip_modules)
-    theirs = _target_parameters(config)
-    jobs = []
-    for param in layout.experts:
-        module = model.get_submodule(param.module_name)
-        skip = _skipping_pattern(param, settings.skip_modules)
-        if storage.is_packed(module, param.parameter_name):
-            foreign = storage.is_foreign(module, param.parameter_name)
-            reason = "packed by bitsandbytes' own helper" if foreign else ""
-            jobs.append(_Job(param, ALREADY_QUANTIZED, reason))
-        elif any(_covers(pattern, param) for pattern in theirs):
-            reason = "left to the config's own target_parameters"
-            jobs.append(_Job(param, SKIPPED, reason))
-        elif skip is not None:
-            jobs.append(_Job(param, SKIPPED, f"llm_int8_skip_modules names {skip!r}"))
-        else:
-            jobs.append(_Job(param, QUANTIZED))
-    return jobs
-
-
-def stacks_to_pack(
-    model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
-) -> list[ExpertParam]:
-    """The stacks of a model that `quantize_experts` would pack, the caller's skips left out."""
-    jobs = _plan(model, layout, config, settings)
-    return [job.param for job in jobs if job.status == QUANTIZED]
-
-
-def _names(param: ExpertParam) -> Iterator[str]:
-    for name in (param.name, *param.aliases):
-        yield name
-        yield name.rpartition(".")[0]
-
-
-def _skipping_pattern(param: ExpertParam, patterns: tuple[str, ...]) -> str | None:
-    """The first pattern that takes the stack or its module out, by transformers' own rule."""
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    for pattern in patterns:
-        if not all(should_convert_module(name, [pattern]) for name in _names(param)):
-            return pattern
-    return None
-
-
-def _warn_unmatched(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    names = [name for name, _ in model.named_modules() if name]
-    names += [name for name, _ in model.named_parameters()]
-    names += [f"{name}.{parameter}" for name, _, parameter in storage.iter_packed(model)]
-    for pattern in patterns:
-        try:
-            matched = any(not should_convert_module(name, [pattern]) for name in names)
-        except re.error as error:
-            raise ConfigError(
-                f"llm_int8_skip_modules holds {pattern!r}, which is no valid pattern: {error}."
-            ) from error
-        if not matched:
-            warnings.warn(
-                f"llm_int8_skip_modules names {pattern!r}, which matches nothing in the model.",
-                UserWarning,
-                stacklevel=4,
-            )
-
-
-def _target_parameters(config: Any) -> tuple[str, ...]:
-    """Patterns of a config that knows how to have bitsandbytes pack parameters itself."""
-    if isinstance(config, Mapping):
-        theirs = config.get("target_parameters")
-    else:
-        theirs = getattr(config, "target_parameters", None)
-    return (theirs,) if isinstance(theirs, str) else tuple(theirs or ())
-
-
-def _covers(pattern: str, param: ExpertParam) -> bool:
-    for name in (param.name, *param.aliases):
-        if name == pattern or name.endswith("." + pattern):
-            return True
-        try:
-            if re.fullmatch(pattern, name):
-                return True
-        except re.error:
-            continue
-    return False
 
 
 def _refuse(model: nn.Module, params: list[ExpertParam], settings: CodecSettings) -> None:
@@ -282,14 +174,14 @@ def _attach_everywhere(model: nn.Module, param: ExpertParam, packed: PackedStack
     try:
         for name in (param.name, *param.aliases):
             module, parameter = _owner(model, name)
-            if storage.is_packed(module, parameter):
+            if parametrize.is_packed(module, parameter):
                 continue  # an alias through a shared module
             attached.append((module, parameter))
-            storage.attach(module, parameter, packed)
+            parametrize.attach(module, parameter, packed)
     except BaseException:
         for module, parameter in attached:
-            if storage.is_packed(module, parameter):
-                storage.detach(module, parameter, weight)
+            if parametrize.is_packed(module, parameter):
+                parametrize.detach(module, parameter, weight)
         raise
 
 
@@ -303,15 +195,15 @@ def _half_way(error: Exception, name: str, done: list[str], total: int) -> Quant
 
 def _activate(model: nn.Module, layout: ModelLayout) -> set[str]:
     """Switch on the experts forward where the class dispatches and a stack is our own."""
-    from . import experts
+    from .experts import forward
 
     names = []
     for entry in layout.modules:
         module = model.get_submodule(entry.name)
-        packed = storage.packed_names(module)
-        if entry.dispatches and any(not storage.is_foreign(module, name) for name in packed):
+        packed = parametrize.packed_names(module)
+        if entry.dispatches and any(not parametrize.is_foreign(module, name) for name in packed):
             names.append(entry.name)
-    return set(names) - set(experts.activate(model, names))
+    return set(names) - set(forward.activate(model, names))
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -329,8 +221,8 @@ def _weight(model: nn.Module, name: str) -> Tensor:
 
 def _held_bytes(model: nn.Module, name: str) -> int:
     module, parameter = _owner(model, name)
-    if storage.is_packed(module, parameter):
-        return storage.read_packed(module, parameter).nbytes
+    if parametrize.is_packed(module, parameter):
+        return parametrize.read_packed(module, parameter).nbytes
     return _weight(model, name).nbytes
 
 
@@ -340,3 +232,152 @@ def _decoded_bytes(param: ExpertParam) -> int:
     dtype = param.dtype
     itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
     return param.numel * itemsize
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One expert parameter; tied parameters share a row.
+
+    Attributes:
+        name: Full dotted name.
+        status: "quantized" (by this call), "already_quantized" or "skipped".
+        reason: Why it was skipped, or who had quantized it; empty where there is nothing to say.
+        bytes_before: Bytes it held before the call.
+        bytes_after: Bytes it holds now, statistics included.
+    """
+
+    name: str
+    status: str
+    reason: str
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class SlowModule:
+    """An experts module that the package's own experts forward does not serve.
+
+    Its class does not dispatch through transformers' experts interface, or another tool packed it.
+
+    Its own forward reads the packed weights through the parametrization, so that the decoded stacks
+    of the layer are alive while it runs, and until its backward has run where gradients are needed.
+
+    Attributes:
+        name: Dotted name.
+        class_name: Its Python class.
+        decoded_bytes: Bytes of its decoded stacks together.
+    """
+
+    name: str
+    class_name: str
+    decoded_bytes: int
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """The outcome of one `quantize_experts` call.
+
+    Attributes:
+        rows: One for each distinct expert parameter, in the model's order.
+        slow_modules: Modules that hold packed stacks and decode a layer at a time.
+        linear_routers: Routers that are plain Linear layers, which bitsandbytes packs with all
+            others when it loads a model, unless `llm_int8_skip_modules` names them.
+        linear_experts: Experts that are lists of Linear layers, which bitsandbytes packs itself.
+    """
+
+    rows: tuple[ReportRow, ...] = ()
+    slow_modules: tuple[SlowModule, ...] = ()
+    linear_routers: tuple[Router, ...] = ()
+    linear_experts: tuple[LinearExperts, ...] = ()
+
+    @property
+    def quantized(self) -> tuple[ReportRow, ...]:
+        """What this call packed."""
+        return self._with(QUANTIZED)
+
+    @property
+    def already_quantized(self) -> tuple[ReportRow, ...]:
+        """What was packed before, by this package or another."""
+        return self._with(ALREADY_QUANTIZED)
+
+    @property
+    def skipped(self) -> tuple[ReportRow, ...]:
+        """What was left as it is, with reasons."""
+        return self._with(SKIPPED)
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of all rows before the call."""
+        return sum(row.bytes_before for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of all rows after the call, statistics included."""
+        return sum(row.bytes_after for row in self.rows)
+
+    def _with(self, status: str) -> tuple[ReportRow, ...]:
+        return tuple(row for row in self.rows if row.status == status)
+
+    def __str__(self) -> str:
+        total = (
+            f"{len(self.quantized)} expert parameters quantized, {len(self.already_quantized)} "
+            f"already quantized, {len(self.skipped)} skipped: {human_bytes(self.bytes_before)} -> "
+            f"{human_bytes(self.bytes_after)}."
+        )
+        lines = [total, *_grouped(self.skipped, "Skipped")]
+        lines += _grouped(tuple(row for row in self.already_quantized if row.reason), "Left alone")
+        if self.slow_modules:
+            worst = max(module.decoded_bytes for module in self.slow_modules)
+            classes = ", ".join(sorted({module.class_name for module in self.slow_modules}))
+            lines.append(
+                f"{len(self.slow_modules)} modules ({classes}) do not run through this "
+                f"package's experts forward and decode a whole layer at a time: up to "
+                f"{human_bytes(worst)} a layer, kept for backward without gradient checkpointing."
+            )
+        packed = [router.name for router in self.linear_routers if router.packed]
+        plain = [router.name for router in self.linear_routers if not router.packed]
+        if packed:
+            lines.append(
+                f"Routers that bitsandbytes has packed with the other Linear layers: "
+                f"{_patterns(packed)}; name them in llm_int8_skip_modules to keep them whole."
+            )
+        if plain:
+            lines.append(
+                f"Routers that are plain Linear layers: {_patterns(plain)}; bitsandbytes packs "
+                "them when it loads this model, unless llm_int8_skip_modules names them."
+            )
+        if self.linear_experts:
+            names = _patterns([experts.name for experts in self.linear_experts])
+            lines.append(
+                f"Experts that are Linear layers, which bitsandbytes packs itself: {names}."
+            )
+        return "\n".join(lines)
+
+
+def human_bytes(count: int) -> str:
+    """A count of bytes in binary units: `16.8 GiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _patterns(names: list[str]) -> str:
+    return ", ".join(dict.fromkeys(name_pattern(name) for name in names))
+
+
+def _grouped(rows: tuple[ReportRow, ...], verb: str) -> list[str]:
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        by_reason.setdefault(row.reason, []).append(row.name)
+    return [f"{verb}: {_patterns(names)} ({reason})." for reason, names in by_reason.items()]
+
+
+__all__ = [
+    "QuantizationReport",
+    "ReportRow",
+    "SlowModule",
+    "quantize_experts",
+]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
+
 _SPAN = 12  # tokens in a tiny input: no power of two, more than a tiny sliding window's half
 
 # Its forward reads a table of tokens that only the model around it has.

@@ -51,6 +51,7 @@ import transformers
 from torch import Tensor, nn
 
 import moe_qlora
+from moe_qlora.checkpoint.integrity import open_checkpoint
 from moe_qlora.errors import CheckpointError, MoeQloraError
 
 SEED = 0
@@ -226,12 +227,11 @@ def _has_experts(folder: str) -> bool:
     Raises:
         CheckpointError: It is missing, damaged, quantized already, or no text model.
     """
-    from moe_qlora import checkpoint_source
-    from moe_qlora.folder import Checkpoint
+    from moe_qlora import build
 
     if not Path(folder).is_dir():
         raise CheckpointError(f"--model {folder} is no folder; name a checkpoint folder.")
-    source = checkpoint_source.resolve(folder)
+    source = build.resolve(folder)
     quantized = getattr(source.config, "quantization_config", None)
     if quantized is not None:
         method = quantized.get("quant_method") or "unknown method"
@@ -245,8 +245,8 @@ def _has_experts(folder: str) -> bool:
             "language model in transformers; name a checkpoint of one."
         )
     if any(Path(folder).glob("*.safetensors")):
-        Checkpoint.open(folder).close()  # reads the headers, and names what is cut off
-    return bool(moe_qlora.detect(checkpoint_source.build(source)))
+        open_checkpoint(folder).close()  # reads the headers, and names what is cut off
+    return bool(moe_qlora.detect(build.build(source)))
 
 
 def prepare(
@@ -448,7 +448,7 @@ def _held(module: Any, name: str) -> str:
 
 def _nbytes(model: nn.Module) -> int:
     """Bytes of every storage that a parameter, a buffer or the statistics of one lie in."""
-    from moe_qlora.codec import state_tensors
+    from moe_qlora.packing.codec import state_tensors
 
     tensors: list[Tensor] = [*model.buffers()]
     for parameter in model.parameters():

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..memory_plan import COMPONENTS, Peak
-from ..memory_report import MemoryPlan
+from ..memory.budget import COMPONENTS, Peak
+from ..memory.report import MemoryPlan
 
 _GIB = 1 << 30
 

@@ -36,11 +36,11 @@ def dump(
     where there are none, 2 where MODEL cannot be read.
     """
     from ..errors import ConfigError
-    from . import inspect, render
+    from . import findings, render
 
     if as_json + peft + yaml > 1:
         raise ConfigError("--json, --peft and --yaml exclude each other; give one of them.")
-    found = inspect.inspect_model(
+    found = findings.inspect_model(
         model,
         kind=None if quant is None else quant.value,
         double_quant=double_quant,

@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from ..checkpoint_verify import VerifyReport, WeightError
+from ..checkpoint.verify import VerifyReport, WeightError
 from ..errors import CheckpointError
 from ..layout import name_pattern
 

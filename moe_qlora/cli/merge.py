@@ -52,7 +52,7 @@ def merge(
     """
     import torch
 
-    from ..checkpoint_merge import merge_adapter
+    from ..checkpoint.merge import merge_adapter
     from ..errors import ConfigError
 
     if quant is not None and not like_training:

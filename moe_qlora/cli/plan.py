@@ -53,8 +53,8 @@ def plan(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 4 where it does not fit
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
     """
-    from ..plan_model import plan as make
-    from ..plan_source import with_packing
+    from ..memory.plan import plan as make
+    from ..memory.source import with_packing
     from . import chart as charts
     from . import render, render_plan
 

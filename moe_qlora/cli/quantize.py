@@ -54,7 +54,7 @@ def quantize(
     """
     import torch
 
-    from ..checkpoint_quantize import quantize_checkpoint
+    from ..checkpoint.quantize import quantize_checkpoint
 
     settings: dict[str, Any] = {"load_in_8bit": True}
     if quant != Quant.int8:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..layout import ExpertParam, name_pattern
-from .inspect import Findings
+from .findings import Findings
 
 _PIPE_WIDTH = 160
 

@@ -9,9 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..layout import name_pattern
-from ..memory_devices import CONTEXT_BYTES, FRAGMENTATION
-from ..memory_plan import DeviceUse
-from ..memory_report import MemoryPlan
+from ..memory.budget import DeviceUse
+from ..memory.devices import CONTEXT_BYTES, FRAGMENTATION
+from ..memory.report import MemoryPlan
 from .render import size
 
 _BAR = 24

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..checkpoint_verify import VerifyReport, WeightError
+from ..checkpoint.verify import VerifyReport, WeightError
 from ..layout import name_pattern
 from .render import size
 

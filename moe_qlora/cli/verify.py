@@ -38,7 +38,7 @@ def verify(
     Ends with 0 where all is well, with 1 where something is damaged (named on stderr), and with 2
     where FOLDER is no checkpoint or a setting cannot be followed.
     """
-    from ..checkpoint_verify import verify as check
+    from ..checkpoint.verify import verify as check
     from ..errors import ConfigError
     from ..progress import reporting
     from . import chart, render, render_verify

@@ -7,7 +7,7 @@ from torch import nn
 from ..layout import LinearExperts
 from .routers import RouterIndex, is_list
 from .shapes import Matrix, chain
-from .tensors import Leaf, Node
+from .tree import Leaf, Node
 
 
 def find_linear_experts(

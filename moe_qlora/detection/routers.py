@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .tensors import Leaf, Node, common_ancestor
+from .tree import Leaf, Node, common_ancestor
 
 # How many levels above a stack's module its router may stand. Deepest seen in transformers: 2
 # (DBRX).

@@ -8,4 +8,9 @@ converters.py  from tensors on disk to packed stacks, one expert at a time
 
 from .switch import disable, enable, enabled, is_enabled
 
-__all__ = ["disable", "enable", "enabled", "is_enabled"]
+__all__ = [
+    "disable",
+    "enable",
+    "enabled",
+    "is_enabled",
+]

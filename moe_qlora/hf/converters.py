@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from .. import storage
-from ..codec import PackedStack, Packer, restore
+from ..checkpoint.load_plan import LoadPlan
 from ..errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
-from .plan import LoadPlan
+from ..packing import parametrize
+from ..packing.codec import PackedStack, Packer, restore
 
 _SLICE_BYTES = 8 << 20
 """Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this."""
@@ -158,7 +158,7 @@ class PackedConverter(WeightConverter):
     keys: dict[str, str]
 
     def __init__(self, leaf: str, plan: LoadPlan) -> None:
-        parts = storage.key_parts(plan.settings.kind)
+        parts = parametrize.key_parts(plan.settings.kind)
         self.parts = {_whole_name(leaf + part): part for part in parts}
         super().__init__(list(self.parts), [leaf], [AsOnDisk()])
         self.plan, self.keys = plan, {}
@@ -196,7 +196,7 @@ class PackedConverter(WeightConverter):
         except ValueError as error:
             raise CheckpointError(f"{layer_name}: {error}.") from error
         plan.keep(layer_name, packed)
-        return {layer_name: storage.hold(packed)}
+        return {layer_name: parametrize.hold(packed)}
 
     def _is_plain(self, name: str, tensor: Tensor) -> bool:
         """Whether this is the stack itself, rather than codes of it."""
@@ -262,7 +262,7 @@ class StackPacker:
             )
         packed: PackedStack = self.packer.finish()
         self.plan.keep(self.name, packed)
-        return storage.hold(packed)
+        return parametrize.hold(packed)
 
 
 class Keep(ConversionOps):

@@ -17,7 +17,7 @@ The quantizer that a loaded model keeps is of the stock class: nothing of this f
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -27,22 +27,30 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.accelerate import get_max_memory
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from .. import experts, quantize_host, storage
-from ..codec import pack
+from ..checkpoint.integrity import FolderCheck
+from ..checkpoint.load_plan import LoadPlan, plan_packing, plan_reload, safetensors_files
+from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..errors import CheckpointError
-from ..folder_check import FolderCheck
-from ..folder_manifest import MANIFEST, Manifest, read_manifest
+from ..experts import forward
+from ..packing import parametrize
+from ..packing.codec import pack
+from . import model as quantize_host
 from .converters import PackedConverter, PackingConverter, WholeNames
-from .plan import LoadPlan, plan_packing, plan_reload, safetensors_files
-from .switch import extra_skip_modules
 
 _MARK = "moe_qlora"
 
 
 @cache
-def packing_quantizer(stock: type) -> type:
-    """The class that packs experts, over the one that serves bitsandbytes configs now."""
-    return type(f"Packing{stock.__name__}", (_Packing, stock), {"__module__": __name__})
+def packing_quantizer(stock: type, extra_skip_modules: Callable[[], Sequence[str]]) -> type:
+    """Derive the class that packs experts from the one that serves bitsandbytes configs now.
+
+    Args:
+        stock: transformers' quantizer class.
+        extra_skip_modules: Gives, at each load, the patterns of what to leave in 16 bit on top of
+            the load's own config.
+    """
+    members = {"__module__": __name__, "_extra_skip_modules": staticmethod(extra_skip_modules)}
+    return type(f"Packing{stock.__name__}", (_Packing, stock), members)
 
 
 class _Packing:
@@ -50,6 +58,7 @@ class _Packing:
 
     pre_quantized: bool
     quantization_config: Any
+    _extra_skip_modules: Callable[[], Sequence[str]]
     _plan: LoadPlan | None = None
     _device_map: Any = None
     _entry: str | None = None
@@ -113,7 +122,7 @@ class _Packing:
 
     def _add_skips(self, model: Any) -> None:
         """Leave in 16 bit, in a copy of the config, what the switch was told to leave."""
-        extra = extra_skip_modules()
+        extra = self._extra_skip_modules()
         if not extra or self.pre_quantized:
             return
         config = copy.copy(self.quantization_config)
@@ -306,10 +315,10 @@ def finish(model: Any, plan: LoadPlan, config: Any) -> None:
     _restore_conversions(model, plan)
     if not plan.params:
         return
-    holders = {id(storage.hold(stack)): stack for stack in plan.stacks.values()}
+    holders = {id(parametrize.hold(stack)): stack for stack in plan.stacks.values()}
     for name, param in plan.params.items():
         module, leaf = _owner(model, name)
-        if storage.is_packed(module, leaf):
+        if parametrize.is_packed(module, leaf):
             continue  # by another name of it
         weight = module._parameters.get(leaf)
         stack = holders.get(id(weight))
@@ -321,10 +330,10 @@ def finish(model: Any, plan: LoadPlan, config: Any) -> None:
         for other in (param.name, *param.aliases):
             module, leaf = _owner(model, other)
             if module._parameters.get(leaf) is weight:
-                storage.attach(module, leaf, stack)
+                parametrize.attach(module, leaf, stack)
     packed = {module.name for module in plan.layout.modules if _any_packed(model, module.name)}
     dispatching = [m.name for m in plan.layout.modules if m.name in packed and m.dispatches]
-    experts.activate(model, dispatching)
+    forward.activate(model, dispatching)
     quantize_host.adopt(model, config, plan.settings)
 
 
@@ -334,7 +343,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _any_packed(model: nn.Module, module_name: str) -> bool:
-    return bool(storage.packed_names(model.get_submodule(module_name)))
+    return bool(parametrize.packed_names(model.get_submodule(module_name)))
 
 
 def _restore_conversions(model: Any, plan: LoadPlan) -> None:

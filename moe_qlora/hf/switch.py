@@ -81,7 +81,10 @@ def _install() -> None:
 
     if _replaced:
         return
-    ours = {method: packing_quantizer(AUTO_QUANTIZER_MAPPING[method]) for method in _METHODS}
+    ours = {
+        method: packing_quantizer(AUTO_QUANTIZER_MAPPING[method], extra_skip_modules)
+        for method in _METHODS
+    }
     for method, cls in ours.items():
         _replaced[method] = (AUTO_QUANTIZER_MAPPING[method], cls)
         AUTO_QUANTIZER_MAPPING[method] = cls

@@ -15,12 +15,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .host import ExpertsHost as ExpertsHost
-    from .settings import ExpertsSettings as ExpertsSettings
+    from .host import ExpertsHost
+    from .settings import ExpertsSettings
+
 
 _HOME = {"ExpertsHost": "host", "ExpertsSettings": "settings"}
-
-__all__ = ["ExpertsHost", "ExpertsSettings"]
 
 
 def __getattr__(name: str) -> Any:
@@ -36,3 +35,9 @@ def __getattr__(name: str) -> Any:
             name="pydantic",
         ) from error
     return getattr(module, name)
+
+
+__all__ = [
+    "ExpertsHost",
+    "ExpertsSettings",
+]

@@ -302,8 +302,8 @@ def _load_saved(loader: Any, cfg: Any, build: Callable[[], Any]) -> Any:
     from axolotl.utils.lora_precision import upcast_lora_parameters
     from axolotl.utils.lora_tying import tie_lora_output_embeddings
 
-    from ..peft import load_adapter
-    from ..peft_hosts import set_dropout
+    from ..lora.load import load_adapter
+    from ..lora.model import set_dropout
 
     model = loader.model
     if hasattr(model, "enable_input_require_grads"):
@@ -321,4 +321,9 @@ def _load_saved(loader: Any, cfg: Any, build: Callable[[], Any]) -> Any:
     return loader.model.peft_config[loader.model.active_adapter]
 
 
-__all__ = ["ConfigError", "MoeQloraArgs", "MoeQloraPlugin", "is_named"]
+__all__ = [
+    "ConfigError",
+    "MoeQloraArgs",
+    "MoeQloraPlugin",
+    "is_named",
+]

@@ -19,7 +19,8 @@ from ..errors import MoeQloraError
 from .host import ExpertsHost
 
 if TYPE_CHECKING:
-    from ..checkpoint_merge import MergeReport
+    from ..checkpoint.merge import MergeReport
+
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 

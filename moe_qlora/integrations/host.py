@@ -21,13 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import (
-    AdapterError,
-    CheckpointError,
-    ConfigError,
-    DetectionError,
-    QuantizationError,
-)
+from ..errors import AdapterError, CheckpointError, ConfigError, DetectionError, QuantizationError
 from .settings import ExpertsSettings
 
 if TYPE_CHECKING:
@@ -36,11 +30,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-    from ..checkpoint_merge import MergeReport
+    from ..checkpoint.merge import MergeReport
     from ..layout import ExpertParam
     from ..quantize import QuantizationReport
-
-__all__ = ["ExpertsHost", "ExpertsSettings"]
 
 
 class ExpertsHost:
@@ -91,16 +83,16 @@ class ExpertsHost:
         """
         if not self.settings.pack_experts:
             return
-        from .. import checkpoint_source
-        from ..detect import detect
+        from .. import build
+        from ..detection.detect import detect
 
         trust = trust_remote_code
         try:
             if isinstance(model, (str, Path)):
-                source = checkpoint_source.resolve(str(model), trust_remote_code=trust)
+                source = build.resolve(str(model), trust_remote_code=trust)
             else:
-                source = checkpoint_source.of_config(model)
-            built = checkpoint_source.build(source, trust_remote_code=trust)
+                source = build.of_config(model)
+            built = build.build(source, trust_remote_code=trust)
         except CheckpointError:
             return
         layout = detect(built)
@@ -129,12 +121,12 @@ class ExpertsHost:
         self.close()
         if not self.settings.pack_experts:
             return
-        from .. import hf
-        from ..codec_settings import CodecSettings
+        from ..hf import switch
+        from ..packing.settings import CodecSettings
 
         if quantization_config is not None:
             CodecSettings.from_config(quantization_config)
-        self._switch.enter_context(hf.enabled(skip_modules=self.settings.skip_modules))
+        self._switch.enter_context(switch.enabled(skip_modules=self.settings.skip_modules))
 
     @contextmanager
     def loading(self, quantization_config: Any = None) -> Iterator[None]:
@@ -167,8 +159,8 @@ class ExpertsHost:
         self._switch.close()
         if not self.settings.pack_experts:
             return None
-        from ..detect import detect
-        from ..peft_targets import base_model
+        from ..detection.detect import detect
+        from ..lora.targets import base_model
         from ..quantize import quantize_experts
 
         model = base_model(model)
@@ -213,7 +205,7 @@ class ExpertsHost:
             ConfigError: It asks for what packed experts cannot have, or the settings ask for LoRA
                 on a role that the model does not have.
         """
-        from ..peft import adapt_lora_config
+        from ..lora.config import adapt_lora_config
 
         self._adapted = adapt_lora_config(
             model,
@@ -247,9 +239,8 @@ class ExpertsHost:
                     "leave lora_experts out."
                 )
             return peft_model
-        from ..peft import connect_adapters
-        from ..peft_config import expert_parameters
-        from ..peft_hosts import take_after
+        from ..lora.model import connect_adapters, take_after
+        from ..lora.targets import expert_parameters
 
         connect_adapters(peft_model)
         if self._adapted is not None:
@@ -287,7 +278,7 @@ class ExpertsHost:
         Raises:
             CheckpointError, AdapterError, ConfigError: See `moe_qlora.merge_adapter`.
         """
-        from ..checkpoint_merge import merge_adapter
+        from ..checkpoint.merge import merge_adapter
 
         return merge_adapter(
             base,
@@ -306,8 +297,8 @@ class ExpertsHost:
 
 
 def _missed(model: nn.Module, layout: Any, config: Any) -> list[ExpertParam]:
-    from ..codec_settings import CodecSettings
-    from ..quantize import stacks_to_pack
+    from ..packing.selection import stacks_to_pack
+    from ..packing.settings import CodecSettings
 
     return stacks_to_pack(model, layout, config, CodecSettings.from_config(config))
 
@@ -335,7 +326,7 @@ def _unpacked(missed: list[ExpertParam], total: int) -> str:
 
 
 def _check_targeted(adapter: str, config: Any, names: list[str]) -> None:
-    from ..peft_targets import names_parameter
+    from ..lora.targets import names_parameter
 
     asked = cast("list[str]", getattr(config, "target_parameters", None) or [])
     for name in names:
@@ -344,3 +335,9 @@ def _check_targeted(adapter: str, config: Any, names: list[str]) -> None:
                 f"moe_qlora.lora_experts asks for LoRA on {name}, and adapter {adapter!r} was made "
                 "without it: make it with the config from ExpertsHost.before_peft."
             )
+
+
+__all__ = [
+    "ExpertsHost",
+    "ExpertsSettings",
+]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from torch import nn
 
+
 BAD_INPUT = 2
 
 # They build the model or its adapters in ways of their own, past everything here.
@@ -82,7 +83,7 @@ class _Steps:
 
     def from_pretrained(self, model: nn.Module, adapter: str, **kwargs: Any) -> PeftModel:
         """`PeftModel.from_pretrained`, which on packed experts would lose LoRA."""
-        from ..peft import load_adapter
+        from ..lora.load import load_adapter
 
         self._built(model)
         return self.host.after_peft(load_adapter(model, adapter, **kwargs))

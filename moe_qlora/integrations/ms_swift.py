@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from torch import nn
 
+
 TUNER = "moe_qlora"
 
 # Ways of making adapters that do not go through PEFT's config, and the value that leaves them off.
@@ -104,7 +105,7 @@ def _tuner(host: ExpertsHost) -> type:
 
         @staticmethod
         def from_pretrained(model: nn.Module, model_id: str, **kwargs: Any) -> PeftModel:
-            from ..peft import load_adapter
+            from ..lora.load import load_adapter
 
             host.after_build(model, pack=True)
             return host.after_peft(load_adapter(model, model_id, **kwargs))

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch, cdiv
-from .packed import WIDE_TILE, tile_counts, tile_rows
+from .weights import WIDE_TILE, tile_counts, tile_rows
 
 _BLOCK, _CHUNK = 256, 128
 """Choices that one program places, and of these, what are compared with each other at once."""
@@ -245,4 +245,9 @@ def routing_of(ints: Tensor, shape: Sequence[int], experts: int) -> Routing:
     return Routing(ints, shape[0] * shape[-1], experts, shape[-1])
 
 
-__all__ = ["Routing", "ints_size", "route", "routing_of"]
+__all__ = [
+    "Routing",
+    "ints_size",
+    "route",
+    "routing_of",
+]

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
 
 import moe_qlora
-from moe_qlora import storage
-from moe_qlora.codec import state_tensors
+from moe_qlora.packing import parametrize
+from moe_qlora.packing.codec import state_tensors
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -61,8 +61,8 @@ def held(model: nn.Module) -> dict[int, int]:
     """Bytes by device, statistics included."""
     total = {0: 0, 1: 0}
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
-    for _, module, name in storage.iter_packed(model):
-        for tensor in state_tensors(storage.read_packed(module, name).state):
+    for _, module, name in parametrize.iter_packed(model):
+        for tensor in state_tensors(parametrize.read_packed(module, name).state):
             tensors[tensor.data_ptr()] = tensor
     for tensor in tensors.values():
         assert tensor.device.type == "cuda"
@@ -74,8 +74,8 @@ def assert_together(model: Any) -> None:
     """Everything of a layer, statistics and buffers too, is on one device."""
     for layer in model.model.layers:
         places = {t.device for t in (*layer.parameters(), *layer.buffers())}
-        for _, module, name in storage.iter_packed(layer):
-            stack = storage.read_packed(module, name)
+        for _, module, name in parametrize.iter_packed(layer):
+            stack = parametrize.read_packed(module, name)
             places |= {t.device for t in (stack.codes, *state_tensors(stack.state))}
         assert len(places) == 1
 

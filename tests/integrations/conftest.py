@@ -86,7 +86,7 @@ def stock_logits(trainable_linears, quiet_loading):
     from transformers import AutoModelForCausalLM
 
     import moe_qlora
-    from moe_qlora import storage
+    from moe_qlora.packing import parametrize
 
     def compute(folder, adapter, config):
         with moe_qlora.enabled():
@@ -101,7 +101,7 @@ def stock_logits(trainable_linears, quiet_loading):
                     state = module.weight.quant_state
                     decoded = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
                     plain.get_submodule(name).weight.copy_(decoded)
-                for parameter in storage.packed_names(module):
+                for parameter in parametrize.packed_names(module):
                     twin = plain.get_parameter(f"{name}.{parameter}")
                     twin.copy_(getattr(module, parameter))
             base = packed(ids).logits

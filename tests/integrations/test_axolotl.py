@@ -41,7 +41,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import moe_qlora
-from moe_qlora import lora, storage
 from moe_qlora.errors import (
     AdapterError,
     CheckpointError,
@@ -49,8 +48,10 @@ from moe_qlora.errors import (
     DetectionError,
     QuantizationError,
 )
-from moe_qlora.hf import is_enabled
+from moe_qlora.hf.switch import is_enabled
 from moe_qlora.integrations.axolotl import NAME
+from moe_qlora.lora import layer as lora
+from moe_qlora.packing import parametrize
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # axolotl's own, and of what it imports
@@ -146,8 +147,8 @@ def load(config: dict[str, Any]) -> Any:
 
 def packed(model: nn.Module) -> dict[str, Any]:
     return {
-        f"{owner}.{name}".replace(".base_layer", ""): storage.read_packed(module, name)
-        for owner, module, name in storage.iter_packed(model)
+        f"{owner}.{name}".replace(".base_layer", ""): parametrize.read_packed(module, name)
+        for owner, module, name in parametrize.iter_packed(model)
     }
 
 

@@ -15,11 +15,12 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from moe_qlora import detect, layout, storage
+from moe_qlora import detect, layout
 from moe_qlora.errors import AdapterError, ConfigError, DetectionError, QuantizationError
-from moe_qlora.hf import is_enabled
-from moe_qlora.integrations import ExpertsHost, ExpertsSettings
-from moe_qlora.integrations.settings import Role
+from moe_qlora.hf.switch import is_enabled
+from moe_qlora.integrations.host import ExpertsHost
+from moe_qlora.integrations.settings import ExpertsSettings, Role
+from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 NF4 = BitsAndBytesConfig(
@@ -58,7 +59,7 @@ def build(folder: Path, host: ExpertsHost) -> Any:
 
 
 def packed(model: nn.Module) -> list[str]:
-    return [f"{module}.{name}" for module, _, name in storage.iter_packed(model)]
+    return [f"{module}.{name}" for module, _, name in parametrize.iter_packed(model)]
 
 
 @torch.no_grad()

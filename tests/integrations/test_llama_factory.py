@@ -123,7 +123,7 @@ from llamafactory.hparams import get_train_args
 from llamafactory.model import adapter, load_model, load_tokenizer
 from moe_qlora.hf.switch import is_enabled
 from moe_qlora.integrations.llama_factory import packed_experts
-from moe_qlora.storage import iter_packed
+from moe_qlora.packing.parametrize import iter_packed
 
 args = yaml.safe_load(open(sys.argv[1]))
 del args["moe_qlora"]

@@ -136,7 +136,7 @@ from transformers import BitsAndBytesConfig
 from moe_qlora.errors import ConfigError
 from moe_qlora.hf.switch import is_enabled
 from moe_qlora.integrations.ms_swift import register
-from moe_qlora.storage import iter_packed
+from moe_qlora.packing.parametrize import iter_packed
 
 config = BitsAndBytesConfig(load_in_4bit=True)
 def build(config):

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import moe_qlora
-from moe_qlora import storage
+from moe_qlora.packing import parametrize
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 
@@ -113,7 +113,9 @@ def adapter(model):
 
 
 def codes(model):
-    stacks = (storage.read_packed(module, name) for _, module, name in storage.iter_packed(model))
+    stacks = (
+        parametrize.read_packed(module, name) for _, module, name in parametrize.iter_packed(model)
+    )
     return [part.clone() for one in stacks for part in (one.codes, one.state.absmax)]
 
 
@@ -257,7 +259,7 @@ def test_model_init(model_folder, tmp_path):
     """Trainer builds the model itself, as it does in a search over hyperparameters."""
     run = trainer(None, tmp_path, model_init=lambda: adapted_model(model_folder))
     run.train()
-    assert len(list(storage.iter_packed(run.model))) == 4
+    assert len(list(parametrize.iter_packed(run.model))) == 4
     assert losses(run)[-1] < losses(run)[0] - 0.5
 
 

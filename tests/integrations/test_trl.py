@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 import moe_qlora
-from moe_qlora import storage
+from moe_qlora.packing import parametrize
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 
@@ -107,9 +107,9 @@ def rows(kind):
 def codes(model):
     """Name -> every tensor of each packed stack, copied."""
     found = {}
-    for owner, module, name in storage.iter_packed(model):
+    for owner, module, name in parametrize.iter_packed(model):
         plain = f"{owner}.{name}".replace("base_model.model.", "").replace(".base_layer", "")
-        stack = storage.read_packed(module, name)
+        stack = parametrize.read_packed(module, name)
         parts = [stack.codes, stack.state.absmax, stack.state.offset, stack.state.state2.absmax]
         found[plain] = [part.clone() for part in parts]
     return found
@@ -138,7 +138,7 @@ def assert_same(left, right):
 def test_ten_steps(kind, way, model_folder, tmp_path):
     trained = trainer(kind, way, model_folder, tmp_path)
     model = trained.model
-    assert len(list(storage.iter_packed(model))) == 4
+    assert len(list(parametrize.iter_packed(model))) == 4
     assert getattr(model, "hf_device_map", None) is None
     before = adapter(model)
     experts = [name for name in before if ".experts." in name]
@@ -424,9 +424,9 @@ def test_merging_in_memory(model_folder, tmp_path):
         expected = model(input_ids=ids).logits
         before = codes(model)
         moe_qlora.connect_adapters(model).merge_adapter(repack=True)
-        assert len(list(storage.iter_packed(model))) == 4
+        assert len(list(parametrize.iter_packed(model))) == 4
         model.unmerge_adapter()
         assert_same(codes(model), before)
         merged = model.merge_and_unload(dtype=torch.float32)
-        assert not list(storage.iter_packed(merged))
+        assert not list(parametrize.iter_packed(merged))
         torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-2, atol=2e-2)

@@ -92,31 +92,32 @@ def test_errors_are_at_most_those_of_stock_peft_in_bf16(tokens):
 
 
 def pack(holder):
-    from moe_qlora import codec, experts, storage
-    from moe_qlora.codec_settings import CodecSettings
+    from moe_qlora.experts import forward
+    from moe_qlora.packing import codec, parametrize
+    from moe_qlora.packing.settings import CodecSettings
 
     for name in ("gate_up_proj", "down_proj"):
         stack = codec.pack(
             getattr(holder.experts, name).data, CodecSettings("nf4", True, torch.uint8)
         )
-        storage.attach(holder.experts, name, stack)
-    experts.activate(holder, ["experts"])
+        parametrize.attach(holder.experts, name, stack)
+    forward.activate(holder, ["experts"])
 
 
 def connect(holder, factors):
-    from moe_qlora import experts
+    from moe_qlora.experts import forward
 
     leaves = [f.clone().requires_grad_() for f in factors]
     terms = {
-        "gate_up_proj": (experts.LoraTerm(leaves[0], leaves[1], 2.0),),
-        "down_proj": (experts.LoraTerm(leaves[2], leaves[3], 2.0),),
+        "gate_up_proj": (forward.LoraTerm(leaves[0], leaves[1], 2.0),),
+        "down_proj": (forward.LoraTerm(leaves[2], leaves[3], 2.0),),
     }
 
     class Provider:
         def terms(self, name):
             return terms[name]
 
-    experts.set_lora_provider(holder.experts, Provider())
+    forward.set_lora_provider(holder.experts, Provider())
     return leaves
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from moe_qlora import codec, storage
-from moe_qlora.codec import CodecSettings, pack, unpack, unpack_range
 from moe_qlora.errors import UnsupportedWeightError
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing.codec import pack, unpack, unpack_range
+from moe_qlora.packing.settings import CodecSettings
 
 pytestmark = pytest.mark.gpu
 
@@ -78,11 +79,11 @@ def test_int8_refuses_what_float16_cannot_hold() -> None:
 def test_modules_move_with_their_statistics(settings: CodecSettings) -> None:
     module = nn.Module()
     module.weight = nn.Parameter(torch.randn(5, 40, 48).bfloat16())
-    storage.attach(module, "weight", pack(module.weight, settings))
+    parametrize.attach(module, "weight", pack(module.weight, settings))
     here = module.weight
     for device in ("cuda", "cpu", "cuda"):
         module.to(device)
-        packed = storage.read_packed(module, "weight")
+        packed = parametrize.read_packed(module, "weight")
         found = {packed.device.type, *(tensor.device.type for tensor in tensors(packed.state))}
         assert found == {device}
         # The CPU's and the device's kernels round the same fp32 product.

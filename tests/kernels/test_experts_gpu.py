@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.kernels import grouped, reference
+from moe_qlora.kernels import projection, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -47,15 +47,15 @@ def test_grouped_equals_fp64(transposed, partial, way, tokens):
         term = reference.Term(None, a.to(dtype), b.to(dtype), 0.5, dtype)
         factor = None if scale is None else scale.bfloat16().to(dtype)
         args = (x.to(dtype), weight, sorted_rows, factor, bias.to(dtype), [term])
-        if backend is grouped:
-            assert grouped.fits(args[0], weight, [term])
+        if backend is projection:
+            assert projection.fits(args[0], weight, [term])
         needs = reference.Needs(True, scale is not None, True, [False], [True], [True])
         grads = backend.backward(grad.to(dtype), *args, needs)
         out = backend.forward(*args)
         return [out, grads.x, grads.scale, grads.bias, grads.a[0], grads.b[0]]
 
     exact, plain = run(reference, torch.float64), run(reference, torch.bfloat16)
-    first, second = run(grouped, torch.bfloat16), run(grouped, torch.bfloat16)
+    first, second = run(projection, torch.bfloat16), run(projection, torch.bfloat16)
     for right, mine, other in zip(exact, first, plain, strict=True):
         if right is not None:
             # As exact as bf16 allows: the row-by-row backend rounds as often, elsewhere.
@@ -92,7 +92,7 @@ def test_a_model_trains_as_its_decoded_twin(bits):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_wait_for_the_device():
     spec = importlib.util.spec_from_file_location(
-        "experts_tests", Path(__file__).parents[1] / "unit" / "test_experts.py"
+        "experts_tests", Path(__file__).parents[1] / "unit" / "experts" / "test_forward.py"
     )
     assert spec is not None and spec.loader is not None
     tests = sys.modules["experts_tests"] = importlib.util.module_from_spec(spec)

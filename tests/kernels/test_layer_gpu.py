@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_qlora import codec, experts, experts_layer
-from moe_qlora.codec_settings import CodecSettings
-from moe_qlora.experts_gate import plain_gate
-from moe_qlora.experts_op import packed_of
+from moe_qlora.experts import forward
+from moe_qlora.experts import fused as experts_layer
+from moe_qlora.experts.activation import plain_gate
+from moe_qlora.experts.projection import packed_of
+from moe_qlora.packing import codec
+from moe_qlora.packing.settings import CodecSettings
 
 pytestmark = pytest.mark.gpu
 
@@ -22,19 +24,19 @@ HALVES = [torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def scratch():
-    from moe_qlora.kernels import scratch
+    from moe_qlora.kernels import workspace
 
-    scratch.release_scratch()
-    yield scratch
-    scratch.release_scratch()
-    scratch.set_scratch_cap(None)
+    workspace.release_scratch()
+    yield workspace
+    workspace.release_scratch()
+    workspace.set_scratch_cap(None)
 
 
 @pytest.fixture
 def tests(monkeypatch):
     """The unit tests' styles of experts modules, at sizes that suit the kernels."""
     spec = importlib.util.spec_from_file_location(
-        "experts_tests", Path(__file__).parents[1] / "unit" / "test_experts.py"
+        "experts_tests", Path(__file__).parents[1] / "unit" / "experts" / "test_forward.py"
     )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -51,29 +53,29 @@ def settings(kind, double):
 @pytest.mark.parametrize(("kind", "double"), KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_decode_equals_bitsandbytes(kind, double, dtype):
-    from moe_qlora.kernels import decode
+    from moe_qlora.kernels import dequantize
 
     for shape in [(5, 24, 40), (4, 64, 128), (3, 200, 1400), (2, 1, 8)]:
         weight = torch.randn(shape, device="cuda", dtype=dtype)
         stack = codec.pack(weight, settings(kind, double))
         expected = codec.unpack(stack)
         out = torch.full(shape, float("nan"), device="cuda", dtype=dtype)
-        decode.decode(packed_of(stack), out)
+        dequantize.decode(packed_of(stack), out)
         assert torch.equal(out, expected)
         if kind != "int8":
             tail = torch.full((out.numel() - 3,), float("nan"), device="cuda", dtype=dtype)
-            decode.decode_flat(packed_of(stack), tail, 3)
+            dequantize.decode_flat(packed_of(stack), tail, 3)
             assert torch.equal(tail, expected.view(-1)[3:])
 
 
 def test_decodes_beyond_int32():
-    from moe_qlora.kernels import decode
+    from moe_qlora.kernels import dequantize
 
     weight = torch.empty(33, 8192, 8192, device="cuda", dtype=torch.bfloat16).normal_()
     stack = codec.pack(weight, settings("nf4", True))
     del weight
     out = torch.full((33, 8192, 8192), float("nan"), device="cuda", dtype=torch.bfloat16)
-    decode.decode(packed_of(stack), out)
+    dequantize.decode(packed_of(stack), out)
     for e in (0, 31, 32):
         assert torch.equal(out[e : e + 1], codec.unpack_range(stack, e, e + 1))
 
@@ -89,7 +91,7 @@ def provider_of(tests, style, dtype, ranks):
     provider = tests.Provider(style, ranks=ranks, dtype=dtype)
     for name, terms in provider.all.items():
         provider.all[name] = tuple(
-            experts.LoraTerm(
+            forward.LoraTerm(
                 t.a.detach().cuda().requires_grad_(), t.b.detach().cuda().requires_grad_(), 0.5
             )
             for t in terms
@@ -147,7 +149,7 @@ def in_fp64(tests, style, module, provider, parts, dtype, limit=0.4):
         twin = tests.Provider(style, ranks=((1,), (1,)))
         for name, terms in provider.all.items():
             twin.all[name] = tuple(
-                experts.LoraTerm(
+                forward.LoraTerm(
                     t.a.detach().double().cpu().requires_grad_(),
                     t.b.detach().double().cpu().requires_grad_(),
                     t.scaling,
@@ -183,7 +185,7 @@ def test_module_is_as_exact_as_its_projections(tests, style, case, ranks, monkey
     module.requires_grad_(False)
     module._is_expert_parallel = bool(case.get("sentinel"))
     provider = provider_of(tests, style, dtype, ranks)
-    experts.set_lora_provider(module, provider)
+    forward.set_lora_provider(module, provider)
     parts = routed(tests, dtype, **case)
     fused, plain = both_ways(module, provider, parts, monkeypatch)
     exact = in_fp64(tests, style, module, provider, parts, dtype)
@@ -215,7 +217,7 @@ def test_repeats_to_the_bit(tests, rank, hidden, monkeypatch):
     style = tests.STYLES["concatenated"]
     module = on_gpu(tests, style, torch.bfloat16)
     provider = provider_of(tests, style, torch.bfloat16, ((rank,), (rank,)))
-    experts.set_lora_provider(module, provider)
+    forward.set_lora_provider(module, provider)
     parts = routed(tests, torch.bfloat16, tokens=3000)
     fused, plain = both_ways(module, provider, parts, monkeypatch)
     for mine, other in zip(fused, plain, strict=True):
@@ -233,7 +235,7 @@ def test_every_kind_and_dtype(tests, kind, dtype, style, tokens, monkeypatch):
     style = tests.STYLES[style]
     module = on_gpu(tests, style, dtype, kind=kind)
     provider = provider_of(tests, style, dtype, ((8,), (8,)))
-    experts.set_lora_provider(module, provider)
+    forward.set_lora_provider(module, provider)
     parts = routed(tests, dtype, tokens=tokens)
     for mine, other in zip(*both_ways(module, provider, parts, monkeypatch), strict=True):
         assert (mine - other).double().norm() < 0.02 * other.double().norm()
@@ -244,7 +246,7 @@ def test_float32_adapters_take_the_kernels_and_get_float32_gradients(tests, toke
     style = tests.STYLES["concatenated"]
     module = on_gpu(tests, style, torch.bfloat16)
     provider = provider_of(tests, style, torch.float32, ((8,), (3, 5)))
-    experts.set_lora_provider(module, provider)
+    forward.set_lora_provider(module, provider)
     parts = routed(tests, torch.bfloat16, tokens=tokens)
     fused, plain = both_ways(module, provider, parts, monkeypatch)
     assert [g.dtype for g in fused[3:]] == [torch.float32] * 6
@@ -274,7 +276,7 @@ def test_checkpointing_changes_nothing(tests, reentrant, tokens):
     modules = [on_gpu(tests, style, torch.bfloat16) for _ in range(3)]
     provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
     for module in modules:
-        experts.set_lora_provider(module, provider)
+        forward.set_lora_provider(module, provider)
     x, index, weights = routed(tests, torch.bfloat16, tokens=tokens)
 
     def chain(x, index, weights, wrap):
@@ -305,7 +307,7 @@ def test_compiles_whole(tests, style, monkeypatch):
     module = on_gpu(tests, style, torch.bfloat16)
     module.requires_grad_(False)
     provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
-    experts.set_lora_provider(module, provider)
+    forward.set_lora_provider(module, provider)
     parts = routed(tests, torch.bfloat16)
     plain = gradients(module, provider, *parts)
     torch._dynamo.reset()
@@ -324,7 +326,7 @@ def test_a_capped_scratch_gives_the_same(tests, scratch, style, tokens, monkeypa
     style = tests.STYLES[style]
     module = on_gpu(tests, style, torch.bfloat16)
     provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
-    experts.set_lora_provider(module, provider)
+    forward.set_lora_provider(module, provider)
     parts = routed(tests, torch.bfloat16, tokens=tokens)
     plain = gradients(module, provider, *parts)
     for cap in (1, 3 * 208 * 272 * 2):
@@ -340,7 +342,7 @@ def test_no_wait_for_the_device_and_graphs(tests):
     style = tests.STYLES["concatenated"]
     module = on_gpu(tests, style, torch.bfloat16)
     provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
-    experts.set_lora_provider(module, provider)
+    forward.set_lora_provider(module, provider)
     parts = routed(tests, torch.bfloat16, tokens=300)
     plain = gradients(module, provider, *parts)
     torch.cuda.synchronize()

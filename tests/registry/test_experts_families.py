@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moe_qlora import codec, experts, registry, storage
+from moe_qlora import registry
+from moe_qlora.detection import detect
+from moe_qlora.experts import forward
+from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 RANK, SCALING = 3, 0.7
@@ -42,10 +45,10 @@ RUNS = [
 class Provider:
     """Factors for some parameters of one module."""
 
-    def __init__(self, terms: dict[str, experts.LoraTerm]) -> None:
+    def __init__(self, terms: dict[str, forward.LoraTerm]) -> None:
         self.by_name = terms
 
-    def terms(self, parameter_name: str) -> tuple[experts.LoraTerm, ...]:
+    def terms(self, parameter_name: str) -> tuple[forward.LoraTerm, ...]:
         term = self.by_name.get(parameter_name)
         return () if term is None else (term,)
 
@@ -64,7 +67,7 @@ def build(model_type: str) -> Any:
 
 def banks(model: nn.Module) -> Iterator[tuple[str, Any, tuple[str, str]]]:
     for name, module in model.named_modules():
-        if experts.dispatches(module):
+        if detect.dispatches(module):
             assert isinstance(module, nn.Module)
             yield name, module, ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
@@ -80,11 +83,11 @@ def packed_and_plain(model_type: str) -> tuple[Any, Any]:
         for name in names:
             weight = getattr(module, name)
             if id(weight) not in stacks:
-                stacks[id(weight)] = codec.pack(weight, codec.CodecSettings("nf4"))
+                stacks[id(weight)] = codec.pack(weight, settings.CodecSettings("nf4"))
             stack = stacks[id(weight)]
-            storage.attach(module, name, stack)
+            parametrize.attach(module, name, stack)
             getattr(twins[module_name], name).data = codec.unpack(stack)
-    assert experts.activate(packed, [name for name, _, _ in found]) == ()
+    assert forward.activate(packed, [name for name, _, _ in found]) == ()
     for module in twins.values():
         module.config._experts_implementation_internal = "eager"
     return packed, plain
@@ -98,13 +101,13 @@ def lora(model: nn.Module, which: str) -> dict[str, Provider]:
         chosen = {"both": names, "first": names[:1], "down": names[1:], "none": ()}[which]
         terms = {}
         for name in chosen:
-            count, out, inputs = storage.read_packed(module, name).shape
+            count, out, inputs = parametrize.read_packed(module, name).shape
             if module.is_transposed:
                 out, inputs = inputs, out
             a = torch.randn(count * RANK, inputs, generator=generator) * inputs**-0.5
             b = torch.randn(out, RANK * count, generator=generator) * RANK**-0.5
             a, b = a.requires_grad_(), b.requires_grad_()
-            terms[name] = experts.LoraTerm(a, b, SCALING)
+            terms[name] = forward.LoraTerm(a, b, SCALING)
         providers[module_name] = Provider(terms)
     return providers
 
@@ -177,7 +180,7 @@ def test_model_equals_plain_loops(model_type: str, which: str) -> None:
     packed, plain = packed_and_plain(model_type)
     providers = lora(packed, which)
     for name, module, _ in banks(packed):
-        experts.set_lora_provider(module, providers[name])
+        forward.set_lora_provider(module, providers[name])
     given = tiny_inputs(packed) | {"use_cache": False}
     leaves = factors(providers)
     if "inputs_embeds" in given:
@@ -207,8 +210,8 @@ def test_modules_equal_plain_loops(model_type: str, which: str) -> None:
     weights = folded(plain, providers)
     twins = {name: module for name, module, _ in banks(plain)}
     for module_name, module, names in banks(packed):
-        experts.set_lora_provider(module, providers[module_name])
-        count, *shape = storage.read_packed(module, names[0]).shape
+        forward.set_lora_provider(module, providers[module_name])
+        count, *shape = parametrize.read_packed(module, names[0]).shape
         hidden = torch.randn(11, shape[0] if module.is_transposed else shape[1])
         index = torch.stack([torch.randperm(count)[:2] for _ in hidden])
         given = hidden.requires_grad_(), torch.rand(index.shape).requires_grad_()

@@ -27,8 +27,9 @@ from torch.func import functional_call
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora import lora, storage
 from moe_qlora.layout import ModelLayout
+from moe_qlora.lora import layer as lora
+from moe_qlora.packing import parametrize
 from moe_qlora.testing import registry_families, tiny_inputs, tiny_model
 
 NO_TEXT_FORWARD = {"dots3_note_vision_encoder", "qwen3_omni_moe"}  # as in test_models.py
@@ -101,9 +102,9 @@ def make_case(model_type: str) -> Case:
 def decoded(model: Any) -> Any:
     """A copy with every packed stack decoded for good, on the loop over experts."""
     twin = copy.deepcopy(model)
-    for _, module, name in list(storage.iter_packed(twin)):
-        if storage.is_packed(module, name):
-            storage.detach(module, name)
+    for _, module, name in list(parametrize.iter_packed(twin)):
+        if parametrize.is_packed(module, name):
+            parametrize.detach(module, name)
     for module in twin.modules():
         config = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation_internal"):
@@ -317,7 +318,7 @@ def test_under_gradient_checkpointing(model_type: str, reentrant: bool) -> None:
     model = get_peft_model(case, modules, moe_qlora.target_parameters(case.base))
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.train()
-    calls = count_calls(next(module for _, module, _ in storage.iter_packed(model)))
+    calls = count_calls(next(module for _, module, _ in parametrize.iter_packed(model)))
     found = run_packed(model, case)
     assert calls == [2], "once in forward, and again in backward"
     check_equal(found, case, model)

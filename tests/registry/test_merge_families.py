@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora import checkpoint_names, testing
+from moe_qlora import testing
+from moe_qlora.checkpoint import conversion
+from moe_qlora.checkpoint.integrity import open_checkpoint
 from moe_qlora.errors import AdapterError
-from moe_qlora.folder import Checkpoint
-from moe_qlora.peft_config import spell_exactly
+from moe_qlora.lora.config import spell_exactly
 
 FAMILIES = [
     "qwen3_moe",  # a key for each expert and projection
@@ -54,7 +55,7 @@ QUANT: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _few_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny stacks are cut into slices too, mostly of three experts and one."""
-    monkeypatch.setattr(checkpoint_names, "SLICE_ELEMENTS", 13000)
+    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 13000)
 
 
 def targets(model: nn.Module) -> tuple[list[str], list[str]]:
@@ -122,12 +123,12 @@ def merged_in_memory(adapted: Any) -> Any:
 
 
 def on_disk(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    with Checkpoint.open(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         return {key: (checkpoint.info(key).shape, checkpoint.info(key).dtype) for key in checkpoint}
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    with Checkpoint.open(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         return {key: checkpoint.read(key) for key in checkpoint}
 
 

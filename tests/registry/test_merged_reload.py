@@ -11,7 +11,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora import storage, testing
+from moe_qlora import testing
+from moe_qlora.packing import parametrize
 
 FAMILIES = [
     "qwen3_moe",
@@ -83,5 +84,5 @@ def test_a_merge_that_packs_again_is_still_packed() -> None:
     model = testing.tiny_model("qwen3_moe")
     moe_qlora.quantize_experts(model, BitsAndBytesConfig(**BNB))
     merged = adapted(model).merge_and_unload(repack=True)
-    assert len(list(storage.iter_packed(merged))) == 4
+    assert len(list(parametrize.iter_packed(merged))) == 4
     assert merged.is_loaded_in_4bit and merged.config.quantization_config is not None

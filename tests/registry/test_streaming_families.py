@@ -11,7 +11,7 @@ import torch
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora import storage
+from moe_qlora.packing import parametrize
 from moe_qlora.testing import registry_families, tiny_model
 
 NF4 = {
@@ -56,13 +56,13 @@ def assert_equal(left: torch.nn.Module, right: torch.nn.Module) -> None:
     for key, (dtype, shape, raw) in ours.items():
         assert (dtype, shape) == theirs[key][:2], key
         assert torch.equal(raw, theirs[key][2]), key
-    stacks = [f"{m}.{n}" for m, _, n in storage.iter_packed(left)]
+    stacks = [f"{m}.{n}" for m, _, n in parametrize.iter_packed(left)]
     assert stacks
-    assert stacks == [f"{m}.{n}" for m, _, n in storage.iter_packed(right)]
+    assert stacks == [f"{m}.{n}" for m, _, n in parametrize.iter_packed(right)]
     for (_, one, name), (_, other, _) in zip(
-        storage.iter_packed(left), storage.iter_packed(right), strict=True
+        parametrize.iter_packed(left), parametrize.iter_packed(right), strict=True
     ):
-        first, second = storage.read_packed(one, name), storage.read_packed(other, name)
+        first, second = parametrize.read_packed(one, name), parametrize.read_packed(other, name)
         assert (first.kind, first.shape, first.dtype) == (second.kind, second.shape, second.dtype)
         assert first.compute_dtype == second.compute_dtype
     assert left.get_memory_footprint() == right.get_memory_footprint()  # type: ignore[operator]

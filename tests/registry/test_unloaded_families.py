@@ -7,7 +7,8 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora import peft_targets, testing
+from moe_qlora import testing
+from moe_qlora.lora import targets as peft_targets
 
 BNB = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 

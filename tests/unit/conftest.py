@@ -91,7 +91,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import numpy as np
     from triton.runtime import interpreter
 
-    from moe_qlora.kernels import scratch
+    from moe_qlora.kernels import workspace
 
     original = interpreter._patch_lang_tensor
 
@@ -102,6 +102,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         set_attribute(tensor, "__index__", first)
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-    scratch.release_scratch()
+    workspace.release_scratch()
     yield
-    scratch.release_scratch()
+    workspace.release_scratch()

@@ -14,44 +14,31 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moe_qlora"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# An import may go to a room on the same floor or further down, never up.
+# An import goes to a room on a lower floor, or stays within its own; never up, never across.
 FLOORS = (
-    ("errors", "layout", "progress"),
-    ("registry", "detect", "memory"),
-    ("codec", "folder"),
-    ("storage",),
-    ("experts",),
-    ("quantize",),
-    ("lora",),
-    ("hf",),
+    ("errors", "layout", "progress", "kernels"),
+    ("registry", "detection", "packing"),
+    ("build", "testing", "experts"),
     ("checkpoint",),
-    ("peft",),
-    ("plan",),
+    ("lora",),
+    ("hf", "memory"),
+    ("quantize",),
     ("integrations",),
-    ("cli", "testing"),
+    ("",),  # the package's own face
+    ("cli",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# Rooms that have grown into several files: every further file belongs to the room of its prefix.
-ANNEXES = {"detection": "detect"}
 
 HOSTS = {"axolotl", "trl", "accelerate", "llamafactory", "swift"}
 MODEL_LIBRARIES = {"transformers", "peft"}
-MAY_NAME_MODEL_LIBRARIES = {
-    *("hf", "experts", "quantize", "lora", "peft", "checkpoint", "plan", "integrations"),
-    *("testing", "cli"),
-}
+MAY_NOT_NAME_MODEL_LIBRARIES = {"kernels", "packing", "detection", "layout", "errors", "progress"}
 
 
 def room_of(module: str) -> str:
-    """The room of `moe_qlora.<module>`: its first component, or the room it is an annex of."""
-    first = module.partition(".")[0]
-    if first in FLOOR or first in ("", "kernels"):
-        return first
-    if first in ANNEXES:
-        return ANNEXES[first]
-    owner = first.split("_")[0]
-    assert owner in FLOOR, f"moe_qlora/{first} belongs to no room of the house"
-    return owner
+    """The room of `moe_qlora.<module>`: its first component, "" for the package's own face."""
+    room = module.partition(".")[0]
+    assert room in FLOOR, f"moe_qlora/{room} stands on no floor of the house"
+    return room
 
 
 def module_of(file: Path) -> str:
@@ -66,17 +53,17 @@ def imports_of(file: Path) -> list[tuple[str, int]]:
 
 
 def imports_in(source: str, module: str, is_package: bool) -> list[tuple[str, int]]:
-    found = []
+    names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [(alias.name, node.lineno) for alias in node.names]
+            names += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 here = ["moe_qlora", *filter(None, module.split("."))]
                 up = node.level - 1 if is_package else node.level
                 base = ".".join([*here[: len(here) - up], *filter(None, [base])])
-            found += [(f"{base}.{alias.name}", node.lineno) for alias in node.names]
+            names += [(f"{base}.{alias.name}", node.lineno) for alias in node.names]
         elif (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name | ast.Attribute)
@@ -84,35 +71,76 @@ def imports_in(source: str, module: str, is_package: bool) -> list[tuple[str, in
             and node.args
             and isinstance(node.args[0], ast.Constant)
         ):
-            found.append((str(node.args[0].value), node.lineno))
-    return found
+            names.append((str(node.args[0].value), node.lineno))
+    return names
+
+
+def target_of(imported: str) -> str | None:
+    """The module of ours that an import reads, without "moe_qlora."; None for another package's."""
+    top, *rest = imported.split(".")
+    if top != "moe_qlora":
+        return None
+    while rest and not (
+        PACKAGE.joinpath(*rest).is_dir() or PACKAGE.joinpath(*rest).with_suffix(".py").is_file()
+    ):
+        rest.pop()  # a name inside the module
+    return ".".join(rest)
 
 
 def trespasses(module: str, imported: str) -> str | None:
     """Why `moe_qlora.<module>` may not import `imported`; None where it may."""
-    room, (top, *rest) = room_of(module), imported.split(".")
-    if top in MODEL_LIBRARIES and room not in MAY_NAME_MODEL_LIBRARIES:
+    room, top = room_of(module), imported.split(".", maxsplit=1)[0]
+    if top in MODEL_LIBRARIES and room in MAY_NOT_NAME_MODEL_LIBRARIES:
         return f"{room} may not name {top}"
     if top in HOSTS and room != "integrations":
         return f"only integrations may name {top}"
-    if room == "kernels" and top not in {"__future__", "torch", "triton", "moe_qlora"}:
-        stdlib = top in sys.stdlib_module_names
-        return None if stdlib else f"kernels import torch and triton only, not {top}"
-    if top != "moe_qlora" or not rest:
+    target = target_of(imported)
+    if target is None:
+        if room == "kernels" and top not in {"torch", "triton", *sys.stdlib_module_names}:
+            return f"kernels import torch and triton only, not {top}"
         return None
-    target = rest[0]
-    if not ((PACKAGE / target).is_dir() or (PACKAGE / f"{target}.py").is_file()):
-        return None  # a name of the package itself, such as __version__
     goal = room_of(target)
-    if room == "":
-        return None  # the package's face names every room
-    if room == "kernels":
-        return None if goal == "kernels" else f"kernels may not import {target}"
-    if goal == "kernels":
+    if goal == room or FLOOR[goal] < FLOOR[room]:
         return None
-    return (
-        None if FLOOR[goal] <= FLOOR[room] else f"{room} may not import {goal}, which is above it"
-    )
+    return f"{room} may not import {goal or 'the package itself'}, which is not below it"
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Every group of modules that reach each other by imports."""
+    reach = {module: set(targets) for module, targets in edges.items()}
+    for via in edges:
+        for module in edges:
+            if via in reach[module]:
+                reach[module] |= reach[via]
+    groups = {
+        tuple(sorted(m for m in edges if m in reach[module] and module in reach.get(m, ())))
+        for module in edges
+        if module in reach[module]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def test_no_file_is_in_a_circle_of_imports():
+    modules = {module_of(file): file for file in FILES}
+    edges = {
+        module: {t for name, _ in imports_of(file) if (t := target_of(name)) is not None}
+        for module, file in modules.items()
+    }
+    assert not circles(edges)
+    # The search itself finds a circle: two files that import each other, and one that looks on.
+    assert circles({"a": {"b"}, "b": {"a"}, "c": {"a"}}) == [["a", "b"]]
+
+
+def test_the_root_is_small():
+    entries = [p.name for p in PACKAGE.iterdir() if p.name != "__pycache__"]
+    assert len(entries) <= 20, sorted(entries)
+
+
+def test_unit_tests_mirror_the_package():
+    rooms = {room for room in FLOOR if (PACKAGE / room).is_dir() and room}
+    folders = {p.name for p in (ROOT / "tests/unit").iterdir() if p.is_dir()} - {"__pycache__"}
+    assert folders - {"tools"} <= rooms
+    assert not rooms - folders - {"integrations"}  # tests/integrations
 
 
 def test_imports_go_one_way():
@@ -128,23 +156,30 @@ def test_imports_go_one_way():
 @pytest.mark.parametrize(
     ("module", "source", "bad"),
     [
-        ("codec", "from .layout import ExpertParam", False),
-        ("codec", "from . import quantize", True),
-        ("codec", "from moe_qlora.quantize import x", True),
-        ("codec", "import moe_qlora.quantize", True),
-        ("codec", "def f():\n    from .quantize import x", True),
-        ("quantize", "from .codec import pack", False),
-        ("quantize_report", "from .peft import x", True),
-        ("detection.walk", "from ..codec import pack", True),
-        ("detection.walk", "from .judge import x\nfrom ..layout import y", False),
-        ("detection.walk", "import transformers", True),
-        ("codec", "from transformers.quantizers import x", True),
+        ("packing.codec", "from ..layout import ExpertParam", False),
+        ("packing.codec", "from .settings import CodecSettings", False),
+        ("packing.codec", "from .. import quantize", True),
+        ("packing.codec", "from moe_qlora.quantize import x", True),
+        ("packing.codec", "import moe_qlora.quantize", True),
+        ("packing.codec", "def f():\n    from ..quantize import x", True),
+        ("packing.codec", "from ..detection import x", True),
+        ("packing.codec", "from ..kernels import reference", False),
+        ("packing.codec", "from transformers.quantizers import x", True),
+        ("lora.model", "def f():\n    from .. import quantize_experts", True),
+        ("quantize", "from .packing.codec import pack", False),
+        ("quantize", "from .integrations import x", True),
         ("quantize", "import transformers", False),
+        ("hf.model", "from ..memory import plan", True),
+        ("detection.detect", "from ..packing import codec", True),
+        ("detection.detect", "from .rules import x\nfrom ..layout import y", False),
+        ("detection.detect", "import transformers", True),
+        ("cli.dump", "from .. import __version__", False),
         ("cli.dump", "import accelerate", True),
-        ("kernels.reference", "from ..codec import pack", True),
+        ("kernels.reference", "from ..packing import codec", True),
+        ("kernels.reference", "from ..errors import x", True),
         ("kernels.reference", "import numpy", True),
         ("kernels.reference", "import math\nimport torch", False),
-        ("storage", "import importlib\nimportlib.import_module('peft')", True),
+        ("packing.parametrize", "import importlib\nimportlib.import_module('peft')", True),
     ],
 )
 def test_the_rule_itself(module, source, bad):
@@ -188,7 +223,7 @@ def test_detection_names_no_model():
 
     types = {name for name in CONFIG_MAPPING_NAMES if len(name) > 4 or any(map(str.isdigit, name))}
     bad = []
-    for file in (PACKAGE / "detect.py", *sorted((PACKAGE / "detection").rglob("*.py"))):
+    for file in (PACKAGE / "detection/detect.py", *sorted((PACKAGE / "detection").rglob("*.py"))):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 words = set(re.findall(r"\w+", node.value.lower()))

@@ -37,7 +37,7 @@ def test_the_detector_starts_no_accelerator_and_needs_no_transformers():
 
 def test_all_is_sorted_and_complete():
     assert list(moe_qlora.__all__) == sorted(moe_qlora.__all__, key=str)
-    assert set(moe_qlora._HOME) | {"detect"} == set(moe_qlora.__all__)
+    assert set(moe_qlora._HOME) == set(moe_qlora.__all__)
     assert set(moe_qlora.__all__) <= set(dir(moe_qlora))
 
 
@@ -56,15 +56,6 @@ def test_public_name(name):
     else:
         for parameter in inspect.signature(value).parameters.values():
             assert parameter.annotation is not parameter.empty, f"{name}: {parameter}"
-
-
-def test_the_detect_function_is_not_hidden_by_its_module():
-    code = (
-        "import moe_qlora, moe_qlora.detect, sys\n"
-        "from moe_qlora.detect import detect\n"
-        "print(moe_qlora.detect is detect)"
-    )
-    assert python(code) == "True"
 
 
 def test_unknown_name():

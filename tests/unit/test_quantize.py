@@ -28,8 +28,7 @@ from transformers import (
 )
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
-from moe_qlora import quantize, quantize_experts, storage
-from moe_qlora.codec import CodecSettings, pack, unpack
+from moe_qlora import quantize, quantize_experts
 from moe_qlora.errors import (
     ConfigError,
     DetectionError,
@@ -37,6 +36,9 @@ from moe_qlora.errors import (
     QuantizationError,
     UnsupportedWeightError,
 )
+from moe_qlora.packing import parametrize
+from moe_qlora.packing.codec import pack, unpack
+from moe_qlora.packing.settings import CodecSettings
 
 NAMES = [
     f"model.layers.{layer}.mlp.experts.{stack}"
@@ -118,7 +120,7 @@ def test_packs_every_stack(case: tuple[BitsAndBytesConfig, CodecSettings]) -> No
     assert [row.bytes_before for row in report.rows] == list(sizes.values())
     for row in report.rows:
         module, _, name = row.name.rpartition(".")
-        assert row.bytes_after == storage.read_packed(model.get_submodule(module), name).nbytes
+        assert row.bytes_after == parametrize.read_packed(model.get_submodule(module), name).nbytes
     assert report.bytes_after == sum(row.bytes_after for row in report.rows)
     assert "4 expert parameters quantized" in str(report)
     assert model.config.quantization_config is not config
@@ -138,12 +140,12 @@ def test_own_forward_runs_on_decoded_weights(
 def test_a_second_call_changes_nothing() -> None:
     model = tiny()
     quantize_experts(model, nf4())
-    before = {name: storage.original_of(module, name) for _, module, name in packed(model)}
+    before = {name: parametrize.original_of(module, name) for _, module, name in packed(model)}
     attributes = {key: id(value) for key, value in model.__dict__.items()}
     report = quantize_experts(model)
     assert {row.status for row in report.rows} == {"already_quantized"}
     assert report.bytes_before == report.bytes_after
-    after = {name: storage.original_of(module, name) for _, module, name in packed(model)}
+    after = {name: parametrize.original_of(module, name) for _, module, name in packed(model)}
     assert all(after[name] is before[name] for name in before)
     assert {key: id(value) for key, value in model.__dict__.items()} == attributes
     module = model.get_submodule("model.layers.0.mlp.experts")
@@ -151,7 +153,7 @@ def test_a_second_call_changes_nothing() -> None:
 
 
 def packed(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    return list(storage.iter_packed(model))
+    return list(parametrize.iter_packed(model))
 
 
 def test_each_stack_is_released_as_soon_as_it_is_packed(
@@ -370,7 +372,7 @@ def test_tied_experts_are_packed_once_and_stay_tied() -> None:
         report = quantize_experts(model, config)
         assert [row.name for row in report.rows] == NAMES[:2]
         for name in ("gate_up_proj", "down_proj"):
-            assert storage.original_of(first, name) is storage.original_of(second, name)
+            assert parametrize.original_of(first, name) is parametrize.original_of(second, name)
         assert quantize_experts(model).bytes_after == report.bytes_after
         model.dequantize()
         assert first.down_proj is second.down_proj
@@ -382,14 +384,14 @@ def test_a_failure_on_a_tied_stacks_second_module_undoes_the_first(
     model = tiny()
     first, second = (layer.mlp.experts for layer in model.model.layers)
     second.gate_up_proj = weight = first.gate_up_proj
-    order, real = list(first._parameters), storage.attach
+    order, real = list(first._parameters), parametrize.attach
 
     def failing(module: nn.Module, name: str, stack: Any) -> None:
         if module is second:
             raise torch.OutOfMemoryError("no memory left")
         real(module, name, stack)
 
-    monkeypatch.setattr(storage, "attach", failing)
+    monkeypatch.setattr(parametrize, "attach", failing)
     with pytest.raises(QuantizationError, match="Packed: none"):
         quantize_experts(model, nf4())
     assert first.gate_up_proj is second.gate_up_proj is weight
@@ -491,7 +493,7 @@ def test_a_failure_half_way_loses_nothing(where: str, monkeypatch: pytest.Monkey
     model = tiny()
     whole, expected = stacks(model), packed_by_hand(model, CodecSettings("nf4", True))
     calls = []
-    target, name = (quantize, "pack") if where == "pack" else (storage, "attach")
+    target, name = (quantize, "pack") if where == "pack" else (parametrize, "attach")
     real = getattr(target, name)
 
     def failing(*args: Any, **kwargs: Any) -> Any:

@@ -181,7 +181,7 @@ def scratch_bytes() -> int:
 
 def _scratch() -> Any:
     try:
-        from moe_qlora.kernels import scratch
+        from moe_qlora.kernels import workspace
     except ImportError:
         return None
-    return scratch
+    return workspace

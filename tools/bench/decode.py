@@ -13,9 +13,9 @@ import torch
 from bitsandbytes import functional
 from common import RESULTS, Rows, environment, event_times
 
-from moe_qlora import codec
-from moe_qlora.codec_settings import CodecSettings
-from moe_qlora.experts_op import packed_of
+from moe_qlora.experts.projection import packed_of
+from moe_qlora.packing import codec
+from moe_qlora.packing.settings import CodecSettings
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "decode.csv")
     parser.add_argument("--commit", help="for a copy of the tree without its history")
     options = parser.parse_args()
-    from moe_qlora.kernels import decode
+    from moe_qlora.kernels import dequantize
 
     device = torch.device("cuda", 0)
     where = environment(device, options.commit)
@@ -42,7 +42,7 @@ def main() -> None:
         packed = packed_of(stack)
         setting = f"shape={options.shape} {kind}{'+double' if double else ''} bf16"
         moved = packed.nbytes + other.nbytes
-        ours = event_times(partial(decode.decode, packed, other), options.repeat)
+        ours = event_times(partial(dequantize.decode, packed, other), options.repeat)
         rows = Rows(options.out, where, "decode", setting)
         rows.add("bandwidth", "TB/s", *(moved / ms / 1e9 for ms in ours))
         whole = codec.unpack(stack)

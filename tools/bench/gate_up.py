@@ -24,8 +24,8 @@ from common import Rows, cold_times, release
 from peers import UnavailableError, build, tune
 from torch import Tensor
 
-from moe_qlora import codec
-from moe_qlora.codec_settings import CodecSettings
+from moe_qlora.packing import codec
+from moe_qlora.packing.settings import CodecSettings
 
 PEERS = ("ours", "decode", "bnb", "frozen")
 NF4 = CodecSettings("nf4", True, torch.uint8)
@@ -115,14 +115,14 @@ def _product(
         raise UnavailableError("our kernels need a GPU")
     if peer == "ours":
         return _on_codes(stack, x, index, transposed), expected
-    from moe_qlora.experts_op import packed_of
-    from moe_qlora.kernels import decode
+    from moe_qlora.experts.projection import packed_of
+    from moe_qlora.kernels import dequantize
 
     packed, shape = packed_of(stack), weight.shape
 
     def decoded() -> Tensor:
         room = torch.empty(shape, dtype=x.dtype, device=x.device)
-        decode.decode(packed, room, bounds=bounds)
+        dequantize.decode(packed, room, bounds=bounds)
         return grouped(room)
 
     return decoded, expected
@@ -136,18 +136,19 @@ def _theirs(stack: Any) -> Tensor:
 
 
 def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callable[[], Tensor]:
-    from moe_qlora.experts_op import packed_of
-    from moe_qlora.kernels import codes, layer, products
-    from moe_qlora.kernels.packed import WIDE_TILE
+    from moe_qlora.experts.projection import packed_of
+    from moe_qlora.kernels import expert_mm, moe_layer, quantized_mm
+    from moe_qlora.kernels import routing as routing_
+    from moe_qlora.kernels.weights import WIDE_TILE
 
     packed = packed_of(stack)
-    if not codes.suits(packed.form):
+    if not quantized_mm.suits(packed.form):
         raise NotImplementedError("no products on codes: blocks do not lie within rows")
-    side = products.Side(packed, None, not transposed, False, True, x.dtype)
+    side = expert_mm.Side(packed, None, not transposed, False, True, x.dtype)
     if x.is_cuda:
-        layer.prepare(x.device)
-    routing = layer.route(index, packed.experts)
-    rows = products.Rows(routing, routing.tiles, routing.tile)
-    if products.wants_wide(packed, index.numel(), x.dtype):
-        rows = products.Rows(routing, routing.wide, WIDE_TILE)
-    return lambda: products.multiply(x, side, rows, "first")
+        moe_layer.prepare(x.device)
+    routing = routing_.route(index, packed.experts)
+    rows = expert_mm.Rows(routing, routing.tiles, routing.tile)
+    if expert_mm.wants_wide(packed, index.numel(), x.dtype):
+        rows = expert_mm.Rows(routing, routing.wide, WIDE_TILE)
+    return lambda: expert_mm.multiply(x, side, rows, "first")

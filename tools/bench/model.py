@@ -240,12 +240,12 @@ class _Packer:
             self.seconds += time.perf_counter() - start
 
     def _ours(self, module: nn.Module, parameter: str, weight: Tensor) -> None:
-        from moe_qlora import codec, storage
-        from moe_qlora.codec_settings import CodecSettings
+        from moe_qlora.packing import codec, parametrize
+        from moe_qlora.packing.settings import CodecSettings
 
         packed = codec.pack(weight, CodecSettings.from_config(quantization()))
         self.after += packed.nbytes
-        storage.attach(module, parameter, packed)
+        parametrize.attach(module, parameter, packed)
 
     def _theirs(self, module: Any, parameter: str) -> None:
         from bitsandbytes.nn.parametrize import replace_parameter_4bit

@@ -116,43 +116,44 @@ def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStac
 
 
 def _ours(options: argparse.Namespace, holder: Any) -> list[Tensor]:
-    from moe_qlora import codec, experts, storage
-    from moe_qlora.codec_settings import CodecSettings
+    from moe_qlora.experts import forward as forward_
+    from moe_qlora.packing import codec, parametrize
+    from moe_qlora.packing.settings import CodecSettings
 
     module = holder.experts
     count = module.num_experts
-    terms: dict[str, tuple[experts.LoraTerm, ...]] = {}
+    terms: dict[str, tuple[forward_.LoraTerm, ...]] = {}
     for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
         weight = getattr(module, name)
         out, inp = (2, 1) if module.is_transposed else (1, 2)
         shape = weight.shape
         packed = codec.pack(weight.data, CodecSettings("nf4", True, torch.uint8))
-        storage.attach(module, name, packed)
+        parametrize.attach(module, name, packed)
         if options.tune:
             tune(packed)
         device = packed.device
         a = torch.randn(count * options.rank, shape[inp], device=device) * shape[inp] ** -0.5
         b = torch.randn(shape[out], options.rank * count, device=device) * 0.01
         a, b = a.bfloat16(), b.bfloat16()
-        terms[name] = (experts.LoraTerm(a.requires_grad_(), b.requires_grad_(), 2.0),)
-    experts.activate(holder, ["experts"])
+        terms[name] = (forward_.LoraTerm(a.requires_grad_(), b.requires_grad_(), 2.0),)
+    forward_.activate(holder, ["experts"])
 
     class Provider:
-        def terms(self, parameter_name: str) -> tuple[experts.LoraTerm, ...]:
+        def terms(self, parameter_name: str) -> tuple[forward_.LoraTerm, ...]:
             return terms[parameter_name]
 
-    experts.set_lora_provider(module, Provider())
+    forward_.set_lora_provider(module, Provider())
     if options.cap is not None:
-        from moe_qlora.kernels import scratch
+        from moe_qlora.kernels import workspace
 
-        scratch.set_scratch_cap(options.cap)
+        workspace.set_scratch_cap(options.cap)
     return [t for both in terms.values() for term in both for t in (term.a, term.b)]
 
 
 def tune(stack: Any) -> None:
     """Let the products on codes of such a stack find their quickest configuration."""
-    from moe_qlora.experts_op import packed_of
-    from moe_qlora.kernels import tune as tuner
+    from moe_qlora.experts.projection import packed_of
+    from moe_qlora.kernels import autotune as tuner
 
     tuner.tune(packed_of(stack), torch.bfloat16)
 

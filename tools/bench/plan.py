@@ -246,9 +246,9 @@ def _release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         # The decoded experts' buffers stay for the next layer to use: not for the next case.
-        from moe_qlora.kernels import scratch
+        from moe_qlora.kernels import workspace
 
-        scratch.release_scratch()
+        workspace.release_scratch()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

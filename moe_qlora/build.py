@@ -1,0 +1,295 @@
+"""From what a person names to a model on the meta device.
+
+MODEL is read as, in this order:
+
+    a folder            that holds config.json
+    a .json file        a configuration
+    a .yml, .yaml file  of an axolotl-style trainer; `base_model` is then read as MODEL is
+    a model type        that model_registry/ describes ("qwen3_moe")
+    a hub id            that is cached or can be reached; only its configuration is fetched
+
+No weight is loaded or downloaded: the model is built from its configuration alone.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+
+from . import registry
+from .errors import CheckpointError, ConfigError, MoeQloraError
+from .packing.settings import CodecSettings
+
+_DEFAULT_SIZES = "Sizes are those of the default configuration of this model type, in bfloat16."
+_YAML = (".yml", ".yaml")
+_PLUGIN = "moe_qlora.integrations.axolotl.MoeQloraPlugin"
+_AUTO_CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForMaskedLM",
+    "AutoModelForTextToWaveform",
+    "AutoModel",
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that a person named.
+
+    Attributes:
+        label: What they typed.
+        config: Its configuration.
+        settings: How experts are to be packed; None where nothing says so.
+        notes: What they should know about it, a sentence each.
+    """
+
+    label: str
+    config: PretrainedConfig
+    settings: CodecSettings | None = None
+    notes: tuple[str, ...] = ()
+
+
+def resolve(model: str, *, trust_remote_code: bool = False) -> Source:
+    """Find the configuration that `model` names.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or transformers does not know it.
+        ConfigError: Its quantization settings, or a trainer's, cannot be followed.
+    """
+    if not model.strip():
+        raise CheckpointError("MODEL is empty; name a folder, a file, a model type or a hub id.")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{model} is a folder without config.json; name a checkpoint.")
+        return _from_config(model, path, trust_remote_code)
+    if path.is_file():
+        if path.suffix in _YAML:
+            return _from_yaml(model, path, trust_remote_code)
+        if path.suffix == ".json":
+            return _from_config(model, path, trust_remote_code)
+        raise CheckpointError(f"{model} is neither a folder, nor a .json or .yaml file.")
+    if path.suffix in (".json", *_YAML) or model.startswith((".", "/", "~")):
+        raise CheckpointError(f"{model} does not exist.")
+    if model.count("/") > 1:
+        raise CheckpointError(f"{model!r} does not exist, and is no hub id (owner/name) either.")
+    return _from_registry(model) or _from_config(model, model, trust_remote_code)
+
+
+def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
+    """The model of `source` on the meta device, in the dtype that its configuration states.
+
+    Raises:
+        CheckpointError: transformers cannot build a model from this configuration.
+    """
+    config = source.config
+    dtype = config.dtype or config.get_text_config().dtype or torch.bfloat16
+    with torch.device("meta"), quiet():
+        try:
+            maker = _model_class(config)
+            if maker is not None:
+                return maker._from_config(config, dtype=dtype)
+            return _from_auto(config, dtype, trust_remote_code)
+        except MoeQloraError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{source.label}: transformers cannot build a model of type {config.model_type!r} "
+                f"from this configuration ({type(error).__name__}: {_first_line(error)})."
+            ) from error
+
+
+def of_config(config: PretrainedConfig) -> Source:
+    """The source that a configuration is."""
+    return _with_own_settings(Source(config.name_or_path or config.model_type, config))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' and torch's advice about models only looked at off the terminal."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(before)
+
+
+def _from_config(label: str, where: str | Path, trust_remote_code: bool) -> Source:
+    if isinstance(where, Path):
+        _check_json(label, where)
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(str(where), trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise CheckpointError(_explain(label, error)) from error
+    return _with_own_settings(Source(label, config))
+
+
+def _with_own_settings(source: Source) -> Source:
+    """Add what the configuration itself says about quantization."""
+    config = source.config
+    notes = list(source.notes)
+    if config.dtype is None and config.get_text_config().dtype is None:
+        notes.append("The configuration states no dtype; sizes are for bfloat16.")
+    own = getattr(config, "quantization_config", None)
+    if own is None:
+        return replace(source, notes=tuple(notes))
+    own = own if isinstance(own, Mapping) else own.to_dict()
+    method = str(own.get("quant_method") or "bitsandbytes")
+    if method != "bitsandbytes":
+        notes.append(f"The checkpoint is quantized with {method}; sizes are for plain weights.")
+        return replace(source, notes=tuple(notes))
+    return replace(source, settings=CodecSettings.from_config(own), notes=tuple(notes))
+
+
+def _check_json(label: str, where: Path) -> None:
+    file = where / "config.json" if where.is_dir() else where
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({_first_line(error)}).") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file} is damaged: it is no JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds no JSON object, so it is no configuration.")
+    if "model_type" not in content:
+        raise CheckpointError(
+            f"{label}: {file.name} names no model_type, so it is no transformers configuration."
+        )
+
+
+def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{label} is no readable YAML ({_first_line(error)}).") from error
+    base = content.get("base_model") if isinstance(content, Mapping) else None
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(f"{label} names no base_model; expected `base_model: FOLDER or ID`.")
+    beside = path.parent / base
+    name = str(beside) if not Path(base).exists() and beside.exists() else base
+    if Path(name).suffix in _YAML:
+        raise CheckpointError(f"{label}: base_model is {base}, another YAML file; name a model.")
+    source = resolve(name, trust_remote_code=trust_remote_code)
+    for key, value in (content.get("overrides_of_model_config") or {}).items():
+        setattr(source.config, key, value)
+    settings, notes = _trainer_settings(content)
+    return Source(label, source.config, settings or source.settings, (*source.notes, *notes))
+
+
+def _trainer_settings(content: Mapping[str, Any]) -> tuple[CodecSettings | None, list[str]]:
+    """What an axolotl-style file asks for: its own defaults are nf4 and double quantization."""
+    four = content.get("load_in_4bit")
+    if four is None:
+        four = content.get("adapter") == "qlora" and not content.get("load_in_8bit")
+    eight = bool(content.get("load_in_8bit"))
+    notes = []
+    if content.get("quantize_moe_experts"):
+        notes.append("quantize_moe_experts packs experts too; leave it out beside moe_qlora.")
+    block = content.get("moe_qlora")
+    if block is not None and _PLUGIN not in (content.get("plugins") or ()):
+        notes.append(f"axolotl reads the moe_qlora block only where plugins names {_PLUGIN}.")
+    if not four and not eight:
+        return None, [*notes, "The file asks for neither load_in_4bit nor load_in_8bit."]
+    asked: dict[str, Any] = {"load_in_4bit": bool(four), "load_in_8bit": eight}
+    if four:
+        asked |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    own = content.get("bnb_config_kwargs") or {}
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"bnb_config_kwargs is {own!r}; expected a mapping of settings.")
+    settings = CodecSettings.from_config({**asked, **own})
+    more = block.get("skip_modules") if isinstance(block, Mapping) else None
+    if isinstance(more, list):
+        settings = replace(settings, skip_modules=(*settings.skip_modules, *map(str, more)))
+    return settings, notes
+
+
+def _from_registry(model_type: str) -> Source | None:
+    if "/" in model_type:
+        return None
+    if model_type not in transformers.CONFIG_MAPPING:
+        return None
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    if model_type not in registry.model_types():
+        return Source(model_type, config_class(), notes=(_DEFAULT_SIZES,))
+    entry = registry.load(model_type)
+    if entry.published:
+        return Source(model_type, config_class(**entry.published_config), notes=(_DEFAULT_SIZES,))
+    note = "Its default configuration builds no model; sizes are those of a tiny one, in bfloat16."
+    return Source(model_type, config_class(**entry.tiny_config), notes=(note,))
+
+
+def _model_class(config: PretrainedConfig) -> Any:
+    """The class that the configuration names, else the one that the registry knows; None else."""
+    names = list(config.architectures or ())
+    if config.model_type in registry.model_types():
+        names.append(registry.load(config.model_type).class_name)
+    home = type(config).__module__
+    if not home.startswith("transformers.models."):
+        return None
+    modeling = home.replace(".configuration_", ".modeling_")
+    for name in names:
+        found = getattr(transformers, name, None)
+        if found is None and modeling != home:
+            found = getattr(import_module(modeling), name, None)
+        if isinstance(config, getattr(found, "config_class", None) or ()):
+            return found
+    return None
+
+
+def _from_auto(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    remote = getattr(config, "auto_map", None) or {}
+    for name in _AUTO_CLASSES:
+        auto = getattr(transformers, name, None)
+        if auto is None:
+            continue
+        known = type(config) in auto._model_mapping
+        if known or (trust_remote_code and name in remote):
+            return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    raise CheckpointError(
+        f"transformers {transformers.__version__} has no model class for the type "
+        f"{config.model_type!r}."
+    )
+
+
+def _explain(label: str, error: Exception) -> str:
+    text = str(error)
+    if "trust_remote_code" in text or "custom code" in text:
+        return (
+            f"{label} brings its own model code; look at it, then pass --trust-remote-code to "
+            "run it."
+        )
+    if "does not recognize this architecture" in text:
+        return (
+            f"{label}: transformers {transformers.__version__} does not know its model_type, and "
+            "the checkpoint brings no code of its own."
+        )
+    if isinstance(error, OSError):
+        return (
+            f"{label} is no local path and no model type, and its configuration is neither "
+            "cached nor to be had from the hub."
+        )
+    return f"{label}: its configuration cannot be read ({_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:300] if lines else type(error).__name__

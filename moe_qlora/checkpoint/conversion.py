@@ -1,0 +1,269 @@
+"""How the tensors of a checkpoint on disk become a model's parameters, and how they go back.
+
+transformers renames, stacks, concatenates and transposes what it reads, and undoes it when it
+saves. Here the same conversions serve one parameter at a time: a `Group` is the smallest set of
+tensors on disk that make whole parameters, mostly one tensor and one parameter, or the 128 x 2
+projections of a layer's experts and their one stack. Groups of experts are converted a few experts
+at a time.
+
+Nothing is trusted: whoever writes what `restore` gives must have seen that it gives back the
+untouched tensors bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    Interleave,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from ..errors import CheckpointError
+
+SLICE_ELEMENTS = 2**22
+"""Weights that are converted and summed at a time: 16 MiB in fp32."""
+
+# Operations that leave the first dimension alone where all their dimensions are later ones.
+_WITHIN = (Concatenate, Chunk, Interleave, Transpose)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors on disk, and the parameters that they make.
+
+    Attributes:
+        keys: On disk, in the order of conversion.
+        shapes: Of the parameters by name; empty where the model has no place for the tensor.
+        sources: The keys by the converter's pattern; empty for one tensor that is one parameter.
+        target: Name that transformers collects the group under.
+        converter: transformers' `WeightConverter`, None for one tensor that is one parameter.
+        swap: Two dimensions that the disk has the other way round, and all there is to convert.
+        unit: What one step along the parameters' first dimension is on disk: "key" (each tensor is
+            one expert), "row" (the tensors have the same first dimension), or "" where the group
+            converts as a whole only.
+    """
+
+    keys: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    target: str = ""
+    converter: Any = None
+    swap: tuple[int, int] | None = None
+    unit: str = "row"
+
+    def slices(self) -> Iterator[tuple[int, int | None]]:
+        """Ranges of the first dimension to work on in turn; (0, None) is everything."""
+        shapes = list(self.shapes.values())
+        if not self.unit or not shapes or not shapes[0] or not all(shapes):
+            yield 0, None
+            return
+        rows = shapes[0][0]
+        each = sum(torch.Size(shape).numel() for shape in shapes) // max(rows, 1)
+        step = max(SLICE_ELEMENTS // max(each, 1), 1)
+        for start in range(0, rows, step):
+            yield start, min(start + step, rows)
+
+    def part(self, start: int, stop: int | None) -> dict[str, str]:
+        """Keys of a slice, each with the key that it stands in for during conversion.
+
+        A slice of experts is converted as if they were the first ones.
+        """
+        if self.unit != "key" or stop is None:
+            return {key: key for key in self.keys}
+        return {
+            key: keys[index]
+            for keys in self.sources.values()
+            for index, key in enumerate(keys[start:stop])
+        }
+
+
+class DiskLayout:
+    """A model's parameters as they lie on disk.
+
+    Args:
+        model: On the meta device.
+        disk: Shape and dtype of each tensor by its key.
+
+    Attributes:
+        groups: Every key is in exactly one.
+    """
+
+    def __init__(
+        self, model: nn.Module, disk: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> None:
+        self._model: Any = model
+        self._disk = disk
+        mapping = get_model_conversion_mapping(self._model)
+        self.groups = self._groups(mapping)
+        self._places = {name: group for group in self.groups for name in group.shapes}
+        # What was used to read is what has to be undone, as `from_pretrained` keeps it.
+        self._model.__dict__["_weight_conversions"] = [one for one in mapping if one.was_used()]
+
+    def _groups(self, mapping: list[Any]) -> tuple[Group, ...]:
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        state = self._model.state_dict()
+        prefix = getattr(self._model, "base_model_prefix", "")
+        groups: list[Group] = []
+        collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+        for key in sorted(self._disk, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+            if name not in state and key in state:
+                name, pattern = rename_source_key(key, [], [], prefix, state)
+            if name not in state:
+                groups.append(Group((key,), {}))
+            elif pattern is None:
+                groups.append(Group((key,), {name: tuple(state[name].shape)}, target=name))
+            else:
+                _, sources = collected.setdefault(name, (by_pattern[pattern], {}))
+                sources.setdefault(pattern, []).append(key)
+        for name, (converter, sources) in collected.items():
+            groups.append(self._converted(name, converter, sources))
+        return tuple(groups)
+
+    def _converted(self, name: str, converter: Any, sources: dict[str, list[str]]) -> Group:
+        keys = tuple(key for keys in sources.values() for key in keys)
+        group = Group(
+            keys,
+            {},
+            {pattern: tuple(found) for pattern, found in sources.items()},
+            name,
+            converter,
+            unit="",
+        )
+        shown = {
+            key: torch.empty(self._disk[key][0], dtype=self._disk[key][1], device="meta")
+            for key in keys
+        }
+        made = self.convert(group, shown)
+        shapes = {param: tuple(tensor.shape) for param, tensor in made.items()}
+        operation = converter.operations[0]
+        if len(converter.operations) == 1 and getattr(operation, "check_dims", False):
+            # transformers swaps where the shapes ask for it, and never swaps back.
+            swap = (operation.dim0, operation.dim1)
+            same = shapes == {name: self._disk[keys[0]][0]}
+            return Group(keys, shapes, target=name, swap=None if same else swap)
+        unit = self._unit(group, shapes)
+        return Group(keys, shapes, group.sources, name, converter, unit=unit)
+
+    def _unit(self, group: Group, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """See `Group.unit`; what is unknown is converted as a whole."""
+        operations = list(group.converter.operations)
+        counts = {len(keys) for keys in group.sources.values()}
+        rows = {shape[0] if len(shape) > 2 else 0 for shape in shapes.values()}
+        if len(counts) != 1 or len(rows) != 1 or 0 in rows:
+            return ""
+        stacks = bool(operations) and isinstance(operations[0], MergeModulelist)
+        within = operations[1:] if stacks else operations
+        if not all(_leaves_first_alone(one) for one in within):
+            return ""
+        if stacks:
+            return "key" if operations[0].dim == 0 and counts == rows else ""
+        first = {self._disk[key][0][0] for key in group.keys if self._disk[key][0]}
+        return "row" if counts == {1} and first == rows else ""
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter lies on disk, under this very name.
+
+        Raises:
+            CheckpointError: It does, in another shape than the model's.
+        """
+        group = self._places.get(name)
+        if group is None:
+            return False
+        shape = tuple(self._model.state_dict()[name].shape)
+        if group.shapes[name] != shape:
+            raise CheckpointError(
+                f"{name} has the shape {group.shapes[name]} on disk ({len(group.keys)} tensors, "
+                f"{group.keys[0]} for one) and {shape} by config.json: files are missing, or of "
+                "another model."
+            )
+        return True
+
+    def convert(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by key on disk -> parameters by name, as a load does it.
+
+        Args:
+            group: What they belong to.
+            tensors: All keys of the group, or those of a slice (`Group.part`).
+
+        Raises:
+            CheckpointError: They do not fit together.
+        """
+        if group.converter is None:
+            return dict.fromkeys(group.shapes, _swapped(tensors[group.keys[0]], group.swap))
+        converter = deepcopy(group.converter)
+        for pattern, keys in group.sources.items():
+            for key in keys:
+                if key in tensors:
+                    converter.add_tensor(group.target, key, pattern, tensors[key])
+        try:
+            made = converter.convert(group.target, model=self._model, config=self._model.config)
+        except Exception as error:
+            raise CheckpointError(
+                f"{group.keys[0]} and {len(group.keys) - 1} other tensors do not make the "
+                f"parameter {group.target}: {error}"
+            ) from error
+        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+    def restore(self, group: Group, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters by name -> tensors by key on disk, as a save does it.
+
+        Of a slice of experts, the keys are those of the first ones (`Group.part`).
+
+        Raises:
+            CheckpointError: transformers cannot undo this conversion.
+        """
+        if group.converter is None:
+            (value,) = values.values()
+            return {group.keys[0]: _swapped(value, group.swap)}
+        return revert(self._model, values, group.target)
+
+
+def revert(model: Any, values: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """`revert_weight_conversion`, whose failures name what failed."""
+    try:
+        made: dict[str, Tensor] = revert_weight_conversion(model, dict(values))
+    except Exception as error:
+        raise CheckpointError(
+            f"transformers cannot write {name} as {type(model).__name__} has it on disk ({error})."
+        ) from error
+    return made
+
+
+def _swapped(tensor: Tensor, dims: tuple[int, int] | None) -> Tensor:
+    return tensor if dims is None else tensor.transpose(*dims).contiguous()
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors hold the same bits; NaN equals itself."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    left, right = left.contiguous(), right.contiguous()
+    if left.dim() == 0:
+        left, right = left.view(1), right.view(1)
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def _leaves_first_alone(operation: Any) -> bool:
+    if not isinstance(operation, _WITHIN) or getattr(operation, "check_dims", False):
+        return False
+    if isinstance(operation, Transpose):
+        return operation.dim0 > 0 and operation.dim1 > 0
+    return bool(operation.dim > 0)

@@ -1,0 +1,253 @@
+"""Whether a packed folder is whole, and what its manifest says of it is true of its files."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from .manifest import CONFIG, CONFIG_KEY, MANIFEST, Manifest, ShardEntry, checksum, read_manifest
+from .reader import (
+    DTYPE_NAMES,
+    DTYPES,
+    SINGLE,
+    Checkpoint,
+    TensorInfo,
+    header_bytes,
+    index_of,
+    inside,
+    read_header,
+    read_index,
+    read_json,
+)
+from .reader import reading as reading_file
+
+_SMALL = 1 << 16
+_NESTED_BLOCK = 256
+
+
+def check_folder(
+    folder: str | Path, *, checksums: bool = True, workers: int | None = None
+) -> Manifest:
+    """Check everything that can be checked without building the model.
+
+    Args:
+        folder: A packed folder.
+        checksums: Read all tensors and compare their checksums, too.
+        workers: Threads that do so; None is up to 8.
+
+    Raises:
+        CheckpointError: Something is missing, damaged or foreign; the message names it.
+    """
+    check = FolderCheck(folder, workers, large=checksums)
+    check.finish()
+    _check_config(check.folder, check.manifest)
+    return check.manifest
+
+
+def _check_config(folder: Path, manifest: Manifest) -> None:
+    """Refuse a config.json that says to be of another save; it may also be absent, or plain."""
+    if os.path.lexists(folder / CONFIG):
+        mark = read_json(folder / CONFIG).get(CONFIG_KEY)
+        if mark is not None and (not isinstance(mark, dict) or mark.get("id") != manifest.id):
+            raise CheckpointError(
+                f"{folder / CONFIG} and {MANIFEST} are of different saves: a save was interrupted, "
+                "or files were copied from elsewhere; save again."
+            )
+
+
+def packed_files(folder: Path) -> list[Path] | None:
+    """The files of a packed folder, None where it is another: config.json decides, if there is one.
+
+    Raises:
+        CheckpointError: It is packed, and something but large tensors' checksums does not fit.
+    """
+    config = folder / CONFIG
+    if os.path.lexists(config):
+        if CONFIG_KEY not in read_json(config):
+            return None
+    elif read_manifest(folder) is None:
+        return None
+    return [folder / name for name in check_folder(folder, checksums=False).shards]
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """The tensors of a folder: of the files that manifest or index name, or of its one file.
+
+    A packed folder's checksums are not compared, which takes as long as reading all of it.
+
+    Raises:
+        CheckpointError: There are none, files are missing or damaged, or the index leads out of
+            the folder.
+    """
+    folder = Path(folder)
+    with reading_file(folder):
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
+    packed = packed_files(folder)
+    if packed is not None:
+        return Checkpoint(packed)
+    index = index_of(folder)
+    if index is None:
+        with reading_file(folder):
+            found = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+        single = [file for file in found if file.name == SINGLE] or found
+        if len(single) != 1:
+            raise CheckpointError(f"{folder} holds {_what_is_there(folder, found)}.")
+        return Checkpoint([inside(folder, single[0].name)])
+    weight_map = read_index(index)
+    checkpoint = Checkpoint([inside(folder, name) for name in dict.fromkeys(weight_map.values())])
+    for key, name in weight_map.items():
+        if key not in checkpoint or checkpoint.info(key).file.name != name:
+            raise CheckpointError(f"{index}: {name} does not hold {key}: a file is damaged.")
+    return checkpoint
+
+
+def _what_is_there(folder: Path, found: list[Path]) -> str:
+    if found:
+        return f"{len(found)} safetensors files and no index that says which belong together"
+    pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
+    if pickles:
+        return (
+            f"no safetensors file but {pickles[0].name}, a pickle, which is never read: convert it"
+        )
+    return "no safetensors file"
+
+
+class FolderCheck:
+    """A check of a packed folder whose longest part runs while its files are loaded.
+
+    What is small, which is all that a loader has to make sense of, is checked at once; the
+    checksums of large tensors, whose bytes no loader trips over, are compared in threads.
+
+    Args:
+        folder: A packed folder.
+        workers: Threads; None is up to 8.
+        large: Whether to compare large tensors' checksums at all.
+
+    Raises:
+        CheckpointError: As `check_folder`.
+    """
+
+    def __init__(
+        self, folder: str | Path, workers: int | None = None, *, large: bool = True
+    ) -> None:
+        self.folder = folder = Path(folder)
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise CheckpointError(f"{folder} has no {MANIFEST}: it was not packed by moe_qlora.")
+        self.manifest = manifest
+        self._infos: dict[str, TensorInfo] = {}
+        for name, shard in manifest.shards.items():
+            self._infos |= _check_shard(folder, name, shard, manifest)
+        for key in manifest.tensors:
+            if key not in self._infos:
+                raise CheckpointError(f"{folder / manifest.tensors[key].file} lacks {key}.")
+        for name in manifest.experts:
+            check_stack(folder, name, manifest)
+        small = {k: info for k, info in self._infos.items() if info.nbytes <= _SMALL}
+        for key, info in small.items():
+            self._compare(key, checksum(info))
+        self._pool = ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1))
+        rest = {k: i for k, i in self._infos.items() if large and k not in small}
+        # largest first, so that none is left over at the end
+        order = sorted(rest, key=lambda key: -rest[key].nbytes)
+        self._sums = {key: self._pool.submit(checksum, rest[key]) for key in order}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FolderCheck:
+        return self  # transformers copies its quantizer for every tensor
+
+    def _compare(self, key: str, found: str) -> None:
+        if found != self.manifest.tensors[key].sha256:
+            raise CheckpointError(
+                f"{self._infos[key].file}: the bytes of {key} are not those that were written "
+                "(their checksum differs): copy the file again."
+            )
+
+    def finish(self) -> None:
+        """Wait for the rest.
+
+        Raises:
+            CheckpointError: A checksum differs.
+        """
+        try:
+            for key, found in self._sums.items():
+                self._compare(key, found.result())
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_shard(
+    folder: Path, name: str, shard: ShardEntry, manifest: Manifest
+) -> dict[str, TensorInfo]:
+    file = inside(folder, name)
+    with reading_file(file):
+        size = file.stat().st_size
+    if size != shard.nbytes:
+        raise CheckpointError(
+            f"{file} has {size} bytes, {shard.nbytes} were written: copy it again."
+        )
+    if hashlib.sha256(header_bytes(file)).hexdigest() != shard.header_sha256:
+        raise CheckpointError(f"{file}: its header is not the one that was written: copy it again.")
+    infos = read_header(file)
+    for key, info in infos.items():
+        entry = manifest.tensors.get(key)
+        if entry is None or entry.file != name:
+            raise CheckpointError(f"{file} holds {key}, which the manifest does not know of there.")
+        if DTYPES.get(entry.dtype) != info.dtype or entry.shape != info.shape:
+            raise CheckpointError(
+                f"{file}: {key} is {info.dtype} of shape {info.shape}, the manifest says "
+                f"{entry.dtype} {entry.shape}."
+            )
+    return infos
+
+
+def check_stack(folder: Path, name: str, manifest: Manifest) -> None:
+    """Check that a packed stack has the codes and statistics that its shape needs.
+
+    Raises:
+        CheckpointError: One is missing, or has another size.
+    """
+    entry = manifest.experts[name]
+    for suffix, (dtype, count) in stack_tensors(entry.shape, manifest.codec).items():
+        found = manifest.tensors.get(name + suffix)
+        if found is None:
+            raise CheckpointError(f"{folder}: the packed stack {name} lacks {name + suffix}.")
+        right = math.prod(found.shape) == count or count < 0
+        if found.dtype != DTYPE_NAMES[dtype] or not right:
+            raise CheckpointError(
+                f"{folder}: {name + suffix} is {found.dtype} of shape {found.shape}; a stack of "
+                f"shape {entry.shape} has {count} of {DTYPE_NAMES[dtype]} there."
+            )
+
+
+def stack_tensors(
+    shape: Sequence[int], codec: Mapping[str, Any]
+) -> dict[str, tuple[torch.dtype, int]]:
+    """Dtype and number of elements of a packed stack's tensors, by the end of their key.
+
+    A number of -1 stands for any: bitsandbytes' record of what is no tensor is JSON of any length.
+    """
+    numel = math.prod(shape)
+    if codec["kind"] == "int8":
+        return {"": (torch.int8, numel), ".SCB": (torch.float32, numel // shape[-1])}
+    storage = getattr(torch, codec["storage_dtype"])
+    blocks = -(-numel // codec["blocksize"])
+    double = codec["double_quant"]
+    tensors = {
+        "": (storage, (numel + 1) // 2 // storage.itemsize),
+        ".absmax": (torch.uint8 if double else torch.float32, blocks),
+        ".quant_map": (torch.float32, 16),
+        f".quant_state.bitsandbytes__{codec['kind']}": (torch.uint8, -1),
+    }
+    if double:
+        tensors[".nested_absmax"] = (torch.float32, -(-blocks // _NESTED_BLOCK))
+        tensors[".nested_quant_map"] = (torch.float32, 256)
+    return tensors

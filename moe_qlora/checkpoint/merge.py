@@ -1,0 +1,464 @@
+"""Merging a LoRA adapter into a checkpoint folder, one slice of experts at a time.
+
+    base W, on disk --convert--> parameter --(+ s B A, fp32)--> rounded once --restore--> on disk
+
+The merged folder has the layout of the original checkpoint: the same files, keys, shapes and
+dtypes, so that whatever loads the base loads it. No model is built but on the meta device. Beside
+one slice (`checkpoint_names.SLICE_ELEMENTS` weights, or one expert) and the LoRA factors of its
+parameter nothing is held; a parameter that transformers can convert as a whole only is whole. What
+the adapter does not touch is copied byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import build_glob_alternation
+
+from .. import build as checkpoint_source
+from ..errors import AdapterError, CheckpointError, ConfigError
+from ..packing import codec
+from ..packing.codec import PackedStack
+from ..progress import Progress, reporting
+from . import rounding
+from .adapter import CONFIG as ADAPTER_CONFIG
+from .adapter import Adapter, Resolver, Term, Updates, open_adapter
+from .base import FLOATS, INDEX, Base, OutFile, PackedBase, PlainBase, index_text
+from .conversion import Group
+from .manifest import CONFIG_KEY, MANIFEST
+from .reader import index_of, read_json
+from .rounding import Rounding
+from .save import copy_side_files
+from .tied_weights import Ties
+from .writer import ShardWriter, absolute, check_new, new_folder
+
+_CONFIG = "config.json"
+_OURS = ("quantization_config", "transformers_weights", CONFIG_KEY)
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What a merge has written.
+
+    Attributes:
+        folder: The merged folder.
+        tensors: How many tensors it holds.
+        changed: How many of them the adapter changed.
+        rounded: How many parameters were rounded as in training.
+        nbytes: Of all tensors.
+    """
+
+    folder: Path
+    tensors: int
+    changed: int
+    rounded: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        gib = self.nbytes >= 2**30
+        size = f"{self.nbytes / 2**30:.1f} GiB" if gib else f"{self.nbytes / 2**20:.1f} MiB"
+        rounded = f"; {self.rounded} parameters rounded as in training" if self.rounded else ""
+        return (
+            f"{self.folder}: {self.tensors} tensors, {size}, {self.changed} of them changed by the "
+            f"adapter{rounded}."
+        )
+
+
+def merge_adapter(
+    base: str | Path,
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    like_training: bool = False,
+    quantization_config: Any = None,
+    max_shard_size: int | str = "5GB",
+    trust_remote_code: bool = False,
+    progress: bool | Progress | None = None,
+) -> MergeReport:
+    """Merge a LoRA adapter into its base and write a plain checkpoint in the original layout.
+
+    Sums are taken in fp32 (fp64 for fp64 weights) and rounded once. On a weight that the base ties
+    to another (embeddings), LoRA changes both, as it does in PEFT's own merge.
+
+    Args:
+        base: A 16-bit (or fp32) checkpoint folder in safetensors, which is exact; or a folder that
+            this package packed, whose weights are decoded.
+        adapter: The folder that PEFT saved.
+        out: The new folder; must not exist, or be empty. It appears whole or not at all.
+        dtype: Of floating tensors; None leaves each as it is on disk. What transformers always
+            keeps in fp32 stays so.
+        like_training: Round the base, in the dtype that it has on disk, through the codec that the
+            adapter was trained on first. A packed base is rounded already.
+        quantization_config: The `BitsAndBytesConfig` of the training, for `like_training` where
+            neither the base nor the adapter's folder tells.
+        max_shard_size: Of the files, where the base is packed; otherwise its own files are kept.
+        trust_remote_code: Run model code that the base brings.
+        progress: True shows a bar; a callable gets (tensors done, tensors in all, next key).
+
+    Raises:
+        CheckpointError: A folder is missing, damaged or of another kind, or `out` is not empty.
+        AdapterError: The adapter does not fit the base, or cannot be merged.
+        ConfigError: The codec of the training is not known, or `dtype` is no floating dtype.
+    """
+    source, target = absolute(base), absolute(out)
+    if dtype is not None and dtype not in FLOATS:
+        raise ConfigError(f"dtype is {dtype}; give torch.bfloat16, torch.float16 or torch.float32.")
+    if quantization_config is not None and not like_training:
+        raise ConfigError("quantization_config is for like_training=True; leave it out.")
+    _check_roles(source, absolute(adapter))
+    check_new(target)
+    with ExitStack() as stack:
+        lora = stack.enter_context(open_adapter(absolute(adapter)))
+        build = _builder(source, trust_remote_code)
+        model = build()
+        opened = stack.enter_context(closing(_open_base(source, model, max_shard_size)))
+        shapes = {key: shape for key, (shape, _) in opened.disk.items()}
+        updates = Resolver(model, shapes).resolve(lora)
+        lossy = _rounding(opened, lora, build, like_training, quantization_config)
+        merge = _Merge(opened, lora, updates, model, lossy, dtype)
+        with (
+            new_folder(target) as folder,
+            reporting(progress, "Merging", "Merged", stderr=True) as tell,
+        ):
+            merge.write(folder, tell)
+            _side_files(source, folder, opened, merge, dtype)
+    return merge.report(target)
+
+
+def _check_roles(base: Path, adapter: Path) -> None:
+    """Tell apart what was mixed up."""
+    if not base.is_dir():
+        raise CheckpointError(f"The base {base} is no folder; name a checkpoint folder.")
+    if (base / ADAPTER_CONFIG).is_file() and not (base / _CONFIG).is_file():
+        swapped = adapter.is_dir() and not (adapter / ADAPTER_CONFIG).is_file()
+        hint = "the order is BASE ADAPTER OUT" if swapped else "name the model it was trained on"
+        raise CheckpointError(f"The base {base} is an adapter and no model; {hint}.")
+    if not (base / _CONFIG).is_file():
+        raise CheckpointError(f"The base {base} has no config.json; name a checkpoint folder.")
+
+
+def _builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Module]:
+    """Makes the base's model on meta, tied; the same each time."""
+    source = checkpoint_source.resolve(str(folder), trust_remote_code=trust_remote_code)
+    packed = (folder / MANIFEST).exists()
+    quantized: Any = getattr(source.config, "quantization_config", None)
+    if quantized is not None and not packed:
+        quantized = quantized if isinstance(quantized, Mapping) else quantized.to_dict()
+        raise CheckpointError(
+            f"The base {folder} is quantized ({quantized.get('quant_method') or 'bitsandbytes'}); "
+            "name the 16-bit checkpoint, or a folder that moe_qlora packed."
+        )
+    for name in _OURS:
+        source.config.__dict__.pop(name, None)
+
+    def make() -> nn.Module:
+        model: Any = checkpoint_source.build(source, trust_remote_code=trust_remote_code)
+        if hasattr(model, "tie_weights"):
+            model.tie_weights()
+        return model
+
+    return make
+
+
+def _open_base(folder: Path, model: nn.Module, max_shard_size: int | str) -> Base:
+    if (folder / MANIFEST).exists():
+        return PackedBase(folder, model, max_shard_size)
+    return PlainBase(folder, model)
+
+
+def _rounding(
+    base: Base,
+    adapter: Adapter,
+    build: Callable[[], nn.Module],
+    like_training: bool,
+    config: Any,
+) -> Rounding | None:
+    if not like_training or base.rounded:
+        if config is not None:
+            raise ConfigError("The base is packed, so it says itself how; leave the codec out.")
+        return None
+    given = None if config is None else rounding.from_config(build(), config)
+    return rounding.choose(adapter.folder, given)
+
+
+class _Merge:
+    """One merge: what is changed, group by group, and where it is written."""
+
+    def __init__(
+        self,
+        base: Base,
+        adapter: Adapter,
+        updates: Updates,
+        model: nn.Module,
+        lossy: Rounding | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._base, self._adapter, self._lossy = base, adapter, lossy
+        self._updates = Ties(model, base, adapter).settle(updates)
+        self._factors: dict[Term, tuple[Tensor, Tensor]] = {}
+        self._changed: set[str] = set()
+        self._rounded: set[str] = set()
+        self.dtypes = _dtypes(base, model, dtype)
+        self.files = base.files(self.dtypes)
+        self.nbytes = sum(
+            torch.Size(shape).numel() * self.dtypes[key].itemsize
+            for key, (shape, _) in base.disk.items()
+        )
+        self._check_reached()
+
+    def _check_reached(self) -> None:
+        """Everything the adapter changes, and what is rounded, must lie on the base's disk."""
+        holds, updates = self._base.layout.holds, self._updates
+        lost = [name for name in (*updates.terms, *updates.values) if not holds(name)]
+        if lost:
+            raise AdapterError(
+                f"{self._adapter.folder} changes {lost[0]}, which the base's files do not hold."
+            )
+        if self._lossy is not None:
+            packed = sorted(self._lossy.experts | self._lossy.linears)
+            strange = [name for name in packed if not holds(name) and name not in updates.tied]
+            if strange:
+                raise CheckpointError(
+                    f"{strange[0]} was packed in training, and the base's files do not hold it."
+                )
+
+        strange = [
+            key
+            for group in self._base.layout.groups
+            for key in group.keys
+            if self._touches(group) and self._base.disk[key][1] not in FLOATS
+        ]
+        if strange:
+            raise CheckpointError(
+                f"{strange[0]} is {self._base.disk[strange[0]][1]}, which an adapter cannot be "
+                "added to: name a base in 16 bit."
+            )
+
+    def _touches(self, group: Group) -> bool:
+        """Whether the adapter changes anything of a group."""
+        updates = self._updates
+        named = any(name in updates.terms or name in updates.values for name in group.shapes)
+        return named or any(key in updates.disk for key in group.keys)
+
+    def report(self, folder: Path) -> MergeReport:
+        tensors = len(self._base.disk)
+        return MergeReport(folder, tensors, len(self._changed), len(self._rounded), self.nbytes)
+
+    def write(self, folder: Path, tell: Progress) -> None:
+        """Write all safetensors files into `folder`."""
+        groups = {key: group for group in self._base.layout.groups for key in group.keys}
+        writers = _Writers(folder, self.files, self._base.disk, self.dtypes)
+        with writers:
+            done: set[str] = set()
+            for file in self.files:
+                for key in file.keys:
+                    if key in done:
+                        continue
+                    tell(len(done), len(groups), key)
+                    self._group(groups[key], writers)
+                    done.update(groups[key].keys)
+                    writers.finish(done)
+        tell(len(groups), len(groups), "")
+
+    def _group(self, group: Group, writers: _Writers) -> None:
+        touched = self._touches(group)
+        packed = {} if self._lossy is None else self._pack(group, self._lossy)
+        if not touched and not packed:
+            self._copy(group, writers)
+            return
+        self._factors = {}
+        for start, stop in group.slices():
+            values = self._base.values(group, start, stop)
+            for name, stack in packed.items():
+                last = stack.shape[0] if stop is None else stop
+                values[name] = codec.unpack_range(stack, start, last)
+            summed = {name: self._sum(name, value, start, stop) for name, value in values.items()}
+            made = self._base.layout.restore(group, summed)
+            for key, stand_in in group.part(start, stop).items():
+                self._put(group, key, made[stand_in], start, stop, writers)
+        if touched:
+            self._changed.update(group.keys)
+        self._factors = {}
+
+    def _pack(self, group: Group, lossy: Rounding) -> dict[str, PackedStack]:
+        """The group's parameters that were packed in training, packed."""
+        names = [name for name in group.shapes if name in lossy]
+        if not names:
+            return {}
+        packers: dict[str, Any] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for start, stop in group.slices():
+            for name, value in self._base.values(group, start, stop).items():
+                if name in names:
+                    if name not in packers:
+                        packers[name] = lossy.packer(name, group.shapes[name], value.dtype)
+                        dtypes[name] = value.dtype
+                    packers[name].add(value)
+        self._rounded.update(names)
+        return {name: rounding.finish(one, dtypes[name]) for name, one in packers.items()}
+
+    def _copy(self, group: Group, writers: _Writers) -> None:
+        """What nobody changes: as it is, or in another dtype."""
+        if isinstance(self._base, PlainBase):
+            for key in group.keys:
+                shape = self._base.disk[key][0]
+                alone = Group((key,), {key: shape})
+                for start, stop in alone.slices():
+                    tensor = self._base.read(key, start, stop)
+                    writers.write(key, tensor, None if stop is None else start)
+            return
+        for start, stop in group.slices():
+            values = self._base.values(group, start, stop)
+            made = self._base.layout.restore(group, values)
+            for key, stand_in in group.part(start, stop).items():
+                rows = stop is not None and group.unit == "row"
+                writers.write(key, made[stand_in], start if rows else None)
+
+    def _sum(self, name: str, value: Tensor, start: int, stop: int | None) -> Tensor:
+        """Rows of a parameter with the adapter's changes, in fp32 or finer."""
+        whole = self._updates.values.get(name)
+        if whole is not None:
+            file = self._adapter.file
+            value = file.read(whole) if stop is None else file.read(whole, start, stop)
+        terms = self._updates.terms.get(name, ())
+        return self._added(value, terms, start) if terms else value
+
+    def _added(self, value: Tensor, terms: list[Term] | tuple[Term, ...], start: int) -> Tensor:
+        wide = torch.promote_types(value.dtype, torch.float32)
+        total = value.to(wide, copy=True).contiguous()
+        for term in terms:
+            if term not in self._factors:
+                self._factors[term] = term.factors(self._adapter.file, wide)
+            term.add_rows(self._factors[term], total, start)
+        return total
+
+    def _put(
+        self,
+        group: Group,
+        key: str,
+        tensor: Tensor,
+        start: int,
+        stop: int | None,
+        writers: _Writers,
+    ) -> None:
+        rows = stop is not None and group.unit == "row"
+        terms = self._updates.disk.get(key, ())
+        if terms:
+            tensor = self._added(tensor, terms, start if rows else 0)
+        tensor = tensor.to(self.dtypes[key])
+        if codec.first_nonfinite(tensor) is not None:
+            raise AdapterError(
+                f"Merged, {key} holds NaN or inf in {self.dtypes[key]}: the adapter, or the base, "
+                "is broken, or the dtype too narrow."
+            )
+        writers.write(key, tensor, start if rows else None)
+
+
+class _Writers:
+    """The open files of the merged folder; each is closed when its last tensor is written."""
+
+    def __init__(
+        self,
+        folder: Path,
+        files: list[OutFile],
+        disk: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        self._folder, self._disk, self._dtypes = folder, disk, dtypes
+        self._files = {file.name: file for file in files}
+        self._home = {key: file.name for file in files for key in file.keys}
+        self._open: dict[str, ShardWriter] = {}
+
+    def write(self, key: str, tensor: Tensor, start: int | None) -> None:
+        """Write a tensor in its final dtype, or its rows from `start` on."""
+        name = self._home[key]
+        if name not in self._open:
+            file = self._files[name]
+            tensors = {one: (self._dtypes[one], self._disk[one][0]) for one in file.keys}
+            self._open[name] = ShardWriter(self._folder / name, tensors, file.metadata)
+        tensor = tensor.to(self._dtypes[key])
+        if start is None:
+            self._open[name].write(key, tensor)
+        else:
+            self._open[name].write_rows(key, start, tensor)
+
+    def finish(self, done: set[str]) -> None:
+        """Close the files whose tensors are all done."""
+        for name in [name for name in self._open if done.issuperset(self._files[name].keys)]:
+            self._open.pop(name).close()
+
+    def __enter__(self) -> _Writers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        while self._open:
+            _, writer = self._open.popitem()
+            writer.__exit__(kind or CheckpointError, None, None)
+
+
+def _dtypes(base: Base, model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """What each tensor is written in; transformers' own exceptions stay in fp32."""
+    own = {key: kind for key, (_, kind) in base.disk.items()}
+    if dtype is None:
+        return own
+    ask: Any = getattr(model, "_get_dtype_plan", None)
+    plan: dict[str, torch.dtype] = {} if ask is None else ask(dtype) or {}
+    kept = build_glob_alternation(list(plan))[0] if plan else None
+    for group in base.layout.groups:
+        exempt = kept is not None and any(kept.search(name) for name in group.shapes)
+        for key in group.keys:
+            if own[key] in FLOATS:
+                own[key] = torch.float32 if exempt else dtype
+    return own
+
+
+def _side_files(
+    source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
+) -> None:
+    """Everything of the base but weights: configuration, tokenizer, index."""
+    copy_side_files(source, folder)
+    config = read_json(source / _CONFIG)
+    if dtype is None and not any(name in config for name in _OURS):
+        shutil.copyfile(source / _CONFIG, folder / _CONFIG)
+    else:
+        for name in _OURS:
+            config.pop(name, None)
+        if dtype is not None:
+            _set_dtype(config, str(dtype).removeprefix("torch."))
+        (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _index(source, folder, base, merge, dtype)
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> None:
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype") and isinstance(value, str):
+            config[key] = dtype
+        elif isinstance(value, dict):
+            _set_dtype(value, dtype)
+
+
+def _index(
+    source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
+) -> None:
+    if isinstance(base, PackedBase):
+        if len(merge.files) > 1:
+            (folder / INDEX).write_bytes(index_text(merge.files, merge.nbytes))
+        return
+    found = index_of(source)
+    if found is None:
+        return
+    if dtype is None:
+        shutil.copyfile(found, folder / found.name)
+        return
+    content = read_json(found)
+    content["metadata"] = {**(content.get("metadata") or {}), "total_size": merge.nbytes}
+    (folder / found.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,397 @@
+"""From a 16-bit checkpoint to a packed folder, parameter by parameter: the model is never held.
+
+What is written equals what a load under `enabled()` and `save_pretrained` would write, but for the
+places where shards are cut. A shard counts as done once it has its name; an interrupted run goes
+on after the last one, and gives the same folder as one that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .. import build
+from ..detection.detect import detect
+from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
+from ..packing import parametrize
+from ..packing.codec import PackedStack, Packer, first_nonfinite
+from ..packing.sizes import packed_nbytes
+from ..progress import Progress, reporting
+from . import save
+from .conversion import DiskLayout, Group
+from .integrity import open_checkpoint
+from .load_plan import LoadPlan, dtype_policy, plan_packing
+from .manifest import CONFIG, MANIFEST, Manifest, PackedEntry
+from .reader import read_header, read_json
+from .rounding import from_config
+from .save import copy_side_files
+from .writer import GrowingShard, absolute, check_new, new_folder, plan_shards, replace_file
+
+_RUN = "run.json"
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    quantization_config: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    max_shard_size: int | str = "5GB",
+    progress: bool | Progress | None = None,
+    trust_remote_code: bool = False,
+) -> Manifest:
+    """Pack a 16-bit checkpoint into a new folder, which loads under `enabled()`.
+
+    Holds one parameter at a time, and of a stack of experts a few experts and the packed form. When
+    it is interrupted, what is done is kept beside the destination, and the same call goes on there.
+
+    Args:
+        source: Folder of the 16-bit checkpoint, safetensors.
+        destination: New folder; nothing is overwritten.
+        quantization_config: `BitsAndBytesConfig` or its dict.
+        dtype: Of what is not packed, and of decoded weights; None is the checkpoint's own.
+        device: Where to pack; None is a GPU where there is one. Blocks are the same everywhere but
+            for rounding of ties.
+        max_shard_size: Bytes, or such as "5GB".
+        progress: True shows a bar; a callable gets (parameters done, in all, next one's name).
+        trust_remote_code: Run model code that the checkpoint brings.
+
+    Returns:
+        The manifest of the new folder.
+
+    Raises:
+        CheckpointError: The source is no 16-bit checkpoint or is damaged, parameters are missing,
+            or the destination exists.
+        ConfigError: The config cannot be followed.
+        NonFiniteWeightError: A stack of experts holds NaN or inf.
+        UnsupportedWeightError: A stack cannot be packed.
+    """
+    folder, out = absolute(source), absolute(destination)
+    if not folder.exists():
+        raise CheckpointError(
+            f"{source} does not exist; name a folder on disk (a model on the hub: download it "
+            "first, with huggingface_hub.snapshot_download)."
+        )
+    check_new(out)
+    config = _config(quantization_config)
+    place = _device(device)
+    model = _model(folder, dtype, trust_remote_code)
+    job = _Job(folder, model, config, place)
+    with (
+        job.files,
+        new_folder(out, keep_partial=True) as work,
+        reporting(progress, "Packing", "Packed") as tell,
+    ):
+        job.resume(work, max_shard_size)
+        shards = job.write(work, max_shard_size, tell)
+        _side_files(folder, work, model, config)
+        manifest = save.finish_packed(work, shards, job.experts(), job.codec(), [])
+        (work / _RUN).unlink()
+    return manifest
+
+
+def _config(config: Any) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if isinstance(config, Mapping):
+        return BitsAndBytesConfig.from_dict(dict(config))
+    if not isinstance(config, BitsAndBytesConfig):
+        raise ConfigError(
+            f"quantization_config is {type(config).__name__}: give a BitsAndBytesConfig or a dict."
+        )
+    return copy.deepcopy(config)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error
+    return place
+
+
+def _model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
+    """The checkpoint's model on meta."""
+    if (folder / MANIFEST).exists():
+        raise CheckpointError(f"{folder} is packed already: name the 16-bit checkpoint.")
+    source = build.resolve(str(folder), trust_remote_code=trust_remote_code)
+    quantized = getattr(source.config, "quantization_config", None)
+    if quantized is not None:
+        quantized = quantized if isinstance(quantized, Mapping) else quantized.to_dict()
+        raise CheckpointError(
+            f"{folder} is quantized ({quantized.get('quant_method') or 'bitsandbytes'}) already: "
+            "name the 16-bit checkpoint."
+        )
+    if dtype is not None:
+        source.config.dtype = dtype
+        for name in source.config.sub_configs:
+            if getattr(source.config, name, None) is not None:
+                getattr(source.config, name).dtype = dtype
+    # As in a load: tying comes last, and which layers stay in 16 bit is asked before it.
+    with init.no_tie_weights():
+        return build.build(source, trust_remote_code=trust_remote_code)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A group of tensors on disk, and which of the parameters that it makes are written."""
+
+    group: Group
+    names: tuple[str, ...]
+
+
+class _Job:
+    """One conversion: what is packed, and how everything is read and written."""
+
+    def __init__(self, folder: Path, model: Any, config: Any, device: torch.device) -> None:
+        self.device, self.config = device, config
+        self.files = open_checkpoint(folder)
+        dtype = model.dtype
+        self.plan: LoadPlan = plan_packing(model, config, dtype, None)
+        own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        self.policy = dtype_policy(model, dtype)
+        # Replaces the Linear layers of the model that bitsandbytes packs.
+        self.linears = from_config(model, config).linears
+        model.tie_weights()
+        self.turned = {n for n in self.linears if _is_turned(model.get_submodule(n[:-7]))}
+        self.dtypes = own | dict.fromkeys(self.linears & own.keys(), dtype)
+        disk = {key: (self.files.info(key).shape, self.files.info(key).dtype) for key in self.files}
+        self.layout = DiskLayout(model, disk)
+        self.steps = self._steps(model)
+
+    def _steps(self, model: Any) -> list[_Step]:
+        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        self.tied = tied
+        made = {name for group in self.layout.groups for name in group.shapes}
+        left_out = {name for name, source in tied.items() if source in made}
+        left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        steps = []
+        for group in self.layout.groups:
+            names = tuple(name for name in group.shapes if name not in left_out)
+            if names:
+                steps.append(_Step(group, names))
+        expected = {name for name in model.state_dict() if not _optional(model, name)}
+        missing = sorted(expected - made - left_out - tied.keys())
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise CheckpointError(
+                f"{self.files.files[0].parent} has no tensor for {', '.join(missing[:3])}{more}, "
+                f"which a {type(model).__name__} needs: config.json is of another model."
+            )
+        if not any(name in self.plan.params for step in steps for name in step.names):
+            raise CheckpointError(self._nothing(model))
+        return steps
+
+    def _nothing(self, model: Any) -> str:
+        """Why no stack of experts would be packed, and what to do."""
+        folder, skipped = self.files.files[0].parent, self.config.llm_int8_skip_modules
+        if skipped and len(detect(model)):
+            return (
+                f"{folder}: llm_int8_skip_modules ({', '.join(skipped)}) leaves every stack of "
+                "experts unpacked; name fewer."
+            )
+        return (
+            f"{folder}: a {type(model).__name__} has no stack of experts to pack; load it with "
+            "transformers and its own bitsandbytes settings."
+        )
+
+    def experts(self) -> dict[str, PackedEntry]:
+        """Packed stacks, as the manifest names them."""
+        entries = {}
+        for step in self.steps:
+            for name in step.names:
+                if name in self.plan.params:
+                    param = self.plan.params[name]
+                    dtype = str(self._dtype(name)).removeprefix("torch.")
+                    others = {param.name, *param.aliases} - {name}
+                    others |= {alias for alias, source in self.tied.items() if source == name}
+                    entries[name] = PackedEntry(tuple(param.shape), dtype, tuple(sorted(others)))
+        return entries
+
+    def codec(self) -> dict[str, Any]:
+        """How stacks are packed, as the manifest says it."""
+        settings = self.plan.settings
+        int8 = settings.kind == "int8"
+        compute = None if int8 else settings.compute_dtype
+        return {
+            "kind": settings.kind,
+            "double_quant": settings.double_quant,
+            "blocksize": settings.blocksize,
+            "storage_dtype": str(settings.storage_dtype).removeprefix("torch."),
+            "compute_dtype": None if compute is None else str(compute).removeprefix("torch."),
+        }
+
+    def resume(self, work: Path, max_shard_size: int | str) -> None:
+        """Keep the shards of an interrupted run of the very same job, and nothing else."""
+        sources = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in self.files.files]
+        job = {
+            "sources": sources,
+            "config": self.config.to_dict(),
+            "dtypes": {name: str(dtype) for name, dtype in self.dtypes.items()},
+            "shard": max_shard_size,
+            "device": self.device.type,
+        }
+        text = json.dumps(job, sort_keys=True, default=str)
+        mark = json.dumps({"job": hashlib.sha256(text.encode()).hexdigest()}).encode()
+        same = (work / _RUN).is_file() and (work / _RUN).read_bytes() == mark
+        for entry in work.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != _RUN and not (same and _is_shard(entry)):
+                entry.unlink()
+        if not same:
+            replace_file(work / _RUN, mark)
+
+    def write(self, work: Path, max_shard_size: int | str, tell: Progress) -> list[Path]:
+        """Write the shards that are not there yet; all of them, in order."""
+        sizes = {str(place): self._nbytes(step) for place, step in enumerate(self.steps)}
+        shards = []
+        for number, places in enumerate(plan_shards(sizes, max_shard_size), 1):
+            path = work / f"shard-{number:05d}.safetensors"
+            shards.append(path)
+            if path.exists():
+                read_header(path)
+                continue
+            steps = [(int(place), self.steps[int(place)]) for place in places]
+            keys = [key for _, step in steps for name in step.names for key in self._keys(name)]
+            shard = GrowingShard(path.with_suffix(".partial"), keys, {"format": "pt"})
+            try:
+                for place, step in steps:
+                    tell(place, len(self.steps), step.names[0])
+                    for key, tensor in self._tensors(step):
+                        shard.add(key, tensor)
+            except BaseException:
+                shard.abandon()
+                raise
+            shard.close()
+            shard.path.rename(path)
+        tell(len(self.steps), len(self.steps), "")
+        return shards
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.plan.dtypes.get(name) or self.policy(name, self.dtypes[name])
+
+    def _nbytes(self, step: _Step) -> int:
+        total = 0
+        for name in step.names:
+            shape = step.group.shapes[name]
+            settings = self.plan.settings
+            if name in self.plan.params or name in self.linears:
+                double = settings.double_quant
+                total += packed_nbytes(shape, settings.kind, double_quant=double)
+            else:
+                total += torch.Size(shape).numel() * self._dtype(name).itemsize
+        return total
+
+    def _keys(self, name: str) -> list[str]:
+        """Every key that `_tensors` may give for a parameter."""
+        parts = parametrize.key_parts(self.plan.settings.kind)
+        module = name.rpartition(".")[0]
+        return [*(name + part for part in parts), f"{module}.SCB", f"{module}.weight_format"]
+
+    def _tensors(self, step: _Step) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of one group as they are stored."""
+        packers: dict[str, Packer] = {}
+        plain: dict[str, list[Tensor]] = {}
+        for start, stop in step.group.slices():
+            for name, value in self._values(step.group, start, stop).items():
+                if name not in step.names:
+                    continue
+                if name in self.plan.params or name in self.linears:
+                    if name not in packers:
+                        packers[name] = self._packer(name, step.group.shapes[name])
+                    self._add(packers[name], name, value, start)
+                else:
+                    plain.setdefault(name, []).append(value.to(self._dtype(name)))
+        for name in step.names:
+            if name in packers:
+                yield from self._packed(name, packers.pop(name).finish())
+            else:
+                yield name, torch.cat(plain[name]) if len(plain[name]) > 1 else plain[name][0]
+
+    def _values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
+        parts = group.part(start, stop)
+        last = stop if group.unit == "row" else None
+        first = None if last is None else start
+        return self.layout.convert(
+            group, {stand_in: self.files.read(key, first, last) for key, stand_in in parts.items()}
+        )
+
+    def _packer(self, name: str, shape: tuple[int, ...]) -> Packer:
+        dtype = self._dtype(name)
+        if name in self.linears and self.plan.settings.kind == "int8":
+            dtype = torch.float16  # what bitsandbytes' own 8-bit Linear layers are cast to
+        if name in self.turned:
+            shape = (shape[1], shape[0])
+        return Packer(shape, dtype, self.device, self.plan.settings)
+
+    def _add(self, packer: Packer, name: str, value: Tensor, start: int) -> None:
+        if name in self.turned:
+            value = value.T
+        value = value.to(device=self.device, dtype=self._dtype(name))
+        index = first_nonfinite(value) if name in self.plan.params else None
+        if index is not None:
+            place = [start + index[0], *index[1:]]
+            raise NonFiniteWeightError(
+                f"{name} holds {float(value[index])} at index {place}, and a block with it could "
+                "not be decoded: repair the checkpoint."
+            )
+        packer.add(value)
+
+    def _packed(self, name: str, stack: PackedStack) -> Iterator[tuple[str, Tensor]]:
+        """What a state dict holds for a packed stack or Linear layer."""
+        yield name, stack.codes
+        if stack.kind != "int8":
+            stack.state.dtype = self._dtype(name)
+            for part, value in stack.state.as_dict(packed=True).items():
+                yield f"{name}.{part}", value
+        elif name in self.plan.params:
+            yield f"{name}.SCB", stack.state.scales
+        else:
+            module = name.rpartition(".")[0]
+            yield f"{module}.SCB", stack.state.scales
+            # bitsandbytes' number for rows as they are
+            yield f"{module}.weight_format", torch.tensor(0, dtype=torch.uint8)
+
+
+def _is_turned(module: nn.Module) -> bool:
+    """Whether a packed layer stands for one that stores its weight `(in, out)`."""
+    return not issubclass(getattr(module, "source_cls", nn.Linear), nn.Linear)
+
+
+def _is_shard(file: Path) -> bool:
+    return file.name.startswith("shard-") and file.suffix == ".safetensors"
+
+
+def _optional(model: Any, name: str) -> bool:
+    """Whether a load does without a tensor for this name."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _side_files(folder: Path, work: Path, model: Any, config: Any) -> None:
+    """The configuration as a loaded model has it, and what else the checkpoint brings."""
+    copy_side_files(folder, work)
+    model.config.quantization_config = config
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(work)
+    if not read_json(work / CONFIG).get("quantization_config"):
+        raise CheckpointError(f"{type(model.config).__name__} does not store its quantization.")
+    if model.can_generate() and not (work / "generation_config.json").exists():
+        model.generation_config.save_pretrained(work)

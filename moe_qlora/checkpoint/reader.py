@@ -1,0 +1,334 @@
+"""What a checkpoint folder is on disk, read without trust.
+
+A folder holds safetensors files: one, or several that an index (`*.safetensors.index.json`) or this
+package's manifest (checkpoint/manifest.py) lists. Files are mapped, not read: a tensor costs memory
+when it is used. Whatever is wrong with a folder is a `CheckpointError` that names the file and,
+where there is one, the key; no other exception leaves this room.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+INDEX_SUFFIX = ".safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER = 100 << 20
+"""Longest header that the safetensors format allows, in bytes."""
+MAX_JSON = 512 << 20
+"""Longest JSON file that is read, in bytes; the index of a million tensors has a quarter of it."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""The format's dtype names. Source: https://github.com/huggingface/safetensors."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies, and what it is.
+
+    Attributes:
+        file: Of the folder.
+        dtype: Of the stored tensor.
+        shape: Of the stored tensor.
+        offset: Of its first byte in the file.
+        nbytes: Its length.
+    """
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Checkpoint:
+    """The tensors of a folder's safetensors files, read-only.
+
+    Use as a context manager, or `close` it; tensors that were read stay valid.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._infos: dict[str, TensorInfo] = {}
+        self.files = tuple(files)
+        for file in files:
+            for key, info in read_header(file).items():
+                if key in self._infos:
+                    other = self._infos[key].file.name
+                    raise CheckpointError(f"{file}: {key} is in {other} as well.")
+                self._infos[key] = info
+        self._stack = ExitStack()
+        weakref.finalize(self, self._stack.close)  # for who forgets to, as a failed load does
+        self._open: dict[Path, Any] = {}
+        self._handles: dict[Path, int] = {}
+
+    @classmethod
+    def of_files(cls, files: Sequence[Path]) -> Checkpoint:
+        """The tensors of these files, all together."""
+        return cls(files)
+
+    def keys(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return tuple(self._infos)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._infos)
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._infos
+
+    def info(self, key: str) -> TensorInfo:
+        """What is known of a tensor without reading it.
+
+        Raises:
+            CheckpointError: There is no such tensor.
+        """
+        try:
+            return self._infos[key]
+        except KeyError:
+            place = self.files[0].parent if self.files else "the checkpoint"
+            raise CheckpointError(f"{place} has no tensor {key}.") from None
+
+    def read(self, key: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        """A tensor, or its rows `[start, stop)` of the first dimension; on the CPU.
+
+        Raises:
+            CheckpointError: There is no such tensor, or it cannot be read.
+        """
+        file = self.info(key).file
+        with reading(file):
+            if file not in self._open:
+                self._open[file] = self._stack.enter_context(safe_open(str(file), "pt"))
+            if start is None and stop is None:
+                tensor: Tensor = self._open[file].get_tensor(key)
+            else:
+                tensor = self._open[file].get_slice(key)[start:stop]
+            return tensor
+
+    def expect(self, keys: Sequence[str]) -> None:
+        """Have the system read these tensors ahead, in the background and in its own memory."""
+        for key in keys:
+            info = self._infos.get(key)
+            if info is None or not hasattr(os, "posix_fadvise"):
+                continue
+            if info.file not in self._handles:
+                with reading(info.file):
+                    handle = self._stack.enter_context(info.file.open("rb"))
+                self._handles[info.file] = handle.fileno()
+            place = (self._handles[info.file], info.offset, info.nbytes)
+            os.posix_fadvise(*place, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._handles.clear()
+        self._open.clear()
+        self._stack.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+_DAMAGE = (
+    *(OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError),
+    *(OverflowError, RuntimeError, MemoryError),
+)
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn whatever goes wrong with a file into a CheckpointError that names it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing: copy the whole folder.") from error
+    except _DAMAGE as error:
+        reason = str(error) or type(error).__name__
+        raise CheckpointError(f"{file} cannot be read: {reason}.") from error
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """A file of a folder by its bare name; links may lead to where a cache keeps its blobs.
+
+    Raises:
+        CheckpointError: The name is a path, is absolute, or leads elsewhere.
+    """
+    plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+    if not plain or Path(name).is_absolute() or ":" in name:
+        raise CheckpointError(
+            f"{folder} names the file {name!r}: only files of the folder itself are read."
+        )
+    path = folder / name
+    with reading(path):
+        if path.is_symlink() and not _in_cache(folder, path):
+            raise CheckpointError(
+                f"{path} is a link that leads out of its folder: only files of the folder are read."
+            )
+    return path
+
+
+def _in_cache(folder: Path, link: Path) -> bool:
+    """Whether a link stays in its folder, or leads to the blobs of the hub cache it lies in."""
+    try:
+        target, root = link.resolve(), folder.resolve()
+    except (OSError, RuntimeError):
+        return False
+    places = [root]
+    if root.parent.name == "snapshots":
+        places.append(root.parent.parent / "blobs")
+    return any(place in target.parents for place in places)
+
+
+def _size_of(file: Path) -> int:
+    """Bytes of a file, which must be one: to open a pipe would wait for its writer."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{file} cannot be read: it is no regular file.")
+    return found.st_size
+
+
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: It is missing, too long, no JSON, no object, names a key twice, or holds
+            half of a surrogate pair, which is no text.
+    """
+    with reading(file):
+        if _size_of(file) > MAX_JSON:
+            raise CheckpointError(f"{file} cannot be read: it is longer than {MAX_JSON} bytes.")
+        raw = file.read_bytes()
+        try:
+            value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
+            if _HALF.search(raw):
+                json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file} is no valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds {type(value).__name__} and no JSON object.")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def index_of(folder: Path) -> Path | None:
+    """The folder's index file, None where it has none.
+
+    Raises:
+        CheckpointError: It has several.
+    """
+    found = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
+    named = [file for file in found if file.name == f"model{INDEX_SUFFIX}"] or found
+    if len(named) > 1:
+        raise CheckpointError(f"{folder} holds {len(named)} index files: leave one.")
+    return named[0] if named else None
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """The `weight_map` of an index: key -> file name.
+
+    Raises:
+        CheckpointError: It has none, or another type.
+    """
+    weight_map = read_json(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{file} has no weight_map: it is no index of safetensors files.")
+    for key, name in weight_map.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{file}: {key} is mapped to {name!r}, which is no file name.")
+    return weight_map
+
+
+def header_bytes(file: Path) -> bytes:
+    """The JSON header of a safetensors file, its length not included.
+
+    Raises:
+        CheckpointError: The file is missing, too short, or says a length that it cannot have.
+    """
+    with reading(file):
+        size = _size_of(file)
+    with reading(file), file.open("rb") as handle:
+        start = handle.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > min(MAX_HEADER, size - 8):
+            raise CheckpointError(f"{file} is no safetensors file, or is cut off in its header.")
+        return handle.read(length)
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """What a safetensors file holds, by key in the order of the header.
+
+    Raises:
+        CheckpointError: The file is missing, cut off or damaged.
+    """
+    raw = header_bytes(file)
+    begin = 8 + len(raw)
+    with reading(file):
+        # The library checks the rest: offsets without gaps, sizes that agree with shapes.
+        with safe_open(str(file), "pt"):
+            pass
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
+        infos = {}
+        for key, entry in header.items():
+            if key == "__metadata__":
+                continue
+            first, last = entry["data_offsets"]
+            dtype = DTYPES.get(entry["dtype"])
+            if dtype is None:
+                raise CheckpointError(f"{file}: {key} has the unknown dtype {entry['dtype']!r}.")
+            shape = tuple(entry["shape"])
+            if math.prod(shape) * dtype.itemsize != last - first:
+                raise CheckpointError(f"{file}: {key} has {last - first} bytes for {shape}.")
+            infos[key] = TensorInfo(file, dtype, shape, begin + first, last - first)
+        return infos

@@ -1,0 +1,462 @@
+"""`save_pretrained` of a model with packed experts: a packed folder (checkpoint/manifest.py).
+
+Stock transformers would undo the fusing of experts on the way out, which packed codes do not stand,
+and replaces files in place. Here it writes everything but the weights; those are written tensor by
+tensor under the model's own names, and nothing that was in the folder is touched before all of it
+is on the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import AdapterError, CheckpointError, ConfigError
+from ..packing import parametrize
+from ..packing.codec import Int8State, PackedStack
+from . import manifest as manifests
+from .integrity import check_stack
+from .manifest import CONFIG, MANIFEST, Manifest, PackedEntry
+from .reader import INDEX_SUFFIX, SINGLE, read_json
+from .writer import (
+    ShardWriter,
+    absolute,
+    discard,
+    flush,
+    new_folder,
+    plan_shards,
+    replace_file,
+    write_beside,
+)
+
+_STAGING = ".moe_qlora.partial"
+# a save's shards, for the hub: only here do eight characters stand between "model" and the number
+_SHARDS = "model-????????-?????-of-?????.safetensors"
+
+
+def save_pretrained(
+    self: Any,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: dict[str, Any] | None = None,
+    push_to_hub: bool = False,
+    max_shard_size: int | str = "5GB",
+    variant: str | None = None,
+    token: str | bool | None = None,
+    **kwargs: Any,
+) -> None:
+    """Save the model with its experts packed; `from_pretrained` under `enabled()` reads it back.
+
+    A new folder appears whole or not at all. In one that exists, what was there stays valid until
+    the new manifest replaces the old one, at the very end.
+
+    Args:
+        self: The model. With adapters that transformers itself has loaded, only these are saved, as
+            the stock method does.
+        save_directory: The folder.
+        is_main_process: False writes nothing.
+        state_dict: What to save in the place of `self.state_dict()`.
+        push_to_hub: Upload what was written, when all of it is.
+        max_shard_size: Bytes, or such as "5GB".
+        variant: Not supported.
+        token: For the upload.
+        **kwargs: As the stock method takes them; those that choose a layout have no meaning here.
+
+    Raises:
+        AdapterError: PEFT layers are in the model.
+        CheckpointError: The folder cannot be written, or a weight is on no device or sharded.
+        ConfigError: `variant` or `distributed_checkpoint` is asked for.
+    """
+    stock = type(self).save_pretrained
+    if getattr(self, "_hf_peft_config_loaded", False):
+        stock(
+            self,
+            save_directory,
+            is_main_process=is_main_process,
+            state_dict=state_dict,
+            push_to_hub=push_to_hub,
+            max_shard_size=max_shard_size,
+            variant=variant,
+            token=token,
+            **kwargs,
+        )
+        return
+    unsupported = {"variant": variant, "distributed": kwargs.get("distributed_checkpoint")}
+    for name, value in unsupported.items():
+        if value:
+            raise ConfigError(f"{name}={value!r} is not supported for a model with packed experts.")
+    tensors = _tensors(self, self.state_dict() if state_dict is None else state_dict)
+    if not is_main_process:
+        return
+    folder = absolute(os.fspath(save_directory))
+    side = {key: kwargs[key] for key in ("save_peft_format",) if key in kwargs}
+    with _target(folder) as work:
+        _write_side_files(self, work, side)
+        write_packed(work, self, tensors, max_shard_size)
+        written = [str(f.relative_to(work).as_posix()) for f in work.rglob("*") if f.is_file()]
+    if push_to_hub:
+        _upload(folder, sorted(written), token, kwargs)
+
+
+def _tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What is saved: without what is tied to something else, or is not to be saved."""
+    host: Any = model
+    tied: Mapping[str, str] = getattr(host, "all_tied_weights_keys", None) or {}
+    ignored = getattr(host, "_keys_to_ignore_on_save", None) or ()
+    packed = {f"{module}.{name}".lstrip(".") for module, _, name in parametrize.iter_packed(model)}
+    aliases = {name for name in packed if tied.get(name) in packed}
+    kept: dict[str, Tensor] = {}
+    for key, value in state_dict.items():
+        if ".lora_" in key or ".base_layer." in key or ".modules_to_save." in key:
+            raise AdapterError(
+                f"The model holds adapters of PEFT ({key}): save these with the PeftModel's "
+                "save_pretrained, or take them off first with unload or merge_and_unload."
+            )
+        if ".parametrizations." in key:
+            raise CheckpointError(
+                f"{key} was packed by bitsandbytes' own helper, which cannot be saved: pack the "
+                "model with moe_qlora.quantize_experts."
+            )
+        source = tied.get(key)
+        if source is not None and _same(value, state_dict.get(source)):
+            continue
+        if key in ignored or any(key == name or key.startswith(f"{name}.") for name in aliases):
+            continue
+        reason = _why_not_saved(value)
+        if reason is not None:
+            raise CheckpointError(f"{key} {reason}.")
+        kept[key] = value
+    missing = packed - aliases - kept.keys()
+    if missing:
+        raise CheckpointError(f"The state dict to save lacks the packed stack {min(missing)}.")
+    return kept
+
+
+def _why_not_saved(value: Any) -> str | None:
+    if not isinstance(value, Tensor):
+        return f"is {type(value).__name__} and no tensor: leave it out of state_dict"
+    if value.is_meta:
+        return "is on the meta device and cannot be saved: load the model without offloading it"
+    if hasattr(value, "full_tensor"):
+        return "is sharded over several processes: gather it, and pass state_dict"
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    both = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return both and one.shape == other.shape and one.data_ptr() == other.data_ptr()
+
+
+@contextmanager
+def _target(folder: Path) -> Iterator[Path]:
+    """A folder to write into, whose content is then moved to its place."""
+    if folder.is_dir():
+        folder = folder.resolve()
+    elif folder.exists():
+        raise CheckpointError(f"{folder} is a file: name a folder to save to.")
+    if _can_be_renamed_to(folder):
+        with new_folder(folder) as work:
+            yield work
+        return
+    staging = folder / _STAGING
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        yield staging
+        _publish(staging, folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}.") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _can_be_renamed_to(folder: Path) -> bool:
+    """Whether a folder that is built beside this one can take its place."""
+    if not folder.is_dir():
+        return True
+    # A folder that somebody stands in would be pulled from under them.
+    fixed = folder.is_mount() or folder == Path.cwd() or not os.access(folder.parent, os.W_OK)
+    return not fixed and not any(folder.iterdir())
+
+
+def _publish(staging: Path, folder: Path) -> None:
+    """Move a finished save into a folder.
+
+    What is new comes first, then config.json, at which the folder turns from the old save to the
+    new one, then the manifest. Where the system refuses a step before that turn, files that the
+    folder did not have go again.
+    """
+    for file in staging.rglob("*"):
+        flush(file)
+    manifests.finish_interrupted_save(folder)
+    fresh: list[Path] = []
+    try:
+        for entry in sorted(staging.iterdir()):
+            target = folder / entry.name
+            if entry.is_dir():
+                shutil.copytree(entry, target, dirs_exist_ok=True)
+            elif entry.name not in (CONFIG, MANIFEST):
+                if not os.path.lexists(target):
+                    fresh.append(target)
+                entry.replace(target)
+        # flushes the folder too, and with it the names of the files above
+        manifest = write_beside(folder / MANIFEST, (staging / MANIFEST).read_bytes())
+        fresh.append(manifest)
+        config = write_beside(folder / CONFIG, (staging / CONFIG).read_bytes())
+    except OSError:
+        discard(*fresh)
+        raise
+    config.replace(folder / CONFIG)
+    flush(folder)
+    manifest.replace(folder / MANIFEST)
+    flush(folder)
+    _remove_stale(folder)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove shards of earlier saves, finished or not."""
+    manifest = manifests.read_manifest(folder)
+    for file in folder.iterdir():
+        ours = manifests.SHARD_NAME.fullmatch(file.name)
+        if ours and manifest is not None and file.name not in manifest.shards:
+            file.unlink(missing_ok=True)
+
+
+def _write_side_files(model: Any, work: Path, kwargs: dict[str, Any]) -> None:
+    """Everything that the stock method writes, but the weights."""
+    quantizer = model.hf_quantizer
+    # It asks the quantizer for the state dict; a shadow on the instance gives it none.
+    quantizer.get_state_dict_and_metadata = lambda model: ({}, {})
+    try:
+        type(model).save_pretrained(model, work, save_original_format=False, **kwargs)
+    finally:
+        del quantizer.get_state_dict_and_metadata
+    (work / SINGLE).unlink(missing_ok=True)
+    config = read_json(work / CONFIG)
+    config["dtype"] = _main_dtype(model) or config.get("dtype")
+    replace_file(work / CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _main_dtype(model: Any) -> str | None:
+    """The dtype of most plain weights, those that their class always keeps in fp32 left out.
+
+    The stock method notes the first parameter's, whatever it is: a reload would cast all others.
+    """
+    kept = model._get_dtype_plan(torch.bfloat16) or {}
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept]
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        plain = parameter.is_floating_point() and not isinstance(parameter, parametrize.Params4bit)
+        if plain and not any(pattern.search(name) for pattern in patterns):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            sizes[dtype] = sizes.get(dtype, 0) + parameter.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def write_packed(
+    work: Path, model: nn.Module, tensors: Mapping[str, Tensor], max_shard_size: int | str
+) -> None:
+    """Write shards, config and manifest of a packed folder.
+
+    Args:
+        work: Where; holds config.json as transformers writes it.
+        model: Its experts are packed.
+        tensors: By key, as in its state dict; on any device.
+        max_shard_size: Bytes, or such as "5GB".
+    """
+    shards = plan_shards({key: tensor.nbytes for key, tensor in tensors.items()}, max_shard_size)
+    files = []
+    for number, keys in enumerate(shards, 1):
+        files.append(work / f"shard-{number:05d}.safetensors")
+        shapes = {key: (tensors[key].dtype, tuple(tensors[key].shape)) for key in keys}
+        with ShardWriter(files[-1], shapes, {"format": "pt"}) as writer:
+            for key in keys:
+                writer.write(key, tensors[key])
+    experts = {name: entry for name, entry in _experts(model) if name in tensors}
+    finish_packed(work, files, experts, codec_of(model), plain_linears(model))
+
+
+def finish_packed(
+    work: Path,
+    files: list[Path],
+    experts: Mapping[str, PackedEntry],
+    codec: Mapping[str, Any],
+    plain: list[str],
+) -> Manifest:
+    """Name the shards, and write config and manifest for them.
+
+    Args:
+        work: The folder; holds config.json as transformers writes it.
+        files: Shards, in order; renamed here.
+        experts: Packed stacks by name.
+        codec: As `Manifest.codec`.
+        plain: Linear layers that are not packed although the config would have it so.
+    """
+    tensors = manifests.tensor_entries(files)
+    identity = manifests.manifest_id(tensors, codec)
+    shards = [manifests.shard_entry(file) for file in files]
+    new_names = manifests.shard_names(identity, shards)
+    names = {file.name: new for file, new in zip(files, new_names, strict=True)}
+    entries = dict(zip(new_names, shards, strict=True))
+    for file in files:
+        file.rename(work / names[file.name])
+    source = read_json(work / CONFIG)
+    config = _with_skips(source, plain)
+    text = manifests.config_text(config, identity, next(iter(entries)))
+    replace_file(work / CONFIG, text)
+    manifest = Manifest(
+        id=identity,
+        written_by=f"moe_qlora {_installed_version()}",
+        model_type=str(source.get("model_type", "")),
+        codec=dict(codec),
+        experts=dict(experts),
+        shards=entries,
+        tensors={key: replace(entry, file=names[entry.file]) for key, entry in tensors.items()},
+        config_sha256=hashlib.sha256(text).hexdigest(),
+        source_config=source,
+    )
+    for name in experts:
+        check_stack(work, name, manifest)
+    manifests.write_manifest(work, manifest)
+    return manifest
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[str, PackedEntry]]:
+    names: dict[int, list[tuple[str, PackedStack]]] = {}
+    for module_name, module, leaf in parametrize.iter_packed(model):
+        key = id(parametrize.original_of(module, leaf))
+        name = f"{module_name}.{leaf}".lstrip(".")
+        names.setdefault(key, []).append((name, parametrize.read_packed(module, leaf)))
+    for group in names.values():
+        every = [name for name, _ in group]
+        for name, stack in group:
+            dtype = str(stack.dtype).removeprefix("torch.")
+            aliases = tuple(other for other in every if other != name)
+            yield name, PackedEntry(tuple(stack.shape), dtype, aliases)
+
+
+def codec_of(model: nn.Module) -> dict[str, Any]:
+    """How the model's experts are packed, as a manifest says it.
+
+    Raises:
+        CheckpointError: Not all alike.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for module_name, module, leaf in parametrize.iter_packed(model):
+        codec = stack_codec(parametrize.read_packed(module, leaf))
+        found.setdefault(json.dumps(codec), codec)
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{module_name}.{leaf} is packed otherwise than the stacks before it "
+                f"({' and '.join(found)}), and a folder holds one kind: pack the model again."
+            )
+    return next(iter(found.values()))
+
+
+def stack_codec(stack: PackedStack) -> dict[str, Any]:
+    """How a stack is packed, as a manifest says it."""
+    compute = stack.compute_dtype
+    int8 = isinstance(stack.state, Int8State)
+    return {
+        "kind": stack.kind,
+        "double_quant": bool(not int8 and stack.state.nested),
+        "blocksize": 64 if int8 else stack.state.blocksize,
+        "storage_dtype": str(stack.codes.dtype).removeprefix("torch."),
+        "compute_dtype": None if compute is None else str(compute).removeprefix("torch."),
+    }
+
+
+def plain_linears(model: Any) -> list[str]:
+    """Linear layers that a reload would pack, and that are not packed: full names.
+
+    They are those of a model that was loaded in 16 bit, of which only the experts were packed.
+    """
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    config = model.hf_quantizer.quantization_config
+    skips = model.hf_quantizer.get_modules_to_not_convert(
+        model, config.llm_int8_skip_modules, model._keep_in_fp32_modules
+    )
+    plain = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    if not any(should_convert_module(name, skips) for name in plain):
+        return []
+    return plain
+
+
+def _with_skips(config: dict[str, Any], plain: list[str]) -> dict[str, Any]:
+    """The config with layers named that a reload must not expect packed."""
+    settings = dict(config.get("quantization_config") or {})
+    if plain:
+        old = [item for item in settings.get("llm_int8_skip_modules") or [] if item not in plain]
+        exact = [rf"{re.escape(name)}$" for name in plain]
+        settings["llm_int8_skip_modules"] = [*old, *(name for name in exact if name not in old)]
+    return {**config, "quantization_config": settings}
+
+
+def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]) -> None:
+    """Upload a save in one commit: what it wrote, and nothing else that lies in the folder.
+
+    Shards of an earlier save leave the repository with it.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    known = {key: kwargs[key] for key in ("private",) if key in kwargs}
+    name = kwargs.get("repo_id") or folder.name
+    repository = api.create_repo(name, exist_ok=True, **known).repo_id
+    api.upload_folder(
+        repo_id=repository,
+        folder_path=folder,
+        allow_patterns=[_literal(file) for file in written],
+        delete_patterns=[_SHARDS],
+        commit_message=kwargs.get("commit_message") or "Upload model",
+        create_pr=kwargs.get("create_pr", False),
+    )
+
+
+def _literal(name: str) -> str:
+    """A pattern that is this name only."""
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+_WEIGHTS = (".safetensors", INDEX_SUFFIX, ".bin.index.json")
+_NEVER = (
+    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz", ".npy"),
+    *(".gguf", ".onnx", ".ot", ".tflite", ".partial"),
+)
+_FOLDERS = ("additional_chat_templates",)
+
+
+def copy_side_files(source: Path, folder: Path) -> None:
+    """Copy everything but config.json, weights in any format, adapters and hidden files."""
+    for file in sorted(source.iterdir()):
+        name = file.name
+        if file.is_dir():
+            if name in _FOLDERS:
+                shutil.copytree(file, folder / name, dirs_exist_ok=True)
+        elif not (
+            name.startswith((".", "adapter_"))
+            or name in (CONFIG, MANIFEST)
+            or name.lower().endswith(_WEIGHTS + _NEVER)
+        ):
+            shutil.copyfile(file, folder / name)
+
+
+def _installed_version() -> str:
+    """Return the installed version; a plain checkout on the path has no metadata to ask."""
+    try:
+        return version("moe-qlora")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,334 @@
+"""Writing of checkpoint folders, so that a crash at any moment loses nothing.
+
+A new folder is built beside its destination and renamed when it is whole. A file is replaced by
+writing another beside it and renaming that. Everything is flushed to the disk before the rename
+that makes it visible.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .reader import DTYPE_NAMES
+
+_PIECE = 16 << 20
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class ShardWriter:
+    """Writes a safetensors file tensor by tensor; only one need be in memory at a time.
+
+    The file equals what `safetensors.torch.save_file` writes for the same tensors, but for the
+    order of keys, which is the caller's.
+
+    Args:
+        path: The file; must not exist.
+        tensors: Dtype and shape by key, in the order in which they shall lie in the file.
+        metadata: Of the file.
+
+    Raises:
+        CheckpointError: A dtype that the format does not have, or the file exists.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        self._places: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
+        offset = 0
+        for key, (dtype, shape) in tensors.items():
+            if dtype not in DTYPE_NAMES:
+                raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
+            nbytes = prod(shape) * dtype.itemsize
+            place = [offset, offset + nbytes]
+            header[key] = {
+                "dtype": DTYPE_NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": place,
+            }
+            self._places[key] = (offset, nbytes, dtype, tuple(shape))
+            offset += nbytes
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        self.path = Path(path)
+        self._written: dict[str, list[tuple[int, int]]] = {key: [] for key in self._places}
+        try:
+            self._file = self.path.open("xb")
+        except FileExistsError as error:
+            raise CheckpointError(f"{path} exists already.") from error
+        self._begin = 8 + len(raw)
+        self._file.write(len(raw).to_bytes(8, "little") + raw)
+        self._file.truncate(self._begin + offset)
+
+    def write(self, key: str, tensor: Tensor) -> None:
+        """Write a whole tensor, from any device, in any order.
+
+        Raises:
+            CheckpointError: It is not of the dtype and shape that were announced.
+        """
+        shape = self._places[key][3]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{key} has the shape {tuple(tensor.shape)}, not {shape}.")
+        self._put(key, 0, tensor)
+
+    def write_rows(self, key: str, start: int, tensor: Tensor) -> None:
+        """Write the rows from `start` on of the first dimension, in any order.
+
+        Raises:
+            CheckpointError: They are no rows of the tensor, or some of them are written already.
+        """
+        _, nbytes, _, shape = self._places[key]
+        if tuple(tensor.shape[1:]) != shape[1:] or start + len(tensor) > shape[0]:
+            raise CheckpointError(f"{key}: rows of shape {tuple(tensor.shape)} are not of {shape}.")
+        self._put(key, start * (nbytes // shape[0]) if shape[0] else 0, tensor)
+
+    def _put(self, key: str, skip: int, tensor: Tensor) -> None:
+        offset, _, dtype, _ = self._places[key]
+        if tensor.dtype != dtype:
+            raise CheckpointError(f"{key} is {tensor.dtype}, not {dtype}.")
+        span = (skip, skip + tensor.nbytes)
+        if any(span[0] < stop and start < span[1] for start, stop in self._written[key]):
+            raise CheckpointError(f"{self.path}: {key} is written twice.")
+        self._written[key].append(span)
+        self._file.seek(self._begin + offset + skip)
+        _write_tensor(self._file, tensor)
+
+    def close(self) -> None:
+        """Flush the file to the disk.
+
+        Raises:
+            CheckpointError: A tensor was not written, or not all of it.
+        """
+        whole = {key: sum(b - a for a, b in spans) for key, spans in self._written.items()}
+        missing = next((key for key, place in self._places.items() if whole[key] < place[1]), None)
+        if missing is not None:
+            self._file.close()
+            raise CheckpointError(f"{self.path}: {missing} was not written.")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+class GrowingShard:
+    """Writes a safetensors file whose tensors become known one after the other.
+
+    The header, which comes first in the file, gets its room beforehand and is written last; what it
+    does not fill are spaces, which the format allows.
+
+    Args:
+        path: The file; must not exist.
+        keys: Every key that may come, to reckon the header's room.
+        metadata: Of the file.
+    """
+
+    def __init__(self, path: Path, keys: Sequence[str], metadata: Mapping[str, str]) -> None:
+        self.path = Path(path)
+        self._header: dict[str, object] = {"__metadata__": dict(metadata)}
+        # per tensor: its key, escaped at worst, and dtype, shape and offsets at their longest
+        room = len(json.dumps(self._header)) + sum(len(json.dumps(key)) + 192 for key in keys)
+        self._room = room + -room % 8
+        self._file = self.path.open("xb")
+        self._file.write(b" " * (8 + self._room))
+        self._offset = 0
+
+    def add(self, key: str, tensor: Tensor) -> None:
+        """Append a tensor, from any device.
+
+        Raises:
+            CheckpointError: Of a dtype that the format does not have.
+        """
+        if tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{key} is {tensor.dtype}, which safetensors cannot store.")
+        _write_tensor(self._file, tensor)
+        self._header[key] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [self._offset, self._offset + tensor.nbytes],
+        }
+        self._offset += tensor.nbytes
+
+    def close(self) -> None:
+        """Write the header, and flush the file to the disk."""
+        raw = json.dumps(self._header, separators=(",", ":")).encode()
+        if len(raw) > self._room:
+            raise CheckpointError(f"{self.path}: the header needs {len(raw)} bytes.")
+        self._file.seek(0)
+        self._file.write(self._room.to_bytes(8, "little") + raw)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file without its header."""
+        self._file.close()
+
+
+def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
+    flat = tensor.detach().contiguous().view(-1)
+    for piece in torch.split(flat, max(_PIECE // tensor.dtype.itemsize, 1)):
+        # bytes by way of uint8: numpy has no bfloat16
+        file.write(piece.cpu().view(torch.uint8).numpy().data)
+
+
+def shard_bytes(size: int | str) -> int:
+    """Bytes of a `max_shard_size` such as "5GB", "500MiB" or a number.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", size.upper())
+        if match is None:
+            raise CheckpointError(f"max_shard_size is {size!r}: give bytes, or such as '5GB'.")
+        size = int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise CheckpointError(f"max_shard_size is {size}: give a positive number of bytes.")
+    return size
+
+
+def plan_shards(nbytes: Mapping[str, int], max_shard_size: int | str) -> list[list[str]]:
+    """Cut keys, in their order, into shards of at most so many bytes; a larger one is alone."""
+    limit = shard_bytes(max_shard_size)
+    shards: list[list[str]] = []
+    room = 0
+    for key, size in nbytes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(key)
+        room -= size
+    return shards
+
+
+def partial_of(destination: Path) -> Path:
+    """Where a folder is built before it is renamed to its destination."""
+    return destination.with_name(f".{destination.name}.partial")
+
+
+@contextmanager
+def new_folder(destination: str | Path, *, keep_partial: bool = False) -> Iterator[Path]:
+    """Build a folder that appears whole or not at all.
+
+    Gives the folder to write into; when the block ends without an exception it is renamed to its
+    destination.
+
+    Args:
+        destination: Must not exist, or be an empty folder.
+        keep_partial: Go on with what an interrupted build has left, and leave it when this one is
+            interrupted as well; otherwise a leftover is removed first, and removed on an exception.
+
+    Raises:
+        CheckpointError: The destination is there already, or cannot be written.
+    """
+    destination = absolute(destination)
+    partial = partial_of(destination)
+    try:
+        check_new(destination)
+        if partial.exists() and not keep_partial:
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{destination} cannot be written: {error}.") from error
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            flush(file)
+        flush(partial)
+        check_new(destination)
+        partial.rename(destination)
+        flush(destination.parent)
+    except BaseException as error:
+        if not keep_partial:
+            shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{destination} cannot be written: {error}.") from error
+        raise
+
+
+def absolute(path: str | Path) -> Path:
+    """The path, absolute and without a trailing slash."""
+    return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links stay as they are
+
+
+def check_new(destination: Path) -> None:
+    """Raise where a folder cannot be made because something is there.
+
+    Raises:
+        CheckpointError: It exists and is no empty folder.
+    """
+    if destination.is_dir() and not destination.is_symlink():
+        if any(destination.iterdir()):
+            raise CheckpointError(
+                f"{destination} exists and is not empty: name a new folder, nothing is overwritten."
+            )
+    elif destination.exists() or destination.is_symlink():
+        raise CheckpointError(f"{destination} exists and is no folder: name a new one.")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file at once: its readers see the old content or the new one."""
+    write_beside(path, content).replace(path)
+    flush(path.parent)
+
+
+def beside(path: Path) -> Path:
+    """Where a file's next content is written before it is renamed to it."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_beside(path: Path, content: bytes) -> Path:
+    """Write a file's next content to the disk, and say where that is."""
+    temporary = beside(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        flush(path.parent)
+    except OSError:
+        discard(temporary)
+        raise
+    return temporary
+
+
+def discard(*files: Path) -> None:
+    """Remove files as far as the system lets."""
+    for file in files:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    if path.is_symlink():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,159 @@
+"""What `moe-qlora dump` finds out: a model's layout, what packing saves, and the lists for PEFT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from .. import build as source
+from ..detection.detect import detect
+from ..layout import ExpertParam, ModelLayout
+from ..packing.settings import CodecSettings
+from ..packing.sizes import packed_nbytes
+
+
+@dataclass(frozen=True)
+class Group:
+    """Expert parameters that differ in nothing but their layer.
+
+    Attributes:
+        pattern: Their name with `*` for the layer.
+        params: The parameters, in the model's order.
+        packed_nbytes: Bytes of all of them packed, statistics included; their bytes now where they
+            are skipped.
+        skipped: The entry of llm_int8_skip_modules that leaves them as they are.
+    """
+
+    pattern: str
+    params: tuple[ExpertParam, ...]
+    packed_nbytes: int
+    skipped: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them now."""
+        return sum(param.nbytes for param in self.params)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that `dump` prints.
+
+    Attributes:
+        source: What the person named.
+        layout: What the detector found.
+        kind: The packed type, "nf4", "fp4" or "int8".
+        double_quant: Whether the statistics are quantized as well.
+        groups: The expert parameters, grouped.
+        exclude_modules: What PEFT must leave alone once the experts are packed.
+        target_parameters: What PEFT must be told to put LoRA on the experts.
+    """
+
+    source: source.Source
+    layout: ModelLayout
+    kind: str
+    double_quant: bool
+    groups: tuple[Group, ...]
+    exclude_modules: tuple[str, ...]
+    target_parameters: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all expert parameters now."""
+        return self.layout.nbytes
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of all expert parameters packed."""
+        return sum(group.packed_nbytes for group in self.groups)
+
+
+def inspect_model(
+    model: str, *, kind: str | None, double_quant: bool | None, trust_remote_code: bool
+) -> Findings:
+    """Build `model` on the meta device and look at it.
+
+    Args:
+        model: As `source.resolve` takes it.
+        kind: Packed type; None is what the model's or trainer's file says, else nf4.
+        double_quant: The same; None is what that file says, else True.
+        trust_remote_code: Run model code that the checkpoint brings.
+
+    Raises:
+        CheckpointError: There is no such model, or it cannot be built.
+        ConfigError: Its quantization settings cannot be followed.
+    """
+    found = source.resolve(model, trust_remote_code=trust_remote_code)
+    settings = found.settings or CodecSettings("nf4", double_quant=True)
+    kind = kind or settings.kind
+    double = settings.double_quant if double_quant is None else double_quant
+    double = double and kind != "int8"
+    built = source.build(found, trust_remote_code=trust_remote_code)
+    layout = detect(built)
+    groups = _groups(layout, kind, double, settings.skip_modules)
+    packed = [param for group in groups if group.skipped is None for param in group.params]
+    return Findings(
+        found,
+        layout,
+        kind,
+        double,
+        groups,
+        tuple(exclude_paths(built, packed)),
+        tuple(param.name for param in layout.experts if param in packed),
+    )
+
+
+def exclude_paths(model: nn.Module, params: list[ExpertParam]) -> list[str]:
+    """What `moe_qlora.exclude_modules` will give for `model` once `params` are packed.
+
+    For each module that owns one of them: its own path, that of each module inside it, and those
+    that the bitsandbytes parametrization will add.
+    """
+    owned: dict[str, list[str]] = {}
+    for param in params:
+        for name in (param.name, *param.aliases):
+            owner, _, leaf = name.rpartition(".")
+            owned.setdefault(owner, []).append(leaf)
+    paths = []
+    for owner, leaves in owned.items():
+        inside = [path for path, _ in model.get_submodule(owner).named_modules(prefix=owner)]
+        root = f"{owner}." if owner else ""
+        lists = [f"{root}parametrizations.{leaf}" for leaf in leaves]
+        inside.append(f"{root}parametrizations")
+        inside += [path for entry in lists for path in (entry, f"{entry}.0")]
+        paths += [path for path in inside if path]
+    return paths
+
+
+def _groups(
+    layout: ModelLayout, kind: str, double_quant: bool, skip: tuple[str, ...]
+) -> tuple[Group, ...]:
+    alike: dict[tuple[object, ...], tuple[str | None, list[ExpertParam]]] = {}
+    for param in layout.experts:
+        skipped = _skipping_pattern(param, skip)
+        key = (param.pattern, param.shape, param.transposed, param.role, param.dtype_name, skipped)
+        alike.setdefault(key, (skipped, []))[1].append(param)
+    groups = []
+    for skipped, params in alike.values():
+        sizes = (
+            param.nbytes
+            if skipped is not None or param.packed
+            else packed_nbytes(param.shape, kind, double_quant=double_quant)
+            for param in params
+        )
+        groups.append(Group(params[0].pattern, tuple(params), sum(sizes), skipped))
+    return tuple(groups)
+
+
+def _skipping_pattern(param: ExpertParam, patterns: tuple[str, ...]) -> str | None:
+    """The first pattern that takes the stack or its module out, by transformers' own rule."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    names = [
+        path for name in (param.name, *param.aliases) for path in (name, name.rpartition(".")[0])
+    ]
+    for pattern in patterns:
+        if not all(should_convert_module(name, [pattern]) for name in names):
+            return pattern
+    return None

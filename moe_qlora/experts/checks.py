@@ -1,0 +1,153 @@
+"""A last check before a packed model runs: nothing that it holds may be void.
+
+Stock PEFT, given a config that this package has not adapted, finds no packed parameter under its
+short name and goes on without, or wraps it in a layer that the experts forward never asks. Neither
+raises. The hooks here do, when adapter weights are loaded into such layers, and at the first
+forward after adapters were added. They ask by names and attributes alone, and so import nothing of
+PEFT.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import AdapterError, QuantizationError
+from ..packing.parametrize import Params4bit, iter_packed, packed_names
+from .forward import lora_provider
+
+_SEEN = "_moe_qlora_adapters_seen"
+_HANDLE = "_moe_qlora_adapter_guard"
+_WATCH = "_moe_qlora_codes_watched"
+
+
+class _Watch:
+    """The packed parameters that a cast could hit, by name; found anew for a copy of the model."""
+
+    def __init__(self) -> None:
+        self.codes: tuple[tuple[str, weakref.ref[Any]], ...] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
+        return type(self)()
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+def install(model: nn.Module) -> None:
+    """Check codes and adapters before each forward of `model`; nothing where it does already."""
+    if _HANDLE in model.__dict__:
+        return
+    model.__dict__[_WATCH] = _Watch()
+    model.__dict__[_HANDLE] = (
+        model.register_forward_pre_hook(_before_forward),
+        model.register_load_state_dict_pre_hook(_before_load),
+    )
+
+
+def remove(model: nn.Module) -> None:
+    """Undo `install`."""
+    for handle in model.__dict__.pop(_HANDLE, ()):
+        handle.remove()
+    model.__dict__.pop(_SEEN, None)
+    model.__dict__.pop(_WATCH, None)
+
+
+def _before_load(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Stop LoRA weights for packed experts that would go to layers without effect."""
+    keys = (_plain(key.removeprefix(prefix)).partition(".lora_") for key in state_dict)
+    owners = {owner for owner, lora, _ in keys if lora}
+    if not owners:
+        return
+    for name, module, _ in iter_packed(model):
+        if _plain(name) in owners and lora_provider(module) is None:
+            raise AdapterError(_message("being loaded", _plain(name), "would have no effect"))
+
+
+def _before_forward(model: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    check_codes(model)
+    configs: dict[str, Any] | None = getattr(model, "peft_config", None)
+    if not configs:
+        return
+    # a walk over the modules is for when adapters have come or gone
+    seen = tuple((name, id(config)) for name, config in configs.items())
+    if model.__dict__.get(_SEEN) != seen:
+        check(model, configs)
+        model.__dict__[_SEEN] = seen
+
+
+def check_codes(model: nn.Module) -> None:
+    """Raise where packed codes, of experts or Linear layers, were cast to another dtype.
+
+    Raises:
+        QuantizationError: They were, and so are lost.
+    """
+    watch: _Watch | None = model.__dict__.get(_WATCH)
+    if watch is None:
+        return
+    if watch.codes is None:
+        watch.codes = tuple(
+            (_plain(name).replace("parametrizations.", "").removesuffix(".original"), ref)
+            for name, parameter in model.named_parameters()
+            if isinstance(parameter, Params4bit)
+            and parameter.quant_storage.is_floating_point
+            and (ref := weakref.ref(parameter))
+        )
+    for name, ref in watch.codes:
+        codes = ref()
+        if codes is None or codes.dtype == codes.quant_storage:
+            continue
+        # bitsandbytes' Linear layers lie in another form on some CPUs, once evaluated there
+        if not getattr(codes.quant_state, "packing_format_for_cpu", False):
+            raise QuantizationError(
+                f"The packed codes of {name} were cast from {codes.quant_storage} to "
+                f"{codes.dtype}, which destroys them: load the model again, and leave its dtypes "
+                "alone or set bnb_4bit_quant_storage=torch.uint8, which casts do not touch."
+            )
+
+
+def check(model: nn.Module, configs: dict[str, Any]) -> None:
+    """Raise where one of these adapters (name -> PEFT config) targets a packed parameter in vain.
+
+    Raises:
+        AdapterError: LoRA on a packed parameter was not created, or by a layer without effect.
+    """
+    wrappers = {}
+    for name, module in model.named_modules():
+        parameter = getattr(module, "parameter_name", None)
+        if type(module).__name__ == "ParamWrapper" and parameter in packed_names(_base(module)):
+            wrappers[f"{_plain(name)}.{parameter}"] = module
+    packed = [f"{_plain(module)}.{name}".lstrip(".") for module, _, name in iter_packed(model)]
+    for adapter, config in configs.items():
+        for target in getattr(config, "target_parameters", None) or ():
+            for name in packed:
+                if name != target and not name.endswith(f".{target}"):
+                    continue
+                wrapper: Any = wrappers.get(name)
+                if wrapper is None or adapter not in wrapper.lora_A:
+                    raise AdapterError(_message(repr(adapter), name, "was not created"))
+                if getattr(wrapper, "provider", None) is None:
+                    raise AdapterError(_message(repr(adapter), name, "would have no effect"))
+
+
+def _message(adapter: str, name: str, what: str) -> str:
+    return (
+        f"LoRA adapter {adapter} on {name} {what}: stock PEFT cannot adapt packed experts by "
+        "itself; use moe_qlora.get_peft_model (moe_qlora.load_adapter for a saved adapter), or "
+        "give stock PEFT the config from moe_qlora.adapt_lora_config."
+    )
+
+
+def _base(module: nn.Module) -> nn.Module:
+    while isinstance(inner := module._modules.get("base_layer"), nn.Module):
+        module = inner
+    return module
+
+
+def _plain(name: str) -> str:
+    return name.replace(".base_layer", "")

@@ -1,0 +1,77 @@
+"""Turns packed experts back into plain parameters, and their model into one of no quantization."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..packing import parametrize
+from ..packing.codec import unpack
+from . import checks
+
+BOUND_METHODS = "_moe_qlora_methods"
+"""Entry of a model's `__dict__`: the functions by name that were bound to this instance."""
+
+
+def release(model: nn.Module) -> None:
+    """Take the instance's methods and the adapter check off again."""
+    checks.remove(model)
+    for name, function in model.__dict__.pop(BOUND_METHODS, {}).items():
+        method = model.__dict__.get(name)
+        if isinstance(method, MethodType) and method.__func__ is function:
+            del model.__dict__[name]
+
+
+def settle(model: nn.Module) -> None:
+    """Take back what `adopt` gave where no expert is packed any more, after a merge for one.
+
+    A model that still has bitsandbytes Linear layers goes on as what it was loaded as.
+    """
+    from . import forward
+
+    if next(parametrize.iter_packed(model), None) is not None:
+        return
+    forward.deactivate(model)
+    release(model)
+    host: Any = model
+    if getattr(host, "hf_quantizer", None) is not None and not _has_packed_linears(model):
+        host.hf_quantizer.remove_quantization_config(model)
+        host.is_loaded_in_4bit = host.is_loaded_in_8bit = False
+
+
+def _has_packed_linears(model: nn.Module) -> bool:
+    import bitsandbytes as bnb
+
+    linears = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
+    return any(isinstance(module, linears) for module in model.modules())
+
+
+def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
+    """Decode experts and Linear layers in place and return the model, no longer quantized.
+
+    Args:
+        self: The model.
+        dtype: Of the decoded weights; None is each stack's own, and the model's for Linear layers.
+    """
+    decode_experts(self, dtype)
+    settle(self)
+    # The stock method cannot do without at least one such layer.
+    if _has_packed_linears(self):
+        type(self).dequantize(self, dtype=dtype)
+    self.is_loaded_in_4bit = self.is_loaded_in_8bit = False
+    return self
+
+
+def decode_experts(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Turn every packed stack back into a plain parameter; tied ones stay tied."""
+    plain: dict[int, nn.Parameter] = {}
+    for _, module, name in list(parametrize.iter_packed(model)):
+        stack = parametrize.read_packed(module, name)
+        key = id(parametrize.original_of(module, name))
+        if key not in plain:
+            weight = unpack(stack)
+            plain[key] = nn.Parameter(weight.to(dtype or weight.dtype), requires_grad=False)
+        parametrize.detach(module, name, plain[key])

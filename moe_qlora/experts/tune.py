@@ -1,0 +1,61 @@
+"""Tunes the kernels for the packed experts of one model, before training and on request.
+
+A forward never measures: it takes what a table on disk says, or a configuration that is never far
+behind (`kernels/autotune.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..errors import QuantizationError
+from ..packing import parametrize
+from ..packing.codec import PackedStack
+from . import fused
+from .projection import packed_of
+
+
+def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Find the quickest cut of the products on codes for a model's packed experts.
+
+    One stack of each shape and kind is measured, every configuration's result being checked first;
+    what is found goes into Triton's cache folder, for this device and these versions, and holds for
+    later processes. Takes some seconds a shape, once.
+
+    Args:
+        model: A model with packed experts on a CUDA device.
+        dtype: Of the activations: bf16 or fp16.
+
+    Returns:
+        How many shapes were measured; 0 on a device that the kernels do not run on.
+
+    Raises:
+        QuantizationError: No experts of the model are packed.
+    """
+    found: dict[tuple[str, tuple[int, ...]], PackedStack] = {}
+    for _, module, name in parametrize.iter_packed(model):
+        stack = parametrize.read_packed(module, name)
+        if len(stack.shape) == 3:
+            found.setdefault((stack.kind, tuple(stack.shape[1:])), stack)
+    if not found:
+        raise QuantizationError(
+            f"tune_kernels: {type(model).__name__} has no packed experts; quantize_experts(model) "
+            "or loading under moe_qlora.enabled() packs them."
+        )
+    measured = 0
+    for stack in found.values():
+        if not fused.available(stack.device):
+            continue
+        from ..kernels import autotune, quantized_mm
+
+        packed = packed_of(stack).aligned()
+        if packed.suits() and quantized_mm.suits(packed.form):
+            autotune.tune(packed, dtype)
+            measured += 1
+    return measured
+
+
+__all__ = [
+    "tune_kernels",
+]

@@ -1,0 +1,112 @@
+"""Makes a model with packed experts look to its hosts as if bitsandbytes had loaded it.
+
+Trainer, accelerate and PEFT ask the model, not its weights: `is_loaded_in_4bit`, `hf_quantizer`,
+`quantization_method`, `config.quantization_config`. Some methods are replaced on the instance,
+because the stock ones know Linear layers only: `dequantize`, `get_memory_footprint`,
+`save_pretrained`, `load_adapter` and `add_adapter`. They are bound methods in the model's
+`__dict__`, so that deepcopy binds the copy's to the copy, and `release` takes them off again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.save import save_pretrained
+from ..experts import checks
+from ..experts.restore import BOUND_METHODS, dequantize
+from ..lora.transformers_methods import add_adapter, load_adapter
+from ..packing import parametrize
+from ..packing.codec import state_tensors
+from ..packing.settings import CodecSettings
+
+
+def check_method(model: nn.Module, settings: CodecSettings) -> str | None:
+    """Why the model cannot become a bitsandbytes model of this kind; None where it can."""
+    method = getattr(model, "quantization_method", None)
+    name = str(getattr(method, "value", method))
+    if method is not None and not name.startswith("bitsandbytes"):
+        return f"the model is already quantized with {name!r}"
+    asked, other = ("8bit", "4bit") if settings.kind == "int8" else ("4bit", "8bit")
+    if getattr(model, f"is_loaded_in_{other}", False):
+        return f"it asks for load_in_{asked}, and the model is already loaded in {other}"
+    return None
+
+
+def adopt(model: nn.Module, config: Any, settings: CodecSettings) -> None:
+    """Give the model the attributes and methods of a bitsandbytes model; idempotent.
+
+    Args:
+        model: Its experts are packed.
+        config: The `BitsAndBytesConfig` or dict that they were packed with; a copy is stored.
+        settings: The same, as read by the codec.
+    """
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers.quantizers.auto import AutoHfQuantizer
+    from transformers.utils.quantization_config import QuantizationMethod
+
+    host: Any = model
+    host.is_loaded_in_8bit = settings.kind == "int8"
+    host.is_loaded_in_4bit = settings.kind != "int8"
+    if getattr(host, "quantization_method", None) is None:
+        host.quantization_method = QuantizationMethod.BITS_AND_BYTES
+    host.is_quantized = True
+    checks.install(model)
+    if not isinstance(model, PreTrainedModel):
+        return
+    if getattr(host, "hf_quantizer", None) is None:
+        config = copy.deepcopy(config)
+        if isinstance(config, dict):
+            config = BitsAndBytesConfig.from_dict(config)
+        host.hf_quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+        host.hf_quantizer.postprocess_model(model)
+    bound = model.__dict__.setdefault(BOUND_METHODS, {})
+    for name, function in _METHODS.items():
+        if name not in model.__dict__:
+            model.__dict__[name] = MethodType(function, model)
+            bound[name] = function
+
+
+def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
+    """Bytes of the model: parameters, buffers, and the statistics of everything that is packed.
+
+    The stock method counts packed codes but no statistics, which sit on no parameter or buffer.
+    """
+    total: int = type(self).get_memory_footprint(self, return_buffers=return_buffers)
+    states: dict[int, Any] = {}
+    scales: dict[int, torch.Tensor] = {}
+    # An 8-bit Linear keeps its scales on the weight, and after its first forward on its state.
+    holders = [module.state for module in self.modules() if hasattr(module, "state")]
+    for parameter in self.parameters():
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:
+            states[id(state)] = state
+        holders.append(parameter)
+    for holder in holders:
+        scale = getattr(holder, "SCB", None)
+        if isinstance(scale, torch.Tensor):
+            scales[scale.data_ptr()] = scale
+    for _, module, name in parametrize.iter_packed(self):
+        stack = parametrize.read_packed(module, name)
+        if stack.kind == "int8":
+            if not return_buffers:
+                scales[stack.state.scales.data_ptr()] = stack.state.scales
+        else:
+            states[id(stack.state)] = stack.state
+    total += sum(scale.nbytes for scale in scales.values())
+    return total + sum(t.nbytes for state in states.values() for t in state_tensors(state))
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "add_adapter": add_adapter,
+    "dequantize": dequantize,
+    "get_memory_footprint": get_memory_footprint,
+    "load_adapter": load_adapter,
+    "save_pretrained": save_pretrained,
+}
+"""Methods replaced on the instance, because the stock ones know Linear layers only."""

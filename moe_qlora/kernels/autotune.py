@@ -1,0 +1,226 @@
+"""Finds the quickest way to cut the kernel on codes, once for each device and version.
+
+`products.py` asks `chosen`, which looks into a table and never measures: a measurement
+waits for the device, and a forward must not. The table is filled by `tune`, which takes seconds,
+and kept in Triton's cache folder (`TRITON_CACHE_DIR`, or below the user's home), one file for each
+device, Triton and torch:
+
+    <cache>/moe_qlora/kernels-<device>-triton<version>-torch<version>.json
+
+Every configuration's result is compared with the decoded product on fresh random rows before it may
+be chosen; one that is off, or does not compile, is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import dequantize
+from .quantized_mm import HOPPER, Config, launch, on_hopper
+from .weights import Packed
+
+_TOLERANCE = 6e-3
+"""Largest relative error against the decoded product in 16 bit, whose own rounding is 3e-3."""
+
+_CANDIDATES = (
+    HOPPER,
+    *(
+        Config(features, step, stages, warps, direct)
+        for features, step, stages, warps, direct in product(
+            (64, 128, 256), (64, 128), (3, 4), (4, 8), (True, False)
+        )
+        if features * step <= 256 * 64 and (warps == 4 or features >= 128)
+    ),
+)
+
+_DEFAULTS = {
+    False: {
+        16: Config(128, 64, 3, 4, True),
+        32: Config(128, 64, 3, 4, True),
+        64: Config(256, 64, 3, 4, False),
+        128: Config(128, 64, 3, 4, False),
+    },
+    True: {
+        16: Config(64, 64, 3, 4, False),
+        32: Config(128, 64, 3, 4, False),
+        64: Config(128, 64, 3, 4, False),
+        128: Config(128, 64, 3, 4, False),
+    },
+}
+"""What is used untuned, by direction and tile: the quickest on an H200 for Qwen3-30B-A3B."""
+
+
+def _key(packed: Packed, dtype: torch.dtype, tile: int, back: bool) -> str:
+    _, n, k = packed.shape
+    way = "back" if back else "out"
+    return f"{packed.kind}-{n}x{k}-{way}-{str(dtype).removeprefix('torch.')}-{tile}"
+
+
+def cache_file(device: torch.device) -> Path:
+    """Where this device's table is kept."""
+    name = f"{torch.cuda.get_device_name(device)}-triton{triton.__version__}"
+    name = re.sub(r"[^\w.]+", "-", f"{name}-torch{torch.__version__}")
+    return Path(triton.knobs.cache.dir) / "moe_qlora" / f"kernels-{name}.json"
+
+
+def _is_candidate(value: object) -> bool:
+    if not isinstance(value, list) or not all(type(number) in (int, bool) for number in value):
+        return False
+    return tuple(value) in {tuple(config) for config in _CANDIDATES}
+
+
+@cache
+def _load(index: int) -> dict[str, list[int]]:
+    path = cache_file(torch.device("cuda", index))
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(read, dict):
+        return {}
+    # A file may be anybody's: what is no candidate of this version is not used.
+    return {key: value for key, value in read.items() if _is_candidate(value)}
+
+
+def chosen(packed: Packed, dtype: torch.dtype, tile: int, *, back: bool) -> Config:
+    """The configuration for a product of this stack: the table's, or one never far behind.
+
+    Args:
+        packed: The stack.
+        dtype: Of the rows.
+        tile: Rows in a tile.
+        back: Whether the stored rows are what is summed over.
+    """
+    default = _DEFAULTS[back][tile]
+    device = packed.codes.device
+    if tile >= 64 and on_hopper(packed.form, dtype, back=back):
+        default = HOPPER
+    if device.type != "cuda":
+        return default
+    found = _load(device.index or 0).get(_key(packed, dtype, tile, back))
+    if found is None or (found[-1] and default is not HOPPER):
+        return default
+    features, step, stages, warps, direct, hopper = found
+    return Config(features, step, stages, warps, bool(direct), bool(hopper))
+
+
+def tune(
+    packed: Packed, dtype: torch.dtype, tiles: tuple[int, ...] = (16, 32, 64, 128)
+) -> dict[tuple[int, bool], Config]:
+    """Measure every configuration for this stack, and remember the quickest that is right.
+
+    Waits for the device; takes a few seconds for each tile the first time, compiling included.
+
+    Args:
+        packed: A stack on a CUDA device; its shape and kind count, not its values.
+        dtype: bf16 or fp16.
+        tiles: Rows in a tile: from 16 for few tokens an expert to 128 for many.
+
+    Returns:
+        What was chosen for each tile, out (False) and back (True).
+    """
+    device = packed.codes.device
+    table = _load(device.index or 0)
+    picked: dict[tuple[int, bool], Config] = {}
+    for tile, back in product(tiles, (False, True)):
+        problem = _problem(packed, dtype, tile, back)
+        times = {
+            config: elapsed
+            for config in _CANDIDATES
+            if (elapsed := _try(problem, packed, tile, back, config)) is not None
+        }
+        if times:
+            picked[tile, back] = min(times, key=lambda config: times[config])
+            table[_key(packed, dtype, tile, back)] = list(picked[tile, back])
+    _store(cache_file(device), table)
+    return picked
+
+
+def _store(path: Path, table: dict[str, list[int]]) -> None:
+    """Replace the file as a whole; without a place to write, the table lives for this process."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, delete=False, encoding="utf-8"
+        ) as file:
+            json.dump(table, file, indent=0, sort_keys=True)
+        Path(file.name).replace(path)
+    except OSError:
+        return
+
+
+class _Problem(NamedTuple):
+    """Rows, the experts' bounds, tiles, and room for the absmax."""
+
+    x: Tensor
+    bounds: Tensor
+    tiles: Tensor
+    absmax: Tensor
+
+
+def _try(problem: _Problem, packed: Packed, tile: int, back: bool, config: Config) -> float | None:
+    """Median milliseconds on random rows, None where the result is wrong or nothing runs."""
+    if (config.features if back else config.step) > 2 * max(packed.blocksize, 64):
+        return None  # the kernel takes one or two blocks of a row at a time
+    if config.hopper and not (tile >= 64 and on_hopper(packed.form, problem.x.dtype, back=back)):
+        return None
+    x, bounds, tiles, absmax = problem
+    room = None if config.direct or packed.nested is None else absmax
+    span = 0, packed.shape[2 if back else 1]
+
+    def run() -> Tensor:
+        return launch(x, packed, None, room, bounds, tiles, tile, config, back=back, span=span)
+
+    try:
+        y = run()
+    except (triton.compiler.errors.CompilationError, triton.runtime.errors.OutOfResources,
+            RuntimeError):  # fmt: skip
+        return None
+    if not _is_right(x, y, packed, bounds, back):
+        return None
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[2]
+
+
+def _problem(packed: Packed, dtype: torch.dtype, tile: int, back: bool) -> _Problem:
+    """Three quarters of a tile of rows for each expert."""
+    experts = packed.experts
+    device = packed.codes.device
+    each = tile * 3 // 4
+    x = torch.randn(experts * each, packed.shape[1 if back else 2], device=device, dtype=dtype)
+    first = torch.arange(experts + 1, device=device, dtype=torch.int32)
+    tiles = torch.stack([first[:-1], first[:-1] * each], 1).contiguous()
+    absmax = torch.empty(packed.absmax.shape, device=device, dtype=torch.float32)
+    return _Problem(x, first * each, tiles, absmax)
+
+
+def _is_right(x: Tensor, y: Tensor, packed: Packed, bounds: Tensor, back: bool) -> bool:
+    """Compares the first, a middle and the last expert with their decoded product."""
+    experts, n, k = packed.shape
+    each = x.shape[0] // experts
+    for expert in {0, experts // 2, experts - 1}:
+        weight = torch.empty(1, n, k, device=x.device, dtype=x.dtype)
+        dequantize.decode(packed, weight, first=expert)
+        rows = slice(expert * each, (expert + 1) * each)
+        right = (x[rows] @ (weight[0] if back else weight[0].t())).float()
+        error = (y[rows].float() - right).norm() / right.norm()
+        if not bool(error < _TOLERANCE):
+            return False
+    return True

@@ -1,0 +1,482 @@
+"""A whole layer of packed experts with LoRA, forward and backward, over decoded scratch.
+
+Shape legend: T tokens, k choices a token, R = T k rows sorted by expert, E experts, H hidden size,
+I intermediate size, P = 2 I (gated) or I, r1 and r2 the padded ranks of both projections.
+
+    rows   (R, H + r1)  the tokens' rows, and beside them s1 x A1^T
+    pre    (R, P)       = rows [W1 | B1]^T: the LoRA product is r1 more terms of the contraction
+    inner  (R, I + r2)  h = gate(pre + bias), and beside it s2 h A2^T
+    y      (R, H)       = inner [W2 | B2]^T
+    out    (T, H)       the sum over choices of w (y + bias), in fp32
+
+and backward, from the tokens' gradient g:
+
+    rows   (R, H + r2)  g's rows, and s2 g B2
+    u      (R, I)       = rows [W2 ; A2]: the gradient of h for w = 1
+    dpre   (R, P + r1)  w u gate'(pre), and s1 dpre B1
+    dx     (R, H)       = dpre [W1 ; A1], summed to tokens
+    dw     <u, h>       needs no saved output, LoRA's part included, since u has it
+    dA, dB               outer products over each expert's rows, with (R, r) on one side
+
+Kept between the two beside inputs: pre, s1 x A1^T, s2 h A2^T and 8 R bytes of routing. The host
+never waits for the device, and every sum has one order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import quantized_mm, row_launches, workspace
+from .expert_mm import (
+    Factors,
+    Rows,
+    Side,
+    in_backward,
+    is_few,
+    multiply,
+    owner_of,
+    slices,
+    wants_wide,
+)
+from .launch import aligned, cdiv
+from .routing import Routing, ints_size, route, routing_of
+from .row_launches import ACTS, Gate
+from .weights import WIDE_TILE, Packed, padded, row_stride
+
+_PIECES = 16
+"""At most so many pieces of copied rows, however low the scratch's cap."""
+
+
+class Lora(NamedTuple):
+    """One projection's factors, as PEFT stores them.
+
+    Attributes:
+        a: `(E r, in)`, expert slowest.
+        b: `(out, r E)`, expert fastest.
+        scaling: Factor of the product.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
+class Layer(NamedTuple):
+    """What is constant of a layer.
+
+    Attributes:
+        first: Packed stack of gate and up, `(E, P, H)`, or `(E, H, P)` where transposed.
+        second: Packed stack of down, `(E, H, I)` or `(E, I, H)`.
+        transposed: Whether stacks are stored `(E, in, out)`.
+        partial: Whether some choices belong to no expert that is held here.
+        gate: The gate.
+        dtype: bf16 or fp16: of rows and decoded weights.
+    """
+
+    first: Packed
+    second: Packed
+    transposed: bool
+    partial: bool
+    gate: Gate
+    dtype: torch.dtype
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """E, H, P, I."""
+        experts, a, b = self.first.shape
+        width, hidden = (b, a) if self.transposed else (a, b)
+        return experts, hidden, width, width // 2 if self.gate.gated else width
+
+
+class Saved(NamedTuple):
+    """What backward needs beside the inputs and the routing.
+
+    Attributes:
+        pre: `(R, P)`.
+        products: `(R (r1 + r2),)`: s1 x A1^T, and behind it s2 h A2^T.
+    """
+
+    pre: Tensor
+    products: Tensor
+
+
+class Begun(NamedTuple):
+    """A forward up to the second product.
+
+    Attributes:
+        routing: The routing.
+        saved: What backward needs.
+        inner: `(R, I + r2)`.
+        side: The second product.
+        found: Its rows.
+        name: The scratch's buffer for it.
+    """
+
+    routing: Routing
+    saved: Saved
+    inner: Tensor
+    side: Side
+    found: Rows
+    name: str
+
+
+class Grads(NamedTuple):
+    """Gradients of `backward`; None where not asked for or where there is no LoRA."""
+
+    x: Tensor | None
+    weights: Tensor
+    a1: Tensor | None
+    b1: Tensor | None
+    a2: Tensor | None
+    b2: Tensor | None
+
+
+def prepare(device: torch.device) -> None:
+    """Find out what a CUDA device can, once, before its first layer; waits for the device."""
+    quantized_mm.prepare(device)
+
+
+def _factors(loras: tuple[Lora | None, Lora | None], layer: Layer) -> list[Factors | None]:
+    """Both projections' factors as the products read them."""
+    experts, made = layer.first.experts, [_padded_factors(lora, layer) for lora in loras]
+    given = [(lora, factors) for lora, factors in zip(loras, made, strict=True) if lora and factors]
+    if not given:
+        return made
+    (lora1, f1), (lora2, f2) = given[0], given[-1]
+    total1 = f1.b.shape[1] * f1.rank
+    total2 = f2.b.shape[1] * f2.rank if len(given) == 2 else 0
+    ranks = lora1.a.shape[0] // experts, f1.rank, lora2.a.shape[0] // experts, f2.rank
+    plain1, plain2 = aligned(lora1.b.contiguous()), aligned(lora2.b.contiguous())
+    kinds = layer.dtype, plain1.dtype, plain2.dtype
+    launch = row_launches.spread(experts, total1, total2, ranks, kinds, f1.b.get_device())
+    launch(plain1, plain2, f1.b, f2.b, total1, total2)
+    return made
+
+
+def _padded_factors(lora: Lora | None, layer: Layer) -> Factors | None:
+    """`Factors` whose b is room only."""
+    if lora is None:
+        return None
+    experts = layer.first.experts
+    rank = lora.a.shape[0] // experts
+    wide = padded(rank)
+    a = lora.a.to(layer.dtype).contiguous().view(experts, rank, lora.a.shape[1])
+    if wide != rank:
+        a = F.pad(a, (0, 0, 0, wide - rank))
+    b = torch.empty(experts, lora.b.shape[0], wide, dtype=layer.dtype, device=a.device)
+    return Factors(aligned(a), b, lora.scaling)
+
+
+def _found(routing: Routing, count: int, layer: Layer, *sides: Side) -> Rows:
+    """The rows of products: in wider tiles where codes meet many."""
+    wide = any(s.few and wants_wide(s.packed, count, layer.dtype) for s in sides)
+    if wide and routing.counts[1]:
+        return Rows(routing, routing.wide, WIDE_TILE)
+    return Rows(routing, routing.tiles, routing.tile)
+
+
+def _strip(count: int, width: int, like: Tensor, side: Side) -> Tensor:
+    """Room for the rows of a product."""
+    stride = row_stride(width, like.dtype.itemsize, few=side.few)
+    room = torch.empty(count, stride, dtype=like.dtype, device=like.device)
+    return room if stride == width else room[:, :width]
+
+
+def _gathered(
+    layer: Layer, found: Rows, x: Tensor, side: Side, factor: Tensor | None, name: str,
+    product: Tensor, bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The product of the tokens' rows, and those rows' own products with a bias.
+
+    Their products with a factor `(E, r, K)` if it is `side.factors.a`, else `(E, K, r)`, are
+    written to `product`. The rows are copied a piece at a time where all of them are over the
+    scratch's cap.
+    """
+    routing = found.routing
+    count = routing.count
+    dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
+    nbytes = count * (x.shape[1] + side.rank) * layer.dtype.itemsize
+    pieces = min(_PIECES, -(-nbytes // workspace.scratch_cap(x.device)))
+    if pieces <= 1:
+        copied = _copied(routing, x, side, factor, product, dots, bias)
+        return multiply(copied, side, found, name), dots
+    out = torch.empty(count, side.features, dtype=layer.dtype, device=x.device)
+    step = cdiv(cdiv(count, pieces), 64) * 64  # pieces start at multiples of 16 bytes
+    for first in range(0, count, step):
+        part = slice(first, min(first + step, count))
+        some = routing.part(part)
+        rank = side.rank
+        copied = _copied(
+            some, x, side, factor, product[first * rank : part.stop * rank], dots[part], bias
+        )
+        wide = found.tile == WIDE_TILE and some.counts[1] > 0
+        fewer = Rows(some, some.wide, WIDE_TILE) if wide else Rows(some, some.tiles, some.tile)
+        for (start, end), columns in slices(copied, side, fewer, name):
+            out[part, start:end] = columns
+    return out, dots
+
+
+def begin(
+    layer: Layer,
+    index: Tensor,
+    x: Tensor,
+    bias1: Tensor | None,
+    lora1: Lora | None,
+    lora2: Lora | None,
+) -> Begun:
+    """Everything of a forward that backward needs: all but the second product.
+
+    A checkpoint's recomputation ends here, as soon as the last tensor is saved.
+
+    Args:
+        layer: The layer.
+        index: `(T, k)` integers; E and above mean no expert that is held here.
+        x: `(T, H)` contiguous, in the layer's dtype.
+        bias1: `(E, P)` or None.
+        lora1: Of the first projection, or None.
+        lora2: Of the second, or None.
+    """
+    x = aligned(x)
+    routing = route(aligned(index.contiguous()), layer.first.experts)
+    count, recomputed = routing.count, in_backward()
+    f1, f2 = _factors((lora1, lora2), layer)
+    by_rows = not layer.transposed
+    # What a recomputation decodes, backward finds in the scratch, if nothing displaces it.
+    few1 = is_few(layer.first, count, layer.dtype, back=not by_rows, twice=recomputed)
+    few2 = is_few(layer.second, count, layer.dtype, back=not by_rows)
+    side1 = Side(layer.first, f1, by_rows, False, few1, layer.dtype)
+    side2 = Side(layer.second, f2, by_rows, False, few2, layer.dtype)
+    found = _found(routing, count, layer, side1, side2)
+    sizes = count * side1.rank, count * side2.rank
+    products = torch.empty(sum(sizes), dtype=layer.dtype, device=x.device)
+    product1, product2 = products.split_with_sizes(sizes)
+    factor = None if f1 is None else f1.a
+    pre, _ = _gathered(layer, found, x, side1, factor, "first", product1)
+    inner_size = layer.sizes[-1]
+    inner = _strip(count, inner_size + side2.rank, x, side2)
+    bias = None if bias1 is None else aligned(bias1)
+    launch = row_launches.gate(
+        layer.gate, inner_size, inner.stride(0), side2.rank, routing.tile, routing.counts[0],
+        pre.dtype, None if bias is None else bias.dtype, pre.get_device(),
+    )  # fmt: skip
+    launch(
+        pre, pre if bias is None else bias, x if f2 is None else f2.a, routing.tiles,
+        routing.bounds, inner, product2, 1.0 if f2 is None else f2.scaling,
+        *row_launches.numbers(layer.gate),
+    )  # fmt: skip
+    name = "second" if recomputed else "first"
+    return Begun(routing, Saved(pre, products), inner, side2, found, name)
+
+
+def finish(
+    layer: Layer,
+    begun: Begun,
+    weights: Tensor,
+    index: Tensor,
+    bias2: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The layer's output: the second product, summed to tokens.
+
+    Args:
+        layer: The layer.
+        begun: What came before.
+        weights: `(T, k)` routing weights.
+        index: `(T, k)`, as given to `begin`.
+        bias2: `(E, H)` or None.
+        out: `(T, H)`: where to write, or None.
+    """
+    return _summed(
+        layer, begun.inner, begun.side, begun.found, begun.name, out, weights, index, bias2
+    )
+
+
+def forward(
+    layer: Layer,
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    lora1: Lora | None,
+    lora2: Lora | None,
+) -> tuple[Tensor, Routing, Saved]:
+    """The layer's output, and what its backward needs; arguments as of `begin` and `finish`."""
+    begun = begin(layer, index, x, bias1, lora1, lora2)
+    return finish(layer, begun, weights, index, bias2), begun.routing, begun.saved
+
+
+def _copied(
+    routing: Routing, x: Tensor, side: Side, factor: Tensor | None, product: Tensor, dots: Tensor,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The tokens' rows, their product with a factor beside them (and alone, and with the bias)."""
+    size, factors = x.shape[-1], side.factors
+    out = _strip(routing.count, size + side.rank, x, side)
+    f = x if factor is None else factor
+    over_rows = factors is not None and factor is factors.a
+    launch = row_launches.copy(
+        size, out.stride(0), side.rank, over_rows, routing.top_k, routing.tile, routing.counts[0],
+        x.dtype, None if bias is None else bias.dtype, x.get_device(),
+    )  # fmt: skip
+    launch(
+        x, routing.order, f, routing.tiles, routing.bounds, out, product,
+        f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling,
+    )  # fmt: skip
+    return out
+
+
+def _summed(
+    layer: Layer, x: Tensor, side: Side, found: Rows, name: str, out: Tensor | None = None,
+    weights: Tensor | None = None, index: Tensor | None = None, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The product of x's rows, summed to tokens `(T, N)`."""
+    size, routing = side.features, found.routing
+    tokens = routing.count // routing.top_k
+    if out is None:
+        out = torch.empty(tokens, size, dtype=layer.dtype, device=x.device)
+    weights, index, bias = (None if t is None else aligned(t) for t in (weights, index, bias))
+    kinds = tuple(None if t is None else t.dtype for t in (weights, index, bias))
+    for (first, end), y in slices(x, side, found, name):
+        launch = row_launches.to_tokens(
+            tokens, first, end, size, routing.top_k, routing.experts, layer.partial, y.dtype,
+            kinds, y.get_device(),
+        )  # fmt: skip
+        launch(
+            y, routing.inverse, y if weights is None else weights, y if index is None else index,
+            y if bias is None else bias, routing.bounds, out, tokens, first, size,
+        )  # fmt: skip
+    return out
+
+
+def backward(
+    layer: Layer,
+    routing: Routing,
+    saved: Saved,
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    lora1: Lora | None,
+    lora2: Lora | None,
+    *,
+    needs_x: bool = True,
+) -> Grads:
+    """Gradients of `forward`.
+
+    Args:
+        layer: The layer, as given to `forward`, like all that follow but `grad`.
+        routing: What `forward` gave.
+        saved: What `forward` gave.
+        grad: `(T, H)`, of the output.
+        x: As there.
+        weights: As there.
+        bias1: As there.
+        bias2: As there.
+        lora1: As there.
+        lora2: As there.
+        needs_x: Whether x's gradient is wanted.
+    """
+    _, hidden, width, inner_size = layer.sizes
+    count = routing.count
+    grad, x, weights = aligned(grad.to(layer.dtype).contiguous()), aligned(x), aligned(weights)
+    bias1, bias2 = (None if b is None else aligned(b) for b in (bias1, bias2))
+    f1, f2 = _factors((lora1, lora2), layer)
+    side1, side2, name = _back_sides(layer, routing, f1, f2)
+    found = _found(routing, count, layer, side1, side2)
+    product_g = torch.empty(count * side2.rank, dtype=layer.dtype, device=grad.device)
+    factor = None if f2 is None else f2.b
+    u, dots = _gathered(layer, found, grad, side2, factor, name, product_g, bias2)
+    d_pre = _strip(count, width + side1.rank, u, side1)
+    empty = torch.zeros_like if layer.partial else torch.empty_like
+    d_weights = empty(weights)
+    kinds = weights.dtype, *(None if b is None else b.dtype for b in (bias1, bias2))
+    launch = row_launches.gate_backward(
+        layer.gate, inner_size, d_pre.stride(0), side1.rank, routing.tile, routing.counts[0],
+        u.dtype, kinds, u.get_device(),
+    )  # fmt: skip
+    launch(
+        u, saved.pre, u if bias1 is None else bias1, weights, routing.order, dots,
+        u if f1 is None else f1.b, routing.tiles, routing.bounds, d_pre, d_weights,
+        1.0 if f1 is None else f1.scaling, *row_launches.numbers(layer.gate),
+    )  # fmt: skip
+    del u
+    product1, product2 = saved.products.split_with_sizes((count * side1.rank, count * side2.rank))
+    a1 = b1 = a2 = b2 = None
+    if f2 is not None and lora2 is not None:
+        a2 = _outer(lora2.a, product_g, f2.rank, saved.pre, layer, routing, inner_size,
+                    weights=weights, bias=bias1, gates=True)  # fmt: skip
+        b2 = _outer(lora2.b, product2, f2.rank, grad, layer, routing, hidden, weights=weights,
+                    gathers=True, over=True)  # fmt: skip
+    if f1 is not None and lora1 is not None:
+        a1 = _outer(lora1.a, d_pre[:, width:], d_pre.stride(0), x, layer, routing, hidden,
+                    gathers=True, rank=f1.rank)  # fmt: skip
+        b1 = _outer(lora1.b, product1, f1.rank, d_pre, layer, routing, width, over=True)
+    dx = None
+    if needs_x:
+        dx = _summed(layer, d_pre, side1, found, "first")
+    return Grads(dx, d_weights, a1, b1, a2, b2)
+
+
+def _back_sides(
+    layer: Layer, routing: Routing, f1: Factors | None, f2: Factors | None
+) -> tuple[Side, Side, str]:
+    """Backward's products, on what the scratch still holds, and the second one's buffer."""
+    by_rows, device = layer.transposed, routing.ints.device
+    owners = [owner_of(packed, routing) for packed in (layer.first, layer.second)]
+    held1 = workspace.holds("first", device, owners[0])
+    held2 = workspace.holds("second", device, owners[1])
+    name = "second" if held1 or held2 else "first"
+    held2 = held2 or workspace.holds(name, device, owners[1])
+
+    def side(packed: Packed, factors: Factors | None, held: bool) -> Side:
+        few = not held and is_few(packed, routing.count, layer.dtype, back=not by_rows)
+        return Side(packed, factors, by_rows, True, few, layer.dtype)
+
+    return side(layer.first, f1, held1), side(layer.second, f2, held2), name
+
+
+def _outer(
+    like: Tensor, small: Tensor, stride: int, big: Tensor, layer: Layer, routing: Routing,
+    size: int, *, rank: int | None = None, weights: Tensor | None = None,
+    bias: Tensor | None = None, gathers: bool = False, gates: bool = False, over: bool = False,
+) -> Tensor:  # fmt: skip
+    """A factor's gradient in the shape and dtype of `like`; `over`: it is B, expert fastest."""
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    real = (like.shape[1] if over else like.shape[0]) // routing.experts
+    launch = row_launches.outer(
+        layer.gate, size, rank or stride, stride, big.stride(0), real, routing.experts,
+        routing.top_k, gathers, gates, over,
+        (big.dtype, like.dtype, *(None if t is None else t.dtype for t in (weights, bias))),
+        out.get_device(),
+    )  # fmt: skip
+    launch(
+        small, big, big if bias is None else bias, big if weights is None else weights,
+        routing.order, routing.bounds, out, *row_launches.numbers(layer.gate),
+    )  # fmt: skip
+    return out
+
+
+__all__ = [
+    "ACTS",
+    "Begun",
+    "Gate",
+    "Grads",
+    "Layer",
+    "Lora",
+    "Routing",
+    "Saved",
+    "backward",
+    "begin",
+    "finish",
+    "forward",
+    "ints_size",
+    "prepare",
+    "route",
+    "routing_of",
+]

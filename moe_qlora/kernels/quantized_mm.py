@@ -1,0 +1,400 @@
+"""Grouped products straight on packed codes, for experts of few rows: x W^T, and d W for backward.
+
+Where an expert has few rows, a layer costs what its weights' bytes cost. The codes are read once
+(0.516 bytes a weight), turned into what decoding gives (a code's value times its block's absmax,
+rounded to 16 bits) in registers, and multiplied from there, in the place of 2 bytes written and 2
+read again on the way through scratch.
+
+One kernel for both directions and for both layouts, since one only has to know whether the stored
+rows are the features that come out or the dimension that is summed over.
+
+The values of codes come from a table in fp16 (11 bits; decoding takes them from fp32), so that a
+weight may round to the neighbour of what decoding gives, about once in 30. On Hopper and for many
+rows `codes_hopper.py` does the same with exact values, and faster.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .dequantize import block_absmax, decode
+from .launch import Launch, cdiv
+from .weights import TABLES, Form, Packed
+
+
+class Config(NamedTuple):
+    """How the kernel is cut.
+
+    Attributes:
+        features: Features that come out of a program, a multiple of 64.
+        step: Terms of the contraction in a step, a multiple of 64.
+        stages: Steps loaded ahead.
+        warps: Warps in a program.
+        direct: Whether a nested absmax is decoded by each program, else in a pass of its own.
+        hopper: Whether it is the kernel of `codes_hopper.py`, whose cut is fixed.
+    """
+
+    features: int
+    step: int
+    stages: int
+    warps: int
+    direct: bool
+    hopper: bool = False
+
+
+HOPPER = Config(128, 64, 4, 4, False, True)
+
+_hopper_works: dict[int, bool] = {}
+"""By CUDA device: whether the kernel for Hopper compiles there and is right."""
+
+_int8_works: dict[int, bool] = {}
+"""By CUDA device: whether int8 codes are multiplied rightly."""
+
+
+@cache
+def lookup_asm(kind: str) -> str:
+    """PTX: 4 bytes of codes ($4) to their high halves' values ($0, $1) and low halves' ($2, $3).
+
+    `prmt` picks 4 bytes out of 8 by 4 nibbles, so that 4 codes at a time look up one of the two
+    bytes of their fp16 values: once among the codes below 8, once among the others, and the codes'
+    high bits choose between the two.
+    """
+    values = torch.tensor(TABLES[kind], dtype=torch.float32).half()
+    bits = [b & 0xFFFF for b in values.view(torch.int16).tolist()]
+
+    def pool(plane: int, first: int) -> str:
+        word = sum(((bits[first + i] >> (8 * plane)) & 255) << (8 * i) for i in range(4))
+        return f"0x{word:08x}"
+
+    lines = [
+        ".reg .b32 s, h, m, a, b, x, y, p0, p1;",
+        "and.b32 s, $4, 0x77777777;",
+        "shr.u32 h, $4, 3;",
+        "and.b32 h, h, 0x11111111;",
+    ]
+    for half in range(2):
+        if half:
+            lines += ["shr.u32 s, s, 16;", "shr.u32 h, h, 16;"]
+        lines.append("prmt.b32 m, 0x0000ff00, 0, h;")
+        for plane in range(2):
+            low, high = (pool(plane, 0), pool(plane, 4)), (pool(plane, 8), pool(plane, 12))
+            lines += [
+                f"mov.b32 a, {low[0]}; mov.b32 b, {low[1]}; prmt.b32 x, a, b, s;",
+                f"mov.b32 a, {high[0]}; mov.b32 b, {high[1]}; prmt.b32 y, a, b, s;",
+                f"lop3.b32 p{plane}, x, y, m, 0xd8;",
+            ]
+        lines += [f"prmt.b32 ${half}, p0, p1, 0x7351;", f"prmt.b32 ${2 + half}, p0, p1, 0x6240;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@triton.jit
+def _halves(codes, table, ASM: tl.constexpr):
+    """Bytes -> fp32 values of their high and of their low halves."""
+    if len(ASM) > 0:
+        high, low = tl.inline_asm_elementwise(
+            ASM,
+            "=&r,=&r,=&r,=&r,r",
+            [codes],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        wide = codes.to(tl.int32)
+        high, low = tl.load(table + (wide >> 4)), tl.load(table + (wide & 15))
+    return high.to(tl.float32), low.to(tl.float32)
+
+
+@triton.jit
+def absmax_kernel(
+    absmax, table2, absmax2, offset, bounds, out,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, NESTED: tl.constexpr,
+    BR: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """A nested absmax (E, ROWS, BLOCKS) as fp32 (E, BLOCKS, ROWS), of the experts with rows."""
+    expert = tl.program_id(2)
+    if tl.load(bounds + expert) == tl.load(bounds + expert + 1):
+        return
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    block = tl.program_id(1) * BB + tl.arange(0, BB)
+    live = (row < ROWS)[:, None] & (block < BLOCKS)[None, :]
+    first = expert.to(tl.int64) * (ROWS * BLOCKS)
+    at = first + row[:, None] * BLOCKS + block[None, :]
+    value = block_absmax(absmax, table2, absmax2, offset, at, live, NESTED)
+    tl.store(out + first + block[None, :] * ROWS + row[:, None], value, mask=live)
+
+
+@triton.jit
+def _weights(
+    codes, absmax, table, table2, absmax2, offset, expert, row, col, stride_r, stride_b, like,
+    ROWS: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr, BLOCKSIZE: tl.constexpr,
+    NESTED: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Weights (R, C) of an expert: these rows, and C columns from `col` on, a multiple of C."""
+    dtype = like.dtype.element_ty
+    inside = row < ROWS
+    if INT8:
+        c = col + tl.arange(0, C)
+        ok = inside[:, None] & (c < COLS)[None, :]
+        spots = codes + expert * (ROWS * COLS) + row[:, None] * COLS + c[None, :]
+        value = tl.load(spots, mask=ok, other=0).to(tl.float32)
+        scale = tl.load(absmax + expert * ROWS + row, mask=inside, other=0.0)
+        w = (value * scale[:, None] * 7.874015718698502e-3).to(dtype)
+    else:
+        half = tl.arange(0, C // 2)
+        c = col // 2 + half
+        ok = inside[:, None] & (c < COLS // 2)[None, :]
+        spots = codes + expert * (ROWS * COLS // 2) + row[:, None] * (COLS // 2) + c[None, :]
+        packed = tl.load(spots, mask=ok, other=0)
+        BLOCKS: tl.constexpr = COLS // BLOCKSIZE
+        block = col // BLOCKSIZE
+        spots = expert * (ROWS * BLOCKS) + row * stride_r + block * stride_b
+        scale = block_absmax(absmax, table2, absmax2, offset, spots, inside, NESTED)[:, None]
+        if C > BLOCKSIZE:  # the tile's second block
+            more = inside & (block + 1 < BLOCKS)
+            spots += stride_b
+            second = block_absmax(absmax, table2, absmax2, offset, spots, more, NESTED)[:, None]
+            scale = tl.where((half < BLOCKSIZE // 2)[None, :], scale, second)
+        high, low = _halves(packed, table, ASM)
+        # A byte's high half is the first of two neighbours.
+        both = tl.join((high * scale).to(dtype), (low * scale).to(dtype))
+        w = tl.reshape(both, (both.shape[0], C))
+    return w
+
+
+@triton.jit
+def codes_kernel(
+    x, codes, absmax, table, table2, absmax2, offset, factor, tiles, bounds, y,
+    stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr,
+    BACK: tl.constexpr, BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, INT8: tl.constexpr,
+    ASM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """y (R, n_end - n_first) = features [n_first, n_end) of x W^T, or of x W where BACK.
+
+    x (R, K + RANK) in rows STRIDE apart, whose last RANK columns go with the factor (E, N, RANK);
+    codes of (E, ROWS, COLS). Program 0: features, in blocks; 1: tile of rows.
+    """
+    pid = tl.program_id(1)
+    expert = tl.load(tiles + 2 * pid).to(tl.int64)
+    if expert < 0:
+        return
+    rows = tl.load(tiles + 2 * pid + 1) + tl.arange(0, BM)
+    live = rows < tl.load(bounds + expert + 1)
+    rows = rows.to(tl.int64)
+    K: tl.constexpr = ROWS if BACK else COLS
+    first = n_first + tl.program_id(0) * BN
+    n = first + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    left = x + rows[:, None] * STRIDE + k[None, :]
+    total = tl.zeros([BM, BN], tl.float32)
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        a = tl.load(left + start, mask=live[:, None] & (start + k < K)[None, :], other=0.0)
+        if BACK:
+            w = _weights(
+                codes, absmax, table, table2, absmax2, offset, expert, start + k, first,
+                stride_r, stride_b, x, ROWS, COLS, BN, BLOCKSIZE, NESTED, INT8, ASM,
+            )  # fmt: skip
+            total = tl.dot(a, w, total, input_precision="ieee")
+        else:
+            w = _weights(
+                codes, absmax, table, table2, absmax2, offset, expert, n, start,
+                stride_r, stride_b, x, ROWS, COLS, BK, BLOCKSIZE, NESTED, INT8, ASM,
+            )  # fmt: skip
+            total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+    inside = n < n_end
+    if RANK > 0:
+        j = tl.arange(0, RANK)
+        spots = factor + expert * factor_se + n[None, :] * factor_sn + j[:, None] * factor_sj
+        f = tl.load(spots, mask=inside[None, :], other=0.0)
+        spots = x + rows[:, None] * STRIDE + K + j[None, :]
+        tail = tl.load(spots, mask=live[:, None], other=0.0)
+        total = tl.dot(tail, f, total, input_precision="ieee")
+    to = y + rows[:, None] * (n_end - n_first) + (n - n_first)[None, :]
+    tl.store(to, total.to(y.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+def suits(form: Form) -> bool:
+    """Whether blocks lie within rows: what `launch` needs beside `packed.suits()`."""
+    block = form.blocksize
+    return form.kind == "int8" or (block % 64 == 0 and form.shape[2] % block == 0)
+
+
+def takes_int8(device: torch.device) -> bool:
+    """Whether int8 codes are multiplied rightly there: found out by the first layer that has them.
+
+    Waits for the device that once, and is put off where a graph is being captured.
+    """
+    if device.type != "cuda":
+        return True
+    index = device.index or 0
+    if index not in _int8_works:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        configs = ((16, Config(64, 64, 3, 4, True)), (128, Config(128, 64, 3, 4, False)))
+        _int8_works[index] = all(_is_right(device, "int8", *pair) for pair in configs)
+    return _int8_works[index]
+
+
+def on_hopper(form: Form, dtype: torch.dtype, *, back: bool) -> bool:
+    """Whether the kernel for Hopper can compute this product; False before `prepare`."""
+    return _hopper_works.get(form.device, False) and _suits_hopper(form, dtype, back)
+
+
+@lru_cache(maxsize=256)
+def _suits_hopper(form: Form, dtype: torch.dtype, back: bool) -> bool:
+    from . import quantized_mm_hopper
+
+    return suits(form) and quantized_mm_hopper.suits(form, dtype, back=back)
+
+
+def prepare(device: torch.device) -> None:
+    """Find out, once, whether the kernel for Hopper works: its language still changes.
+
+    A small product of each direction is compared with the decoded one, and waited for.
+    """
+    index = device.index or 0
+    if index not in _hopper_works:
+        capability = torch.cuda.get_device_capability(device)
+        _hopper_works[index] = capability == (9, 0) and _is_right(device, "nf4", 128, HOPPER)
+
+
+def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> bool:
+    """Whether small random products of both directions are those of the decoded weights."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = 2, 192, 256  # several steps and blocks of features, the last one half full
+    numel = math.prod(shape)
+    codes = torch.randint(256, (numel,), device=device, generator=generator).to(torch.uint8)
+    absmax = torch.rand(numel // 64, device=device, generator=generator)
+    if kind == "int8":
+        packed = Packed(codes.view(torch.int8), absmax[:384].clone(), None, 0, None, shape, kind)
+    else:
+        table = torch.tensor(TABLES[kind], device=device)
+        packed = Packed(codes[: numel // 2].clone(), absmax, table, 64, None, shape, kind)
+    given = torch.randn(144, 256, device=device, generator=generator)
+    given = given.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    bounds = torch.tensor([0, 5, 144], device=device, dtype=torch.int32)
+    cut = [[0, 0], *([1, first] for first in range(5, 144, tile))]
+    tiles = torch.tensor(cut, device=device, dtype=torch.int32)
+    weight = torch.empty(shape, device=device, dtype=given.dtype)
+    decode(packed, weight)
+    try:
+        for back in (False, True):
+            x = given[:, : shape[1 if back else 2]].contiguous()
+            span = 0, shape[2 if back else 1]
+            y = launch(x, packed, None, None, bounds, tiles, tile, config, back=back, span=span)
+            operand = weight if back else weight.transpose(1, 2)
+            right = torch.cat([x[:5] @ operand[0], x[5:] @ operand[1]]).float()
+            if not (y.float() - right).norm() < 4e-3 * right.norm():
+                return False
+    except Exception:  # noqa: BLE001 - what this Triton does not know is decoded, or done plainly
+        return False
+    return True
+
+
+def launch(
+    x: Tensor,
+    packed: Packed,
+    factor: Tensor | None,
+    absmax: Tensor | None,
+    bounds: Tensor,
+    tiles: Tensor,
+    tile: int,
+    config: Config,
+    *,
+    back: bool,
+    span: tuple[int, int],
+) -> Tensor:
+    """`(R, b - a)`: features [a, b) of x W^T, or of x W, and x's last r columns times the factor.
+
+    Args:
+        x: `(R, K + r)` sorted rows, any distance apart, from a multiple of 16 bytes on.
+        packed: `(E, rows, cols)`; K is cols, or rows where `back`.
+        factor: `(E, N, r)`, any strides, or None for r = 0.
+        absmax: fp32, as many as there are blocks: room for a nested absmax, which is decoded into
+            it first. None where `config.direct`, or where it is not nested.
+        bounds: `(E + 1,)` int32.
+        tiles: As `routing.Routing` has them.
+        tile: Rows in a tile.
+        config: How to cut it.
+        back: Whether the stored rows are what is summed over.
+        span: (a, b), a and b whole groups of 64 features, or the end.
+    """
+    form = packed.form
+    blocks = 1 if form.kind == "int8" else form.shape[2] // form.blocksize
+    table2 = absmax2 = offset = statistics = packed.absmax
+    strides = (blocks, 1)
+    if packed.nested is not None:
+        table2, absmax2, offset, _ = packed.nested
+        if absmax is not None:
+            _absmax_step(form)(packed.absmax, table2, absmax2, offset, bounds, absmax)
+            statistics, strides = absmax, (1, form.shape[1])
+    y = torch.empty(x.shape[0], span[1] - span[0], dtype=x.dtype, device=x.device)
+    rank = 0 if factor is None else factor.shape[2]
+    count = tiles.numel() // 2
+    across = (0, 0, 0) if factor is None else factor.stride()
+    given = x if factor is None else factor
+    if config.hopper:
+        from . import quantized_mm_hopper
+
+        step = quantized_mm_hopper.step(
+            form, x.dtype, x.stride(0), rank, across, back, tile, count, span
+        )
+        try:
+            step(
+                x, packed.codes.view(torch.int32), statistics, given, tiles, bounds, y,
+                x.shape[0] - 1, *strides, *span, *across,
+            )  # fmt: skip
+        except (RuntimeError, triton.compiler.errors.CompilationError) as error:
+            _hopper_works[x.get_device()] = False
+            warnings.warn(
+                f"the kernel for Hopper does not compile for experts of shape {packed.shape} "
+                f"({type(error).__name__}); this process goes on with the slower portable kernel",
+                stacklevel=2,
+            )
+            config = Config(128, 64, 3, 4, False)
+        else:
+            return y
+    nested = form.nested if absmax is None else 0
+    step = _codes_step(
+        form, x.dtype, x.stride(0), rank, across, nested, back, tile, count, config, span
+    )
+    step(
+        x, packed.codes, statistics, packed.absmax if packed.table is None else packed.table,
+        table2, absmax2, offset, given, tiles, bounds, y, *strides, *span, *across,
+    )  # fmt: skip
+    return y
+
+
+@lru_cache(maxsize=64)
+def _absmax_step(form: Form) -> Launch:
+    experts, n_rows, n_cols = form.shape
+    blocks = n_cols // form.blocksize
+    return Launch(
+        absmax_kernel, (cdiv(n_rows, 64), cdiv(blocks, 32), experts),
+        ROWS=n_rows, BLOCKS=blocks, NESTED=form.nested, BR=64, BB=32, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _codes_step(
+    form: Form, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...], nested: int,
+    back: bool, tile: int, tiles: int, config: Config, span: tuple[int, int],
+) -> Launch:  # fmt: skip
+    int8 = form.kind == "int8"
+    return Launch(
+        codes_kernel, (cdiv(span[1] - span[0], config.features), tiles),
+        ROWS=form.shape[1], COLS=form.shape[2], STRIDE=stride, RANK=rank, BACK=back,
+        BLOCKSIZE=form.blocksize, NESTED=nested, INT8=int8,
+        ASM="" if int8 or triton.knobs.runtime.interpret else lookup_asm(form.kind),
+        BM=tile, BN=config.features, BK=config.step, STAGES=config.stages,
+        num_warps=config.warps, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,91 @@
+"""transformers' own adapter methods, for a model with packed experts.
+
+`AutoModelForCausalLM.from_pretrained(folder of an adapter)` loads the base model and then calls
+`model.load_adapter`. transformers hands PEFT the config as it lies in the folder, which names
+expert parameters as they are on unpacked models; the two methods here, which `quantize_host` binds
+to the model, fit it to the packed ones first. Everything else is transformers'.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ..errors import AdapterError
+from .config import adapt_lora_config
+
+
+def add_adapter(self: Any, adapter_config: Any, adapter_name: str | None = None) -> None:
+    """`PreTrainedModel.add_adapter`, LoRA on packed experts included.
+
+    Raises:
+        ConfigError: See `moe_qlora.adapt_lora_config`.
+    """
+    type(self).add_adapter(self, adapt_lora_config(self, adapter_config), adapter_name)
+
+
+def load_adapter(
+    self: Any,
+    peft_model_id: str | None = None,
+    adapter_name: str | None = None,
+    peft_config: Any = None,
+    *args: Any,
+    adapter_kwargs: dict[str, Any] | None = None,
+    load_config: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """`PreTrainedModel.load_adapter`, LoRA on packed experts included.
+
+    Args:
+        self: The model.
+        peft_model_id: Folder or repository of the adapter.
+        adapter_name: Its name in the model; None is "default".
+        peft_config: Its `PeftConfig`; None reads the one that lies with the weights.
+        *args: As of transformers.
+        adapter_kwargs: What to find the files with: `subfolder`, `revision`, `token`, ...
+        load_config: As of transformers.
+        **kwargs: As of transformers.
+
+    Returns:
+        transformers' `LoadStateDictInfo`.
+
+    Raises:
+        AdapterError: Tensors of the file have no place in the model, or places got no tensor.
+        ConfigError: See `moe_qlora.adapt_lora_config`.
+    """
+    from peft import PeftConfig
+
+    if peft_config is None and peft_model_id is not None:
+        # Given a config, transformers would not look these up any more.
+        found = load_config.download_kwargs if load_config is not None else {}
+        found = {**found, **kwargs.get("download_kwargs", {}), **(adapter_kwargs or {})}
+        kwargs["download_kwargs"] = found
+        peft_config = PeftConfig.from_pretrained(peft_model_id, **found)
+    if peft_config is not None:
+        peft_config = adapt_lora_config(self, peft_config)
+    info = type(self).load_adapter(
+        self,
+        peft_model_id,
+        adapter_name,
+        peft_config,
+        *args,
+        adapter_kwargs=adapter_kwargs,
+        load_config=load_config,
+        **kwargs,
+    )
+    # transformers lists other adapters' tensors as missing too
+    mine = re.compile(rf"\.{re.escape(adapter_name or 'default')}(\.|$)")
+    missing = sorted(name for name in info.missing_keys if mine.search(name))
+    unexpected = sorted(info.unexpected_keys)
+    if missing or unexpected:
+        name, what = (
+            (unexpected[0], "has no place in this model")
+            if unexpected
+            else (missing[0], "is not in the file")
+        )
+        raise AdapterError(
+            f"{peft_model_id} does not fit this model: {name} {what} ({len(unexpected)} tensors "
+            f"have no place, {len(missing)} places got none); load it on the model that it was "
+            "trained on, and one from transformers v4 with moe_qlora.load_adapter."
+        )
+    return info

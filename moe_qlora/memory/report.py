@@ -1,0 +1,136 @@
+"""The outcome of a plan: frozen records, free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .budget import COMPONENTS, DeviceUse, Peak, Settings
+from .devices import CONTEXT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """One change that makes a plan smaller.
+
+    Attributes:
+        what: The change, in words.
+        setting: The same for `plan` and the command line.
+        saves: Bytes less at the peak, with this change alone.
+        fits: Whether it alone makes the plan fit the devices.
+    """
+
+    what: str
+    setting: str
+    saves: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a model takes, loading and training; all figures in bytes.
+
+    Attributes:
+        label: The model's name.
+        model_type: `config.model_type`, "" where there is no configuration.
+        kind: The packed type, None where nothing is packed.
+        double_quant: Whether the 4-bit statistics are quantized as well.
+        settings: How it is trained.
+        trained_weights: Number of trained weights.
+        unpacked: The model in the dtype that it is loaded in, nothing packed.
+        resident: The packed model.
+        load_peak: The most while it is loaded and packed.
+        peak: The most in a training step on one device that holds everything. `peak.nbytes` is
+            comparable with `torch.cuda.max_memory_allocated`.
+        reserve: What the process takes on that device beside: CUDA context, gaps between blocks.
+        devices: What each of the given devices holds; empty where none were given.
+        device_map: Module or parameter name -> device, for `from_pretrained` and
+            `accelerate.dispatch_model`; empty where no devices were given.
+        largest_seq: The longest sequence that fits the devices, 0 where none does, None where it
+            was not looked for.
+        largest_batch: The most sequences of the given length, likewise.
+        hints: What to change, where it does not fit; the changes that cost least come first.
+        notes: What to know about the figures, a sentence each.
+        estimated: Whether activations come from a formula, since the step could not be rehearsed.
+    """
+
+    label: str
+    model_type: str
+    kind: str | None
+    double_quant: bool
+    settings: Settings
+    trained_weights: int
+    unpacked: int
+    resident: int
+    load_peak: int
+    peak: Peak
+    reserve: int
+    devices: tuple[DeviceUse, ...] = ()
+    device_map: dict[str, int] | None = None
+    largest_seq: int | None = None
+    largest_batch: int | None = None
+    hints: tuple[Hint, ...] = ()
+    notes: tuple[str, ...] = ()
+    estimated: bool = False
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits the given devices, loading included; None where none were given."""
+        if not self.devices:
+            return None
+        loads = self.load_peak - self.resident
+        return all(use.fits for use in self.devices) and all(
+            use.peak is None or use.weights + loads + CONTEXT_BYTES <= use.capacity
+            for use in self.devices
+        )
+
+    def rows(self) -> list[tuple[str, int, int]]:
+        """(component, the most it ever takes, what it takes at the peak), without empty ones."""
+        return [
+            (name, self.peak.largest[name], self.peak.parts[name])
+            for name in COMPONENTS
+            if self.peak.largest[name] or self.peak.parts[name]
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for `json.dumps`; sizes in bytes."""
+        return {
+            "model": self.label,
+            "model_type": self.model_type,
+            "quantization": {"kind": self.kind, "double_quant": self.double_quant},
+            "training": asdict(self.settings),
+            "trained_weights": self.trained_weights,
+            "unpacked": self.unpacked,
+            "resident": self.resident,
+            "load_peak": self.load_peak,
+            "peak": _peak(self.peak),
+            "reserve": self.reserve,
+            "devices": [
+                {
+                    "index": use.index,
+                    "capacity": use.capacity,
+                    "reserve": use.reserve,
+                    "fits": use.fits,
+                    "peak": None if use.peak is None else _peak(use.peak),
+                    "blocks": list(use.blocks),
+                }
+                for use in self.devices
+            ],
+            "fits": self.fits,
+            "device_map": self.device_map,
+            "largest_seq": self.largest_seq,
+            "largest_batch": self.largest_batch,
+            "hints": [asdict(hint) for hint in self.hints],
+            "notes": list(self.notes),
+            "estimated": self.estimated,
+        }
+
+
+def _peak(peak: Peak) -> dict[str, Any]:
+    return {
+        "nbytes": peak.nbytes,
+        "moment": peak.moment,
+        "paged": peak.paged,
+        "at_peak": peak.parts,
+        "largest": peak.largest,
+    }

@@ -1,0 +1,155 @@
+"""Where a plan's model comes from: a folder, a configuration or a model, and how it is packed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PretrainedConfig
+
+from .. import build
+from ..errors import ConfigError
+from ..packing.settings import CodecSettings
+from . import meta_model
+
+_DEFAULT = CodecSettings("nf4", True, compute_dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where twins come from.
+
+    Attributes:
+        label: The model's name.
+        config: Its configuration, None where it has none.
+        make: Gives a new copy of the model on meta.
+        quantization: A `BitsAndBytesConfig`, None where nothing more is packed.
+        linears: Whether Linear layers are packed too.
+        free: Whether `quantization` may be changed by hints.
+        notes: What to know, a sentence each.
+    """
+
+    label: str
+    config: Any
+    make: Callable[[], nn.Module]
+    quantization: Any
+    linears: bool
+    free: bool
+    notes: tuple[str, ...] = ()
+
+    def twin(self) -> meta_model.Twin:
+        """A new copy, packed."""
+        with build.quiet():
+            return meta_model.pack(self.make(), self.quantization, linears=self.linears)
+
+
+def source_of(model: Any, quantization: Any, dtype: Any, trust: bool) -> Source:
+    """The source of what `plan` is given, with its arguments of these names.
+
+    Raises:
+        ConfigError: `model`, `quantization` or `dtype` is none that it takes.
+    """
+    if isinstance(model, nn.Module):
+        return _source_of_module(model, quantization)
+    if isinstance(model, (str, Path)):
+        found = build.resolve(str(model), trust_remote_code=trust)
+    elif isinstance(model, PretrainedConfig):
+        found = build.of_config(model)
+    else:
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give a model, a transformers configuration, or "
+            "what moe-qlora dump takes."
+        )
+    wanted = _dtype(dtype)
+
+    def make() -> nn.Module:
+        config = copy.deepcopy(found.config)
+        if wanted is not None:
+            config.dtype = wanted
+        built: Any = build.build(replace(found, config=config), trust_remote_code=trust)
+        meta_model.cast_as_loaded(built, next(built.parameters()).dtype)
+        return built
+
+    if isinstance(quantization, _Packing):
+        quantization = quantization.over(found.settings)
+    asked = bnb_config(quantization if quantization is not None else found.settings)
+    return Source(found.label, found.config, make, asked, True, True, found.notes)
+
+
+def _source_of_module(model: nn.Module, quantization: Any) -> Source:
+    config: Any = getattr(model, "config", None)
+    if quantization is None:
+        quantization = getattr(config, "quantization_config", None)
+    on_meta = all(parameter.is_meta for parameter in model.parameters())
+    packed = meta_model.is_packed(model)
+    asked = None if packed else bnb_config(quantization)
+    label = getattr(config, "name_or_path", "") or type(model).__name__
+    return Source(label, config, lambda: meta_model.of_module(model), asked, on_meta, not packed)
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """What a command line says of packing; None leaves it to the model's own configuration."""
+
+    kind: str | None
+    double_quant: bool | None
+
+    def over(self, settings: CodecSettings | None) -> CodecSettings:
+        """These settings with what is said put in their place."""
+        own = settings or _DEFAULT
+        kind = self.kind or own.kind
+        double = own.double_quant if self.double_quant is None else self.double_quant
+        if kind == "int8":
+            return CodecSettings("int8", storage_dtype=torch.int8, skip_modules=own.skip_modules)
+        own = own if own.kind != "int8" else replace(_DEFAULT, skip_modules=own.skip_modules)
+        return replace(own, kind=kind, double_quant=double)
+
+
+def with_packing(kind: str | None, double_quant: bool | None) -> Any:
+    """A `quantization_config` for `plan`: what the model itself says, but for what is given."""
+    return None if kind is None and double_quant is None else _Packing(kind, double_quant)
+
+
+def _dtype(dtype: Any) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    found = meta_model.DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ConfigError(f"dtype is {dtype!r}; give one of {', '.join(meta_model.DTYPES)}.")
+    return found
+
+
+def bnb_config(asked: Any) -> Any:
+    """The user's config as a `BitsAndBytesConfig`; the default one for None."""
+    if isinstance(asked, CodecSettings):
+        if asked.kind == "int8":
+            return BitsAndBytesConfig(
+                load_in_8bit=True, llm_int8_skip_modules=list(asked.skip_modules) or None
+            )
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=asked.kind,
+            bnb_4bit_use_double_quant=asked.double_quant,
+            bnb_4bit_quant_storage=asked.storage_dtype,
+            bnb_4bit_compute_dtype=asked.compute_dtype,
+            llm_int8_skip_modules=list(asked.skip_modules) or None,
+        )
+    if asked is None:
+        return bnb_config(_DEFAULT)
+    CodecSettings.from_config(asked)  # its errors are sentences
+    if isinstance(asked, Mapping):
+        return BitsAndBytesConfig.from_dict(dict(asked))
+    return asked
+
+
+__all__ = [
+    "Source",
+    "bnb_config",
+    "source_of",
+    "with_packing",
+]

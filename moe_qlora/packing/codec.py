@@ -1,0 +1,577 @@
+"""Packing of weight stacks into bitsandbytes' formats, and decoding of any range of experts.
+
+A stack of two or more dimensions, `(E, out, in)` or any other, is packed as bitsandbytes packs one
+tensor:
+
+    nf4, fp4   the weights in row-major order, cut into blocks of 64; two 4-bit codes in a byte, the
+               first weight in the high half; one fp32 absmax a block. With double quantization the
+               absmax, less their mean, are themselves held in 8 bits, in blocks of 256 with one
+               fp32 absmax each.
+    int8       one signed byte a weight, one fp32 scale for each row along the last dimension.
+
+Codes and statistics equal, bit for bit, what `bitsandbytes.functional.quantize_4bit` and
+`int8_vectorwise_quant` give for the whole tensor. Unlike these, packing goes chunk by chunk, so
+that it costs little more than the packed form (bitsandbytes' own CPU path holds about 20 bytes a
+weight), and so that a stack may hold more than 2**31 - 1 weights, where bitsandbytes' int32 counts
+overflow.
+
+Codes and statistics are flat and in the order of the weights, so any range of experts is a range of
+blocks. Only where a block straddles two experts does decoding a range touch a neighbour's block,
+and then only that block.
+
+Decoding does not call `bitsandbytes.functional.dequantize_4bit` on the whole tensor on the CPU: its
+AVX-512 kernel (0.50.2) looks up the absmax by row, and is wrong wherever a row of the last
+dimension is not a whole number of blocks (measured: off by as much as the weights themselves for
+rows of 16, 32, 48, 80 or 96). Here the kernel sees one block as one row, which is right for every
+shape and equals the CUDA kernel's arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import bitsandbytes.functional
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedWeightError
+from .settings import FLOAT_DTYPES, CodecSettings
+
+# bitsandbytes has no type annotations to check against.
+bnb: Any = bitsandbytes.functional
+
+MAX_ELEMENTS = 2**31 - 1
+"""bitsandbytes' kernels take the number of weights as an int32."""
+
+_NESTED_BLOCK = 256
+
+# Weights packed or decoded in one piece. The CPU path needs about 20 bytes of temporaries a weight,
+# the others half a byte, so that either chunk stays within some tens of megabytes.
+_CPU_CHUNK = 2**18
+_DEVICE_CHUNK = 2**24
+
+
+@dataclass
+class Int8State:
+    """The statistics of an int8 stack, with the fields of bitsandbytes' `QuantState` that apply.
+
+    Attributes:
+        scales: fp32, one for each row of the stack flattened to `(rows, last dimension)`.
+        shape: Shape of the decoded stack.
+        dtype: Dtype of the decoded stack.
+    """
+
+    scales: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    quant_type: str = "int8"
+
+    def to(self, device: torch.device | str | int | None) -> None:
+        """Move the scales, in place."""
+        self.scales = self.scales.to(device)
+
+
+@dataclass
+class PackedStack:
+    """One packed weight stack.
+
+    Attributes:
+        codes: 4-bit: `(bytes / itemsize, 1)` in the storage dtype; int8: int8 in the stack's own
+            shape.
+        state: bitsandbytes' `QuantState`, or an `Int8State`.
+        kind: "nf4", "fp4" or "int8".
+        shape: Shape of the decoded stack.
+        dtype: Dtype of the weight that was packed, which a decoded stack has again.
+        compute_dtype: What this package computes in; None where nothing was asked for.
+        owner: The parameter that holds `codes` on a module, once it sits on one. Attaching the same
+            stack to a second module shares that parameter.
+    """
+
+    codes: Tensor
+    state: Any
+    kind: str
+    shape: torch.Size
+    dtype: torch.dtype
+    compute_dtype: torch.dtype | None = None
+    owner: nn.Parameter | None = field(default=None, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.codes.device
+
+    @property
+    def numel(self) -> int:
+        """Number of weights in the decoded stack."""
+        return math.prod(self.shape)
+
+    @property
+    def stats_nbytes(self) -> int:
+        """Bytes of everything but the codes: scales, nested scales and code tables."""
+        return sum(tensor.nbytes for tensor in state_tensors(self.state))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and statistics."""
+        return self.codes.nbytes + self.stats_nbytes
+
+
+def state_tensors(state: Any) -> list[Tensor]:
+    """Every tensor of a `QuantState` (nested ones included) or an `Int8State`."""
+    if isinstance(state, Int8State):
+        return [state.scales]
+    tensors = [state.absmax, state.code]
+    if state.nested:
+        tensors += [state.offset, state.state2.absmax, state.state2.code]
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+
+
+def why_not(weight: Tensor, settings: CodecSettings) -> str | None:
+    """Why this tensor cannot be packed, to follow its name in a sentence; None where it can."""
+    plain = weight.detach()
+    if hasattr(weight, "ds_id") or hasattr(weight, "ds_status"):
+        return "is partitioned by DeepSpeed ZeRO-3: pack the model before DeepSpeed takes it over"
+    if type(plain) is not Tensor:
+        kind = type(plain).__name__
+        if hasattr(plain, "device_mesh"):
+            return f"is sharded ({kind}): pack the model before it is sharded"
+        return f"is a {kind} and no plain tensor: it is packed already by another tool, or traced"
+    if plain.is_meta:
+        return "is on the meta device and has no values: load the weights first"
+    return why_not_packed(plain.shape, plain.dtype, settings)
+
+
+def why_not_packed(
+    shape: Sequence[int], weight_dtype: torch.dtype, settings: CodecSettings
+) -> str | None:
+    """`why_not` for a tensor of which only shape and dtype are known."""
+    if weight_dtype not in FLOAT_DTYPES:
+        dtype = str(weight_dtype).removeprefix("torch.")
+        if weight_dtype.is_floating_point and weight_dtype.itemsize > 1:
+            return f"is {dtype}: bitsandbytes packs float32, float16 and bfloat16; cast it first"
+        return (
+            f"is {dtype}, so that it is packed already by another tool or is no weight: "
+            "dequantize it to float32, float16 or bfloat16 first"
+        )
+    numel = math.prod(shape)
+    if len(shape) < 2 or numel == 0:
+        return f"has the shape {tuple(shape)}: a stack has two or more dimensions and no empty one"
+    if settings.kind != "int8" and _code_bytes(numel) % settings.storage_dtype.itemsize:
+        storage = str(settings.storage_dtype).removeprefix("torch.")
+        return (
+            f"has {numel} weights, whose {_code_bytes(numel)} bytes of codes do "
+            f"not fill whole {storage} numbers: set bnb_4bit_quant_storage=torch.uint8"
+        )
+    return None
+
+
+def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
+    """Index of the first NaN or inf in row-major order, None where all is finite.
+
+    Reads the stack once, in pieces, without a temporary the size of one: minimum and maximum
+    propagate NaN. One synchronisation for the whole stack where there is nothing to be found.
+    """
+    weight = weight.detach()
+    step = _chunk_elements(weight.device, MAX_ELEMENTS)
+    extremes = [torch.stack(torch.aminmax(chunk)) for chunk in _flat_chunks(weight, step, 1)]
+    if bool(torch.stack(extremes).isfinite().all()):
+        return None
+    start = 0
+    for chunk in _flat_chunks(weight, step, 1):
+        found = torch.nonzero(~chunk.isfinite())
+        if len(found):
+            flat = start + int(found[0])
+            return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), weight.shape))
+        start += chunk.numel()
+    return None
+
+
+def pack(
+    weight: Tensor, settings: CodecSettings, *, max_elements: int = MAX_ELEMENTS
+) -> PackedStack:
+    """Pack a stack; the result equals bitsandbytes' own for the whole tensor, bit for bit.
+
+    int8: bitsandbytes' CUDA kernel takes float16 only, so that other dtypes are cast to float16
+    there, as its own `Int8Params` does; on other devices the weights go in as they are.
+
+    Args:
+        weight: `(..., rows, columns)`, float32, float16 or bfloat16, on any device, contiguous or
+            not. Not changed.
+        settings: What to pack into.
+        max_elements: Upper bound for the weights in one kernel call.
+
+    Raises:
+        UnsupportedWeightError: The weight is on meta, sharded, not of these dtypes, or does not fit
+            the storage dtype.
+    """
+    reason = why_not(weight, settings)
+    if reason is not None:
+        raise UnsupportedWeightError(f"The weight {reason}.")
+    packer = Packer(weight.shape, weight.dtype, weight.device, settings, max_elements=max_elements)
+    packer.add(weight)
+    return packer.finish()
+
+
+class Packer:
+    """Packs a stack that arrives in pieces, so that it need never be whole in memory.
+
+    The result equals `pack` of the whole stack bit for bit, wherever it was cut: blocks that
+    straddle two pieces are held back until they are full. Takes the packed form, and for double
+    quantization the fp32 absmax until `finish`.
+
+    Args:
+        shape: Of the whole stack.
+        dtype: Of the weights: float32, float16 or bfloat16.
+        device: Where to pack; pieces elsewhere are moved there.
+        settings: What to pack into.
+        max_elements: Upper bound for the weights in one kernel call.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        settings: CodecSettings,
+        *,
+        max_elements: int = MAX_ELEMENTS,
+    ) -> None:
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
+        self.settings = settings
+        self._int8 = settings.kind == "int8"
+        self._unit = self.shape[-1] if self._int8 else settings.blocksize
+        self._step = max(_chunk_elements(self.device, max_elements), self._unit)
+        numel = math.prod(self.shape)
+        codes = (numel,) if self._int8 else (_code_bytes(numel),)
+        kind = torch.int8 if self._int8 else torch.uint8
+        self._codes = torch.empty(codes, dtype=kind, device=self.device)
+        self._scales = torch.empty(-(-numel // self._unit), dtype=torch.float32, device=self.device)
+        self._rest = torch.empty(0, dtype=dtype, device=self.device)
+        self._done = 0
+
+    @torch.no_grad()
+    def add(self, piece: Tensor) -> None:
+        """Pack the next weights in row-major order: `(n, ...)` rows of the first dimension."""
+        piece = piece.detach().to(self.device, self.dtype)
+        if len(self._rest):
+            piece = piece.reshape(-1)
+            missing = self._unit - len(self._rest)
+            self._hold(torch.cat([self._rest, piece[:missing]]))
+            piece = piece[missing:]
+        if piece.numel():
+            for chunk in _flat_chunks(piece, self._step, self._unit):
+                self._hold(chunk)
+
+    @torch.no_grad()
+    def finish(self) -> PackedStack:
+        """The packed stack.
+
+        Raises:
+            ValueError: More or fewer weights came than the shape has.
+            UnsupportedWeightError: int8 on CUDA, and the weights hold values that float16 cannot.
+        """
+        if len(self._rest):
+            self._take(self._rest)
+        if self._done != math.prod(self.shape):
+            raise ValueError(f"{self._done} weights came for a stack of shape {tuple(self.shape)}")
+        return self._finish_int8() if self._int8 else self._finish_4bit()
+
+    def _hold(self, chunk: Tensor) -> None:
+        """Pack the whole units of a flat chunk, and keep the rest for the next piece."""
+        whole = len(chunk) // self._unit * self._unit
+        if whole:
+            self._take(chunk[:whole])
+        self._rest = chunk[whole:].clone()
+
+    def _take(self, chunk: Tensor) -> None:
+        start, end = self._done, self._done + len(chunk)
+        if end > math.prod(self.shape):
+            raise ValueError(f"more weights came than a stack of shape {tuple(self.shape)} has")
+        if self._int8:
+            rows = chunk.view(-1, self._unit)
+            if self.device.type == "cuda":
+                rows = rows.half()
+            codes, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant.default(rows, 0.0)
+            self._codes[start:end] = codes.view(-1)
+        else:
+            codes, scales = torch.ops.bitsandbytes.quantize_4bit.default(
+                chunk, self._unit, self.settings.kind, torch.uint8
+            )
+            self._codes[start // 2 : start // 2 + len(codes)] = codes.view(-1)
+        first = start // self._unit
+        self._scales[first : first + len(scales)] = scales
+        self._done = end
+
+    def _finish_4bit(self) -> PackedStack:
+        settings, codes, absmax = self.settings, self._codes, self._scales
+        offset = state2 = None
+        if settings.double_quant:
+            offset = absmax.mean()
+            absmax -= offset
+            absmax, state2 = bnb.quantize_blockwise(absmax, blocksize=_NESTED_BLOCK)
+        state = bnb.QuantState(
+            absmax=absmax,
+            shape=self.shape,
+            dtype=self.dtype,
+            blocksize=self._unit,
+            code=bnb.get_4bit_type(settings.kind, device=self.device),
+            quant_type=settings.kind,
+            offset=offset,
+            state2=state2,
+        )
+        if settings.storage_dtype != torch.uint8:
+            codes = codes.view(settings.storage_dtype)
+        return PackedStack(
+            codes.unsqueeze(1), state, settings.kind, self.shape, self.dtype, settings.compute_dtype
+        )
+
+    def _finish_int8(self) -> PackedStack:
+        scales = self._scales
+        if self.dtype != torch.float16 and not bool(scales.isfinite().all()):
+            row = int(torch.nonzero(~scales.isfinite())[0])
+            raise UnsupportedWeightError(
+                f"Row {row} of the weight holds values that float16 cannot, which bitsandbytes' "
+                "int8 kernel takes on this device: pack it to 4 bit, or on the CPU."
+            )
+        state = Int8State(scales, self.shape, self.dtype)
+        return PackedStack(self._codes.view(self.shape), state, "int8", self.shape, self.dtype)
+
+
+def restore(
+    codes: Tensor,
+    stats: Mapping[str, Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    settings: CodecSettings,
+) -> PackedStack:
+    """A packed stack from the tensors that a state dict holds for it.
+
+    Args:
+        codes: As `PackedStack.codes`; used as they are.
+        stats: bitsandbytes' statistics by their key's end, such as ".absmax" or ".SCB".
+        shape: Of the decoded stack.
+        dtype: Of a decoded int8 stack; a 4-bit one says its own.
+        settings: What it was packed with.
+
+    Raises:
+        ValueError: The tensors are no stack of this shape and these settings.
+    """
+    shape = torch.Size(shape)
+    tensors = {key.removeprefix("."): value for key, value in stats.items()}
+    if settings.kind == "int8":
+        scales = tensors.get("SCB")
+        if scales is None or scales.numel() != shape.numel() // shape[-1] or codes.shape != shape:
+            raise ValueError(f"the tensors are no int8 stack of shape {tuple(shape)}")
+        return PackedStack(codes, Int8State(scales, shape, dtype), "int8", shape, dtype)
+    try:
+        state = bnb.QuantState.from_dict(tensors, device=codes.device)
+    except (KeyError, ValueError, AssertionError, AttributeError, TypeError) as error:
+        raise ValueError(f"the statistics cannot be read ({error})") from error
+    found = (state.quant_type, state.nested, state.blocksize, codes.dtype)
+    asked = (settings.kind, settings.double_quant, settings.blocksize, settings.storage_dtype)
+    if found != asked or torch.Size(state.shape or ()) != shape:
+        raise ValueError(
+            f"the tensors are of a stack of shape {tuple(state.shape or ())} with {found}, not "
+            f"{tuple(shape)} with {asked} (kind, double quantization, block size, storage dtype)"
+        )
+    blocks = -(-shape.numel() // settings.blocksize)
+    if codes.nbytes != _code_bytes(shape.numel()) or state.absmax.numel() != blocks:
+        raise ValueError(
+            f"{codes.nbytes} bytes of codes and {state.absmax.numel()} blocks do not make a stack "
+            f"of shape {tuple(shape)}"
+        )
+    return PackedStack(codes, state, settings.kind, shape, state.dtype, settings.compute_dtype)
+
+
+def unpack(
+    packed: PackedStack, *, out: Tensor | None = None, max_elements: int = MAX_ELEMENTS
+) -> Tensor:
+    """Decode the whole stack in its original shape and dtype, into `out` where it is given."""
+    return unpack_range(packed, 0, packed.shape[0], out=out, max_elements=max_elements)
+
+
+def unpack_range(
+    packed: PackedStack,
+    start: int,
+    stop: int,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    max_elements: int = MAX_ELEMENTS,
+) -> Tensor:
+    """Decode the rows `[start, stop)` of the first dimension.
+
+    Equal, bit for bit, to the same slice of the whole decoded stack (then cast to `dtype`), also
+    where blocks straddle the ends. Never synchronises with the device.
+
+    Args:
+        packed: The stack.
+        start: First row, 0 <= start <= stop.
+        stop: One past the last row, at most `packed.shape[0]`.
+        dtype: Of the result; None is `out`'s, or else the packed weight's own.
+        out: Where to write, `(stop - start, ...)`; takes precedence over `dtype`.
+        max_elements: Upper bound for the weights in one kernel call.
+
+    Returns:
+        `(stop - start, *packed.shape[1:])`, `out` where it was given.
+    """
+    if not 0 <= start <= stop <= packed.shape[0]:
+        raise IndexError(
+            f"rows [{start}, {stop}) are not within the stack of shape {tuple(packed.shape)}"
+        )
+    shape = (stop - start, *packed.shape[1:])
+    row = packed.numel // packed.shape[0]
+    first, last = start * row, stop * row
+    decode, unit = (
+        (_decode_int8, packed.shape[-1])
+        if packed.kind == "int8"
+        else (_decode_4bit, _blocksize(packed))
+    )
+    # int8 decodes by way of two fp32 copies, which only a chunk may cost.
+    largest = (
+        _chunk_elements(packed.device, max_elements) if packed.kind == "int8" else max_elements
+    )
+    limit = largest - 2 * unit
+    with torch.no_grad():
+        if out is None and last - first <= limit:
+            return decode(packed, first, last).view(shape).to(dtype or packed.dtype)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype or packed.dtype, device=packed.device)
+        elif tuple(out.shape) != shape:
+            raise ValueError(f"out has the shape {tuple(out.shape)}, expected {shape}")
+        if not out.is_contiguous():
+            return out.copy_(unpack_range(packed, start, stop, max_elements=max_elements))
+        flat = out.view(-1)
+        step = max(_chunk_elements(packed.device, max_elements) // unit - 2, 1) * unit
+        position = first
+        while position < last:
+            # All chunks but the first start on a block boundary, so that no block is decoded twice.
+            end = min(position - position % unit + step, last)
+            flat[position - first : end - first].copy_(decode(packed, position, end))
+            position = end
+    return out
+
+
+def _decode_4bit(packed: PackedStack, first: int, last: int) -> Tensor:
+    """Decode the weights [first, last) of the flattened stack, in the packed weight's own dtype."""
+    block = _blocksize(packed)
+    begin, blocks = first // block, -(-last // block)
+    end = min(blocks * block, packed.numel)
+    codes = packed.codes.detach().view(-1).view(torch.uint8)[begin * block // 2 : (end + 1) // 2]
+    absmax = _absmax(packed.state, begin, blocks)
+    if packed.device.type != "cpu":
+        flat = _kernel(packed, codes, absmax, (end - begin * block,))
+    else:
+        # One block as one row: see the module's docstring. A last block that is not full is a row
+        # of its own, of even length, since the kernel falls back to a compiled path for odd ones.
+        full = (end - begin * block) // block
+        rest = end - begin * block - full * block
+        flat = _kernel(packed, codes[: full * block // 2], absmax[:full], (full, block)).view(-1)
+        if rest:
+            tail = _kernel(packed, codes[full * block // 2 :], absmax[full:], (1, rest + rest % 2))
+            flat = torch.cat([flat, tail.view(-1)[:rest]]) if full else tail.view(-1)[:rest]
+    return flat[first - begin * block : last - begin * block]
+
+
+def _kernel(packed: PackedStack, codes: Tensor, absmax: Tensor, shape: tuple[int, ...]) -> Tensor:
+    decoded = torch.ops.bitsandbytes.dequantize_4bit.default(
+        codes, absmax, packed.state.blocksize, packed.kind, shape, packed.dtype
+    )
+    return cast(Tensor, decoded)
+
+
+def _absmax(state: Any, begin: int, end: int) -> Tensor:
+    """fp32 absmax of the first-level blocks [begin, end)."""
+    if not state.nested:
+        return cast(Tensor, state.absmax[begin:end].float())
+    outer = state.state2
+    first, last = begin // outer.blocksize, -(-end // outer.blocksize)
+    offset = first * outer.blocksize
+    absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
+        state.absmax[offset : last * outer.blocksize],
+        outer.absmax[first:last],
+        outer.code,
+        outer.blocksize,
+        outer.dtype,
+    )
+    absmax += state.offset
+    return cast(Tensor, absmax.float()[begin - offset : end - offset])
+
+
+def _decode_int8(packed: PackedStack, first: int, last: int) -> Tensor:
+    """Decode the weights [first, last) of the flattened stack; both are whole rows."""
+    columns = packed.shape[-1]
+    rows = packed.codes.detach().view(-1, columns)[first // columns : last // columns]
+    scales = packed.state.scales[first // columns : last // columns]
+    decoded = torch.ops.bitsandbytes.int8_vectorwise_dequant.default(rows, scales)
+    return cast(Tensor, decoded.to(packed.dtype)).view(-1)
+
+
+def _blocksize(packed: PackedStack) -> int:
+    return cast(int, packed.state.blocksize)
+
+
+def _code_bytes(numel: int) -> int:
+    return (numel + 1) // 2
+
+
+def _chunk_elements(device: torch.device, max_elements: int) -> int:
+    return min(_CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK, max_elements)
+
+
+def _flat_chunks(weight: Tensor, step: int, unit: int) -> Iterator[Tensor]:
+    """Cut the stack, in row-major order, into flat pieces of whole `unit`s, about `step` weights.
+
+    Views where the stack is contiguous; otherwise copies of a few rows of the first dimension at a
+    time. Only the last piece may end within a unit.
+    """
+    step = max(step // unit, 1) * unit
+    if weight.is_contiguous():
+        yield from torch.split(weight.view(-1), step)
+        return
+    rows = max(step * len(weight) // weight.numel(), 1)
+    pending = weight.new_empty(0)
+    for part in torch.split(weight, rows):
+        flat = part.reshape(-1)
+        if len(pending):
+            flat = torch.cat([pending, flat])
+        whole = len(flat) // unit * unit
+        if whole:
+            yield from torch.split(flat[:whole], step)
+        pending = flat[whole:].clone()
+    if len(pending):
+        yield pending
+
+
+def settings_of(stack: PackedStack) -> CodecSettings:
+    """How this stack was packed, so that another weight can be packed the same way."""
+    if stack.kind == "int8":
+        return CodecSettings("int8", storage_dtype=torch.int8, compute_dtype=stack.compute_dtype)
+    state: Any = stack.state
+    return CodecSettings(
+        stack.kind,
+        double_quant=bool(state.nested),
+        storage_dtype=stack.codes.dtype,
+        compute_dtype=stack.compute_dtype,
+        blocksize=state.blocksize,
+    )
+
+
+__all__ = [
+    "MAX_ELEMENTS",
+    "CodecSettings",
+    "Int8State",
+    "PackedStack",
+    "Packer",
+    "first_nonfinite",
+    "pack",
+    "restore",
+    "state_tensors",
+    "unpack",
+    "unpack_range",
+    "why_not",
+    "why_not_packed",
+]

@@ -1,0 +1,468 @@
+"""How a packed stack sits on the module that owned the weight.
+
+A packed parameter becomes a torch parametrization, as `bitsandbytes.nn.parametrize` does it, so
+that code which reads `module.<name>` gets the decoded tensor and need not know:
+
+    module.parametrizations.<name>            torch's ParametrizationList
+        .original    4-bit: bnb.nn.Params4bit, the codes; the QuantState travels with it
+                     int8:  nn.Parameter of int8 codes, in the stack's own shape
+        [0]          Packed4bit (a Bnb4bitParametrization) with the same QuantState object,
+                     or PackedInt8 with the row scales
+
+`Params4bit` rather than bitsandbytes' own plain Parameter, because its `to` moves the statistics
+with the codes, PEFT's k-bit preparation spares it by its class name, and transformers counts its
+weights right. What bitsandbytes' own helper packed is read here as well.
+
+Statistics are never parameters, and the int8 scales are a buffer of their fp32 bits as int32: hosts
+cast every fp32 parameter or buffer that they find, and statistics must move with the model but keep
+their precision. Codes and statistics are both flat and in the order of the weights, so that a shard
+of the one belongs to a range of the other.
+
+A state dict has bitsandbytes' keys (`<name>`, `<name>.absmax`, `<name>.quant_map`, ...,
+`<name>.quant_state.bitsandbytes__nf4`; for int8 `<name>` and `<name>.SCB`), and
+`load_state_dict` reads them back.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from typing import Any, cast
+
+import bitsandbytes.nn
+import torch
+import torch.nn.utils.parametrize as P
+from bitsandbytes.functional import QuantState
+from bitsandbytes.nn import parametrize as bnb_parametrize
+from torch import Tensor, nn
+
+from ..errors import QuantizationError
+from .codec import Int8State, PackedStack, unpack
+
+Params4bit: Any = cast(Any, bitsandbytes.nn).Params4bit
+
+_BOOK = "_moe_qlora_storage"
+_SHARED = "_moe_qlora_int8"
+
+
+class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
+    """Decodes a 4-bit stack on access.
+
+    Unlike the class it extends it decodes stacks of more than 2**31 - 1 weights and of any row
+    length, and takes its statistics from the codes' own `Params4bit`, so that both stay one object
+    through deepcopy and device moves.
+    """
+
+    quant_state: Any
+
+    def __init__(self, codes: nn.Parameter, compute_dtype: torch.dtype | None = None) -> None:
+        super().__init__(cast(Any, codes).quant_state)
+        self.compute_dtype = compute_dtype
+        self._codes = weakref.ref(codes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Packed4bit:
+        # Params4bit copies its QuantState by itself, past the memo: take the one that it made.
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        codes = self._codes()
+        known = {"quant_state": self.quant_state, "_codes": self._codes}
+        if codes is not None:
+            twin = copy.deepcopy(codes, memo)
+            known = {"quant_state": cast(Any, twin).quant_state, "_codes": weakref.ref(twin)}
+        for key, value in self.__dict__.items():
+            new.__dict__[key] = known[key] if key in known else copy.deepcopy(value, memo)
+        if codes is None:
+            new.quant_state = copy.deepcopy(self.quant_state, memo)
+        return new
+
+    def follow(self, codes: Tensor) -> Any:
+        """The statistics that belong to these codes, on their device."""
+        own = codes.__dict__.get("quant_state") if isinstance(codes, Params4bit) else None
+        if own is not None and own is not self.quant_state:
+            self.quant_state = own
+            self._codes = weakref.ref(cast(nn.Parameter, codes))
+        return _on_device(self.quant_state, codes)
+
+    @torch.no_grad()
+    def forward(self, quantized_param: Tensor) -> Tensor:
+        """`(bytes / itemsize, 1)` codes -> the decoded stack, in the packed weight's dtype."""
+        return unpack(_stack_4bit(quantized_param, self))
+
+
+class PackedInt8(nn.Module):
+    """Decodes an int8 stack on access; its row scales live in a buffer of their fp32 bits."""
+
+    scale_bits: Tensor
+
+    def __init__(self, packed: PackedStack) -> None:
+        super().__init__()
+        self.register_buffer("scale_bits", packed.state.scales.view(torch.int32), persistent=False)
+        self.weight_shape, self.weight_dtype = packed.shape, packed.dtype
+
+    @property
+    def quant_state(self) -> Int8State:
+        """The statistics where they are now, under the name that a 4-bit parametrization uses."""
+        scales = self.scale_bits.view(torch.float32)
+        return Int8State(scales, self.weight_shape, self.weight_dtype)
+
+    @torch.no_grad()
+    def forward(self, codes: Tensor) -> Tensor:
+        """int8 codes in the stack's shape -> the decoded stack, in the packed weight's dtype."""
+        return unpack(_stack_int8(codes, self))
+
+
+class _Book:
+    """What `attach` put on one module, to be found again in copies of it, and undone."""
+
+    def __init__(self, order: tuple[str, ...]) -> None:
+        self.order = order
+        self.handles: list[Any] = []
+        self.names: list[str] = []
+
+
+def attach(module: nn.Module, name: str, packed: PackedStack) -> None:
+    """Put a packed stack in the place of a plain parameter (or of nothing).
+
+    The parameter's memory is free as soon as nobody else holds it. A stack that already sits on
+    another module is shared with it: one parameter, one set of statistics (tied experts).
+
+    Raises:
+        QuantizationError: The parameter is packed already.
+    """
+    if is_packed(module, name):
+        raise QuantizationError(
+            f"{type(module).__name__}.{name} is packed already: detach it before packing it again."
+        )
+    _own_class(module)
+    book = _book(module)
+    owner = hold(packed)
+    parametrization: nn.Module
+    if packed.kind == "int8":
+        # Tied stacks share the module that holds their scales, so that one move moves all.
+        parametrization = getattr(owner, _SHARED, None) or PackedInt8(packed)
+        setattr(owner, _SHARED, parametrization)
+    else:
+        parametrization = Packed4bit(owner, packed.compute_dtype)
+    plain = module._parameters.get(name)
+    try:
+        module._parameters.pop(name, None)
+        module.register_parameter(name, owner)
+        _register(module, name, parametrization)
+    except BaseException:
+        if not is_packed(module, name):
+            module._parameters[name] = plain
+            _forget(module, name)
+        raise
+    book.names.append(name)
+
+
+def _register(module: nn.Module, name: str, parametrization: nn.Module) -> None:
+    """`register_parametrization`, for parameters called `keys`, `values` or `items` as well.
+
+    torch keeps its lists in an `nn.ModuleDict`, which takes no entry named as one of its own
+    methods; it looks entries up by key all the same.
+    """
+    if not hasattr(nn.ModuleDict, name):
+        P.register_parametrization(module, name, parametrization, unsafe=True)
+        return
+    torch_parametrize: Any = P
+    chain = P.ParametrizationList([parametrization], module._parameters[name], unsafe=True)  # type: ignore[arg-type]
+    delattr(module, name)
+    if not P.is_parametrized(module):
+        torch_parametrize._inject_new_class(module)
+        module.parametrizations = nn.ModuleDict()
+    torch_parametrize._inject_property(module, name)
+    cast(nn.Module, module.parametrizations)._modules[name] = chain
+
+
+def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Parameter:
+    """Make a packed parameter plain again: `weight`, or by default the decoded stack.
+
+    The parameter takes its old place in registration order, does not require gradients, and with
+    the last packed parameter of the module the hooks go as well.
+
+    Raises:
+        QuantizationError: The parameter is not packed.
+    """
+    if not is_packed(module, name):
+        raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
+    if weight is None:
+        weight = unpack(read_packed(module, name))
+    _own_class(module)
+    P.remove_parametrizations(module, name, leave_parametrized=False)
+    parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, False)
+    module._parameters[name] = parameter
+    _forget(module, name)
+    return parameter
+
+
+def is_packed(module: nn.Module, name: str) -> bool:
+    """Whether this parameter is packed, by this package or by bitsandbytes' own helper."""
+    return _parametrization(module, name) is not None
+
+
+def is_foreign(module: nn.Module, name: str) -> bool:
+    """Whether this parameter was packed by bitsandbytes' own helper."""
+    found = _parametrization(module, name)
+    return found is not None and not isinstance(found, (Packed4bit, PackedInt8))
+
+
+def has_packed(module: nn.Module) -> bool:
+    """Whether any parameter of this very module is packed."""
+    lists = module._modules.get("parametrizations")
+    return lists is not None and any(is_packed(module, name) for name in lists._modules)
+
+
+def packed_names(module: nn.Module) -> tuple[str, ...]:
+    """The packed parameters of this very module, in registration order."""
+    lists = module._modules.get("parametrizations")
+    if lists is None:
+        return ()
+    names = [name for name in cast(nn.ModuleDict, lists) if is_packed(module, name)]
+    book: _Book | None = module.__dict__.get(_BOOK)
+    if book is not None:
+        place = {name: index for index, name in enumerate(book.order)}
+        names.sort(key=lambda name: place.get(name, len(place)))
+    return tuple(names)
+
+
+def iter_packed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Every packed parameter as `(module's dotted name, module, parameter's name)`."""
+    for module_name, module in model.named_modules():
+        for name in packed_names(module):
+            yield module_name, module, name
+
+
+def read_packed(module: nn.Module, name: str) -> PackedStack:
+    """What lives on the module now, wherever it has been moved to. Decodes nothing, copies nothing.
+
+    Raises:
+        QuantizationError: The parameter is not packed, or its codes were cast to another dtype,
+            which destroys them.
+    """
+    found = _parametrization(module, name)
+    if found is None:
+        raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
+    original = cast(Tensor, original_of(module, name))
+    if isinstance(found, PackedInt8):
+        return _stack_int8(original, found)
+    return _stack_4bit(original, found)
+
+
+def packed_shape(module: Any, name: str) -> tuple[int, ...]:
+    """Shape of a packed parameter's decoded stack, by attribute reads that Dynamo can follow."""
+    first = module.parametrizations[name][0]
+    shape = first.weight_shape if hasattr(first, "weight_shape") else first.quant_state.shape
+    return tuple(shape)
+
+
+def original_of(module: nn.Module, name: str) -> nn.Parameter:
+    """The parameter that holds the codes."""
+    lists = cast(Any, module._modules["parametrizations"])
+    return cast(nn.Parameter, lists[name].original)
+
+
+def _parametrization(module: nn.Module, name: str) -> Any:
+    lists = module._modules.get("parametrizations")
+    if lists is None or name not in lists._modules:
+        return None
+    first = lists._modules[name]._modules.get("0")  # type: ignore[union-attr]
+    known = (bnb_parametrize.Bnb4bitParametrization, PackedInt8)
+    return first if isinstance(first, known) else None
+
+
+def _on_device(state: Any, codes: Tensor) -> Any:
+    if state.absmax.device != codes.device and not codes.is_meta:
+        state.to(codes.device)
+    return state
+
+
+def _stack_4bit(codes: Tensor, parametrization: Any) -> PackedStack:
+    if isinstance(parametrization, Packed4bit):
+        state = parametrization.follow(codes)
+    else:
+        state = _on_device(parametrization.quant_state, codes)
+    storage = codes.__dict__.get("quant_storage") if isinstance(codes, Params4bit) else None
+    if storage is not None and codes.dtype != storage:
+        raise QuantizationError(
+            f"The packed codes of a stack of shape {tuple(state.shape)} were cast from {storage} "
+            f"to {codes.dtype}, which destroys them: do not cast a packed model, or set "
+            "bnb_4bit_quant_storage=torch.uint8, which casts leave alone."
+        )
+    return PackedStack(
+        codes.data,
+        state,
+        state.quant_type,
+        state.shape,
+        state.dtype,
+        getattr(parametrization, "compute_dtype", None),
+        codes if isinstance(codes, nn.Parameter) else None,
+    )
+
+
+def _stack_int8(codes: Tensor, parametrization: PackedInt8) -> PackedStack:
+    return PackedStack(
+        codes.data,
+        parametrization.quant_state,
+        "int8",
+        codes.shape,
+        parametrization.weight_dtype,
+        None,
+        codes if isinstance(codes, nn.Parameter) else None,
+    )
+
+
+def hold(packed: PackedStack) -> nn.Parameter:
+    """The one parameter that holds this stack's codes: made on first use, then `packed.owner`."""
+    if packed.owner is None:
+        packed.owner = _parameter(packed)
+        packed.codes = packed.owner.data
+    return packed.owner
+
+
+def key_parts(kind: str) -> tuple[str, ...]:
+    """What follows a stack's name in the keys of a state dict: "" for the codes, then statistics.
+
+    Args:
+        kind: "nf4", "fp4" or "int8".
+    """
+    if kind == "int8":
+        return ("", ".SCB")
+    parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+    return ("", *(f".{part}" for part in parts), f".quant_state.bitsandbytes__{kind}")
+
+
+def _parameter(packed: PackedStack) -> nn.Parameter:
+    if packed.kind == "int8":
+        return nn.Parameter(packed.codes, requires_grad=False)
+    parameter = Params4bit(
+        packed.codes,
+        requires_grad=False,
+        quant_state=packed.state,
+        blocksize=packed.state.blocksize,
+        compress_statistics=packed.state.nested,
+        quant_type=packed.kind,
+        quant_storage=packed.codes.dtype,
+        bnb_quantized=True,
+    )
+    return cast(nn.Parameter, parameter)
+
+
+def _book(module: nn.Module) -> _Book:
+    """The module's record, made with its hooks on first use: each hook once a module."""
+    book: _Book | None = module.__dict__.get(_BOOK)
+    if book is None:
+        book = module.__dict__[_BOOK] = _Book(tuple(module._parameters))
+        # bitsandbytes' own pair: the decoded stack is cached while the module's forward runs.
+        book.handles = [
+            module.register_forward_pre_hook(bnb_parametrize._enable_parametrization_cache),
+            module.register_forward_hook(
+                bnb_parametrize._disable_parametrization_cache, always_call=True
+            ),
+            cast(Any, module).register_state_dict_post_hook(_save),
+            cast(Any, module).register_load_state_dict_pre_hook(_load),
+        ]
+    return book
+
+
+def _forget(module: nn.Module, name: str) -> None:
+    """Restore registration order; the hooks go with the module's last packed parameter."""
+    book: _Book | None = module.__dict__.get(_BOOK)
+    if book is None:
+        return
+    if name in book.names:
+        book.names.remove(name)
+    known = [name for name in book.order if name in module._parameters]
+    others = [name for name in module._parameters if name not in known]
+    ordered = {name: module._parameters[name] for name in (*known, *others)}
+    module._parameters.clear()
+    module._parameters.update(ordered)
+    if not book.names:
+        for handle in book.handles:
+            handle.remove()
+        del module.__dict__[_BOOK]
+
+
+def _own_class(module: nn.Module) -> None:
+    """Give a parametrized module a class of its own.
+
+    Torch gives it one, with a property for each parametrized name, but deepcopy shares that class:
+    adding or removing a property on the copy would change the model it was copied from.
+    """
+    if not P.is_parametrized(module):
+        return
+    shared = type(module)
+    body = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__")}
+    module.__class__ = type(shared.__name__, shared.__bases__, body)
+
+
+def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """State-dict hook: bitsandbytes' keys instead of torch's parametrization keys."""
+    for name in packed_names(module):
+        key = f"{prefix}parametrizations.{name}.original"
+        if key not in state_dict or is_foreign(module, name):
+            continue
+        state_dict[f"{prefix}{name}"] = state_dict.pop(key)
+        stack = read_packed(module, name)
+        if isinstance(stack.state, Int8State):
+            state_dict[f"{prefix}{name}.SCB"] = stack.state.scales
+        else:
+            for part, value in stack.state.as_dict(packed=True).items():
+                state_dict[f"{prefix}{name}.{part}"] = value
+
+
+def _load(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Load hook: takes the statistics from bitsandbytes' keys, and hands torch the codes."""
+    for name in packed_names(module):
+        given = state_dict.get(f"{prefix}{name}")
+        if is_foreign(module, name) or given is None:
+            continue
+        if given.shape != original_of(module, name).shape:
+            errors.append(
+                f"{prefix}{name} has the shape {tuple(given.shape)}, the packed codes have "
+                f"{tuple(original_of(module, name).shape)}: load 16-bit weights into an unpacked "
+                "model, or codes that were packed with the same settings."
+            )
+            given = None
+        codes = state_dict.pop(f"{prefix}{name}")
+        stats_prefix = f"{prefix}{name}."
+        stats = {
+            key.removeprefix(stats_prefix): state_dict.pop(key).clone()
+            for key in [key for key in state_dict if key.startswith(stats_prefix)]
+        }
+        if given is None:
+            continue
+        try:
+            new = _load_stats(read_packed(module, name), stats)
+        except (KeyError, ValueError, AssertionError) as error:
+            errors.append(f"{stats_prefix[:-1]}: the packed statistics cannot be read: {error}")
+            continue
+        if metadata.get("assign_to_params_buffers"):
+            codes = _parameter(PackedStack(codes, new.state, new.kind, new.shape, new.dtype))
+        state_dict[f"{prefix}parametrizations.{name}.original"] = codes
+
+
+def _load_stats(stack: PackedStack, stats: dict[str, Any]) -> PackedStack:
+    if isinstance(stack.state, Int8State):
+        stack.state.scales.copy_(stats["SCB"])
+        return stack
+    state: Any = stack.state
+    loaded: Any = QuantState.from_dict(stats, device=stack.device)
+    if (loaded.shape, loaded.quant_type) != (state.shape, state.quant_type):
+        raise ValueError(
+            f"they are of a {loaded.quant_type} stack of shape {tuple(loaded.shape)}, the model "
+            f"has {state.quant_type} of shape {tuple(state.shape)}"
+        )
+    # In place, so that the parameter, the parametrization and tied modules see one state.
+    state.__dict__.update(loaded.__dict__)
+    return stack

@@ -1,0 +1,149 @@
+"""On a CUDA device: products on codes, each configuration and the kernel for Hopper."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_qlora.experts.projection import packed_of
+from moe_qlora.packing import codec
+from moe_qlora.packing.settings import CodecSettings
+
+pytestmark = pytest.mark.gpu
+
+
+def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90, rank=16):
+    from moe_qlora.kernels import dequantize, quantized_mm
+    from moe_qlora.kernels import routing as routing_
+
+    quantized_mm.prepare(torch.device("cuda", 0))
+    torch.manual_seed(sum(shape))
+    weight = torch.randn(shape, device="cuda", dtype=dtype) * 0.05
+    storage = torch.int8 if kind == "int8" else torch.uint8
+    packed = packed_of(codec.pack(weight, CodecSettings(kind, double, storage)))
+    experts, n, k = shape
+    inner, outer = (n, k) if back else (k, n)
+    index = torch.randint(experts - 1, (experts * each, 1), device="cuda")  # the last has no rows
+    routing = routing_.route(index, experts)
+    x = torch.randn(len(index), inner + rank, device="cuda", dtype=dtype)
+    factor = torch.randn(experts, outer, rank, device="cuda", dtype=dtype)
+    decoded = torch.empty(shape, device="cuda", dtype=dtype)
+    dequantize.decode(packed, decoded)
+    right = torch.empty(len(index), outer, device="cuda", dtype=torch.float64)
+    edges = routing.bounds[: experts + 1].tolist()
+    for e in range(experts):
+        rows = x[edges[e] : edges[e + 1]].double()
+        w = decoded[e].double() if back else decoded[e].double().t()
+        right[edges[e] : edges[e + 1]] = (
+            rows[:, :inner] @ w + rows[:, inner:] @ factor[e].double().t()
+        )
+    return packed, routing, x, factor, right
+
+
+def run(packed, routing, x, factor, config, tile, back, span):
+    from moe_qlora.kernels import quantized_mm
+    from moe_qlora.kernels.routing import _tiles_step
+
+    count = len(x) // tile + packed.experts
+    tiles = torch.empty(2 * count, dtype=torch.int32, device="cuda")
+    _tiles_step(packed.experts, tile, (count, 0), 0)(routing.bounds, tiles, tiles, count, 0)
+    room = None
+    if packed.nested is not None and not config.direct:
+        room = torch.empty(packed.absmax.shape, device="cuda")
+    return quantized_mm.launch(x, packed, factor, room, routing.bounds, tiles, tile, config,
+                        back=back, span=span)  # fmt: skip
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+def test_every_configuration(tile, back):
+    from moe_qlora.kernels import autotune, quantized_mm
+
+    packed, routing, x, factor, right = problem((4, 192, 320), back)
+    ran = 0
+    for config in autotune._CANDIDATES:
+        if (config.features if back else config.step) > 128:
+            continue
+        if config.hopper and not (
+            tile >= 64 and quantized_mm.on_hopper(packed.form, x.dtype, back=back)
+        ):
+            continue
+        if tile * config.features > 128 * 256 or (
+            config.warps == 4 and tile * config.features > 128 * 128
+        ):
+            continue  # spills, minutes to compile
+        y = run(packed, routing, x, factor, config, tile, back, (0, right.shape[1]))
+        assert (y.double() - right).norm() < 3e-3 * right.norm(), (config, tile)
+        again = run(packed, routing, x, factor, config, tile, back, (0, right.shape[1]))
+        assert torch.equal(y, again)
+        ran += 1
+    assert ran > 5
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("kind", [("nf4", True), ("nf4", False), ("fp4", True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [0, 16, 128])
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("each", [90, 170])
+@pytest.mark.parametrize("span", [(0, None), (64, 128)])
+def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, each, span):
+    from moe_qlora.kernels import quantized_mm
+
+    packed, routing, x, factor, right = problem(
+        (4, 192, 320), back, *kind, dtype, each=each, rank=rank
+    )
+    if not quantized_mm.on_hopper(packed.form, dtype, back=back):
+        pytest.skip("no Hopper GPU")
+    span = span[0], right.shape[1] if span[1] is None else span[1]
+    y = run(packed, routing, x, factor if rank else None, quantized_mm.HOPPER, tile, back, span)
+    right = right[:, slice(*span)]
+    # One rounding of the result: everything else is in fp32 or exact.
+    assert (y.double() - right).norm() < (
+        2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
+    ) * right.norm()
+    for _ in range(5):
+        again = run(
+            packed, routing, x, factor if rank else None, quantized_mm.HOPPER, tile, back, span
+        )
+        assert torch.equal(y, again)
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+def test_int8_codes_are_taken(tile, back):
+    from moe_qlora.kernels import autotune, quantized_mm
+
+    packed, routing, x, factor, right = problem((4, 192, 320), back, "int8", False)
+    assert quantized_mm.suits(packed.form) and quantized_mm.takes_int8(x.device)
+    config = autotune.chosen(packed, x.dtype, tile, back=back)
+    y = run(packed, routing, x, factor, config, tile, back, (0, right.shape[1]))
+    assert (y.double() - right).norm() < 3e-3 * right.norm()
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("inner", [64, 128])
+def test_the_fewest_steps(inner, back):
+    """A single step is no loop for Hopper's kernel: the portable one takes it."""
+    from moe_qlora.kernels import autotune, quantized_mm
+
+    shape = (4, inner, 192) if back else (4, 192, inner)
+    packed, routing, x, factor, right = problem(shape, back)
+    assert inner > 64 or not quantized_mm.on_hopper(packed.form, x.dtype, back=back)
+    config = autotune.chosen(packed, x.dtype, 128, back=back)
+    y = run(packed, routing, x, factor, config, 128, back, (0, right.shape[1]))
+    assert (y.double() - right).norm() < 3e-3 * right.norm()
+
+
+def test_the_tuner_finds_a_right_configuration(tmp_path, monkeypatch):
+    from moe_qlora.kernels import autotune
+
+    monkeypatch.setattr(autotune, "cache_file", lambda device: tmp_path / "table.json")
+    autotune._load.cache_clear()
+    packed, *_ = problem((4, 192, 320), False)
+    picked = autotune.tune(packed, torch.bfloat16, (32, 128))
+    assert set(picked) == {(32, False), (32, True), (128, False), (128, True)}
+    autotune._load.cache_clear()
+    for (tile, back), config in picked.items():
+        assert autotune.chosen(packed, torch.bfloat16, tile, back=back) == config
+    autotune._load.cache_clear()

@@ -1,0 +1,293 @@
+"""A save that is killed leaves the old model or the new one, and the next one is as if never."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import quantize_experts
+from moe_qlora.checkpoint import writer
+from moe_qlora.checkpoint.integrity import check_folder
+from moe_qlora.checkpoint.manifest import CONFIG, MANIFEST
+from moe_qlora.checkpoint.writer import beside, partial_of
+from moe_qlora.errors import CheckpointError
+from moe_qlora.testing import tiny_model
+
+KILLED = 9
+REFUSED = 10
+FOREIGN = {"tokenizer.json": b"{}", "notes/log": b"kept"}
+_EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.copytree"}
+
+
+class Saves:
+    """Two models of one shape, and the folders that undisturbed saves of them are."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.models = [self._packed(seed) for seed in (0, 1)]
+        self.sizes = ("20KB", "25KB")
+        for number in (0, 1):
+            self.save(number, self.fresh(number))
+
+    @staticmethod
+    def _packed(seed: int) -> Any:
+        model: Any = tiny_model("qwen3_moe", seed=seed, dtype=torch.bfloat16, num_hidden_layers=1)
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+        quantize_experts(model, config)
+        return model
+
+    def fresh(self, number: int) -> Path:
+        return self.root / f"fresh{number}"
+
+    def save(self, number: int, folder: Path) -> None:
+        self.models[number].save_pretrained(folder, max_shard_size=self.sizes[number])
+
+    def start(self, folder: Path, *, existing: bool) -> None:
+        """The folder as it is before a save: absent, or with the first model and foreign files."""
+        for old in (folder, partial_of(folder)):
+            shutil.rmtree(old, ignore_errors=True)
+        if existing:
+            shutil.copytree(self.fresh(0), folder)
+            for name, content in FOREIGN.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(content)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saves]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield Saves(tmp_path_factory.mktemp("saves"))
+
+
+def die() -> None:
+    os._exit(KILLED)
+
+
+def disk_full() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def counting(root: Path, stop: int, report: int, act: Callable[[], None] = die) -> None:
+    """End this process, or `act`, just before its `stop`-th change of the disk below `root`.
+
+    The number of changes so far is written to the file `report`, 8 bytes each time.
+    """
+    count = 0
+
+    def tick() -> None:
+        nonlocal count
+        count += 1
+        os.pwrite(report, count.to_bytes(8, "little"), 0)
+        if count == stop:
+            act()
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if (writes or event in _EVENTS) and str(root) in str(args[0]):
+            tick()
+
+    flush, put = os.fsync, writer.ShardWriter._put
+
+    def fsync(handle: int) -> None:
+        tick()
+        flush(handle)
+
+    def write(self: Any, *args: Any) -> None:
+        tick()
+        put(self, *args)
+        self._file.flush()
+
+    os.fsync, writer.ShardWriter._put = fsync, write
+    sys.addaudithook(hook)
+
+
+def judge(saves: Saves, folder: Path, *, existing: bool) -> str:
+    """Which save the folder holds; fails where it is neither."""
+    if not folder.exists():
+        assert not existing
+        return "none"
+    manifest = check_folder(folder)
+    found = files(folder)
+    for number, name in enumerate(("old", "new")):
+        want = files(saves.fresh(number))
+        if found[CONFIG] != want[CONFIG]:
+            continue
+        shards = {file for file in want if file.endswith(".safetensors")}
+        assert set(manifest.shards) == shards
+        assert all(found[file] == want[file] for file in shards)
+        assert manifest.to_bytes() == want[MANIFEST]
+        if existing:
+            assert FOREIGN.items() <= found.items()
+            return "between" if found[MANIFEST] != want[MANIFEST] else name
+        assert found == want
+        return name
+    raise AssertionError("config.json is of neither save")
+
+
+def saved_again(saves: Saves, folder: Path, *, existing: bool) -> None:
+    saves.save(1, folder)
+    assert files(folder) == files(saves.fresh(1)) | (FOREIGN if existing else {})
+    assert not partial_of(folder).exists()
+
+
+@pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
+def test_killed_before_each_change_of_the_disk(saves, copied, tmp_path, existing):
+    folder = tmp_path / "model"
+    report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
+    total, stop, seen = 10**6, 0, []
+    while stop < total:
+        stop += 1
+        saves.start(folder, existing=existing)
+
+        def work(stop: int = stop) -> None:
+            counting(folder.parent / "", stop, report)
+            saves.save(1, folder)
+
+        status = copied(work).ended()
+        assert status in (0, KILLED)
+        if status == 0:
+            total = int.from_bytes(os.pread(report, 8, 0), "little")
+            assert total == stop - 1
+        seen.append(judge(saves, folder, existing=existing))
+        if seen[-1] == "between":
+            with moe_qlora.enabled():
+                again = AutoModelForCausalLM.from_pretrained(folder)
+            state = saves.models[1].state_dict()
+            assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
+        if stop % 3 == 0 or seen[-1] == "between":
+            saved_again(saves, folder, existing=existing)
+    os.close(report)
+    # Everything in its order, and nothing twice: old (or none), then new.
+    order = ["old", "between", "new"] if existing else ["none", "new"]
+    assert list(dict.fromkeys(seen)) == order
+    assert seen == sorted(seen, key=order.index)
+    assert len(seen) > 30
+
+
+@pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
+def test_a_disk_that_fails_at_each_change_is_reported_and_leaves_no_rubbish(
+    saves, copied, tmp_path, existing
+):
+    folder = tmp_path / "model"
+    report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
+    done, stop, outcomes, littered = 10**6, 0, [], 0
+    while stop < done:
+        stop += 1
+        saves.start(folder, existing=existing)
+
+        def work(stop: int = stop) -> None:
+            counting(folder.parent / "", stop, report, disk_full)
+            try:
+                saves.save(1, folder)
+            except CheckpointError as error:
+                if "No space left" in str(error) and str(folder) in str(error):
+                    os._exit(REFUSED)
+
+        status = copied(work).ended()
+        assert status in (0, REFUSED), f"at change {stop}"
+        holds = judge(saves, folder, existing=existing)
+        if status == 0:
+            assert holds == "new", f"at change {stop}"
+            changes = int.from_bytes(os.pread(report, 8, 0), "little")
+            done = stop if changes < stop else done
+        outcomes.append((status, holds))
+        assert not partial_of(folder).exists(), f"at change {stop}"
+        # Between config.json and the manifest, the next manifest is no rubbish.
+        if holds == "old":
+            littered += bool(files(folder).keys() - files(saves.fresh(0)).keys() - FOREIGN.keys())
+        if stop % 5 == 0:
+            saved_again(saves, folder, existing=existing)
+    os.close(report)
+    refused = [holds for status, holds in outcomes if status == REFUSED]
+    assert refused.count("old" if existing else "none") > 25
+    assert len(refused) > 0.9 * len(outcomes)  # the rest is a folder made that was there already
+    assert littered <= 1  # where config.json would have been renamed: it may have been, after all
+
+
+def test_a_save_over_one_killed_before_its_manifest_is_safe_as_well(saves, copied, tmp_path):
+    folder, between = tmp_path / "model", tmp_path / "between"
+    report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
+    saves.start(between, existing=True)
+    for file in saves.fresh(1).iterdir():
+        shutil.copy(file, between / (beside(file).name if file.name == MANIFEST else file.name))
+    assert judge(saves, between, existing=True) == "between"
+    status, stop, seen = KILLED, 40, []  # before, only the staging changes
+    while status == KILLED:
+        stop += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(between, folder)
+
+        def work(stop: int = stop) -> None:
+            counting(folder.parent / "", stop, report)
+            saves.save(0, folder)  # back to the first model
+
+        status = copied(work).ended()
+        assert status in (0, KILLED)
+        seen.append(judge(saves, folder, existing=True))
+    os.close(report)
+    # "between" is the new model (1), or, from then on, half the way back to the old one (0)
+    assert seen[0] == "between"
+    assert set(seen) == {"between", "new", "old"}
+    assert seen[-1] == "old"
+    assert files(folder) == files(saves.fresh(0)) | FOREIGN
+
+
+@pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
+def test_killed_at_random_moments(saves, copied, tmp_path, existing):
+    folder = tmp_path / "model"
+    saves.start(folder, existing=existing)
+    begin = time.monotonic()
+    assert copied(lambda: saves.save(1, folder)).ended() == 0
+    duration = time.monotonic() - begin
+    generator = random.Random(existing)
+    killed = attempts = 0
+    while killed < 8:
+        attempts += 1
+        assert attempts < 60
+        saves.start(folder, existing=existing)
+        copy = copied(lambda: saves.save(1, folder))
+        time.sleep(generator.uniform(0.05, 1.0) * duration)
+        copy.kill()
+        if copy.ended() == -signal.SIGKILL:
+            killed += 1
+        else:
+            duration *= 0.8  # the first save was a slow one: this one was done before
+        judge(saves, folder, existing=existing)
+        saved_again(saves, folder, existing=existing)
+
+
+def test_a_copy_that_dies_while_it_draws_a_progress_bar_does_not_keep_its_lock(copied):
+    def work() -> None:
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with tqdm(total=1):
+        pass
+    assert copied(work).ended() == -signal.SIGKILL
+    for lock in tqdm.get_lock().locks:
+        assert lock.acquire(timeout=5)
+        lock.release()

@@ -1,0 +1,335 @@
+"""Damaged packed folders are refused with an error of ours, or load bit-equal; nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import quantize_experts
+from moe_qlora.checkpoint.manifest import MANIFEST, _sum
+from moe_qlora.errors import MoeQloraError
+from moe_qlora.packing import parametrize
+from moe_qlora.testing import tiny_model
+
+ODD_VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**63, 10**400, 0.5, -0.0, 1e308),
+    *(float("nan"), float("inf"), "", "x", "\0", "nf4", "fp4", "int8", "uint8", "F32", "save"),
+    *("../model.safetensors", "/etc/passwd", "C:\\x", "model.safetensors", ".", "..", "a/b"),
+    *([], {}, [[]], [0], [-1, 4], [2**40, 2**40], {"a": 1}, ["x"], [None], [1.5, 2], "\ud800"),
+)
+
+
+class Victim:
+    """A packed folder of several shards, what it loads as, and how to put it right again."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder = folder
+        model: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1)
+        other: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1, seed=1)
+        config = BitsAndBytesConfig(
+            load_in_4bit=kind != "int8",
+            load_in_8bit=kind == "int8",
+            bnb_4bit_use_double_quant=kind == "nf4",
+            bnb_4bit_quant_type="fp4" if kind == "fp4" else "nf4",
+        )
+        for one, place in ((model, folder), (other, folder.with_name("other"))):
+            quantize_experts(one, config)
+            one.save_pretrained(place, max_shard_size="20KB")
+        self.cls = type(model)
+        self.want = seen(model)
+        self.files = contents(folder)
+        self.others = contents(folder.with_name("other"))
+        self.shards = [name for name in self.files if name.endswith(".safetensors")]
+        self.foreign = [name for name in self.others if name.endswith(".safetensors")]
+        assert len(self.shards) > 3
+
+    def restore(self) -> None:
+        for file in self.folder.iterdir():
+            if file.is_dir() and not file.is_symlink():
+                file.rmdir()
+            elif file.is_symlink() or file.name not in self.files:
+                file.unlink()
+        for name, content in self.files.items():
+            (self.folder / name).write_bytes(content)
+
+    def load(self, cls: Any) -> str:
+        """How loading ends: "refused", or "equal"; anything else raises."""
+        try:
+            with moe_qlora.enabled():
+                model = cls.from_pretrained(self.folder)
+        except MoeQloraError:
+            return "refused"
+        assert seen(model) == self.want
+        return "equal"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def seen(model: nn.Module) -> tuple[Any, ...]:
+    """All that makes two loaded models the same."""
+    tensors = {
+        key: (value.dtype, tuple(value.shape), value.flatten().view(torch.uint8).numpy().tobytes())
+        for key, value in model.state_dict().items()
+    }
+    stacks = {}
+    for name, module, leaf in parametrize.iter_packed(model):
+        stack = parametrize.read_packed(module, leaf)
+        stacks[f"{name}.{leaf}"] = (stack.kind, stack.shape, stack.dtype, stack.compute_dtype)
+    return tensors, stacks, {name: type(one).__name__ for name, one in model.named_modules()}
+
+
+@pytest.fixture(scope="module", params=["nf4", "fp4", "int8"])
+def victim(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield Victim(tmp_path_factory.mktemp("fuzz") / "model", request.param)
+
+
+# --- damage -------------------------------------------------------------------------------------
+
+
+def damage_file(victim: Victim, rng: random.Random) -> str:
+    """Damage the bytes of a shard or of the manifest."""
+    name = rng.choice([MANIFEST, *victim.shards, *victim.shards])
+    raw = bytearray(victim.files[name])
+    header = int.from_bytes(raw[:8], "little") + 8 if name != MANIFEST else len(raw)
+    # half of the damage to what comes first, which is parsed
+    place = rng.choice(
+        [rng.randrange(min(8, len(raw))), rng.randrange(header), rng.randrange(len(raw))]
+    )
+    kind = rng.choice(["flip", "cut", "extend", "zero", "random", "drop", "insert", "empty"])
+    if kind == "flip":
+        raw[place] ^= 1 << rng.randrange(8)
+    elif kind == "cut":
+        del raw[place:]
+    elif kind == "extend":
+        raw += rng.choice([b"\0", b" ", b"\n", rng.randbytes(100), bytes(5000)])
+    elif kind == "zero":
+        count = min(rng.choice([1, 8, 1000]), len(raw) - place)
+        raw[place : place + count] = bytes(count)
+    elif kind == "random":
+        count = min(rng.choice([1, 8, 100]), len(raw) - place)
+        raw[place : place + count] = rng.randbytes(count)
+    elif kind == "drop":
+        del raw[place : place + rng.choice([1, 8, 100])]
+    elif kind == "insert":
+        raw[place:place] = rng.choice([b"\xff\xfe", b"\0", b'"', b"{", rng.randbytes(8)])
+    else:
+        raw.clear()
+    (victim.folder / name).write_bytes(raw)
+    return f"{kind} at {place} of {name}"
+
+
+def damage_folder(victim: Victim, rng: random.Random) -> str:
+    """Swap, remove, replace or add files."""
+    folder = victim.folder
+    one, two = (folder / name for name in rng.sample(victim.shards, 2))
+    kind = rng.choice(
+        [
+            "swap",
+            "delete",
+            "copy",
+            "foreign",
+            "folder",
+            "link",
+            "stray",
+            "no manifest",
+            "foreign manifest",
+            "pending",
+            "index",
+        ]
+    )
+    if kind == "swap":
+        one.write_bytes(victim.files[two.name])
+        two.write_bytes(victim.files[one.name])
+    elif kind == "delete":
+        one.unlink()
+    elif kind == "copy":
+        one.write_bytes(victim.files[two.name])
+    elif kind == "foreign":
+        one.write_bytes(victim.others[victim.foreign[victim.shards.index(one.name)]])
+    elif kind == "folder":
+        one.unlink()
+        one.mkdir()
+    elif kind == "link":
+        one.unlink()
+        one.symlink_to(folder.with_name("other") / rng.choice(victim.foreign))
+    elif kind == "stray":
+        for name in rng.sample(victim.foreign, 2):
+            (folder / name).write_bytes(victim.others[name])
+        (folder / "model.safetensors").write_bytes(victim.others[victim.foreign[0]])
+    elif kind == "no manifest":
+        (folder / MANIFEST).unlink()
+    elif kind == "foreign manifest":
+        (folder / MANIFEST).write_bytes(victim.others[MANIFEST])
+    elif kind == "pending":
+        content = rng.choice([victim.others[MANIFEST], victim.files[MANIFEST], b"{", b""])
+        (folder / f".{MANIFEST}.partial").write_bytes(content)
+    else:
+        weight_map = {"x": rng.choice(["../x", "model.safetensors", one.name])}
+        text = json.dumps({"weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(text)
+    return f"{kind}: {one.name}, {two.name}"
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(inner, (*path, key))
+
+
+def owner(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path[:-1]:
+        value = value[key]
+    return value
+
+
+def edit(value: dict[str, Any], rng: random.Random) -> str:
+    """Change one place of a JSON value."""
+    # by depth, so that the few fields at the top are met as often as the many below
+    every = list(places({k: v for k, v in value.items() if k != "source_config"}))
+    depth = rng.choice(sorted({len(path) for path in every}))
+    path = rng.choice([path for path in every if len(path) == depth])
+    holder, key = owner(value, path), path[-1]
+    kind = rng.choice(["odd", "odd", "odd", "remove", "neighbour", "rename", "number", "text"])
+    if kind == "odd":
+        holder[key] = copy.deepcopy(rng.choice(ODD_VALUES))
+    elif kind == "remove":
+        del holder[key]
+    elif kind == "neighbour":
+        near = rng.choice([one for one in every if len(one) == depth])
+        holder[key] = copy.deepcopy(owner(value, near)[near[-1]])
+    elif kind == "rename" and isinstance(holder, dict):
+        holder[rng.choice(["../x", "x", "/x", "a/b", "", "\0"])] = holder.pop(key)
+    elif kind == "number" and isinstance(holder[key], int):
+        holder[key] += rng.choice([-1, 1, 2**40])
+    elif isinstance(holder[key], str):
+        holder[key] = rng.choice([holder[key][:-1], holder[key].upper(), holder[key] + "0"])
+    else:
+        holder[key] = [holder[key]]
+    return f"{kind} at {path}"
+
+
+def damage_manifest(victim: Victim, rng: random.Random) -> str:
+    """Edit the manifest's JSON, with its checksum put right where that is possible."""
+    value = json.loads(victim.files[MANIFEST])
+    signed = rng.random() < 0.8
+    if signed:
+        del value["sha256"]
+    what = edit(value, rng)
+    if signed:
+        value["sha256"] = _sum(value)
+    (victim.folder / MANIFEST).write_text(json.dumps(value))
+    return f"{what}, signed: {signed}"
+
+
+def damage_manifest_and_config(victim: Victim, rng: random.Random) -> str:
+    """The same by somebody who gives the manifest, and config.json, the id that then fits."""
+    value = json.loads(victim.files[MANIFEST])
+    del value["sha256"]
+    what = edit(value, rng)
+    try:
+        table = {k: [t["dtype"], t["shape"], t["sha256"]] for k, t in value["tensors"].items()}
+        value["id"] = _sum({"tensors": table, "codec": value["codec"]})
+    except (AttributeError, KeyError, TypeError, IndexError):
+        pass
+    config = json.loads(victim.files["config.json"])
+    config["moe_qlora"]["id"] = value.get("id")
+    (victim.folder / "config.json").write_text(json.dumps(config))
+    (victim.folder / MANIFEST).write_text(json.dumps(value | {"sha256": _sum(value)}))
+    return what
+
+
+def damage_mark(victim: Victim, rng: random.Random) -> str:
+    """Edit what config.json says of the manifest."""
+    config = json.loads(victim.files["config.json"])
+    what = edit(config["moe_qlora"], rng)
+    (victim.folder / "config.json").write_text(json.dumps(config))
+    return what
+
+
+def damage_text(victim: Victim, rng: random.Random) -> str:
+    """Make a manifest that is no JSON, or odd JSON."""
+    text = victim.files[MANIFEST]
+    middle = rng.randrange(1, len(text) - 1)
+    options = {
+        "twice": b'{"format_version": 1,' + text[1:],
+        "inner twice": text.replace(b'"kind":', b'"kind": "int8", "kind":', 1),
+        "deep": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+        "deep list": b"[" * 50_000,
+        "deep field": text.replace(b'"aliases": []', b'"aliases": ' + b"[" * 900 + b"]" * 900, 1),
+        "list": b"[" + text + b"]",
+        "null": b"null",
+        "utf-16": text.decode().encode("utf-16"),
+        "bom": b"\xef\xbb\xbf" + text,
+        "latin-1": text[:middle] + b"\xe9" + text[middle:],
+        "nan": text.replace(b'"format_version": 1', b'"format_version": NaN', 1),
+        "huge": text.replace(b'"format_version": 1', b'"format_version": 1' + b"0" * 5000, 1),
+        "version": text.replace(b'"format_version": 1', b'"format_version": 2', 1),
+        "twins": text + text,
+        "half": text[:middle],
+        "spaces": text.replace(b"\n", b"\r\n  "),
+        "zeros": bytes(len(text)),
+    }
+    name = rng.choice(list(options))
+    (victim.folder / MANIFEST).write_bytes(options[name])
+    return name
+
+
+DAMAGE: dict[Callable[[Victim, random.Random], str], int] = {
+    damage_file: 40,
+    damage_folder: 24,
+    damage_manifest: 36,
+    damage_manifest_and_config: 24,
+    damage_mark: 12,
+    damage_text: 14,
+}
+"""Kinds of damage, and how many of each are done to each victim."""
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda one: one.__name__.removeprefix("damage_"))
+def test_damage_is_refused_or_without_effect(victim, damage):
+    ends: Counter[str] = Counter()
+    for seed in range(DAMAGE[damage]):
+        rng = random.Random(f"{damage.__name__} {seed}")
+        victim.restore()
+        what = damage(victim, rng)
+        cls = rng.choice([AutoModelForCausalLM, victim.cls])
+        try:
+            ends[victim.load(cls)] += 1
+        except BaseException as error:
+            error.add_note(f"{damage.__name__} {seed}: {what}, by {cls.__name__}")
+            raise
+    assert ends["refused"] > DAMAGE[damage] // 3
+    assert ends.total() == DAMAGE[damage]
+
+
+def test_the_folder_itself_is_sound(victim):
+    victim.restore()
+    assert victim.load(AutoModelForCausalLM) == victim.load(victim.cls) == "equal"
+    assert sum(DAMAGE.values()) * 3 >= 300
+
+
+def test_a_stack_that_the_manifest_forgets_is_refused(victim):
+    for name in json.loads(victim.files[MANIFEST])["experts"]:
+        victim.restore()
+        value = json.loads(victim.files[MANIFEST])
+        del value["sha256"], value["experts"][name]
+        (victim.folder / MANIFEST).write_text(json.dumps(value | {"sha256": _sum(value)}))
+        assert victim.load(AutoModelForCausalLM) == victim.load(victim.cls) == "refused"

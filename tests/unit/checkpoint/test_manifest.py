@@ -1,0 +1,342 @@
+"""Manifests of packed folders: what they say, and what they are refused for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_qlora.checkpoint.integrity import check_folder, open_checkpoint
+from moe_qlora.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    PackedEntry,
+    manifest_id,
+    read_manifest,
+    shard_entry,
+    shard_names,
+    tensor_entries,
+    write_manifest,
+)
+from moe_qlora.checkpoint.reader import INDEX_SUFFIX, SINGLE, read_header
+from moe_qlora.errors import CheckpointError
+
+CODEC = {
+    "kind": "int8",
+    "double_quant": False,
+    "blocksize": 64,
+    "storage_dtype": "int8",
+    "compute_dtype": None,
+}
+
+TRICKS = (
+    *("../model.safetensors", "/etc/passwd", "..", ".", "", "sub/model.safetensors"),
+    *("sub\\model.safetensors", "C:model.safetensors", "C:\\model.safetensors", "a\0b", "~/x/y"),
+    *("\\\\server\\share", "..\\model.safetensors", "./model.safetensors"),
+)
+
+
+def noise(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Random bits, NaN among them where the dtype has it."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    return (
+        torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+        .view(dtype)
+        .view(shape)
+    )
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    flat = (t.contiguous().flatten().view(torch.uint8) for t in (left, right))
+    return torch.equal(*flat)
+
+
+def index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / f"model{INDEX_SUFFIX}").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def two_shards(folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir(exist_ok=True)
+    first, second = {"a": noise(torch.float32, 4, 3)}, {"b": noise(torch.bfloat16, 2, 2, 2)}
+    save_file(first, folder / "m-1.safetensors")
+    save_file(second, folder / "m-2.safetensors")
+    index(folder, {"a": "m-1.safetensors", "b": "m-2.safetensors"})
+    return first | second
+
+
+def packed_folder(folder: Path) -> Manifest:
+    """An int8 stack `w` and a plain tensor `b`, in two shards; no config."""
+    folder.mkdir(exist_ok=True)
+    parts = ({"w": noise(torch.int8, 2, 3, 4)}, {"w.SCB": torch.ones(6), "b": torch.ones(3)})
+    tables: dict = {}
+    for number, tensors in enumerate(parts, 1):
+        save_file(tensors, folder / f"s{number}")
+    tables = tensor_entries([folder / "s1", folder / "s2"])
+    identity = manifest_id(tables, CODEC)
+    shards = [shard_entry(folder / name) for name in ("s1", "s2")]
+    names = dict(zip(("s1", "s2"), shard_names(identity, shards), strict=True))
+    for old, new in names.items():
+        (folder / old).rename(folder / new)
+    manifest = Manifest(
+        identity,
+        "moe_qlora test",
+        "toy",
+        CODEC,
+        {"w": PackedEntry((2, 3, 4), "bfloat16")},
+        dict(zip(names.values(), shards, strict=True)),
+        {
+            key: type(entry)(names[entry.file], entry.dtype, entry.shape, entry.sha256)
+            for key, entry in tables.items()
+        },
+        "0" * 64,
+        {"model_type": "toy"},
+    )
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def resigned(folder: Path, change) -> None:
+    """Change the manifest's JSON, and put the checksums right again."""
+    from moe_qlora.checkpoint.manifest import TensorEntry, _sum
+
+    value = json.loads((folder / MANIFEST).read_bytes())
+    value.pop("sha256")
+    change(value)
+    try:
+        entries = {
+            key: TensorEntry(e["file"], e["dtype"], tuple(e["shape"]), e["sha256"])
+            for key, e in value["tensors"].items()
+        }
+        value["id"] = manifest_id(entries, value["codec"])
+    except (AttributeError, KeyError, TypeError):
+        pass
+    (folder / MANIFEST).write_text(json.dumps(value | {"sha256": _sum(value)}))
+
+
+def test_a_manifest_reads_back_equal_and_says_the_same_twice(tmp_path):
+    manifest = packed_folder(tmp_path / "a")
+    assert read_manifest(tmp_path / "a") == manifest == check_folder(tmp_path / "a")
+    assert check_folder(tmp_path / "a", checksums=False) == manifest
+    assert packed_folder(tmp_path / "b") == manifest
+    assert (tmp_path / "a" / MANIFEST).read_bytes() == (tmp_path / "b" / MANIFEST).read_bytes()
+    assert read_manifest(tmp_path) is None
+    with pytest.raises(CheckpointError, match="not packed by moe_qlora"):
+        check_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", TRICKS)
+def test_a_manifest_does_not_lead_out_of_its_folder(tmp_path, name):
+    packed_folder(tmp_path / "sub")
+
+    def change(value):
+        first = next(iter(value["shards"]))
+        (tmp_path / SINGLE).write_bytes((tmp_path / "sub" / first).read_bytes())
+        value["shards"][name] = value["shards"].pop(first)
+        for entry in value["tensors"].values():
+            entry["file"] = name if entry["file"] == first else entry["file"]
+
+    resigned(tmp_path / "sub", change)
+    with pytest.raises(CheckpointError, match="only files of the folder"):
+        check_folder(tmp_path / "sub")
+
+
+def test_a_manifest_or_shard_that_is_a_link_elsewhere_is_not_read(tmp_path):
+    folder = tmp_path / "m"
+    manifest = packed_folder(folder)
+    (folder / manifest.entry).rename(tmp_path / "away")
+    (folder / manifest.entry).symlink_to(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="leads out"):
+        check_folder(folder)
+    (folder / MANIFEST).rename(tmp_path / "away.json")
+    (folder / MANIFEST).symlink_to(tmp_path / "away.json")
+    with pytest.raises(CheckpointError, match="leads out"):
+        read_manifest(folder)
+
+
+def test_a_packed_folder_opens_by_its_manifest(tmp_path):
+    manifest = packed_folder(tmp_path)
+    save_file({"x": torch.ones(1)}, tmp_path / SINGLE)  # of nobody, as long as there is no config
+    for config in (None, {"moe_qlora": {"id": manifest.id}, "model_type": "toy"}):
+        if config is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        with open_checkpoint(tmp_path) as checkpoint:
+            assert checkpoint.keys() == tuple(manifest.tensors)
+            assert [file.name for file in checkpoint.files] == list(manifest.shards)
+            assert same(checkpoint.read("w", 1), noise(torch.int8, 2, 3, 4)[1:])
+
+
+def test_a_plain_checkpoint_over_a_packed_one_opens_by_its_config(tmp_path):
+    packed_folder(tmp_path)
+    save_file({"x": torch.ones(1)}, tmp_path / SINGLE)
+    (tmp_path / "config.json").write_text('{"model_type": "toy"}')
+    assert open_checkpoint(tmp_path).keys() == ("x",)
+
+
+def test_a_packed_folder_that_does_not_fit_its_manifest_does_not_open(tmp_path):
+    manifest = packed_folder(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "a" / list(manifest.shards)[1]).unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        open_checkpoint(tmp_path / "a")
+    (tmp_path / "b" / "config.json").write_text('{"moe_qlora": {}}')
+    (tmp_path / "b" / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=MANIFEST):
+        open_checkpoint(tmp_path / "b")
+
+
+@pytest.mark.parametrize("mark", [{"id": "0" * 64}, {}, [], "x", {"id": None}])
+def test_a_config_of_another_save_is_refused(tmp_path, mark):
+    manifest = packed_folder(tmp_path)
+    config = tmp_path / "config.json"
+    for fine in ({"moe_qlora": {"id": manifest.id}}, {"model_type": "toy"}):
+        config.write_text(json.dumps(fine))
+        assert check_folder(tmp_path) == manifest
+    config.write_text(json.dumps({"moe_qlora": mark}))
+    with pytest.raises(CheckpointError, match=r"config\.json and moe_qlora\.json are of different"):
+        check_folder(tmp_path)
+
+
+RESIGNED = {
+    "version": (lambda v: v.update(format_version=2), "format_version 2"),
+    "version as truth": (lambda v: v.update(format_version=True), "format_version True"),
+    "no shards": (lambda v: v.update(shards={}), MANIFEST),
+    "shards as list": (lambda v: v.update(shards=[]), MANIFEST),
+    "unknown codec": (lambda v: v["codec"].update(kind="nf3"), "nf3"),
+    "no codec": (lambda v: v.pop("codec"), MANIFEST),
+    "no blocksize": (lambda v: v["codec"].update(kind="nf4", blocksize=0), MANIFEST),
+    "storage": (lambda v: v["codec"].update(kind="nf4", storage_dtype="nn"), MANIFEST),
+    "missing statistic": (lambda v: v["tensors"].pop("w.SCB"), "w.SCB"),
+    "missing tensor": (lambda v: v["tensors"].pop("b"), "holds b"),
+    "a tensor too many": (
+        lambda v: v["tensors"].update(c=dict(v["tensors"]["b"])),
+        "lacks c",
+    ),
+    "dtype": (lambda v: v["tensors"]["b"].update(dtype="F16"), "b is"),
+    "unknown dtype": (lambda v: v["tensors"]["b"].update(dtype="F13"), "b is"),
+    "shape": (lambda v: v["tensors"]["b"].update(shape=[1, 3]), "b is"),
+    "shape as text": (lambda v: v["tensors"]["b"].update(shape="3"), "no shape"),
+    "negative shape": (lambda v: v["experts"]["w"].update(shape=[-2, -3, 4]), "no size"),
+    "stack's shape": (lambda v: v["experts"]["w"].update(shape=[3, 3, 4]), "w"),
+    "stack without a shape": (lambda v: v["experts"]["w"].update(shape=[]), "w"),
+    "stack of nothing": (lambda v: v["experts"]["w"].update(shape=[2, 3, 0]), "w"),
+    "stack's dtype": (lambda v: v["experts"]["w"].update(dtype="save"), "w"),
+    "stack's aliases": (lambda v: v["experts"]["w"].update(aliases=[1]), MANIFEST),
+    "unknown stack": (lambda v: v["experts"].update(x=dict(v["experts"]["w"])), "x"),
+    "checksum": (lambda v: v["tensors"]["w"].update(sha256="0" * 64), "the bytes of w are not"),
+    "file size": (lambda v: next(iter(v["shards"].values())).update(nbytes=8), "8 were written"),
+    "file size as text": (lambda v: next(iter(v["shards"].values())).update(nbytes="96"), MANIFEST),
+    "file size as truth": (lambda v: next(iter(v["shards"].values())).update(nbytes=True), "size"),
+    "file size as fraction": (
+        lambda v: next(iter(v["shards"].values())).update(nbytes=96.5),
+        "no size",
+    ),
+    "more dimensions than torch has": (
+        lambda v: v["experts"]["w"].update(shape=[2**62] * 65),
+        "no shape",
+    ),
+    "a size that no text holds": (
+        lambda v: v["experts"]["w"].update(shape=[10**4000, 10**4000]),
+        "no size",
+    ),
+    "half a character": (lambda v: v["experts"].update({"\ud800": v["experts"]["w"]}), "JSON"),
+    "aliases as text": (lambda v: v["experts"]["w"].update(aliases="xy"), MANIFEST),
+    "alias of a tensor": (lambda v: v["experts"]["w"].update(aliases=["b"]), "b is a tensor"),
+    "type as list": (lambda v: v.update(model_type=[1]), MANIFEST),
+    "config as pairs": (lambda v: v.update(source_config=[["a", 1]]), MANIFEST),
+    "endless file": (lambda v: next(iter(v["shards"].values())).update(nbytes=1e999), MANIFEST),
+    "header": (
+        lambda v: next(iter(v["shards"].values())).update(header_sha256="0"),
+        "its header is not",
+    ),
+    "experts as list": (lambda v: v.update(experts=[]), MANIFEST),
+    "config as list": (lambda v: v.update(source_config=[1]), MANIFEST),
+}
+
+
+@pytest.mark.parametrize("name", RESIGNED)
+def test_a_manifest_that_does_not_fit_is_refused(tmp_path, name):
+    change, pattern = RESIGNED[name]
+    packed_folder(tmp_path)
+    resigned(tmp_path, change)
+    with pytest.raises(CheckpointError, match=pattern):
+        check_folder(tmp_path)
+
+
+def test_a_changed_manifest_is_refused_by_its_checksum(tmp_path):
+    packed_folder(tmp_path)
+    file = tmp_path / MANIFEST
+    file.write_bytes(file.read_bytes().replace(b"toy", b"top"))
+    with pytest.raises(CheckpointError, match="checksum does not fit"):
+        read_manifest(tmp_path)
+
+
+def test_a_flipped_bit_is_found_by_the_checksum_alone(tmp_path):
+    manifest = packed_folder(tmp_path)
+    for key, entry in manifest.tensors.items():
+        file = tmp_path / entry.file
+        raw = file.read_bytes()
+        info = read_header(file)[key]
+        for place in (info.offset, info.offset + info.nbytes - 1):
+            damaged = bytearray(raw)
+            damaged[place] ^= 1
+            file.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=f"the bytes of {key} are not"):
+                check_folder(tmp_path)
+        file.write_bytes(raw)
+    assert check_folder(tmp_path) == manifest
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Fail after some seconds instead of waiting for a pipe's writer for ever."""
+
+    def ring(*_: object) -> None:
+        pytest.fail("it waits for a pipe")
+
+    old = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(10)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes pipes")
+def test_pipes_are_not_waited_for(tmp_path):
+    two_shards(tmp_path / "plain")
+    manifest = packed_folder(tmp_path / "packed")
+    for folder, name, read in (
+        ("plain", "m-2.safetensors", open_checkpoint),
+        ("plain", f"model{INDEX_SUFFIX}", open_checkpoint),
+        ("packed", manifest.entry, check_folder),
+        ("packed", MANIFEST, read_manifest),
+        ("packed", "config.json", open_checkpoint),
+    ):
+        file = tmp_path / folder / name
+        content = file.read_bytes() if file.exists() else None
+        file.unlink(missing_ok=True)
+        os.mkfifo(file)
+        with no_waiting(), pytest.raises(CheckpointError, match=name):
+            read(tmp_path / folder)
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+
+
+def test_a_folder_with_too_long_a_name_is_refused():
+    with pytest.raises(CheckpointError, match="not packed by moe_qlora"):
+        check_folder("x" * 5000)

@@ -1,0 +1,842 @@
+"""Merging an adapter on disk: what is refused, what stays, what a crash leaves, what it costs."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import textwrap
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typer.testing import CliRunner
+
+import moe_qlora
+from moe_qlora import testing
+from moe_qlora.checkpoint import conversion
+from moe_qlora.checkpoint.integrity import open_checkpoint
+from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.cli.app import app
+from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
+
+EXPERTS = ["gate_up_proj", "down_proj"]
+SHARDED = "40KB"
+
+
+def save(model: Any, folder: Path, **settings: Any) -> None:
+    model.save_pretrained(folder, **settings)
+
+
+def adapt(model: Any, folder: Path, *, linears: list[str] | None = None, **settings: Any) -> Any:
+    """A random adapter, saved; returns the model with it."""
+    config: Any = LoraConfig(r=2, target_modules=linears or [], **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(model, config)
+        generator = torch.Generator().manual_seed(3)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.data.normal_(std=0.1, generator=generator)
+    store(adapted, folder)
+    return adapted
+
+
+def store(adapted: Any, folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of lm_head, and of a base that is in no folder
+        adapted.save_pretrained(folder)
+
+
+def unload(adapted: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return adapted.merge_and_unload()
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    with open_checkpoint(folder) as checkpoint:
+        return {key: checkpoint.read(key) for key in checkpoint}
+
+
+def assert_close(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        torch.testing.assert_close(value, right[key], rtol=0, atol=1e-6, msg=lambda m, k=key: k + m)
+
+
+def assert_merges_as_peft(tmp_path: Path, model: Any, **settings: Any) -> dict[str, Tensor]:
+    """Merge on disk and in memory, compare what they save; returns it."""
+    save(model, tmp_path / "base")
+    adapted = adapt(model, tmp_path / "adapter", **settings)
+    moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    save(unload(adapted), tmp_path / "reference")
+    merged = tensors(tmp_path / "out")
+    assert_close(merged, tensors(tmp_path / "reference"))
+    return merged
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sharded bf16 base with side files, an adapter on it, and what a merge makes of them."""
+    root = tmp_path_factory.mktemp("merge")
+    model = testing.tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    save(model, root / "base", max_shard_size=SHARDED)
+    (root / "base" / "tokenizer.json").write_text('{"version": "1.0"}')
+    (root / "base" / "additional_chat_templates").mkdir()
+    (root / "base" / "additional_chat_templates" / "tool.jinja").write_text("{{ x }}")
+    (root / "base" / "training_args.bin").write_bytes(b"\x80\x04N.")
+    (root / "base" / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    (root / "base" / "adapter_model.safetensors").write_bytes(b"")
+    adapt(model, root / "adapter", linears=["q_proj"], target_parameters=EXPERTS)
+    moe_qlora.merge_adapter(root / "base", root / "adapter", root / "out")
+    return root
+
+
+def changed_config(folders: Path, target: Path, **fields: Any) -> Path:
+    """A copy of the adapter with other settings."""
+    target.mkdir()
+    config = json.loads((folders / "adapter" / "adapter_config.json").read_text())
+    (target / "adapter_config.json").write_text(json.dumps(config | fields))
+    weights = folders / "adapter" / "adapter_model.safetensors"
+    (target / weights.name).write_bytes(weights.read_bytes())
+    return target
+
+
+def changed_weights(
+    folders: Path, target: Path, change: Callable[[dict[str, Tensor]], None]
+) -> Path:
+    """A copy of the adapter with other tensors."""
+    changed_config(folders, target)
+    weights = load_file(target / "adapter_model.safetensors")
+    change(weights)
+    save_file(weights, target / "adapter_model.safetensors")
+    return target
+
+
+# What stays
+
+
+def header(file: Path) -> tuple[list[Any], dict[str, str]]:
+    """Key, dtype and shape of each tensor in order, and the metadata."""
+    with file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        entries = json.loads(handle.read(length))
+    metadata = entries.pop("__metadata__", {})
+    return [
+        (key, entry["dtype"], tuple(entry["shape"])) for key, entry in entries.items()
+    ], metadata
+
+
+def test_files_keys_order_and_side_files_are_the_bases(folders: Path) -> None:
+    base, out = folders / "base", folders / "out"
+    shards = sorted(file.name for file in base.glob("model-*.safetensors"))
+    assert len(shards) > 3
+    refused = {"training_args.bin", "pytorch_model.bin", "adapter_model.safetensors"}
+    assert {f.name for f in out.iterdir()} == {f.name for f in base.iterdir()} - refused
+    for name in shards:
+        assert header(out / name) == header(base / name)
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (base / name).read_bytes()
+    index = "model.safetensors.index.json"
+    assert (out / index).read_bytes() == (base / index).read_bytes()
+    assert (out / "additional_chat_templates" / "tool.jinja").read_text() == "{{ x }}"
+
+
+def test_what_the_adapter_does_not_touch_is_copied(folders: Path) -> None:
+    before, after = tensors(folders / "base"), tensors(folders / "out")
+    changed = {key for key, value in after.items() if not torch.equal(value, before[key])}
+    assert changed == {key for key in before if "q_proj" in key or ".experts." in key}
+
+
+def test_tensors_that_the_model_does_not_have_are_copied(folders: Path, tmp_path: Path) -> None:
+    """Such as the layers for predicting several tokens, which transformers leaves out."""
+    base, out = tmp_path / "base", tmp_path / "out"
+    base.mkdir()
+    (base / "config.json").write_bytes((folders / "base" / "config.json").read_bytes())
+    extra = {
+        "model.layers.2.eh_proj.weight": torch.randn(8, 4, generator=torch.Generator()).bfloat16(),
+        "a_scalar": torch.tensor(3, dtype=torch.int64),
+    }
+    save_file(tensors(folders / "base") | extra, base / "model.safetensors", {"format": "pt"})
+    moe_qlora.merge_adapter(base, folders / "adapter", out)
+    merged = tensors(out)
+    assert_close({key: merged.pop(key) for key in extra}, extra)
+    assert_close(merged, tensors(folders / "out"))
+
+
+def test_slices_do_not_matter(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for elements in (1, 3000, 5000):
+        monkeypatch.setattr(conversion, "SLICE_ELEMENTS", elements)
+        out = tmp_path / str(elements)
+        moe_qlora.merge_adapter(folders / "base", folders / "adapter", out)
+        for file in (folders / "out").glob("*.safetensors"):
+            whole, cut = load_file(file), load_file(out / file.name)
+            for key, value in whole.items():
+                if ".experts." in key:
+                    assert torch.equal(value, cut[key]), key
+                else:  # a sum of fewer rows may go through another kernel
+                    torch.testing.assert_close(value, cut[key], rtol=2**-7, atol=0)
+
+
+def test_progress_counts_tensors(folders: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    moe_qlora.merge_adapter(
+        *(folders / "base", folders / "adapter", tmp_path / "out"),
+        progress=lambda *one: seen.append(one),
+    )
+    total = len(tensors(folders / "base"))
+    assert seen[0][:2] == (0, total) and seen[-1] == (total, total, "")
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+    assert all(name for _, _, name in seen[:-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_dtype_casts_floating_tensors_and_says_so(
+    folders: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    out = tmp_path / "out"
+    report = moe_qlora.merge_adapter(folders / "base", folders / "adapter", out, dtype=dtype)
+    own, cast = tensors(folders / "out"), tensors(out)
+    assert {tensor.dtype for tensor in cast.values()} == {dtype}
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == str(dtype).removeprefix("torch.")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == report.nbytes == sum(t.nbytes for t in cast.values())
+    for key, value in own.items():
+        if "q_proj" in key or ".experts." in key:  # rounded once, from fp32, to either
+            step = 2**-8 + (2**-11 if dtype == torch.float16 else 0)
+            torch.testing.assert_close(cast[key].float(), value.float(), rtol=step, atol=1e-7)
+            assert not torch.equal(cast[key].bfloat16().to(dtype), cast[key])
+        else:
+            assert torch.equal(cast[key], value.to(dtype))
+
+
+def test_dtype_leaves_what_transformers_keeps_in_fp32(tmp_path: Path) -> None:
+    model: Any = testing.tiny_model("deepseek_v3")
+    kept = model._keep_in_fp32_modules_strict
+    assert kept
+    save(model, tmp_path / "base")
+    adapt(model, tmp_path / "adapter", linears=["o_proj"])
+    moe_qlora.merge_adapter(
+        *(tmp_path / "base", tmp_path / "adapter", tmp_path / "out"), dtype=torch.bfloat16
+    )
+    found = {key: value.dtype for key, value in tensors(tmp_path / "out").items()}
+    exempt = {key for key in found if any(name in key for name in kept)}
+    assert exempt
+    for key, dtype in found.items():
+        assert dtype == (torch.float32 if key in exempt else torch.bfloat16), key
+
+
+# What PEFT can do to a Linear layer, an embedding, a module in full
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"linears": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v": 5}},
+        {"linears": ["k_proj"], "use_rslora": True, "lora_alpha": 9},
+        {
+            "target_parameters": EXPERTS,
+            "rank_pattern": {r"layers\.0\..*gate_up_proj": 5},
+            "alpha_pattern": {r".*down_proj": 3},
+            "use_rslora": True,
+        },
+        {"target_parameters": ["down_proj"]},
+        {"target_parameters": ["mlp.gate.weight", "gate_up_proj"]},
+        {"linears": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
+        {"linears": ["embed_tokens", "o_proj"]},
+        {"linears": ["q_proj"], "init_lora_weights": "gaussian"},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_settings_of_the_adapter(settings: dict[str, Any], tmp_path: Path) -> None:
+    assert_merges_as_peft(tmp_path, testing.tiny_model("qwen3_moe"), **settings)
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_trained_biases_replace_the_bases(bias: str, tmp_path: Path) -> None:
+    model: Any = testing.tiny_model("gpt_oss")
+    save(model, tmp_path / "base")
+    adapted = adapt(model, tmp_path / "adapter", linears=["q_proj"], bias=bias)
+    for name, parameter in adapted.named_parameters():
+        if name.endswith("q_proj.base_layer.bias"):
+            parameter.data.fill_(0.25)
+    store(adapted, tmp_path / "adapter")
+    if not any("bias" in key for key in load_file(tmp_path / "adapter/adapter_model.safetensors")):
+        pytest.skip("this PEFT does not save them")
+    moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    merged = tensors(tmp_path / "out")
+    save(unload(adapted), tmp_path / "reference")
+    assert_close(merged, tensors(tmp_path / "reference"))
+    assert bool((merged["model.layers.0.self_attn.q_proj.bias"] == 0.25).all())
+
+
+def test_lora_bias_is_added_to_the_bias(tmp_path: Path) -> None:
+    merged = assert_merges_as_peft(
+        tmp_path, testing.tiny_model("gpt_oss"), linears=["q_proj"], lora_bias=True
+    )
+    key = "model.layers.0.self_attn.q_proj.bias"
+    assert not torch.equal(merged[key], tensors(tmp_path / "base")[key])
+
+
+def test_lora_on_a_convolution(tmp_path: Path) -> None:
+    model: Any = testing.tiny_model("qwen3_vl_moe")
+    convolutions = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d | nn.Conv3d) and module.groups == 1
+    ]
+    assert convolutions
+    assert_merges_as_peft(tmp_path, model, linears=convolutions)
+
+
+def test_lora_on_a_tied_embedding_changes_both(tmp_path: Path) -> None:
+    model: Any = testing.tiny_model("granitemoe", tie_word_embeddings=True)
+    assert model.config.tie_word_embeddings
+    with pytest.warns(UserWarning, match=r"embed_tokens.weight is tied to lm_head.weight"):
+        assert_merges_as_peft(tmp_path, model, linears=["embed_tokens"])
+
+
+def test_a_tied_head_trained_in_full_is_refused(tmp_path: Path) -> None:
+    model: Any = testing.tiny_model("granitemoe", tie_word_embeddings=True)
+    save(model, tmp_path / "base")
+    adapt(model, tmp_path / "adapter", linears=["q_proj"], modules_to_save=["lm_head"])
+    with pytest.raises(AdapterError, match=r"lm_head.weight trained in full, which the base ties"):
+        moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tied_names_that_differ_on_disk_are_no_longer_tied(tmp_path: Path) -> None:
+    """transformers unties them as it loads; so a change of one is a change of one."""
+    model: Any = testing.tiny_model("granitemoe", tie_word_embeddings=True)
+    save(model, tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, file, {"format": "pt"})
+    adapt(model, tmp_path / "adapter", linears=["embed_tokens"])
+    moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    merged = tensors(tmp_path / "out")
+    assert torch.equal(merged["lm_head.weight"], weights["lm_head.weight"])
+    embedding = "model.embed_tokens.weight"
+    assert not torch.equal(merged[embedding], weights[embedding])
+
+
+def test_an_adapter_from_transformers_v4_goes_to_the_single_experts(tmp_path: Path) -> None:
+    model: Any = testing.tiny_model("qwen3_moe")
+    save(model, tmp_path / "base")
+    adapt(model, tmp_path / "adapter", linears=["q_proj"])
+    before = tensors(tmp_path / "base")
+    weights, expected = load_file(tmp_path / "adapter" / "adapter_model.safetensors"), {}
+    generator = torch.Generator().manual_seed(0)
+    for key, value in before.items():
+        if ".experts." in key and not key.endswith("1.up_proj.weight"):
+            path = f"base_model.model.{key.removesuffix('.weight')}"
+            a = torch.randn(2, value.shape[1], generator=generator)
+            b = torch.randn(value.shape[0], 2, generator=generator)
+            weights[f"{path}.lora_A.weight"], weights[f"{path}.lora_B.weight"] = a, b
+            expected[key] = value + 4.0 * (b @ a)  # alpha 8 / r 2
+    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
+    moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    merged = tensors(tmp_path / "out")
+    assert len(expected) > 12
+    for key, value in expected.items():
+        torch.testing.assert_close(merged[key], value, rtol=0, atol=1e-5)
+    same = next(key for key in before if key.endswith("experts.1.up_proj.weight"))
+    assert torch.equal(merged[same], before[same])
+
+
+def test_a_base_transposed_on_disk_stays_so(tmp_path: Path) -> None:
+    """As published Qwen3-VL checkpoints are, which transformers itself writes the other way."""
+    model: Any = testing.tiny_model("qwen3_vl_moe")
+    save(model, tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    swapped = {
+        key: value.transpose(1, 2).contiguous() if ".mlp.experts." in key else value
+        for key, value in load_file(file).items()
+    }
+    save_file(swapped, file, {"format": "pt"})
+    experts = [key for key in swapped if ".mlp.experts." in key]
+    assert all(swapped[key].shape[1] != swapped[key].shape[2] for key in experts)
+    adapted = adapt(model, tmp_path / "adapter", target_parameters=EXPERTS)
+    moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    save(unload(adapted), tmp_path / "reference")
+    merged, reference = tensors(tmp_path / "out"), tensors(tmp_path / "reference")
+    for key in experts:
+        reference[key] = reference[key].transpose(1, 2)
+    assert_close(merged, reference)
+
+
+# What is refused
+
+
+def refuses(
+    error: type[Exception],
+    match: str,
+    base: Path,
+    adapter: Path,
+    out: Path,
+    **settings: Any,
+) -> None:
+    with pytest.raises(error, match=match) as caught:
+        moe_qlora.merge_adapter(base, adapter, out, **settings)
+    assert "\n" not in str(caught.value)
+    assert not out.exists() and not list(out.parent.glob(".*.partial"))
+
+
+def test_folders_in_the_wrong_place(folders: Path, tmp_path: Path) -> None:
+    base, adapter, out = folders / "base", folders / "adapter", tmp_path / "out"
+    full = folders / "out"
+    refuses(CheckpointError, "is an adapter and no model; the order is BASE", adapter, full, out)
+    refuses(CheckpointError, "is an adapter and no model; name the", adapter, adapter, out)
+    refuses(CheckpointError, "holds a full model", base, full, out)
+    refuses(CheckpointError, "is no folder", base, tmp_path / "nothing", out)
+    refuses(CheckpointError, "is no folder", tmp_path / "nothing", adapter, out)
+    (tmp_path / "empty").mkdir()
+    refuses(CheckpointError, "has no config.json", tmp_path / "empty", adapter, out)
+    refuses(CheckpointError, "is no PEFT adapter", base, tmp_path / "empty", out)
+
+
+def test_an_existing_folder_is_left_alone(folders: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        moe_qlora.merge_adapter(folders / "base", folders / "adapter", out)
+    assert [file.name for file in out.iterdir()] == ["mine"]
+
+
+def test_a_pickle_is_never_read(folders: Path, tmp_path: Path) -> None:
+    adapter = changed_config(folders, tmp_path / "adapter")
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    refuses(
+        CheckpointError, "a pickle, which is never", folders / "base", adapter, tmp_path / "out"
+    )
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_bytes((folders / "base" / "config.json").read_bytes())
+    (base / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    refuses(CheckpointError, "pickle", base, folders / "adapter", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"peft_type": "LOHA"}, "holds a LOHA adapter"),
+        ({"use_dora": True}, "use_dora=True.*norm"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication=set"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"r": 4}, r"lora_A.weight \(.*\) and its lora_B .* needs .* at rank 4"),
+        ({"target_parameters": ["gate_up_proj"]}, "one of 2 LoRA layers on .*, of which"),
+        ({"target_parameters": [*EXPERTS, "mlp.gate.weight"]}, "gate.weight, for which the file"),
+    ],
+)
+def test_adapters_that_cannot_be_merged(
+    fields: dict[str, Any], match: str, folders: Path, tmp_path: Path
+) -> None:
+    adapter = changed_config(folders, tmp_path / "adapter", **fields)
+    refuses(AdapterError, match, folders / "base", adapter, tmp_path / "out")
+
+
+def test_a_misfit_names_keys_and_shapes_and_how_many_more(folders: Path, tmp_path: Path) -> None:
+    def widen(weights: dict[str, Tensor]) -> None:
+        for key in list(weights):
+            weights[key] = torch.cat([weights[key]] * 2, dim=1)
+
+    adapter = changed_weights(folders, tmp_path / "adapter", widen)
+    shape = r"\(\d+, \d+\)"
+    match = rf"q_proj.lora_A.weight {shape} .*q_proj.weight of shape {shape}.*and 3 more"
+    refuses(AdapterError, match, folders / "base", adapter, tmp_path / "out")
+
+
+def test_tensors_without_a_place(folders: Path, tmp_path: Path) -> None:
+    out, key = tmp_path / "out", "base_model.model.model.layers.0.self_attn.q_proj"
+
+    def lose(weights: dict[str, Tensor]) -> None:
+        del weights[f"{key}.lora_B.weight"]
+
+    def move(weights: dict[str, Tensor]) -> None:
+        for half in "AB":
+            value = weights.pop(f"{key}.lora_{half}.weight")
+            weights[f"{key.replace('layers.0', 'layers.9')}.lora_{half}.weight"] = value
+
+    def add(weights: dict[str, Tensor]) -> None:
+        weights["base_model.model.score.weight"] = torch.zeros(2, 8)
+
+    def scale(weights: dict[str, Tensor]) -> None:
+        weights[f"{key}.lora_magnitude_vector"] = torch.zeros(8)
+
+    for number, (change, match) in enumerate(
+        [
+            (lose, "q_proj.lora_A.weight lacks its other half"),
+            (move, r"layers.9.self_attn.q_proj.lora_A.weight \(2, 64\) belongs to a module"),
+            (add, r"score.weight \(2, 8\) has no place"),
+            (scale, r"lora_magnitude_vector \(8,\) has no place"),
+        ]
+    ):
+        adapter = changed_weights(folders, tmp_path / str(number), change)
+        refuses(AdapterError, match, folders / "base", adapter, out)
+
+
+def test_a_result_that_is_not_finite(folders: Path, tmp_path: Path) -> None:
+    def spoil(weights: dict[str, Tensor]) -> None:
+        key = next(key for key in weights if "experts.lora_A" in key)
+        weights[key][0, 0] = math.inf
+
+    adapter = changed_weights(folders, tmp_path / "adapter", spoil)
+    match = r"Merged, model.layers.*down_proj.weight holds NaN or inf"
+    refuses(AdapterError, match, folders / "base", adapter, tmp_path / "out")
+
+
+def test_missing_experts_are_not_made_up_for(folders: Path, tmp_path: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    base.mkdir()
+    (base / "config.json").write_bytes((folders / "base" / "config.json").read_bytes())
+    weights = tensors(folders / "base")
+    lost = [key for key in weights if ".experts.3." in key and "layers.1" in key]
+    assert len(lost) == 3
+    for key in lost:
+        del weights[key]
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    match = r"layers.1.mlp.experts.\w+ has the shape \(3, .*on disk .* and \(4, "
+    refuses(CheckpointError, match, base, folders / "adapter", out)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"r": "8"},
+        {"lora_alpha": None},
+        {"rank_pattern": {"(": 3}},
+        {"alpha_pattern": {"x": "y"}},
+        {"rank_pattern": [1]},
+        {"target_parameters": 7},
+        {"target_parameters": [7]},
+    ],
+    ids=str,
+)
+def test_settings_of_another_type(fields: dict[str, Any], folders: Path, tmp_path: Path) -> None:
+    adapter = changed_config(folders, tmp_path / "adapter", **fields)
+    match = "adapter_config.json is damaged"
+    refuses(CheckpointError, match, folders / "base", adapter, tmp_path / "out")
+
+
+def test_a_weight_that_is_not_plain(folders: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_bytes((folders / "base" / "config.json").read_bytes())
+    weights = tensors(folders / "base")
+    key = "model.layers.0.self_attn.q_proj.weight"
+    weights[key] = weights[key].to(torch.float8_e4m3fn)
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    match = "q_proj.weight is torch.float8_e4m3fn, which an adapter"
+    refuses(CheckpointError, match, base, folders / "adapter", tmp_path / "out")
+
+
+def test_damage_is_named(folders: Path, tmp_path: Path) -> None:
+    adapter = changed_config(folders, tmp_path / "adapter")
+    out = tmp_path / "out"
+    file = adapter / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    refuses(CheckpointError, "adapter_model.safetensors", folders / "base", adapter, out)
+    (adapter / "adapter_config.json").write_text("{")
+    refuses(CheckpointError, "adapter_config.json", folders / "base", adapter, out)
+
+
+def test_quantized_bases_of_others_are_refused(folders: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    config = json.loads((folders / "base" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (base / "config.json").write_text(json.dumps(config))
+    match = r"is quantized \(fp8\); name the 16-bit checkpoint"
+    refuses(CheckpointError, match, base, folders / "adapter", tmp_path / "out")
+
+
+def test_a_conversion_that_cannot_be_undone_is_not_trusted(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def swap_halves(model: Any, values: Any, name: str) -> dict[str, Tensor]:
+        made = honest(model, values, name)
+        keys = sorted(key for key in made if "gate_proj" in key)
+        made |= {key: made[key.replace("gate_proj", "up_proj")] for key in keys}
+        return made
+
+    honest = conversion.revert
+    monkeypatch.setattr(conversion, "revert", swap_halves)
+    match = "gate_up_proj cannot be written back as the base has it"
+    refuses(CheckpointError, match, folders / "base", folders / "adapter", tmp_path / "out")
+
+
+# Rounding as in training
+
+
+def test_like_training_never_guesses(folders: Path, tmp_path: Path) -> None:
+    base, adapter, out = folders / "base", folders / "adapter", tmp_path / "out"
+    refuses(ConfigError, "needs the codec that", base, adapter, out, like_training=True)
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    given = {"quantization_config": nf4}
+    refuses(ConfigError, "is for like_training", base, adapter, out, **given)
+    noted = changed_config(folders, tmp_path / "noted")
+    note = {
+        "format_version": 1,
+        "codec": {"kind": "int8", "double_quant": False, "blocksize": 64},
+        "experts": ["model.layers.0.mlp.experts.down_proj"],
+        "linears": [],
+    }
+    file = noted / "moe_qlora_adapter.json"
+    file.write_text(json.dumps(note))
+    match = "asks for nf4, and .* was trained on int8"
+    refuses(ConfigError, match, base, noted, out, like_training=True, **given)
+    file.write_text(json.dumps(note | {"format_version": 2}))
+    refuses(CheckpointError, "format version 2", base, noted, out, like_training=True)
+    file.write_text(json.dumps(note | {"codec": {}}))
+    refuses(CheckpointError, "is damaged", base, noted, out, like_training=True)
+    file.write_text(json.dumps(note | {"experts": ["model.layers.7.mlp.experts.down_proj"]}))
+    refuses(CheckpointError, "layers.7.* was packed in", base, noted, out, like_training=True)
+
+
+def test_a_note_rounds_what_it_names_and_nothing_else(folders: Path, tmp_path: Path) -> None:
+    noted, name = (
+        changed_config(folders, tmp_path / "noted"),
+        "model.layers.0.mlp.experts.down_proj",
+    )
+    note = {
+        "format_version": 1,
+        "codec": {"kind": "fp4", "double_quant": True, "blocksize": 64},
+        "experts": [name],
+        "linears": ["model.layers.1.self_attn.v_proj.weight"],
+    }
+    (noted / "moe_qlora_adapter.json").write_text(json.dumps(note))
+    out = tmp_path / "out"
+    report = moe_qlora.merge_adapter(folders / "base", noted, out, like_training=True)
+    assert report.rounded == 2
+    exact, rounded = tensors(folders / "out"), tensors(out)
+    other = {key for key, value in exact.items() if not torch.equal(value, rounded[key])}
+    v_proj = "model.layers.1.self_attn.v_proj.weight"
+    assert other == {v_proj} | {
+        key for key in exact if "layers.0.mlp.experts" in key and "down_proj" in key
+    }
+    settings = moe_qlora.packing.codec.CodecSettings("fp4", double_quant=True)
+    packed = moe_qlora.packing.codec.pack(tensors(folders / "base")[v_proj], settings)
+    assert torch.equal(rounded[v_proj], moe_qlora.packing.codec.unpack(packed))
+
+
+# What a crash leaves
+
+KILL = textwrap.dedent(
+    """
+    import os, signal, sys
+    from pathlib import Path
+    import torch
+    torch.set_num_threads(1)
+    import transformers.conversion_mapping
+    from moe_qlora import checkpoint_merge, folder_write
+
+    base, adapter, root = map(Path, sys.argv[1:])
+    die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    rename = Path.rename
+
+    def at(done):
+        return lambda seen, total, name: die() if seen >= done * total else None
+
+    for number, moment in enumerate([0.0, 0.3, 0.7, 1.0, "rename", "renamed"]):
+        child = os.fork()
+        if child == 0:
+            if moment == "rename":
+                Path.rename = die
+            if moment == "renamed":
+                Path.rename = lambda *paths: (rename(*paths), die())
+            progress = at(moment) if isinstance(moment, float) else None
+            checkpoint_merge.merge_adapter(base, adapter, root / str(number), progress=progress)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (moment, status)
+    """
+)
+
+
+def test_a_kill_leaves_nothing_or_everything(folders: Path, tmp_path: Path) -> None:
+    base, adapter = folders / "base", folders / "adapter"
+    command = [sys.executable, "-W", "ignore", "-c", KILL, str(base), str(adapter), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120)
+    there = {folder.name for folder in tmp_path.iterdir() if not folder.name.startswith(".")}
+    assert there == {"5"}
+    moe_qlora.merge_adapter(base, adapter, tmp_path / "1")  # over what the killed one left
+    for out in (tmp_path / "5", tmp_path / "1"):
+        assert {f.name for f in out.iterdir()} == {f.name for f in (folders / "out").iterdir()}
+        for file in (folders / "out").glob("*.safetensors"):
+            assert (out / file.name).read_bytes() == file.read_bytes()
+    assert not (tmp_path / ".1.partial").exists()
+
+
+def test_an_exception_leaves_nothing(folders: Path, tmp_path: Path) -> None:
+    def stop(done: int, total: int, name: str) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        moe_qlora.merge_adapter(
+            *(folders / "base", folders / "adapter", tmp_path / "out"), progress=stop
+        )
+    assert not list(tmp_path.iterdir())
+
+
+# What it costs
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive, each storage once, mapped files left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.holders: dict[int, int] = {}
+        self.mapped: set[int] = set()
+        self.reading = False
+
+    def see(self, tensor: Tensor) -> None:
+        if tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage.data_ptr(), storage.nbytes()
+        if self.reading or key in self.mapped:
+            return
+        if key not in self.holders:
+            self.holders[key] = 0
+            self.now += size
+            self.peak = max(self.peak, self.now)
+        self.holders[key] += 1
+        weakref.finalize(tensor, self.gone, key, size)
+
+    def gone(self, key: int, size: int) -> None:
+        self.holders[key] -= 1
+        if not self.holders[key]:
+            del self.holders[key]
+            self.now -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(one, Tensor):
+                self.see(one)
+        return made
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_a_stack_is_never_whole_in_memory(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 64, "vocab_size": 64}
+    key = "num_local_experts" if model_type == "gpt_oss" else "num_experts"
+    inner = "intermediate_size" if model_type == "gpt_oss" else "moe_intermediate_size"
+    sizes |= {key: 64, inner: 128, "num_hidden_layers": 1}
+    model: Any = testing.tiny_model(model_type, dtype=torch.bfloat16, **sizes)
+    stack = max(param.nbytes for param in moe_qlora.detect(model).experts)
+    save(model, tmp_path / "base")
+    adapt(model, tmp_path / "adapter", target_parameters=EXPERTS)
+    del model
+    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 2 * 64 * 256)  # two experts
+    live, read = LiveBytes(), Checkpoint.read
+
+    def seen(self: Checkpoint, *arguments: Any) -> Tensor:
+        live.reading = True
+        tensor = read(self, *arguments)
+        live.reading = False
+        live.mapped.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    monkeypatch.setattr(Checkpoint, "read", seen)
+    factors = sum(
+        t.nbytes for t in load_file(tmp_path / "adapter/adapter_model.safetensors").values()
+    )
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    with live:
+        moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert stack == 64 * 256 * 64 * 2
+    slices = 2 * 64 * 256 * (2 + 4)  # two experts in bf16 and fp32
+    assert slices < live.peak < 3 * slices + 2 * factors < stack
+    live.peak = live.now
+    with live:
+        moe_qlora.merge_adapter(
+            *(tmp_path / "base", tmp_path / "adapter", tmp_path / "rounded"),
+            like_training=True,
+            quantization_config=settings,
+        )
+    assert live.peak < 3 * slices + 2 * factors + 0.35 * stack + 2**20 < 1.7 * stack
+
+
+# The command line
+
+
+def test_the_command_merges_and_says_what_it_did(folders: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["merge", str(folders / "base"), str(folders / "adapter"), str(out), "--quiet"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert f"{out}: {len(tensors(out))} tensors" in result.output
+    for file in (folders / "out").glob("*.safetensors"):
+        assert (out / file.name).read_bytes() == file.read_bytes()
+
+
+def test_the_command_takes_the_codec(folders: Path, tmp_path: Path) -> None:
+    base, adapter = str(folders / "base"), str(folders / "adapter")
+    out = tmp_path / "out"
+    asked = ["--like-training", "--quant", "nf4", "--double-quant", "--skip", "q_proj"]
+    asked += ["--dtype", "float32", "--quiet"]
+    assert CliRunner().invoke(app, ["merge", base, adapter, str(out), *asked]).exit_code == 0
+    settings = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "llm_int8_skip_modules": ["q_proj"],
+    }
+    moe_qlora.merge_adapter(
+        *(base, adapter, tmp_path / "same"),
+        like_training=True,
+        quantization_config=settings,
+        dtype=torch.float32,
+    )
+    same, found = tensors(tmp_path / "same"), tensors(out)
+    assert all(torch.equal(value, found[key]) for key, value in same.items())
+    k_proj = "model.layers.0.self_attn.k_proj.weight"
+    assert not torch.equal(found[k_proj], tensors(folders / "base")[k_proj].float())
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        (["--double-quant"], "go with --quant"),
+        (["--like-training", "--quant", "int8", "--double-quant"], "leave it out with int8"),
+        (["--like-training"], "needs the codec"),
+        (["--quant", "nf4"], "--quant goes with --like-training"),
+    ],
+)
+def test_the_command_refuses(asked: list[str], match: str, folders: Path, tmp_path: Path) -> None:
+    folders_named = [str(folders / "base"), str(folders / "adapter"), str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["merge", *folders_named, *asked, "--quiet"])
+    assert isinstance(result.exception, ConfigError) and match in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_is_what_safetensors_writes(folders: Path) -> None:
+    for file in (folders / "out").glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert list(opened.keys())

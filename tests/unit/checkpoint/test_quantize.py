@@ -1,0 +1,293 @@
+"""Packing a checkpoint from disk to disk: interruptions, refusals, memory, the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from typer.testing import CliRunner
+
+import moe_qlora
+from moe_qlora.checkpoint import reader
+from moe_qlora.checkpoint.integrity import check_folder
+from moe_qlora.checkpoint.writer import partial_of
+from moe_qlora.cli.app import app
+from moe_qlora.errors import CheckpointError, ConfigError, MoeQloraError, NonFiniteWeightError
+from moe_qlora.testing import tiny_model
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+SHARD = "24KB"
+KILLED = 9
+EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "qwen3_moe"
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    model.save_pretrained(path, max_shard_size="40KB")
+    (path / "tokenizer.json").write_text("{}")
+    (path / "model.bin").write_text("a pickle, so to speak")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The folder of an undisturbed run."""
+    out = tmp_path_factory.mktemp("whole") / "packed"
+    pack(source, out)
+    return files(out)
+
+
+def pack(source: Path, out: Path) -> Any:
+    return moe_qlora.quantize_checkpoint(source, out, NF4, max_shard_size=SHARD)
+
+
+def dense(path: Path) -> Path:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def packing(source: Path, out: Path, stop: int) -> Callable[[], None]:
+    """Pack, but end the process before its `stop`-th change of the disk."""
+    count = 0
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if (writes or event in EVENTS) and str(out.parent) in str(args[0]):
+            count += 1
+            if count == stop:
+                os._exit(KILLED)
+
+    def work() -> None:
+        sys.addaudithook(hook)
+        pack(source, out)
+
+    return work
+
+
+def judge(source: Path, out: Path, whole: dict[str, bytes]) -> None:
+    """Absent or whole; and the next run gives the same bytes."""
+    if out.exists():
+        check_folder(out)
+        assert files(out) == whole
+        shutil.rmtree(out)
+    pack(source, out)
+    assert files(out) == whole
+    assert not partial_of(out).exists()
+
+
+def test_killed_before_every_change_of_the_disk(
+    source: Path, whole: dict[str, bytes], copied: Any, tmp_path: Path
+) -> None:
+    out, stop, status = tmp_path / "packed", 0, KILLED
+    while status == KILLED:
+        stop += 1
+        status = copied(packing(source, out, stop)).ended()
+        judge(source, out, whole)
+        shutil.rmtree(out)
+    assert status == 0
+    assert stop > 10
+
+
+def test_killed_at_random_moments(
+    source: Path, whole: dict[str, bytes], copied: Any, tmp_path: Path
+) -> None:
+    out, moments = tmp_path / "packed", random.Random(0)
+    start = time.perf_counter()
+    pack(source, out)
+    seconds = time.perf_counter() - start
+    shutil.rmtree(out)
+    for _ in range(10):
+        copy = copied(lambda: pack(source, out))
+        time.sleep(moments.random() * seconds)
+        copy.kill()
+        assert copy.ended() in (0, -signal.SIGKILL)
+        judge(source, out, whole)
+        shutil.rmtree(out)
+
+
+def test_an_interrupted_run_goes_on(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    out, seen = tmp_path / "packed", []
+
+    def stop(done: int, total: int, name: str) -> None:
+        seen.append(name)
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    arguments: dict[str, Any] = {"max_shard_size": SHARD}
+    with pytest.raises(KeyboardInterrupt):
+        moe_qlora.quantize_checkpoint(source, out, NF4, progress=stop, **arguments)
+    assert not out.exists()
+    first, again = list(seen), []
+    moe_qlora.quantize_checkpoint(
+        source, out, NF4, progress=lambda done, total, name: again.append(name), **arguments
+    )
+    assert files(out) == whole
+    assert first[0] not in again  # its shard was done
+
+
+def test_what_another_job_has_left_is_not_taken(
+    source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "packed"
+
+    def stop(done: int, total: int, name: str) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    other = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}
+    with pytest.raises(KeyboardInterrupt):
+        moe_qlora.quantize_checkpoint(source, out, other, max_shard_size=SHARD, progress=stop)
+    pack(source, out)
+    assert files(out) == whole
+
+
+def test_the_folder_is_complete(source: Path, whole: dict[str, bytes]) -> None:
+    assert {"config.json", "generation_config.json", "moe_qlora.json", "tokenizer.json"} < set(
+        whole
+    )
+    assert "model.bin" not in whole
+    shards = [name for name in whole if name.endswith(".safetensors")]
+    assert len(shards) > 1
+    manifest = json.loads(whole["moe_qlora.json"])
+    assert set(manifest["shards"]) == set(shards)
+
+
+def test_other_dtypes(source: Path, tmp_path: Path) -> None:
+    moe_qlora.quantize_checkpoint(source, tmp_path / "half", NF4, dtype=torch.float16)
+    with moe_qlora.enabled():
+        packed: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+        reference: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float16, quantization_config=BitsAndBytesConfig(**NF4)
+        )
+    ids = torch.arange(5)[None]
+    assert packed.dtype == torch.float16
+    assert torch.equal(packed(ids).logits, reference(ids).logits)
+
+
+def test_one_expert_at_a_time(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    sizes: list[int] = []
+    read = reader.Checkpoint.read
+
+    def spy(self: Any, *args: Any) -> torch.Tensor:
+        tensor = read(self, *args)
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(reader.Checkpoint, "read", spy)
+    fused = tmp_path / "fused"
+    tiny_model("gpt_oss", dtype=torch.bfloat16).save_pretrained(fused)
+    monkeypatch.setattr("moe_qlora.checkpoint.conversion.SLICE_ELEMENTS", 1)
+    moe_qlora.quantize_checkpoint(fused, tmp_path / "packed", NF4)
+    model = tiny_model("gpt_oss", dtype=torch.bfloat16)
+    stacks = [p for n, p in model.named_parameters() if n.endswith("experts.gate_up_proj")]
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    assert max(sizes) <= max(stacks[0].nbytes // len(stacks[0]), embedding.nbytes)
+
+
+def changed(source: Path, target: Path, change: Any) -> Path:
+    shutil.copytree(source, target)
+    change(target)
+    return target
+
+
+def drop(path: Path) -> None:
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(content))
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        if tensors.pop("model.norm.weight", None) is not None:
+            save_file(tensors, file, metadata={"format": "pt"})
+
+
+def poison(path: Path) -> None:
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        for key in tensors:
+            if ".experts.1.up_proj" in key:
+                tensors[key][0, 0] = float("inf")
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_a_missing_tensor_is_named(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no tensor for model\.norm\.weight"):
+        pack(changed(source, tmp_path / "bad", drop), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_infinite_weights_are_named(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        NonFiniteWeightError, match=r"experts\.gate_up_proj holds inf at index \[1,"
+    ):
+        pack(changed(source, tmp_path / "bad", poison), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s, t: moe_qlora.quantize_checkpoint(s, s, NF4), "exists and is not empty"),
+        (lambda s, t: moe_qlora.quantize_checkpoint(t / "no", t / "o", NF4), "not exist; name a"),
+        (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", {}), "neither 4 nor 8 bit"),
+        (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", 4), "quantization_config is int"),
+        (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", NF4, device="x"), "device is 'x'"),
+        (
+            lambda s, t: moe_qlora.quantize_checkpoint(
+                s, t / "o", NF4 | {"llm_int8_skip_modules": ["experts"]}
+            ),
+            r"qwen3_moe: llm_int8_skip_modules \(experts\) leaves every stack of experts unpacked",
+        ),
+        (
+            lambda s, t: moe_qlora.quantize_checkpoint(dense(t / "dense"), t / "o", NF4),
+            "dense: a LlamaForCausalLM has no stack of experts to pack",
+        ),
+        (
+            lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", NF4, max_shard_size="much"),
+            "max_shard_size",
+        ),
+    ],
+)
+def test_refusals(source: Path, tmp_path: Path, call: Any, message: str) -> None:
+    with pytest.raises(MoeQloraError, match=message):
+        call(source, tmp_path)
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_packed_folder_is_refused(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "packed")
+    with pytest.raises(CheckpointError, match="packed already"):
+        pack(tmp_path / "packed", tmp_path / "again")
+    with pytest.raises(ConfigError):
+        moe_qlora.quantize_checkpoint(source, tmp_path / "again", None)
+
+
+def test_the_command_line(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    out = str(tmp_path / "packed")
+    arguments = ["quantize", str(source), out, "--max-shard-size", SHARD]
+    arguments += ["--compute-dtype", "float32", "--quiet"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "4 stacks of experts packed to nf4" in result.output
+    assert files(tmp_path / "packed") == whole
+    assert isinstance(CliRunner().invoke(app, arguments).exception, CheckpointError)

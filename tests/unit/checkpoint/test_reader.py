@@ -1,0 +1,587 @@
+"""Checkpoint folders against safetensors' own reading and writing, and tricks with paths."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from moe_qlora.checkpoint.integrity import open_checkpoint
+from moe_qlora.checkpoint.reader import (
+    DTYPES,
+    INDEX_SUFFIX,
+    SINGLE,
+    inside,
+    read_header,
+    read_json,
+)
+from moe_qlora.checkpoint.writer import (
+    ShardWriter,
+    new_folder,
+    partial_of,
+    plan_shards,
+    replace_file,
+    shard_bytes,
+)
+from moe_qlora.errors import CheckpointError
+
+TRICKS = (
+    *("../model.safetensors", "/etc/passwd", "..", ".", "", "sub/model.safetensors"),
+    *("sub\\model.safetensors", "C:model.safetensors", "C:\\model.safetensors", "a\0b", "~/x/y"),
+    *("\\\\server\\share", "..\\model.safetensors", "./model.safetensors"),
+)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    flat = (t.contiguous().flatten().view(torch.uint8) for t in (left, right))
+    return torch.equal(*flat)
+
+
+def noise(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Random bits, NaN among them where the dtype has it."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    return (
+        torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+        .view(dtype)
+        .view(shape)
+    )
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    found = {f"t.{i}": noise(dtype, 3, 5, seed=i) for i, dtype in enumerate(DTYPES.values())}
+    return found | {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 7),
+        "one": noise(torch.int8, 1),
+    }
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / f"model{INDEX_SUFFIX}").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def two_shards(folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir(exist_ok=True)
+    first, second = {"a": noise(torch.float32, 4, 3)}, {"b": noise(torch.bfloat16, 2, 2, 2)}
+    save_file(first, folder / "m-1.safetensors")
+    save_file(second, folder / "m-2.safetensors")
+    index(folder, {"a": "m-1.safetensors", "b": "m-2.safetensors"})
+    return first | second
+
+
+# --- Checkpoint ---------------------------------------------------------------------------------
+
+
+def test_a_single_file_reads_as_safetensors_does(tmp_path):
+    tensors = some_tensors()
+    save_file(tensors, tmp_path / SINGLE)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert set(checkpoint.keys()) == set(tensors) == set(checkpoint)
+        assert len(checkpoint) == len(tensors)
+        for key, tensor in tensors.items():
+            info = checkpoint.info(key)
+            assert (info.dtype, info.shape, info.nbytes) == (
+                tensor.dtype,
+                tuple(tensor.shape),
+                tensor.nbytes,
+            )
+            assert same(checkpoint.read(key), tensor)
+            raw = (tmp_path / SINGLE).read_bytes()[info.offset : info.offset + info.nbytes]
+            assert raw == bytes(tensor.flatten().view(torch.uint8).tolist())
+
+
+def test_rows_are_slices_of_the_whole(tmp_path):
+    tensor = noise(torch.float16, 7, 3, 2)
+    save_file({"w": tensor}, tmp_path / SINGLE)
+    with open_checkpoint(tmp_path) as checkpoint:
+        for start, stop in ((0, 7), (0, 0), (2, 5), (6, 7), (3, None), (None, 4)):
+            assert same(checkpoint.read("w", start, stop), tensor[start:stop])
+
+
+def test_an_index_joins_files_and_closing_keeps_what_was_read(tmp_path):
+    tensors = two_shards(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    checkpoint.expect(["a", "b", "not there"])
+    read = {key: checkpoint.read(key) for key in checkpoint}
+    checkpoint.close()
+    assert read.keys() == tensors.keys()
+    assert all(same(read[key], tensors[key]) for key in tensors)
+    assert [file.name for file in checkpoint.files] == ["m-1.safetensors", "m-2.safetensors"]
+
+
+def test_a_file_of_any_name_is_taken_where_it_is_the_only_one(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "weights.safetensors")
+    assert "w" in open_checkpoint(tmp_path)
+    save_file({"w": torch.ones(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="2 safetensors files and no index"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("files", [(), ("pytorch_model.bin",), ("weights.pth",)])
+def test_a_folder_without_safetensors_is_named(tmp_path, files):
+    for name in files:
+        (tmp_path / name).write_bytes(b"\x80")
+    pattern = f"{files[0]}, a pickle" if files else "no safetensors file"
+    with pytest.raises(CheckpointError, match=pattern):
+        open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="is no folder"):
+        open_checkpoint(tmp_path / "missing")
+
+
+def test_missing_keys_files_and_doubles_are_named(tmp_path):
+    two_shards(tmp_path)
+    with (
+        open_checkpoint(tmp_path) as checkpoint,
+        pytest.raises(CheckpointError, match="no tensor zz"),
+    ):
+        checkpoint.read("zz")
+    index(tmp_path, {"a": "m-1.safetensors", "b": "m-1.safetensors"})
+    with pytest.raises(CheckpointError, match=r"m-1\.safetensors does not hold b"):
+        open_checkpoint(tmp_path)
+    index(tmp_path, {"a": "m-1.safetensors", "b": "m-3.safetensors"})
+    with pytest.raises(CheckpointError, match=r"m-3\.safetensors"):
+        open_checkpoint(tmp_path)
+    save_file({"a": torch.ones(1)}, tmp_path / "m-3.safetensors")
+    index(tmp_path, {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "m-3.safetensors"})
+    with pytest.raises(CheckpointError, match=r"a is in m-1\.safetensors as well"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", TRICKS)
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path, name):
+    outside, folder = tmp_path, tmp_path / "sub"
+    two_shards(folder)
+    save_file({"b": torch.ones(1)}, outside / SINGLE)
+    (folder / "sub").mkdir()
+    save_file({"b": torch.ones(1)}, folder / "sub" / SINGLE)
+    index(folder, {"a": "m-1.safetensors", "b": name})
+    with pytest.raises(CheckpointError, match="only files of the folder"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("value", [1, None, ["m-1.safetensors"], {"a": 1}, True])
+def test_an_index_names_files_by_text(tmp_path, value):
+    two_shards(tmp_path)
+    index(tmp_path, {"a": value})
+    with pytest.raises(CheckpointError, match="no file name"):
+        open_checkpoint(tmp_path)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.one_of(
+        st.text(max_size=12),
+        st.lists(
+            st.sampled_from(["..", ".", "/", "\\", "a", "\0", ":", "~", "x" * 300]), max_size=6
+        ).map("".join),
+        st.none() | st.integers() | st.lists(st.text(max_size=3), max_size=2),
+    )
+)
+def test_a_name_gives_a_file_right_in_the_folder_or_is_refused(name):
+    folder = Path("/nowhere/folder")
+    try:
+        path = inside(folder, name)
+    except CheckpointError:
+        assert not (isinstance(name, str) and name.isalnum() and len(name.encode()) < 256)
+        return
+    assert path.parent == folder
+    assert path.name == name
+    assert os.path.normpath(path) == str(path)
+
+
+def as_nobody(copied: Any, work: Callable[[], object]) -> str:
+    """What `work` raises for a user whom file modes bind (not root): a CheckpointError's text."""
+    reader, writer = os.pipe()
+
+    def say() -> None:
+        if os.getuid() == 0:
+            os.setuid(65534)
+        try:
+            work()
+        except CheckpointError as error:
+            os.write(writer, str(error).encode())
+
+    assert copied(say).ended() == 0
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        return said.read()
+
+
+def test_what_may_not_be_read_or_written_is_named(copied):
+    # pytest's own folders are closed to others
+    with TemporaryDirectory() as place:
+        root, plain, sharded = Path(place), Path(place) / "plain", Path(place) / "sharded"
+        two_shards(sharded)
+        two_shards(plain)
+        (plain / f"model{INDEX_SUFFIX}").unlink()
+        root.chmod(0o755)
+        for folder in (plain, sharded):
+            for mode, expected in ((0o444, "cannot be read"), (0o000, "no safetensors file")):
+                folder.chmod(mode)
+                assert expected in as_nobody(copied, lambda folder=folder: open_checkpoint(folder))
+        assert "cannot be written" in as_nobody(copied, lambda: new_folder(plain / "x").__enter__())
+        sharded.chmod(0o755)
+        for file in sharded.iterdir():
+            file.chmod(0o644)
+        for name in (f"model{INDEX_SUFFIX}", "m-2.safetensors"):
+            (sharded / name).chmod(0)
+            assert f"{name} cannot be read" in as_nobody(copied, lambda: open_checkpoint(sharded))
+            (sharded / name).chmod(0o644)
+        assert as_nobody(copied, lambda: open_checkpoint(sharded)) == ""
+        plain.chmod(0o755)
+
+
+def test_names_too_long_for_the_system_are_refused(tmp_path):
+    two_shards(tmp_path)
+    index(tmp_path, {"a": "m-1.safetensors", "b": "x" * 5000})
+    with pytest.raises(CheckpointError, match="too long"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="too long"):
+        open_checkpoint("x" * 5000)
+
+
+def test_links_may_stay_in_the_folder_or_lead_to_the_blobs_of_a_cache(tmp_path):
+    folder = tmp_path / "plain"
+    two_shards(folder)
+    (folder / "m-2.safetensors").rename(folder / "real.safetensors")
+    (folder / "m-2.safetensors").symlink_to("real.safetensors")
+    assert "b" in open_checkpoint(folder)
+
+    (folder / "real.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    (folder / "m-2.safetensors").unlink()
+    (folder / "m-2.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(CheckpointError, match="leads out of its folder"):
+        open_checkpoint(folder)
+
+    cache = tmp_path / "models--a--b"
+    snapshot = cache / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    (tmp_path / "elsewhere.safetensors").rename(cache / "blobs" / "abcd")
+    (snapshot / SINGLE).symlink_to("../../blobs/abcd")
+    assert "b" in open_checkpoint(snapshot)
+    (snapshot / SINGLE).unlink()
+    (snapshot / SINGLE).symlink_to(snapshot / SINGLE)  # a loop
+    with pytest.raises(CheckpointError):
+        open_checkpoint(snapshot)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"weight_map": {}}', b'{"weight_map": []}'),
+        *(b'{"weight_map": {"a": "x", "a": "y"}}', b"[" * 100_000, b'{"a": ' * 100_000),
+    ],
+)
+def test_an_index_that_is_none_is_refused(tmp_path, text):
+    two_shards(tmp_path)
+    file = tmp_path / f"model{INDEX_SUFFIX}"
+    file.write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        open_checkpoint(tmp_path)
+
+
+def header_of(file: Path) -> tuple[dict, bytes]:
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def with_header(file: Path, header: object, data: bytes) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h["w"].update(dtype="F13"),
+        lambda h: h["w"].update(shape=[2, 4]),
+        lambda h: h["w"].update(shape=[2**62, 4]),
+        lambda h: h["w"].update(shape=[-2, -3]),
+        lambda h: h["w"].update(shape="23"),
+        lambda h: h["w"].update(data_offsets=[0, 25]),
+        lambda h: h["w"].update(data_offsets=[8, 32]),
+        lambda h: h["w"].update(data_offsets=[24, 0]),
+        lambda h: h["w"].pop("shape"),
+        lambda h: h["w"].pop("data_offsets"),
+        lambda h: h.update(v=dict(h["w"])),
+        lambda h: h.update(w=None),
+    ],
+)
+def test_headers_that_lie_are_refused(tmp_path, change):
+    file = tmp_path / SINGLE
+    save_file({"w": noise(torch.float32, 2, 3)}, file)
+    header, data = header_of(file)
+    change(header)
+    with_header(file, header, data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("length", [0, 7, 8, 20, 70, 90])
+def test_files_that_are_cut_off_are_refused(tmp_path, length):
+    file = tmp_path / SINGLE
+    save_file({"w": noise(torch.float32, 2, 3)}, file)
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        read_header(file)
+
+
+def test_a_header_of_impossible_length_is_not_read(tmp_path):
+    file = tmp_path / SINGLE
+    for length in (2**63, 2**40, 200 << 20):
+        file.write_bytes(length.to_bytes(8, "little") + b"{}")
+        with pytest.raises(CheckpointError, match="cut off in its header"):
+            read_header(file)
+
+
+def test_a_key_twice_in_a_header_is_refused(tmp_path):
+    file = tmp_path / SINGLE
+    entry = b'{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+    with_header(file, b'{"w":' + entry + b',"w":' + entry + b"}", bytes(8))
+    with pytest.raises(CheckpointError):
+        read_header(file)
+
+
+def test_json_that_is_no_object_or_not_there(tmp_path):
+    with pytest.raises(CheckpointError, match="is missing"):
+        read_json(tmp_path / "no.json")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_json(tmp_path)
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="no JSON object"):
+        read_json(tmp_path / "list.json")
+
+
+def test_names_that_are_files_of_the_folder_pass(tmp_path):
+    for name in ("model.safetensors", "..hidden", "a b", "model-1-of-2.safetensors"):
+        assert inside(tmp_path, name) == tmp_path / name
+    for name in (None, 3, b"x", ["x"], Path("x")):
+        with pytest.raises(CheckpointError):
+            inside(tmp_path, name)
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+def test_a_written_shard_is_what_safetensors_writes(tmp_path):
+    tensors = some_tensors()
+    # safetensors orders by dtype, then name; the writer keeps the caller's order
+    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    order = [k for k in header_of(tmp_path / "theirs")[0] if k != "__metadata__"]
+    spec = {key: (tensors[key].dtype, tensors[key].shape) for key in order}
+    with ShardWriter(tmp_path / "ours", spec, {"format": "pt"}) as writer:
+        for key in reversed(order):
+            writer.write(key, tensors[key])
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    loaded = load_file(tmp_path / "ours")
+    assert all(same(loaded[key], tensor) for key, tensor in tensors.items())
+    with safe_open(tmp_path / "ours", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_rows_may_come_in_any_order_and_from_views(tmp_path):
+    whole = noise(torch.bfloat16, 5, 4, 3)
+    with ShardWriter(
+        tmp_path / "f", {"w": (whole.dtype, whole.shape), "x": (torch.int8, (0, 2))}
+    ) as w:
+        w.write("x", torch.zeros(0, 2, dtype=torch.int8))
+        w.write_rows("w", 3, whole[3:])
+        w.write_rows("w", 1, whole.transpose(1, 2).contiguous().transpose(1, 2)[1:3])
+        w.write_rows("w", 0, whole[:1])
+    assert same(load_file(tmp_path / "f")["w"], whole)
+
+
+def test_what_was_not_announced_is_not_written(tmp_path):
+    spec = {"w": (torch.float32, (4, 2))}
+    for number, tensor in enumerate((torch.ones(2, 4), torch.ones(4, 2).half(), torch.ones(8))):
+        with (
+            pytest.raises(CheckpointError, match=r"^w "),
+            ShardWriter(tmp_path / f"f{number}", spec) as writer,
+        ):
+            writer.write("w", tensor)
+    for start, tensor in ((3, torch.ones(2, 2)), (0, torch.ones(5, 2)), (0, torch.ones(1, 3))):
+        with (
+            pytest.raises(CheckpointError, match=r"^w: rows"),
+            ShardWriter(tmp_path / f"r{start}{len(tensor)}{tensor.shape[1]}", spec) as writer,
+        ):
+            writer.write_rows("w", start, tensor)
+    with (
+        pytest.raises(CheckpointError, match="w was not written"),
+        ShardWriter(tmp_path / "g", spec),
+    ):
+        pass
+    with (
+        pytest.raises(CheckpointError, match="w was not written"),
+        ShardWriter(tmp_path / "h", spec) as writer,
+    ):
+        writer.write_rows("w", 0, torch.ones(3, 2))
+    with pytest.raises(CheckpointError, match="exists already"):
+        ShardWriter(tmp_path / "g", spec)
+    with pytest.raises(CheckpointError, match="safetensors cannot store"):
+        ShardWriter(tmp_path / "i", {"w": (torch.complex128, (1,))})
+
+
+def test_a_row_written_twice_does_not_stand_in_for_a_missing_one(tmp_path):
+    writer = ShardWriter(tmp_path / "f", {"w": (torch.float32, (4, 2))})
+    writer.write_rows("w", 0, torch.ones(2, 2))
+    with pytest.raises(CheckpointError, match="w is written twice"):
+        writer.write_rows("w", 1, torch.ones(2, 2))
+    with pytest.raises(CheckpointError, match="w was not written"):
+        writer.close()
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.integers(0, 50), max_size=30).map(lambda s: {str(i): n for i, n in enumerate(s)}),
+    st.integers(1, 60),
+)
+def test_shards_keep_the_order_and_the_limit(sizes, limit):
+    shards = plan_shards(sizes, limit)
+    assert [key for shard in shards for key in shard] == list(sizes)
+    assert all(shards)
+    totals = [sum(sizes[key] for key in shard) for shard in shards]
+    for shard, total in zip(shards, totals, strict=True):
+        assert total <= limit or sum(sizes[key] > 0 for key in shard) == 1
+    for total, following in zip(totals, shards[1:], strict=False):
+        assert total + sizes[following[0]] > limit  # no shard ends early
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        *(("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2KiB", 2048), ("3mib", 3 << 20)),
+        *((17, 17), ("17", 17), ("1TiB", 1 << 40), ("20gb", 20 * 10**9)),
+    ],
+)
+def test_sizes_in_words(text, count):
+    assert shard_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 XB", 0, -3, "0", "5GB5", "0.1"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(CheckpointError, match="max_shard_size"):
+        plan_shards({"a": 1}, text)
+
+
+# --- folders ------------------------------------------------------------------------------------
+
+
+def test_a_new_folder_appears_when_it_is_whole(tmp_path):
+    goal = tmp_path / "deep" / "er" / "model"
+    with new_folder(goal) as work:
+        (work / "sub").mkdir()
+        (work / "sub" / "x").write_text("1")
+        assert not goal.exists()
+        assert work.parent == goal.parent
+    assert (goal / "sub" / "x").read_text() == "1"
+    assert names(goal.parent) == ["model"]
+
+
+def fail_within(goal: Path, **options: bool) -> None:
+    with new_folder(goal, **options) as work:
+        (work / "x").write_text("1")
+        raise KeyError
+
+
+def test_an_exception_leaves_nothing_and_a_leftover_is_not_taken_over(tmp_path):
+    goal = tmp_path / "model"
+    with pytest.raises(KeyError):
+        fail_within(goal)
+    assert names(tmp_path) == []
+    partial_of(goal).mkdir()
+    (partial_of(goal) / "stale").write_text("1")
+    with new_folder(goal) as work:
+        (work / "x").write_text("2")
+    assert names(goal) == ["x"]
+
+
+def test_a_partial_may_be_kept_and_gone_on_with(tmp_path):
+    goal = tmp_path / "model"
+    with pytest.raises(KeyError):
+        fail_within(goal, keep_partial=True)
+    assert not goal.exists()
+    with new_folder(goal, keep_partial=True) as work:
+        (work / "y").write_text("2")
+    assert names(goal) == ["x", "y"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_disk_that_fails_leaves_a_partial_only_where_it_shall_be_kept(tmp_path, keep):
+    goal = tmp_path / "model"
+
+    def build() -> None:
+        with new_folder(goal, keep_partial=keep) as work:
+            (work / "x").write_text("1")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"model cannot be written: .*No space left"):
+        build()
+    assert names(tmp_path) == ([partial_of(goal).name] if keep else [])
+
+
+@pytest.mark.parametrize("kind", ["full", "file", "link", "dangling"])
+def test_nothing_is_overwritten(tmp_path, kind):
+    goal, other = tmp_path / "model", tmp_path / "other"
+    if kind == "full":
+        goal.mkdir()
+        (goal / "x").write_text("1")
+    elif kind == "file":
+        goal.write_text("1")
+    else:
+        if kind == "link":
+            other.mkdir()
+        goal.symlink_to(other)
+    with pytest.raises(CheckpointError, match="exists"), new_folder(goal):
+        pass
+    assert names(tmp_path) == sorted({"model"} | ({"other"} if kind == "link" else set()))
+
+
+def test_what_appears_meanwhile_is_not_overwritten_either(tmp_path):
+    goal = tmp_path / "model"
+    building = new_folder(goal)
+    (building.__enter__() / "x").write_text("ours")
+    goal.mkdir()
+    (goal / "x").write_text("theirs")
+    with pytest.raises(CheckpointError, match="not empty"):
+        building.__exit__(None, None, None)
+    assert (goal / "x").read_text() == "theirs"
+
+
+def test_an_empty_folder_is_filled(tmp_path):
+    (tmp_path / "model").mkdir()
+    with new_folder(tmp_path / "model") as work:
+        (work / "x").write_text("1")
+    assert names(tmp_path / "model") == ["x"]
+
+
+def test_a_file_is_replaced_at_once_and_no_link_is_followed(tmp_path):
+    file, other = tmp_path / "f", tmp_path / "other"
+    replace_file(file, b"one")
+    replace_file(file, b"two")
+    assert file.read_bytes() == b"two"
+    other.write_bytes(b"theirs")
+    (tmp_path / "link").symlink_to(other)
+    replace_file(tmp_path / "link", b"ours")
+    assert other.read_bytes() == b"theirs"
+    assert names(tmp_path) == ["f", "link", "other"]

@@ -1,0 +1,580 @@
+"""`save_pretrained` of packed models, and their reload: bit-equal, whole, clear where refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import quantize_experts
+from moe_qlora.checkpoint import save
+from moe_qlora.checkpoint.integrity import check_folder
+from moe_qlora.checkpoint.manifest import MANIFEST, SHARD_NAME, read_manifest
+from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
+from moe_qlora.packing import parametrize
+from moe_qlora.testing import tiny_inputs, tiny_model
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+KINDS = {
+    "nf4": NF4,
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "bf16 storage": NF4 | {"bnb_4bit_quant_storage": torch.bfloat16},
+    "fp32 storage": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.float32},
+    "compute": NF4 | {"bnb_4bit_compute_dtype": torch.bfloat16},
+    "int8": {"load_in_8bit": True},
+}
+
+
+def packed(family: str = "qwen3_moe", kind: str = "nf4", seed: int = 0, **overrides: Any) -> Any:
+    """A model of which the experts alone are packed; its Linear layers are plain."""
+    model = tiny_model(family, dtype=torch.bfloat16, seed=seed, **overrides)
+    quantize_experts(model, BitsAndBytesConfig(**KINDS[kind]))
+    return model
+
+
+def loaded(folder: Path, tmp_path: Path, kind: str, family: str = "qwen3_moe") -> Any:
+    """A model whose experts and Linear layers were packed while it was loaded."""
+    plain = tiny_model(family, dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path / "plain")
+    config = BitsAndBytesConfig(**KINDS[kind])
+    with moe_qlora.enabled():
+        return type(plain).from_pretrained(
+            tmp_path / "plain", quantization_config=config, dtype=torch.bfloat16
+        )
+
+
+def bits(model: nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """Every tensor of the state dict as bytes: codes that are stored as floats may be NaN."""
+    return {
+        key: (t.dtype, tuple(t.shape), t.detach().flatten().view(torch.uint8).numpy().tobytes())
+        for key, t in model.state_dict().items()
+    }
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+def reload(folder: Path, cls: Any = AutoModelForCausalLM, **kwargs: Any) -> Any:
+    with moe_qlora.enabled():
+        return cls.from_pretrained(folder, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # bitsandbytes and transformers warn of their own affairs while they load
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_reload_is_bit_equal(tmp_path, family, kind):
+    model = packed(family, kind)
+    model.save_pretrained(tmp_path / "saved", max_shard_size="50KB")
+    check_folder(tmp_path / "saved")
+    for cls in (AutoModelForCausalLM, type(model)):
+        again = reload(tmp_path / "saved", cls)
+        assert type(again) is type(model)
+        assert list(bits(again)) == list(bits(model))
+        assert bits(again) == bits(model)
+        linear = next(m for n, m in again.named_modules() if n.endswith("q_proj"))
+        assert type(linear) is nn.Linear  # they were not packed, and are not now
+        assert again.is_loaded_in_8bit == (kind == "int8")
+        assert again.get_memory_footprint() == model.get_memory_footprint()
+    inputs = tiny_inputs(model)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, again(**inputs).logits)
+    for (_, one, leaf), (_, other, _) in zip(
+        parametrize.iter_packed(model), parametrize.iter_packed(again), strict=True
+    ):
+        left, right = parametrize.read_packed(one, leaf), parametrize.read_packed(other, leaf)
+        assert (left.kind, left.shape, left.dtype, left.compute_dtype) == (
+            *(right.kind, right.shape, right.dtype, right.compute_dtype),
+        )
+
+
+@pytest.mark.parametrize("kind", ["nf4", "bf16 storage", "int8"])
+def test_a_model_packed_while_it_was_loaded_reloads_with_its_linear_layers(tmp_path, kind):
+    model = loaded(tmp_path, tmp_path, kind)
+    model.save_pretrained(tmp_path / "saved")
+    again = reload(tmp_path / "saved")
+    assert bits(again) == bits(model)
+    layers = {name: type(module).__name__ for name, module in model.named_modules()}
+    assert {name: type(module).__name__ for name, module in again.named_modules()} == layers
+    assert any(name.startswith("Linear") and name != "Linear" for name in layers.values())
+    assert not hasattr(again.config, "transformers_weights")
+    again.save_pretrained(tmp_path / "twice")
+    assert files(tmp_path / "twice") == files(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("family", ["diffusion_gemma", "qwen4_exp_text"])
+def test_tied_stacks_and_layers_named_weight_come_back(tmp_path, family):
+    model = loaded(tmp_path, tmp_path, "nf4", family)
+    model.save_pretrained(tmp_path / "saved", max_shard_size="50KB")
+    again = reload(tmp_path / "saved", type(model))
+    assert bits(again) == bits(model)
+    owners = [
+        [
+            id(parametrize.original_of(module, leaf))
+            for _, module, leaf in parametrize.iter_packed(one)
+        ]
+        for one in (model, again)
+    ]
+    ranks = [[ids.index(one) for one in ids] for ids in owners]
+    assert ranks[0] == ranks[1]
+    assert again.get_memory_footprint() == model.get_memory_footprint()
+    if family == "diffusion_gemma":
+        saved = check_folder(tmp_path / "saved")
+        assert any(entry.aliases for entry in saved.experts.values())
+        assert not {a for entry in saved.experts.values() for a in entry.aliases} & set(
+            saved.tensors
+        )
+
+
+def test_a_reloaded_model_trains_as_the_saved_one(tmp_path):
+    from peft import LoraConfig
+
+    model = packed()
+    model.save_pretrained(tmp_path)
+    losses: list[torch.Tensor] = []
+    for one in (model, reload(tmp_path)):
+        torch.manual_seed(0)
+        targets = ["experts.gate_up_proj", "experts.down_proj"]
+        config = LoraConfig(target_modules=["q_proj"], target_parameters=targets, r=2)
+        peft = moe_qlora.get_peft_model(one, config).train()
+        inputs = tiny_inputs(one)
+        optimizer = torch.optim.SGD([p for p in peft.parameters() if p.requires_grad], lr=1.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = peft(**inputs, labels=inputs["input_ids"]).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    assert losses[:3] == losses[3:]
+    assert losses[2] < losses[0]
+
+
+def test_stock_transformers_quotes_what_to_do(tmp_path):
+    model = packed()
+    model.save_pretrained(tmp_path)
+    for cls in (AutoModelForCausalLM, type(model)):
+        with pytest.raises(ValueError, match=r"load it inside `with moe_qlora\.enabled\(\):`"):
+            cls.from_pretrained(tmp_path)
+
+
+def test_only_names_of_the_model_are_on_disk_and_they_are_all_of_it(tmp_path):
+    model = packed()
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    stored = {}
+    shards = [file for file in tmp_path.iterdir() if SHARD_NAME.fullmatch(file.name)]
+    assert len(shards) > 2
+    for file in shards:
+        tensors = load_file(file)
+        big = max(t.nbytes for t in tensors.values())
+        assert sum(t.nbytes for t in tensors.values()) <= 40_000 or big > 40_000
+        stored |= tensors
+    assert stored.keys() == model.state_dict().keys()
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    assert manifest.source_config["model_type"] == manifest.model_type == "qwen3_moe"
+    assert manifest.codec["kind"] == "nf4"
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["moe_qlora"] == {
+        "format_version": 1,
+        "id": manifest.id,
+        "entry": manifest.entry,
+    }
+
+
+def test_two_saves_of_one_model_are_the_same_bytes(tmp_path):
+    model = packed()
+    model.save_pretrained(tmp_path / "a")
+    model.save_pretrained(str(tmp_path / "b") + "/")
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    model.save_pretrained(tmp_path / "a")
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_another_save_takes_the_place_of_the_first_and_leaves_what_is_not_ours(tmp_path):
+    first, second = packed(seed=0), packed(seed=1)
+    second.save_pretrained(tmp_path / "fresh", max_shard_size="60KB")
+    folder = tmp_path / "saved"
+    first.save_pretrained(folder, max_shard_size="30KB")
+    foreign = {
+        "tokenizer.json": b"{}",
+        "model.safetensors": b"not ours",
+        "model-00001-of-00002.safetensors": b"nor this",
+        "runs/log": b"x",
+    }
+    (folder / "runs").mkdir()
+    for name, content in foreign.items():
+        (folder / name).write_bytes(content)
+    second.save_pretrained(folder, max_shard_size="60KB")
+    assert files(folder) == files(tmp_path / "fresh") | foreign
+    assert bits(reload(folder)) == bits(second)
+
+
+def test_the_same_weights_cut_otherwise_take_new_names(tmp_path):
+    model = packed()
+    model.save_pretrained(tmp_path / "a", max_shard_size="60KB")
+    model.save_pretrained(tmp_path / "b", max_shard_size="65KB")
+    one, other = (read_manifest(tmp_path / name) for name in "ab")
+    assert one is not None
+    assert other is not None
+    assert one.id == other.id
+    assert not set(one.shards) & set(other.shards)
+    model.save_pretrained(tmp_path / "a", max_shard_size="65KB")
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_a_plain_checkpoint_in_the_folder_gives_way(tmp_path):
+    plain = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path)
+    model = packed(seed=1)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    assert bits(reload(tmp_path)) == bits(model)
+    with pytest.raises(ValueError, match="moe_qlora"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    # and back: a plain save into a packed folder is a plain checkpoint again
+    plain.save_pretrained(tmp_path)
+    assert bits(AutoModelForCausalLM.from_pretrained(tmp_path)) == bits(plain)
+    assert bits(reload(tmp_path)) == bits(plain)
+
+
+def test_a_stock_bitsandbytes_config_in_a_packed_folder_is_refused(tmp_path):
+    model = packed()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["moe_qlora"], config["transformers_weights"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    (tmp_path / manifest.entry).rename(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"its config\.json does not say so"):
+        reload(tmp_path)
+
+
+def test_another_process_than_the_main_one_writes_nothing(tmp_path):
+    packed().save_pretrained(tmp_path / "saved", is_main_process=False)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_state_dict_is_saved_in_the_place_of_the_models_own(tmp_path):
+    model, other = packed(seed=0), packed(seed=1)
+    state = other.state_dict()
+    model.save_pretrained(tmp_path, state_dict=state)
+    assert bits(reload(tmp_path)) == bits(other)
+
+
+@pytest.mark.parametrize("end", [".absmax", ".quant_state.bitsandbytes__nf4", ""])
+def test_a_state_dict_that_lacks_part_of_a_stack_is_refused(tmp_path, end):
+    model = packed()
+    state = model.state_dict()
+    key = next(key for key in state if key.endswith(f"gate_up_proj{end}"))
+    del state[key]
+    with pytest.raises(CheckpointError, match=re.escape(key)):
+        model.save_pretrained(tmp_path / "saved", state_dict=state)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_saved_is_named(tmp_path):
+    model = packed()
+    for kwargs in ({"variant": "fp16"}, {"distributed_checkpoint": True}):
+        with pytest.raises(ConfigError, match="is not supported"):
+            model.save_pretrained(tmp_path / "saved", **kwargs)
+    with pytest.raises(CheckpointError, match="max_shard_size"):
+        model.save_pretrained(tmp_path / "saved", max_shard_size="much")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file"):
+        model.save_pretrained(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        model.save_pretrained(tmp_path / "file" / "under")
+    model.lm_head.weight = nn.Parameter(torch.empty(3, 3, device="meta"))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is on the meta device"):
+        model.save_pretrained(tmp_path / "saved")
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_sharded_weight_and_what_is_no_tensor_are_named(tmp_path):
+    from torch import distributed
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    model = packed()
+    key = "model.norm.weight"
+    with pytest.raises(CheckpointError, match=f"{key} is int and no tensor"):
+        model.save_pretrained(tmp_path / "saved", state_dict=model.state_dict() | {key: 3})
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        weight = DTensor.from_local(torch.ones(8), mesh, [Shard(0)])
+        with pytest.raises(CheckpointError, match=f"{key} is sharded over several processes"):
+            model.save_pretrained(tmp_path / "saved", state_dict=model.state_dict() | {key: weight})
+    finally:
+        distributed.destroy_process_group()
+    assert list(tmp_path.iterdir()) == []
+
+
+class Hub:
+    """Stands for the hub's client, with the matching of file names that the real one does."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def __call__(self, token: Any = None) -> Hub:
+        self.calls.append(("token", {"token": token}))
+        return self
+
+    def create_repo(self, name: str, **kwargs: Any) -> Any:
+        self.calls.append(("create", {"name": name, **kwargs}))
+        return type("Repo", (), {"repo_id": f"me/{name}"})()
+
+    def upload_folder(
+        self,
+        folder_path: Path,
+        allow_patterns: list[str],
+        delete_patterns: list[str],
+        **kwargs: Any,
+    ) -> None:
+        from huggingface_hub.utils import filter_repo_objects
+
+        self.calls.append(("upload", kwargs))
+        check_folder(folder_path)  # all of it is there by now
+        local = files(folder_path)
+        added = set(filter_repo_objects(local, allow_patterns=allow_patterns))
+        for name in filter_repo_objects(list(self.files), allow_patterns=delete_patterns):
+            del self.files[name]
+        self.files |= {name: local[name] for name in added}
+
+
+def test_the_hub_gets_what_was_written_and_loses_the_shards_of_before(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "secrets.txt").write_text("not for the hub")
+    hub.files = {"README.md": b"card", "model-00001-of-00002.safetensors": b"plain"}
+    kept = dict(hub.files)
+    packed().save_pretrained(folder, max_shard_size="40KB", push_to_hub=True, token="t")
+    packed(seed=1).save_pretrained(
+        folder,
+        push_to_hub=True,
+        repo_id="other",
+        private=True,
+        commit_message="second",
+        create_pr=True,
+    )
+    local = files(folder)
+    del local["secrets.txt"]
+    assert hub.files == local | kept
+    assert hub.calls == [
+        ("token", {"token": "t"}),
+        ("create", {"name": "mine", "exist_ok": True}),
+        ("upload", {"repo_id": "me/mine", "commit_message": "Upload model", "create_pr": False}),
+        ("token", {"token": None}),
+        ("create", {"name": "other", "exist_ok": True, "private": True}),
+        ("upload", {"repo_id": "me/other", "commit_message": "second", "create_pr": True}),
+    ]
+
+
+def test_a_save_changes_nothing_of_the_model(tmp_path):
+    model = packed()
+    settings = model.config.quantization_config.to_dict()
+    quantizer, methods = dict(model.hf_quantizer.__dict__), set(model.__dict__)
+    model.save_pretrained(tmp_path)
+    assert model.config.quantization_config.to_dict() == settings
+    assert model.hf_quantizer.__dict__ == quantizer
+    assert set(model.__dict__) == methods
+    assert not hasattr(model.config, "moe_qlora")
+    assert not hasattr(model.config, "transformers_weights")
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    # as it was in the manifest, and in config.json with the plain layers named
+    assert manifest.source_config["quantization_config"]["llm_int8_skip_modules"] is None
+    linears = [n for n, m in model.named_modules() if type(m) is nn.Linear]
+    assert saved["llm_int8_skip_modules"] == [rf"{re.escape(name)}$" for name in linears]
+
+
+def test_the_signature_is_that_of_the_stock_method():
+    import inspect
+
+    model = packed()
+    ours = inspect.signature(model.save_pretrained).parameters
+    stock = inspect.signature(type(model).save_pretrained).parameters
+    positional = [name for name in ours if name != "kwargs"]
+    assert positional == list(stock)[1 : len(positional) + 1]
+    assert ours["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_weight_is_saved_once_and_tied_again(tmp_path, tied):
+    model = packed(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    stored = check_folder(tmp_path).tensors
+    assert ("lm_head.weight" in stored) is not tied
+    again = reload(tmp_path)
+    assert bits(again) == bits(model)
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) is tied
+
+
+def test_what_the_class_does_not_save_is_not_saved(tmp_path):
+    model = packed()
+    model._keys_to_ignore_on_save = ["model.norm.weight"]
+    model.save_pretrained(tmp_path)
+    left_out = model.state_dict().keys() - check_folder(tmp_path).tensors.keys()
+    assert left_out == {"model.norm.weight"}
+
+
+def test_the_dtype_of_the_config_is_that_of_most_weights(tmp_path):
+    model = packed(vocab_size=8)
+    model.model.embed_tokens.float()  # the first parameter, whose dtype is `model.dtype`
+    assert model.dtype == torch.float32
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert reload(tmp_path).lm_head.weight.dtype == torch.bfloat16
+
+
+def test_a_decoded_model_is_saved_the_stock_way(tmp_path):
+    model = packed()
+    model.dequantize()
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / MANIFEST).exists()
+    assert bits(AutoModelForCausalLM.from_pretrained(tmp_path)) == bits(model)
+
+
+def test_a_failed_save_leaves_the_folder_as_it_was(tmp_path):
+    packed().save_pretrained(tmp_path)
+    before = files(tmp_path)
+    other = packed(seed=1)
+    with pytest.raises(CheckpointError):
+        other.save_pretrained(tmp_path, max_shard_size=0)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_refused_save_takes_no_live_shards_with_it(tmp_path, monkeypatch, seed):
+    packed(seed=0).save_pretrained(tmp_path)
+    before = files(tmp_path)
+
+    def full(path: Path, content: bytes) -> Path:
+        raise OSError(28, "No space left on device")
+
+    # the same model again has shards of the same names
+    monkeypatch.setattr(save, "write_beside", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        packed(seed=seed).save_pretrained(tmp_path)
+    assert files(tmp_path) == before
+
+
+def test_an_empty_folder_and_a_link_to_one_are_filled(tmp_path):
+    model = packed()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "other").mkdir()
+    model.save_pretrained(tmp_path / "empty")
+    model.save_pretrained(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert files(tmp_path / "other") == files(tmp_path / "empty")
+
+
+def test_adapters_of_peft_are_not_saved_as_weights(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = packed()
+    peft = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(AdapterError, match="adapters of PEFT"):
+        model.save_pretrained(tmp_path / "base")
+    assert not (tmp_path / "base").exists()
+    peft.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    peft.unload()
+    model.save_pretrained(tmp_path / "base")
+    assert bits(reload(tmp_path / "base")) == bits(packed())
+
+
+def test_adapters_that_transformers_loaded_are_saved_its_own_way(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(packed(), LoraConfig(target_modules=["q_proj"], r=2)).save_pretrained(
+        tmp_path / "adapter"
+    )
+    model = packed()
+    model.load_adapter(str(tmp_path / "adapter"))
+    model.save_pretrained(tmp_path / "again")
+    names = {file.name for file in (tmp_path / "again").iterdir()}
+    assert "adapter_model.safetensors" in names
+    assert MANIFEST not in names
+
+
+@pytest.mark.parametrize("what", ["shard", "missing", "manifest"])
+def test_ignoring_mismatches_does_not_ignore_damage(tmp_path, what):
+    packed().save_pretrained(tmp_path, max_shard_size="50KB")
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    file = tmp_path / list(manifest.shards)[1]
+    if what == "missing":
+        file.unlink()
+    elif what == "manifest":
+        (tmp_path / MANIFEST).unlink()
+    else:
+        raw = bytearray(file.read_bytes())
+        raw[-1] ^= 1
+        file.write_bytes(raw)
+    with pytest.raises(CheckpointError):
+        reload(tmp_path, ignore_mismatched_sizes=True)
+
+
+def test_ignoring_mismatches_does_not_make_room_for_another_models_config(tmp_path):
+    packed().save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    config = json.loads(text)
+    config["moe_intermediate_size"] *= 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json is not the one"):
+        reload(tmp_path, ignore_mismatched_sizes=True)
+
+
+def test_a_trainers_checkpoint_is_a_packed_folder(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model = packed()
+    arguments = TrainingArguments(str(tmp_path / "out"), report_to=[], use_cpu=True)
+    trainer = Trainer.__new__(Trainer)
+    trainer.model, trainer.args = model, arguments
+    trainer.processing_class = trainer.data_collator = None
+    trainer.accelerator = type("A", (), {"unwrap_model": staticmethod(lambda m, **_: m)})()
+    trainer._save(str(tmp_path / "out" / "checkpoint-1"))
+    folder = tmp_path / "out" / "checkpoint-1"
+    assert (folder / "training_args.bin").exists()
+    assert bits(reload(folder)) == bits(model)
+    trainer._save(str(folder))
+    assert check_folder(folder)
+
+
+def test_a_base_model_is_read_from_the_folder_of_the_whole(tmp_path):
+    model = packed()
+    model.save_pretrained(tmp_path)
+    base = reload(tmp_path, type(model.model))
+    assert type(base) is type(model.model)
+    want = {k.removeprefix("model."): v for k, v in bits(model).items() if k.startswith("model.")}
+    assert bits(base) == want

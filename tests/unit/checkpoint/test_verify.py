@@ -1,0 +1,476 @@
+"""`moe-qlora verify`: what it calls damaged, and whether its errors are those of the weights."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import quantize_experts
+from moe_qlora.checkpoint import conversion
+from moe_qlora.checkpoint.manifest import MANIFEST, read_manifest
+from moe_qlora.checkpoint.verify import verify
+from moe_qlora.cli import heat_map
+from moe_qlora.cli.app import run
+from moe_qlora.errors import CheckpointError
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.testing import tiny_model
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+KINDS = {
+    "nf4": NF4,
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+    "bf16 storage": NF4 | {"bnb_4bit_quant_storage": torch.bfloat16},
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Run `moe-qlora verify ARGUMENTS`: exit code, stdout, stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moe-qlora", "verify", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            run()
+        out, err = capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    return call
+
+
+def folders(tmp_path: Path, kind: str, family: str = "qwen3_moe") -> tuple[Any, Path, Path]:
+    """A model packed while it was loaded, its folder, and the folder of its source."""
+    plain = tiny_model(family, dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path / "source")
+    config = BitsAndBytesConfig(**KINDS[kind])
+    with moe_qlora.enabled():
+        model = type(plain).from_pretrained(
+            tmp_path / "source", quantization_config=config, dtype=torch.bfloat16
+        )
+    model.save_pretrained(tmp_path / "packed", max_shard_size="50KB")
+    return model, tmp_path / "packed", tmp_path / "source"
+
+
+def small(kind: str = "nf4") -> Any:
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1)
+    quantize_experts(model, BitsAndBytesConfig(**KINDS[kind]))
+    return model
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def check_damaged(result: tuple[int, str, str], *parts: str) -> None:
+    code, _, err = result
+    assert code == 1
+    assert err.startswith("damaged: ")
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err
+
+
+# --- packed folders -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sound_folder_is_good_and_stays_as_it_is(cli, tmp_path, kind):
+    model, folder, _ = folders(tmp_path, kind)
+    before = contents(folder)
+    code, out, err = cli(folder)
+    assert (code, err) == (0, "")
+    assert "is whole" in out
+    assert "warning" not in out
+    found = json.loads(cli(folder, "--json")[1])
+    assert (found["good"], found["problems"], found["warnings"]) == (True, [], [])
+    assert found["kind"] == KINDS[kind].get("bnb_4bit_quant_type", "int8")
+    stacks = list(parametrize.iter_packed(model))
+    assert found["experts"] == len(stacks)
+    names = [type(module).__name__ for module in model.modules()]
+    assert found["linears"] == names.count("Linear4bit") + names.count("Linear8bitLt") > 0
+    assert found["tensors"] == len(model.state_dict())
+    assert found["nbytes"] == sum(t.nbytes for t in model.state_dict().values())
+    assert contents(folder) == before
+
+
+def test_a_stack_with_a_block_of_zeros_is_good(tmp_path):
+    for kind in ("fp4", "int8", "nf4"):
+        model = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1)
+        with torch.no_grad():
+            model.model.layers[0].mlp.experts.down_proj[1].zero_()
+        quantize_experts(model, BitsAndBytesConfig(**KINDS[kind]))
+        model.save_pretrained(tmp_path / kind)
+        assert verify(tmp_path / kind).problems == ()
+
+
+def test_every_change_of_config_json_is_found(cli, tmp_path):
+    folder = tmp_path / "packed"
+    small().save_pretrained(folder)
+    text = (folder / "config.json").read_bytes()
+    rng = random.Random(0)
+    for number in range(120):
+        raw = bytearray(text)
+        place = rng.randrange(len(raw))
+        kind = rng.choice(["flip", "cut", "drop", "space", "junk"])
+        if kind == "flip":
+            raw[place] ^= 1 << rng.randrange(8)
+        elif kind == "cut":
+            del raw[place:]
+        elif kind == "drop":
+            del raw[place]
+        elif kind == "space":
+            raw[place:place] = b" "
+        else:
+            raw[place : place + 4] = rng.randbytes(4)
+        (folder / "config.json").write_bytes(raw)
+        report = verify(folder)
+        assert not report.good, (number, kind, place)
+        assert "config.json" in report.problems[0]
+        if number < 5:
+            check_damaged(cli(folder), "config.json")
+    (folder / "config.json").write_bytes(text)
+    assert verify(folder).good
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda c: c.update(num_experts_per_tok=1), "it changed in num_experts_per_tok"),
+        (lambda c: c.pop("rms_norm_eps"), "it changed in rms_norm_eps"),
+        (lambda c: c.pop("moe_qlora"), "does not say that the folder is packed"),
+        (lambda c: c["moe_qlora"].update(id="0" * 64), "of different saves"),
+        (lambda c: c["moe_qlora"].update(entry="x.safetensors"), "does not fit"),
+        (lambda c: c["moe_qlora"].update(format_version=2), "does not fit"),
+        (lambda c: c.pop("transformers_weights"), "lacks the sentence"),
+        (lambda c: c["quantization_config"].update(load_in_4bit=False), "or the quantization"),
+    ],
+)
+def test_what_changed_in_config_json_is_named(cli, tmp_path, change, part):
+    small().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    change(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_damaged(cli(tmp_path), "config.json", part)
+
+
+@pytest.mark.parametrize("what", ["bit", "cut", "missing", "manifest", "no manifest", "no config"])
+def test_damage_is_named(cli, tmp_path, what):
+    small().save_pretrained(tmp_path, max_shard_size="20KB")
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    shard = tmp_path / list(manifest.shards)[1]
+    raw = bytearray(shard.read_bytes())
+    name = shard.name
+    if what == "bit":
+        raw[-5] ^= 16
+        shard.write_bytes(raw)
+    elif what == "cut":
+        shard.write_bytes(raw[:-1])
+    elif what == "missing":
+        shard.unlink()
+    elif what == "manifest":
+        name = MANIFEST
+        (tmp_path / MANIFEST).write_bytes((tmp_path / MANIFEST).read_bytes()[:-40])
+    else:
+        name = MANIFEST if what == "no manifest" else "config.json"
+        (tmp_path / name).unlink()
+    check_damaged(cli(tmp_path), name)
+    found = json.loads(cli(tmp_path, "--json")[1])
+    assert found["good"] is False
+    assert name in found["problems"][0]
+
+
+def negative(tensor: torch.Tensor) -> torch.Tensor:
+    changed = tensor.clone()
+    changed[1] = -1.0
+    return changed
+
+
+def nonfinite(tensor: torch.Tensor) -> torch.Tensor:
+    changed = tensor.clone()
+    changed[0] = float("nan")
+    return changed
+
+
+def resized(tensor: torch.Tensor) -> torch.Tensor:
+    said = json.loads(bytes(tensor.tolist()))
+    said["shape"] = said["shape"][::-1]
+    return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+
+def retyped(tensor: torch.Tensor) -> torch.Tensor:
+    said = json.loads(bytes(tensor.tolist()))
+    said["quant_type"] = "fp4" if said["quant_type"] == "nf4" else "nf4"
+    return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    said = json.loads(bytes(tensor.tolist()))
+    said["nested_offset"] = float("nan")
+    return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+
+RECORD = "gate_up_proj.quant_state.bitsandbytes__nf4"
+
+
+@pytest.mark.parametrize(
+    ("kind", "end", "change", "part"),
+    [
+        ("fp4", "gate_up_proj.absmax", negative, "has the absmax -1.0 at 1"),
+        ("fp4", "down_proj.absmax", nonfinite, "has the absmax nan at 0"),
+        ("nf4", "gate_up_proj.nested_absmax", nonfinite, "has the nested absmax nan"),
+        ("nf4", "gate_up_proj.quant_map", negative, "not the code table"),
+        ("nf4", "gate_up_proj.nested_quant_map", negative, "not the code table"),
+        ("nf4", RECORD, resized, "says of itself"),
+        ("nf4", RECORD, retyped, "says of itself"),
+        ("nf4", RECORD, shifted, "nested offset nan"),
+        ("nf4", RECORD, torch.zeros_like, "cannot be read"),
+        ("int8", "down_proj.SCB", negative, "has the scale -1.0 at 1"),
+        ("int8", "gate_up_proj.SCB", nonfinite, "has the scale nan at 0"),
+        ("nf4", "input_layernorm.weight", nonfinite, "holds NaN or inf"),
+    ],
+)
+def test_statistics_that_no_checksum_can_judge(cli, tmp_path, kind, end, change, part):
+    model = small(kind)
+    state = model.state_dict()
+    key = next(key for key in state if key.endswith(end))
+    state[key] = change(state[key])
+    model.save_pretrained(tmp_path, state_dict=state)
+    check_damaged(cli(tmp_path), part, key.partition(".quant_state")[0].rpartition(".")[0])
+
+
+def test_leftovers_are_warnings(cli, tmp_path):
+    folder = tmp_path / "packed"
+    small().save_pretrained(folder)
+    stray = "model-0123abcd-00001-of-00001.safetensors"
+    names = [stray, "model.safetensors", "pytorch_model.bin", ".config.json.partial"]
+    for name in names:
+        (folder / name).write_bytes(b"")
+    (folder / "training_args.bin").write_bytes(b"")
+    (tmp_path / ".packed.partial").mkdir()
+    report = verify(folder)
+    assert report.good
+    assert len(report.warnings) == 5
+    for name in [*names, ".packed.partial"]:
+        assert any(name in warning for warning in report.warnings)
+    code, out, _ = cli(folder)
+    assert code == 0
+    assert out.count("warning:") == 5
+
+
+def test_a_save_that_was_interrupted_at_its_last_step_is_good(cli, tmp_path):
+    small().save_pretrained(tmp_path)
+    (tmp_path / MANIFEST).rename(tmp_path / f".{MANIFEST}.partial")
+    report = verify(tmp_path)
+    assert report.good
+    [warning] = report.warnings
+    assert "rename it to moe_qlora.json" in warning
+    (tmp_path / f".{MANIFEST}.partial").rename(tmp_path / MANIFEST)
+    assert verify(tmp_path).warnings == ()
+
+
+# --- plain folders ------------------------------------------------------------------------------
+
+
+def test_a_plain_checkpoint_is_checked_as_far_as_it_can_be(cli, tmp_path):
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    report = verify(tmp_path)
+    assert report.good
+    assert (report.kind, report.experts, report.warnings) == ("plain", 0, ())
+    assert report.files > 2
+    assert cli(tmp_path)[0] == 0
+    save_file({"x": torch.ones(1)}, tmp_path / "stray.safetensors")
+    assert "stray.safetensors" in verify(tmp_path).warnings[0]
+
+    first, *_, last = sorted(tmp_path.glob("model-*.safetensors"))
+    tensors = load_file(first)
+    key = next(iter(tensors))
+    tensors[key].view(-1)[3] = float("inf")
+    save_file(tensors, first)
+    check_damaged(cli(tmp_path), first.name, key, "NaN or inf")
+    last.write_bytes(last.read_bytes()[:-1])
+    check_damaged(cli(tmp_path), last.name)
+    last.unlink()
+    check_damaged(cli(tmp_path), last.name, "missing")
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    check_damaged(cli(tmp_path), "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\0"])
+def test_a_plain_config_that_is_damaged(cli, tmp_path, text):
+    tiny_model("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    check_damaged(cli(tmp_path), "config.json")
+
+
+def test_bounds_may_be_infinite_and_weights_may_not(tmp_path):
+    bounds = {"low": torch.tensor(-torch.inf), "high": torch.full((3,), torch.inf)}
+    save_file(bounds, tmp_path / "model.safetensors")
+    assert verify(tmp_path).good
+    save_file(bounds | {"w": torch.full((3, 1), torch.inf)}, tmp_path / "model.safetensors")
+    assert "w holds NaN or inf" in verify(tmp_path).problems[0]
+    save_file(bounds | {"b": torch.tensor([torch.nan])}, tmp_path / "model.safetensors")
+    assert "b holds NaN or inf" in verify(tmp_path).problems[0]
+
+
+def test_what_is_no_checkpoint_is_bad_input(cli, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "file").write_text("")
+    save_file({"x": torch.ones(1)}, tmp_path / "plain" / "model.safetensors")
+    small().save_pretrained(tmp_path / "packed")
+    for arguments, part in (
+        ((tmp_path / "missing",), "is no folder"),
+        ((tmp_path / "file",), "is no folder"),
+        ((tmp_path / "empty",), "holds no checkpoint"),
+        ((tmp_path / "plain", "--against", tmp_path / "plain"), "not packed by moe_qlora"),
+        ((tmp_path / "packed", "--against", tmp_path / "packed"), "no 16-bit checkpoint"),
+        ((tmp_path / "packed", "--against", tmp_path / "missing"), "no 16-bit checkpoint"),
+        ((tmp_path / "packed", "--heat-map", tmp_path / "x.png"), "give --against too"),
+    ):
+        code, _, err = cli(*arguments)
+        assert code == 2, arguments
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert part in err
+
+
+# --- against the source -------------------------------------------------------------------------
+
+
+def reference(weight: torch.Tensor, decoded: torch.Tensor) -> tuple[float, float]:
+    """Relative Frobenius error and largest difference, the plain way."""
+    one, other = weight.double(), decoded.double()
+    return float((one - other).norm() / one.norm()), float((one - other).abs().max())
+
+
+@pytest.mark.parametrize("elements", [conversion.SLICE_ELEMENTS, 3000])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *(("qwen3_moe", kind) for kind in KINDS),
+        *(("gpt_oss", "nf4"), ("dbrx", "nf4"), ("dbrx", "int8"), ("diffusion_gemma", "nf4")),
+    ],
+)
+def test_errors_are_those_of_the_weights(tmp_path, monkeypatch, family, kind, elements):
+    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", elements)
+    model, folder, source = folders(tmp_path, kind, family)
+    plain = type(model).from_pretrained(source, dtype=torch.bfloat16)
+    found = {error.name: error for error in verify(folder, source).errors}
+    seen = set()
+    for module_name, module, leaf in parametrize.iter_packed(model):
+        name = f"{module_name}.{leaf}"
+        if name not in found:
+            assert family == "diffusion_gemma"  # stored once, under its other name
+            continue
+        weight, stack = plain.get_parameter(name), parametrize.read_packed(module, leaf)
+        decoded = codec.unpack(stack)
+        experts = 4
+        whole, largest = reference(weight, decoded)
+        error = found[name]
+        assert (error.expert, error.shape) == (True, tuple(weight.shape))
+        assert error.relative == pytest.approx(whole, rel=1e-5)
+        assert error.max_abs == pytest.approx(largest, rel=1e-5)
+        pairs = zip(weight.view(experts, -1), decoded.view(experts, -1), strict=True)
+        each = [reference(*pair)[0] for pair in pairs]
+        assert error.experts == pytest.approx(each, rel=1e-5)
+        assert error.worst == each.index(max(each))
+        seen.add(name)
+    layers = 0
+    for name, error in found.items():
+        if name in seen:
+            continue
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        assert type(layer).__name__ in ("Linear4bit", "Linear8bitLt")
+        assert (error.expert, error.worst) == (False, 0)
+        if kind != "int8":
+            # straight from bitsandbytes' statistics, by this package's decoder
+            state = layer.weight.quant_state
+            packed = codec.PackedStack(
+                layer.weight.data, state, state.quant_type, state.shape, state.dtype
+            )
+            want = reference(plain.get_parameter(name), codec.unpack(packed))
+            assert (error.relative, error.max_abs) == pytest.approx(want, rel=1e-5)
+        else:
+            assert 0.001 < error.relative < 0.02
+        layers += 1
+    assert seen
+    assert layers == sum(
+        type(m).__name__ in ("Linear4bit", "Linear8bitLt") for m in model.modules()
+    )
+
+
+def test_the_table_the_map_and_the_json_say_the_same(cli, tmp_path):
+    pytest.importorskip("matplotlib")
+    _, folder, source = folders(tmp_path, "nf4")
+    picture = tmp_path / "map.png"
+    code, out, err = cli(folder, "--against", source, "--heat-map", picture)
+    assert (code, err) == (0, "")
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    (tmp_path / "folder.png").mkdir()
+    code, _, err = cli(folder, "--against", source, "--heat-map", tmp_path / "folder.png")
+    assert code == 2
+    assert err.startswith("error: --heat-map ") and "cannot be written: Is a directory" in err
+    found = json.loads(cli(folder, "--against", source, "--json")[1])
+    stacks = [error for error in found["errors"] if error["expert"]]
+    assert len(stacks) == found["experts"] == 4
+    for error in stacks:
+        worst = error["experts"][error["worst"]]
+        row = rf"{re.escape(error['name'])} .*{error['relative']:.2%}.*{worst:.2%}.*"
+        assert re.search(rf"{row}expert {error['worst']}", out)
+    report = verify(folder, source)
+    panels = heat_map.grids(report.errors)
+    assert set(panels) == {
+        f"model.layers.*.mlp.experts.{leaf} (4 experts)" for leaf in ("gate_up_proj", "down_proj")
+    }
+    for pattern, (layers, grid) in panels.items():
+        assert layers == ["0", "1"]
+        for layer, row in zip(layers, grid, strict=True):
+            name = pattern.split(" ")[0].replace("*", layer)
+            assert row == next(error["experts"] for error in stacks if error["name"] == name)
+
+
+def test_a_source_of_another_model_is_bad_input(cli, tmp_path):
+    _, folder, source = folders(tmp_path, "nf4")
+    tiny_model("qwen3_moe", moe_intermediate_size=80).save_pretrained(tmp_path / "wide")
+    tiny_model("gpt_oss").save_pretrained(tmp_path / "other")
+    for name in ("wide", "other"):
+        code, _, err = cli(folder, "--against", tmp_path / name)
+        assert code == 2, err
+        assert "of another model" in err
+    for file in source.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    assert cli(folder, "--against", source)[0] == 2
+
+
+def test_no_errors_are_computed_for_a_damaged_folder(tmp_path):
+    _, folder, source = folders(tmp_path, "nf4")
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    (folder / manifest.entry).unlink()
+    report = verify(folder, source)
+    assert not report.good
+    assert report.errors == ()
+    with pytest.raises(CheckpointError):
+        verify(tmp_path / "nowhere", source)

@@ -1,0 +1,439 @@
+"""The command line: what it prints, what it takes, how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
+
+import moe_qlora
+from moe_qlora.cli import render
+from moe_qlora.cli.app import run
+from moe_qlora.packing.sizes import packed_nbytes
+
+LAYERS, EXPERTS, HIDDEN, WIDTH = 3, 4, 64, 32
+GATE_UP = (EXPERTS, 2 * WIDTH, HIDDEN)
+DOWN = (EXPERTS, HIDDEN, WIDTH)
+
+
+def tiny(**changes) -> Qwen3MoeConfig:
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "moe_intermediate_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [0],
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "dtype": "bfloat16",
+    }
+    return Qwen3MoeConfig(**(sizes | changes))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint folder without weights: `dump` must not ask for them."""
+    path = tmp_path / "model"
+    tiny().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Run `moe-qlora ARGUMENTS`: exit code, stdout, stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moe-qlora", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            run()
+        out, err = capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    return call
+
+
+def dumped(cli, *arguments: object) -> dict:
+    code, out, err = cli("dump", *arguments, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_version(cli):
+    assert cli("--version") == (0, f"moe-qlora {moe_qlora.__version__}\n", "")
+
+
+def test_table(cli, folder):
+    code, out, err = cli("dump", folder)
+    assert (code, err) == (0, "")
+    row = next(line for line in out.splitlines() if "gate_up_proj" in line)
+    cells = [cell.strip() for cell in re.split(r"[|\u2502]", row) if cell.strip()]
+    now = 2 * EXPERTS * 2 * WIDTH * HIDDEN * 2
+    packed = 2 * packed_nbytes(GATE_UP, "nf4", double_quant=True)
+    assert cells == [
+        "model.layers.*.mlp.experts.gate_up_proj",
+        "2",
+        "4x64x64",
+        "(E, out, in)",
+        "gate_up",
+        "bfloat16",
+        render.size(now),
+        render.size(packed),
+    ]
+    assert "nf4, double quantization" in out
+    assert "4 expert parameters: 96.0 KiB now" in out
+    assert "\x1b" not in out
+
+
+def test_json(cli, folder):
+    found = dumped(cli, folder)
+    assert found["quantization"] == {"kind": "nf4", "double_quant": True}
+    shapes = {entry["pattern"]: tuple(entry["shape"]) for entry in found["experts"]}
+    root = "model.layers.*.mlp.experts."
+    assert shapes == {f"{root}gate_up_proj": GATE_UP, f"{root}down_proj": DOWN}
+    assert found["experts"][0]["names"] == [
+        f"model.layers.{layer}.mlp.experts.gate_up_proj" for layer in (1, 2)
+    ]
+    assert found["experts"][0]["evidence"]
+    sizes = [2 * packed_nbytes(shape, "nf4", double_quant=True) for shape in (GATE_UP, DOWN)]
+    assert found["totals"] == {
+        "parameters": 4,
+        "nbytes": 2 * 2 * EXPERTS * 3 * WIDTH * HIDDEN,
+        "packed_nbytes": sum(sizes),
+    }
+
+
+def test_lists_are_those_of_the_packed_model(cli, folder):
+    found = dumped(cli, folder)
+    model = AutoModelForCausalLM.from_config(tiny(), dtype=torch.bfloat16)
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    moe_qlora.quantize_experts(model, config)
+    assert set(found["exclude_modules"]) == set(moe_qlora.exclude_modules(model))
+    assert len(found["exclude_modules"]) == len(set(found["exclude_modules"]))
+    assert set(found["target_parameters"]) == set(moe_qlora.target_parameters(model))
+
+
+def test_python_and_yaml_say_the_same(cli, folder):
+    found = dumped(cli, folder)
+    code, out, _ = cli("dump", folder, "--peft")
+    assert code == 0
+    pasted = eval(f"dict({out})")
+    code, out, _ = cli("dump", folder, "--yaml")
+    assert code == 0
+    loaded = yaml.safe_load(out)
+    for name in ("target_parameters", "exclude_modules"):
+        assert sorted(pasted[name]) == sorted(found[name])
+        assert loaded[f"lora_{name}"] == found[name]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "runs"),
+    [([3], [(3, 4)]), ([0, 1, 2], [(0, 3)]), ([0, 2, 3, 7], [(0, 1), (2, 4), (7, 8)])],
+)
+def test_folding(numbers, runs):
+    names = (*(f"a.{i}.b.0.c" for i in numbers), "plain", "x.y")
+    assert render._runs(numbers) == runs
+    folded = render._folded(names)
+    assert sorted(eval(f"[{', '.join(folded)}]")) == sorted(names)
+    assert len(folded) == len(runs) + 2
+
+
+def test_why(cli, folder):
+    config = tiny(architectures=None)
+    config.save_pretrained(folder)
+    code, out, _ = cli("dump", folder, "--why")
+    assert code == 0
+    assert "an expert stack: " in out
+    assert "chooses among 4" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "double"),
+    [
+        ((), "nf4", True),
+        (("--quant", "fp4"), "fp4", True),
+        (("--no-double-quant",), "nf4", False),
+        (("--quant", "int8"), "int8", False),
+    ],
+)
+def test_settings_of_the_caller(cli, folder, arguments, kind, double):
+    found = dumped(cli, folder, *arguments)
+    assert found["quantization"] == {"kind": kind, "double_quant": double}
+    expected = sum(2 * packed_nbytes(s, kind, double_quant=double) for s in (GATE_UP, DOWN))
+    assert found["totals"]["packed_nbytes"] == expected
+
+
+def test_settings_of_the_checkpoint(cli, folder):
+    own = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4")
+    tiny(quantization_config=own.to_dict()).save_pretrained(folder)
+    assert dumped(cli, folder)["quantization"] == {"kind": "fp4", "double_quant": False}
+
+
+def test_another_method_is_noted(cli, folder):
+    content = json.loads((folder / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(content))
+    assert "quantized with fp8" in " ".join(dumped(cli, folder)["notes"])
+
+
+def test_skip_modules(cli, folder):
+    own = {"load_in_4bit": True, "llm_int8_skip_modules": ["model.layers.2.mlp.experts"]}
+    tiny(quantization_config={**own, "quant_method": "bitsandbytes"}).save_pretrained(folder)
+    found = dumped(cli, folder)
+    skipped = [entry for entry in found["experts"] if entry["skipped"]]
+    assert {name for entry in skipped for name in entry["names"]} == {
+        "model.layers.2.mlp.experts.gate_up_proj",
+        "model.layers.2.mlp.experts.down_proj",
+    }
+    assert all(entry["packed_nbytes"] == entry["nbytes"] for entry in skipped)
+    assert not any("layers.2" in name for name in found["target_parameters"])
+    assert not any("layers.2" in name for name in found["exclude_modules"])
+
+
+def test_sources(cli, folder, tmp_path, monkeypatch):
+    reference = dumped(cli, folder)
+    trainer = tmp_path / "train.yaml"
+    trainer.write_text("base_model: ./model\nadapter: qlora\nload_in_4bit: true\n")
+    monkeypatch.chdir(folder)
+    for source in (folder / "config.json", "config.json", trainer):
+        found = dumped(cli, source)
+        assert found["experts"] == reference["experts"]
+
+
+def test_model_type(cli):
+    found = dumped(cli, "qwen3_moe")
+    assert found["model_type"] == "qwen3_moe"
+    assert found["experts"][0]["role"] == "gate_up"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("adapter: qlora", ("nf4", True)),
+        ("load_in_8bit: true\nadapter: lora", ("int8", False)),
+        ("load_in_4bit: true\nbnb_config_kwargs: {bnb_4bit_quant_type: fp4}", ("fp4", True)),
+        (
+            "load_in_4bit: true\nbnb_config_kwargs: {bnb_4bit_use_double_quant: false}",
+            ("nf4", False),
+        ),
+    ],
+)
+def test_trainer_settings(cli, folder, tmp_path, lines, expected):
+    trainer = tmp_path / "train.yml"
+    trainer.write_text(f"base_model: {folder}\n{lines}\n")
+    found = dumped(cli, trainer)["quantization"]
+    assert (found["kind"], found["double_quant"]) == expected
+
+
+def test_trainer_overrides(cli, folder, tmp_path):
+    trainer = tmp_path / "train.yml"
+    trainer.write_text(
+        f"base_model: {folder}\nadapter: lora\noverrides_of_model_config: {{num_experts: 6}}\n"
+    )
+    found = dumped(cli, trainer)
+    assert found["experts"][0]["num_experts"] == 6
+    assert "neither load_in_4bit nor load_in_8bit" in " ".join(found["notes"])
+
+
+def test_the_block_of_the_plugin(cli, folder, tmp_path):
+    """What it skips is skipped; a file that forgets to name the plugin is told so."""
+    trainer = tmp_path / "train.yml"
+    lines = f"base_model: {folder}\nadapter: qlora\nmoe_qlora:\n  skip_modules: [model.layers.1]\n"
+    trainer.write_text(lines)
+    found = dumped(cli, trainer)
+    assert [e["skipped"] for e in found["experts"] if e["skipped"]] == ["model.layers.1"] * 2
+    assert "only where plugins names moe_qlora.integrations.axolotl" in " ".join(found["notes"])
+    trainer.write_text(lines + "plugins: [moe_qlora.integrations.axolotl.MoeQloraPlugin]\n")
+    assert not dumped(cli, trainer)["notes"]
+
+
+def test_plain_linear_router_is_named(cli, tmp_path):
+    from transformers import AfmoeConfig
+
+    config = AfmoeConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_dense_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=64,
+    )
+    config.save_pretrained(tmp_path)
+    code, out, _ = cli("dump", tmp_path)
+    assert code == 0
+    assert "Routers that are plain Linear layers" in out
+    assert "router.gate (3)" in out
+
+
+def test_no_experts(cli, tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    ).save_pretrained(tmp_path)
+    code, out, err = cli("dump", tmp_path)
+    assert (code, err) == (3, "")
+    assert "no fused expert parameters" in out
+    for form in ("--peft", "--yaml"):
+        assert cli("dump", tmp_path, form)[0] == 3
+    code, out, _ = cli("dump", tmp_path, "--json")
+    assert code == 3
+    assert json.loads(out)["experts"] == []
+
+
+BAD_CONFIGS = {
+    "no JSON": ("{bad", "damaged"),
+    "no object": ("[1]", "no JSON object"),
+    "no model type": ("{}", "no model_type"),
+    "unknown type": ('{"model_type": "nope"}', "does not know its model_type"),
+    "remote code": (
+        '{"model_type": "nope", "auto_map": {"AutoConfig": "c.Config"}}',
+        "--trust-remote-code",
+    ),
+    "wrong field": ('{"model_type": "qwen3_moe", "num_experts": "x"}', "num_experts"),
+    "impossible size": (
+        '{"model_type": "qwen3_moe", "hidden_size": -4}',
+        "cannot build a model of type 'qwen3_moe'",
+    ),
+    "bad settings": (
+        '{"model_type": "qwen3_moe", "quantization_config": {"quant_method": "bitsandbytes"}}',
+        "neither 4 nor 8 bit",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_configuration(cli, tmp_path, case):
+    text, message = BAD_CONFIGS[case]
+    (tmp_path / "config.json").write_text(text)
+    check_refused(cli("dump", tmp_path), message)
+
+
+BAD_YAML = {
+    "no base_model": ("adapter: qlora", "base_model"),
+    "a list": ("- 1", "base_model"),
+    "no YAML": ("a: [", "no readable YAML"),
+    "itself": ("base_model: train.yaml", "another YAML file"),
+    "missing": ("base_model: ./gone", "./gone does not exist"),
+    "kwargs": ("base_model: {model}\nadapter: qlora\nbnb_config_kwargs: 3", "bnb_config_kwargs"),
+    "type": (
+        "base_model: {model}\nadapter: qlora\nbnb_config_kwargs: {{bnb_4bit_quant_type: nf5}}",
+        "nf5",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_YAML)
+def test_bad_yaml(cli, folder, tmp_path, case):
+    text, message = BAD_YAML[case]
+    (tmp_path / "train.yaml").write_text(text.format(model=folder) if "{model}" in text else text)
+    check_refused(cli("dump", tmp_path / "train.yaml"), message)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("./gone", "does not exist"),
+        ("gone.json", "does not exist"),
+        ("a/b/c", "no hub id"),
+        (" ", "MODEL is empty"),
+        ("somebody/something-not-there", "neither cached nor to be had"),
+        ("nosuchtype", "no local path and no model type"),
+    ],
+)
+def test_nothing_there(cli, model, message):
+    check_refused(cli("dump", model), message)
+
+
+def test_folder_without_config(cli, tmp_path):
+    check_refused(cli("dump", tmp_path), "without config.json")
+
+
+def test_file_of_another_kind(cli, tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"\0")
+    check_refused(cli("dump", tmp_path / "model.bin"), "neither a folder")
+
+
+def test_two_forms_at_once(cli, folder):
+    check_refused(cli("dump", folder, "--json", "--yaml"), "exclude each other")
+
+
+def check_refused(result: tuple[int, str, str], message: str) -> None:
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+def test_trusted_remote_code(cli, tmp_path):
+    code = """
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+class FarConfig(PretrainedConfig):
+    model_type = "far_moe"
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.choose = nn.Linear(8, 3, bias=False)
+        self.first = nn.Parameter(torch.empty(3, 16, 8))
+        self.second = nn.Parameter(torch.empty(3, 8, 16))
+    def forward(self, x):
+        p = self.choose(x).softmax(-1)
+        h = torch.einsum("ti,eoi->teo", x, self.first).relu()
+        return torch.einsum("teo,eio,te->ti", h, self.second, p)
+
+class FarModel(PreTrainedModel):
+    config_class = FarConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.post_init()
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+"""
+    (tmp_path / "far.py").write_text(code)
+    auto = {"AutoConfig": "far.FarConfig", "AutoModel": "far.FarModel"}
+    config = {"model_type": "far_moe", "auto_map": auto, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_refused(cli("dump", tmp_path), "--trust-remote-code")
+    found = dumped(cli, tmp_path, "--trust-remote-code")
+    assert [entry["pattern"] for entry in found["experts"]] == ["blocks.*.first", "blocks.*.second"]
+
+
+def test_as_a_program(folder):
+    """Installed or not: exit codes, one line on stderr, no control codes into a pipe."""
+    program = [sys.executable, "-m", "moe_qlora.cli"]
+    good = subprocess.run([*program, "dump", str(folder)], capture_output=True, check=False)
+    assert (good.returncode, good.stderr) == (0, b"")
+    assert b"\x1b" not in good.stdout
+    bad = subprocess.run([*program, "dump", "./gone"], capture_output=True, check=False)
+    assert (bad.returncode, bad.stdout) == (2, b"")
+    assert bad.stderr == b"error: ./gone does not exist.\n"
+
+
+def test_color(cli, folder):
+    assert "\x1b" in cli("dump", folder, "--color", "always")[1]
+    assert "\x1b" not in cli("dump", folder, "--color", "never")[1]

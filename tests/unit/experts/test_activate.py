@@ -1,0 +1,146 @@
+"""Which forward a model runs: what activation changes on its configurations, and what it leaves."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moe_qlora.detection import detect
+from moe_qlora.experts import forward
+from moe_qlora.packing import codec, parametrize, settings
+from moe_qlora.testing import tiny_inputs, tiny_model
+
+
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if detect.dispatches(module)}
+
+
+def pack(model: nn.Module, names: list[str]) -> None:
+    for name in names:
+        module = model.get_submodule(name)
+        for parameter in ("gate_up_proj", "down_proj"):
+            stack = codec.pack(getattr(module, parameter), settings.CodecSettings("nf4"))
+            parametrize.attach(module, parameter, stack)
+
+
+def packed_model(model_type: str = "qwen3_moe") -> Any:
+    model = tiny_model(model_type)
+    names = list(experts_of(model))
+    pack(model, names)
+    assert forward.activate(model, names) == ()
+    return model
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(**tiny_inputs(model)).logits
+    return out
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The modules that an implementation registered as "probe" has run for."""
+    seen: list[Any] = []
+
+    def probe(module: Any, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+        seen.append(module)
+        return hidden_states
+
+    monkeypatch.setitem(type(ALL_EXPERTS_FUNCTIONS)._global_mapping, "probe", probe)
+    return seen
+
+
+def test_a_saved_configuration_does_not_name_the_forward(tmp_path: Path) -> None:
+    model = packed_model()
+    assert model.config._experts_implementation == forward.IMPLEMENTATION
+    assert forward.IMPLEMENTATION not in str(model.config.to_dict())
+    assert forward.IMPLEMENTATION not in str(model.config.to_diff_dict())
+    model.config.save_pretrained(tmp_path)
+    assert forward.IMPLEMENTATION not in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert loaded.config._experts_implementation == "grouped_mm"
+
+
+def test_a_plain_model_made_from_a_packed_models_configuration_runs() -> None:
+    model = packed_model()
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(model.config)).eval()
+    plain.load_state_dict(tiny_model("qwen3_moe").state_dict())
+    found = logits(plain)
+    plain.set_experts_implementation("eager")
+    torch.testing.assert_close(found, logits(plain))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "gemma4"])
+def test_the_choice_is_made_where_the_experts_module_reads_it(model_type: str) -> None:
+    model = packed_model(model_type)
+    for module in experts_of(model).values():
+        assert module.config is not model.config
+        assert module.config._experts_implementation == forward.IMPLEMENTATION
+    assert model.config.vision_config._experts_implementation != forward.IMPLEMENTATION
+    forward.deactivate(model)
+    for module in experts_of(model).values():
+        assert module.config._experts_implementation == "grouped_mm"
+
+
+def test_a_skipped_layer_goes_on_with_what_was_chosen_before(calls: list[Any]) -> None:
+    model = tiny_model("qwen3_moe")
+    model.set_experts_implementation("probe")
+    first, second = experts_of(model)
+    pack(model, [first])
+    forward.activate(model, [first])
+    logits(model)
+    assert calls == [model.get_submodule(second)]
+    forward.deactivate(model)
+    logits(model)
+    assert len(calls) == 3
+
+
+def test_switching_by_transformers_own_call_and_back() -> None:
+    model = packed_model()
+    ours = logits(model)
+    model.set_experts_implementation("eager")
+    torch.testing.assert_close(logits(model), ours)
+    model.set_experts_implementation(forward.IMPLEMENTATION)
+    assert torch.equal(logits(model), ours)
+    forward.deactivate(model)
+    assert model.config._experts_implementation == "grouped_mm"
+
+
+def test_activation_twice_restores_what_was_there_at_first() -> None:
+    model = packed_model()
+    forward.activate(model, list(experts_of(model)))
+    forward.deactivate(model)
+    assert model.config._experts_implementation == "grouped_mm"
+    forward.deactivate(model)
+    assert model.config._experts_implementation == "grouped_mm"
+
+
+def test_a_copy_is_switched_by_itself() -> None:
+    model = packed_model()
+    ours = logits(model)
+    twin = copy.deepcopy(model)
+    assert torch.equal(logits(twin), ours)
+    forward.deactivate(twin)
+    assert twin.config._experts_implementation == "grouped_mm"
+    assert model.config._experts_implementation == forward.IMPLEMENTATION
+    assert torch.equal(logits(model), ours)
+
+
+def test_generation_keeps_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = packed_model()
+
+    def refuse(*_: Any) -> Tensor:
+        raise AssertionError("decoded a whole stack")
+
+    monkeypatch.setattr(parametrize.Packed4bit, "forward", refuse)
+    given = tiny_inputs(model)["input_ids"]
+    made = model.generate(given, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert made.shape == (2, given.shape[1] + 3)
+    assert model.config._experts_implementation == forward.IMPLEMENTATION

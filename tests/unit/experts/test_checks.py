@@ -1,0 +1,168 @@
+"""Casts that trainers do, over packed experts: codes and statistics stay, or the model says so."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from peft import LoraConfig, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import testing
+from moe_qlora.experts import checks
+from moe_qlora.packing import parametrize
+
+pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+
+STORAGES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32, "int8"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("casts") / "model"
+    testing.tiny_model("qwen3_moe").save_pretrained(path)
+    return path
+
+
+def load(folder, stored, *, adapter=True):
+    if stored == "int8":
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_quant_storage=stored,
+        )
+    with moe_qlora.enabled():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=config, dtype=torch.float32
+        )
+    if not adapter:
+        return model
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    return moe_qlora.get_peft_model(model, lora, experts=True)
+
+
+def contents(model):
+    """Every tensor that the packed stacks hold, as bytes, with its dtype."""
+    found = []
+    for _, module, name in parametrize.iter_packed(model):
+        state = module.parametrizations[name][0].quant_state
+        held = [parametrize.original_of(module, name).data]
+        if hasattr(state, "scales"):
+            held.append(state.scales)
+        else:
+            held += [state.absmax, state.code, state.offset]
+            held += [state.state2.absmax, state.state2.code]
+        found += [
+            (one.dtype, one.contiguous().view(-1, 1).view(torch.uint8).tolist()) for one in held
+        ]
+    return found
+
+
+def sweep(model):
+    """What TRL's experimental trainers do before training in bfloat16."""
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def adapters_to_bf16(model):
+    """What TRL's trainers do with a model that is loaded in 4 or 8 bit."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def norms_to_fp32(model):
+    for name, module in model.named_modules():
+        if "norm" in name:
+            module.to(torch.float32)
+
+
+CASTS = {
+    "adapters": adapters_to_bf16,
+    "norms": norms_to_fp32,
+    "sweep": sweep,
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    "float": lambda model: model.float(),
+    "k-bit preparation": prepare_model_for_kbit_training,
+}
+# What hits codes in these dtypes.
+DESTROYS = {
+    "sweep": {torch.float32},
+    "half": {torch.bfloat16, torch.float32},
+    "bfloat16": {torch.float16, torch.float32},
+    "float": {torch.bfloat16, torch.float16},
+}
+
+
+@pytest.mark.parametrize("stored", STORAGES, ids=str)
+@pytest.mark.parametrize("name", CASTS)
+def test_cast(name, stored, folder):
+    model = load(folder, stored)
+    before = contents(model)
+    inputs = testing.tiny_inputs(model)
+    CASTS[name](model)
+    if stored in DESTROYS.get(name, ()):
+        message = rf"codes of model\.layers\.0\.\S+ were cast from {stored} to torch\.\w+, which"
+        with pytest.raises(moe_qlora.QuantizationError, match=message) as caught:
+            model(**inputs)
+        assert "\n" not in str(caught.value)
+        return
+    assert contents(model) == before
+    output = model(**inputs, labels=inputs["input_ids"])
+    assert output.logits.isfinite().all()
+    if name != "k-bit preparation":  # which freezes adapters too, stock ones as well
+        output.loss.backward()
+        grads = [p.grad for n, p in model.named_parameters() if "experts.base_layer.lora_B" in n]
+        assert grads and all(grad is not None and grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("stored", STORAGES, ids=str)
+def test_no_statistics_among_the_parameters(stored, folder):
+    """Hosts cast parameters and buffers that are float32; statistics must be neither."""
+    model = load(folder, stored, adapter=False)
+    packed = {id(parametrize.original_of(m, name)) for _, m, name in parametrize.iter_packed(model)}
+    assert len(packed) == 4
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if "experts" in name and id(tensor) not in packed:
+            assert not tensor.is_floating_point(), name
+
+
+def test_a_linear_layer_that_was_cast_is_named(folder):
+    model = load(folder, torch.float32, adapter=False)
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    weight.data = weight.data.to(torch.bfloat16)
+    with pytest.raises(moe_qlora.QuantizationError, match=r"layers\.1\.self_attn\.q_proj\.weight"):
+        model(**testing.tiny_inputs(model))
+
+
+def test_copies_are_watched_by_themselves(folder):
+    model = load(folder, torch.float32, adapter=False)
+    inputs = testing.tiny_inputs(model)
+    model(**inputs)
+    twin = copy.deepcopy(model)
+    sweep(twin)
+    model(**inputs)
+    with pytest.raises(moe_qlora.QuantizationError, match="load the model again"):
+        twin(**inputs)
+    watch = model.__dict__[checks._WATCH]
+    assert watch.codes
+    assert pickle.loads(pickle.dumps(watch)).codes is None  # noqa: S301
+
+
+def test_other_forms_of_linear_layers_on_cpus_are_no_cast(folder):
+    model = load(folder, torch.bfloat16, adapter=False)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.quant_state.packing_format_for_cpu = True
+    weight.data = weight.data.view(torch.uint8)
+    checks.check_codes(model)
+    weight.quant_state.packing_format_for_cpu = False
+    with pytest.raises(moe_qlora.QuantizationError, match="were cast from"):
+        checks.check_codes(model)

@@ -1,0 +1,486 @@
+"""The experts forward against plain loops over decoded weights: outputs and every gradient."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.integrations.moe import use_experts_implementation
+
+from moe_qlora.experts import forward as experts
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing.settings import CodecSettings
+
+H, I, E, K, T = 24, 20, 5, 2, 13  # noqa: E741 - the intermediate size
+
+
+@dataclass
+class Style:
+    """One layout of transformers' experts classes."""
+
+    transposed: bool = False
+    bias: bool = False
+    gate: bool = True
+    interleaved: bool = False
+    norm: bool = False
+    clamped: bool = False
+
+
+STYLES = {
+    "concatenated": Style(),
+    "transposed": Style(transposed=True),
+    "biased": Style(bias=True),
+    "interleaved": Style(transposed=True, bias=True, interleaved=True, clamped=True),
+    "non-gated": Style(gate=False),
+    "non-gated-transposed-biased": Style(gate=False, transposed=True, bias=True),
+    "normed": Style(norm=True),
+    "normed-biased": Style(norm=True, bias=True, transposed=True),
+}
+
+
+def make(style: Style, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """An experts module as transformers writes them, plain."""
+
+    class Experts(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            g = torch.Generator().manual_seed(seed)
+            width = 2 * I if style.gate else I
+
+            def parameter(*shape):
+                return nn.Parameter((torch.randn(*shape, generator=g) * 0.2).to(dtype))
+
+            def stack(out, inp):
+                shape = (E, inp, out) if style.transposed else (E, out, inp)
+                return parameter(*shape)
+
+            self.num_experts = E
+            first = "gate_up_proj" if style.gate else "up_proj"
+            setattr(self, first, stack(width, H))
+            self.down_proj = stack(H, I)
+            if style.bias:
+                setattr(self, f"{first}_bias", parameter(E, width))
+                self.down_proj_bias = parameter(E, H)
+            if style.norm:
+                self.post_expert_norm = nn.RMSNorm(H, dtype=dtype)
+            self.act_fn = F.silu if style.gate else lambda x: F.relu(x).square()
+            self.alpha = nn.Parameter(torch.tensor(1.3, dtype=dtype))
+
+        if style.clamped:
+
+            def _apply_gate(self, gate_up):
+                gate, up = gate_up[..., ::2].clamp(max=0.4), gate_up[..., 1::2].clamp(-0.4, 0.4)
+                return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            raise AssertionError("the class's own forward must not run")
+
+    decorated = use_experts_implementation(
+        Experts,
+        is_transposed=style.transposed,
+        has_bias=style.bias,
+        has_gate=style.gate,
+        is_concatenated=not style.interleaved,
+        has_post_expert_norm=style.norm,
+    )
+    return decorated(PreTrainedConfig(experts_implementation="eager"))
+
+
+def settings(kind: str = "nf4", compute: torch.dtype | None = None) -> CodecSettings:
+    return CodecSettings(
+        kind=kind, double_quant=kind != "int8", storage_dtype=torch.uint8, compute_dtype=compute
+    )
+
+
+def names(style: Style) -> tuple[str, str]:
+    return ("gate_up_proj" if style.gate else "up_proj"), "down_proj"
+
+
+def pack(module: nn.Module, style: Style, which=(0, 1), **kwargs) -> nn.Module:
+    for index in which:
+        name = names(style)[index]
+        parametrize.attach(module, name, codec.pack(getattr(module, name).data, settings(**kwargs)))
+    wrapper = nn.Module()
+    wrapper.block = module
+    assert experts.activate(wrapper, ["block"]) == ()
+    return module
+
+
+class Provider:
+    """LoRA terms for both projections, as trainable leaves."""
+
+    def __init__(
+        self, style: Style, ranks=((3, 2), (4,)), dropout=0.0, dtype=torch.float32, seed=1
+    ):
+        g = torch.Generator().manual_seed(seed)
+        sizes = ((H, 2 * I if style.gate else I), (I, H))
+        self.all = {}
+        for name, (inp, out), rs in zip(names(style), sizes, ranks, strict=True):
+            self.all[name] = tuple(
+                experts.LoraTerm(
+                    a=(torch.randn(E * r, inp, generator=g) * 0.3).to(dtype).requires_grad_(),
+                    b=(torch.randn(out, r * E, generator=g) * 0.3).to(dtype).requires_grad_(),
+                    scaling=0.5 + 0.25 * i,
+                    dropout=nn.Dropout(dropout) if dropout else None,
+                )
+                for i, r in enumerate(rs)
+            )
+
+    def terms(self, parameter_name):
+        return self.all.get(parameter_name, ())
+
+    def leaves(self):
+        return [t for terms in self.all.values() for term in terms for t in (term.a, term.b)]
+
+
+def routing(dtype=torch.float32, seed=3, tokens=T, sentinel=False, empty=()):
+    g = torch.Generator().manual_seed(seed)
+    allowed = torch.tensor([e for e in range(E) if e not in empty])
+    index = torch.stack(
+        [allowed[torch.randperm(len(allowed), generator=g)[:K]] for _ in range(tokens)]
+    )
+    weights = torch.rand(tokens, K, generator=g).to(dtype)
+    if sentinel:
+        index[::3, 0] = E
+        weights[::3, 0] = 0
+    x = torch.randn(tokens, H, generator=g).to(dtype)
+    return x.requires_grad_(), index, weights.requires_grad_()
+
+
+def slow(module, style: Style, provider, x, index, weights):
+    """Decoded W + s B A for each expert, token by token."""
+    decoded = {n: getattr(module, n).detach() for n in names(style)}
+    full = {}
+    for name, weight in decoded.items():
+        applied = weight.transpose(1, 2) if style.transposed else weight  # (E, out, in)
+        for term in provider.terms(name) if provider else ():
+            r = term.a.shape[0] // E
+            a, b = term.a.reshape(E, r, -1), term.b.reshape(term.b.shape[0], r, E)
+            delta = torch.stack([b[:, :, e] @ a[e] for e in range(E)]) * term.scaling
+            applied = applied + delta
+        full[name] = applied
+    rows = []
+    for t in range(x.shape[0]):
+        total = torch.zeros(H, dtype=x.dtype)
+        for slot in range(index.shape[1]):
+            e = int(index[t, slot])
+            if e >= E:
+                continue
+            y = x[t] @ full[names(style)[0]][e].t()
+            if style.bias:
+                y = y + getattr(module, f"{names(style)[0]}_bias")[e]
+            y = module._apply_gate(y) if style.gate else module.act_fn(y)
+            y = y @ full["down_proj"][e].t()
+            if style.bias:
+                y = y + module.down_proj_bias[e]
+            if style.norm:
+                y = module.post_expert_norm(y)
+            total = total + y * weights[t, slot]
+        rows.append(total)
+    return torch.stack(rows)
+
+
+def gradients(out, tensors):
+    g = torch.Generator().manual_seed(9)
+    seed = torch.randn(out.shape, generator=g).to(out.dtype)
+    return torch.autograd.grad(out, tensors, seed, allow_unused=True)
+
+
+def close(ours, theirs, tolerance=1e-5):
+    assert (ours is None) == (theirs is None)
+    if theirs is not None:
+        error = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-12)
+        assert error < tolerance, float(error)
+
+
+def compare(module, style, provider, x, index, weights, tolerance=1e-5):
+    if provider is not None:
+        experts.set_lora_provider(module, provider)
+    leaves = [x, weights, *(provider.leaves() if provider else [])]
+    leaves += [p for p in module.parameters() if p.requires_grad]
+    ours = module(x, index, weights)
+    theirs = slow(module, style, provider, x, index, weights)
+    close(ours, theirs, tolerance)
+    for mine, other in zip(gradients(ours, leaves), gradients(theirs, leaves), strict=True):
+        if mine is None or other is None:
+            assert mine is None or not mine.any()
+            assert other is None or not other.any()
+        else:
+            close(mine, other, tolerance)
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
+@pytest.mark.parametrize("lora", ["both", "first", "down", "none"])
+def test_equals_plain_loops(style, lora):
+    module = pack(make(style), style)
+    ranks = {"both": ((3, 2), (4,)), "first": ((3,), ()), "down": ((), (1,)), "none": None}[lora]
+    provider = Provider(style, ranks) if ranks else None
+    compare(module, style, provider, *routing())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+@pytest.mark.parametrize("which", [(0,), (1,)])
+def test_one_projection_packed_the_other_plain_and_trained(kind, which):
+    style = STYLES["biased"]
+    module = pack(make(style), style, which, kind=kind)
+    plain = names(style)[1 - which[0]]
+    assert getattr(module, plain).requires_grad
+    provider = Provider(style)
+    experts.set_lora_provider(module, provider)
+    x, index, weights = routing()
+    out = module(x, index, weights)
+    (grad,) = torch.autograd.grad(out.sum(), [getattr(module, plain)])
+    assert grad.abs().sum() > 0
+    module.requires_grad_(False)
+    compare(module, style, provider, x, index, weights)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"tokens": 1},
+        {"sentinel": True},
+        {"empty": (0, 4)},
+        {"empty": (0, 1, 2)},
+        {"tokens": 101},
+    ],
+)
+@pytest.mark.parametrize("style", ["interleaved", "normed-biased"])
+def test_odd_routings(case, style):
+    style = STYLES[style]
+    module = pack(make(style), style)
+    module._is_expert_parallel = bool(case.get("sentinel"))
+    compare(module, style, Provider(style), *routing(**case))
+
+
+def test_no_tokens_at_all():
+    style = STYLES["concatenated"]
+    module = pack(make(style), style)
+    experts.set_lora_provider(module, Provider(style))
+    x = torch.zeros(0, H, requires_grad=True)
+    out = module(x, torch.zeros(0, K, dtype=torch.long), torch.zeros(0, K))
+    assert out.shape == (0, H)
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compute", [None, torch.float32])
+def test_16_bit_within_rounding(dtype, compute):
+    style = STYLES["concatenated"]
+    module = pack(make(style, dtype), style, compute=compute)
+    provider = Provider(style)
+    experts.set_lora_provider(module, provider)
+    x, index, weights = routing(dtype)
+    out = module(x, index, weights)
+    assert out.dtype == dtype
+    wide = copy.deepcopy(module).float()
+    theirs = slow(wide, style, provider, x.float(), index, weights.float())
+    close(out, theirs, 0.02)
+
+
+def test_autocast_computes_in_its_dtype():
+    style = STYLES["concatenated"]
+    module = pack(make(style), style)
+    provider = Provider(style)
+    experts.set_lora_provider(module, provider)
+    x, index, weights = routing()
+    plain = module(x, index, weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = module(x, index, weights)
+    assert mixed.dtype == plain.dtype
+    assert not torch.equal(mixed, plain)
+    close(mixed, plain, 0.02)
+    for grad in gradients(mixed, [x, *provider.leaves()]):
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_nothing(reentrant):
+    style = STYLES["concatenated"]
+    module = pack(make(style), style)
+    provider = Provider(style, dropout=0.3)
+    experts.set_lora_provider(module, provider)
+    x, index, weights = routing()
+    leaves = [x, *provider.leaves()]
+    torch.manual_seed(5)
+    plain = gradients(module(x, index, weights), leaves)
+    for leaf in leaves:
+        leaf.grad = None
+    torch.manual_seed(5)
+    out = torch.utils.checkpoint.checkpoint(module, x, index, weights, use_reentrant=reentrant)
+    g = torch.Generator().manual_seed(9)
+    out.backward(torch.randn(out.shape, generator=g))
+    for leaf, grad in zip(leaves, plain, strict=True):
+        assert torch.equal(leaf.grad, grad)
+
+
+def test_dropout_is_the_mean_of_no_dropout():
+    style = STYLES["concatenated"]
+    module = pack(make(style), style)
+    x, index, weights = routing()
+    experts.set_lora_provider(module, Provider(style, ranks=((3,), ())))
+    base = module(x, index, weights)
+    experts.set_lora_provider(module, Provider(style, ranks=((3,), ()), dropout=0.5))
+    dropped = module(x, index, weights)
+    assert not torch.allclose(base, dropped)
+    for term in experts.lora_provider(module).terms("gate_up_proj"):
+        term.dropout.eval()
+    assert torch.equal(base, module(x, index, weights))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("style", "kind"), [("concatenated", "nf4"), ("interleaved", "int8"), ("normed", "fp4")]
+)
+def test_compiles_whole(style, kind):
+    style = STYLES[style]
+    module = pack(make(style), style, kind=kind)
+    provider = Provider(style)
+    experts.set_lora_provider(module, provider)
+    x, index, weights = routing()
+    leaves = [x, weights, *provider.leaves()]
+    plain = module(x, index, weights)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    out = compiled(x, index, weights)
+    close(out, plain)
+    for mine, other in zip(gradients(out, leaves), gradients(plain, leaves), strict=True):
+        close(mine, other)
+
+
+def kept_bytes(module, x, index, weights):
+    """Bytes of storages that autograd holds, beside inputs and parameters, and the output."""
+    known = {t.untyped_storage().data_ptr() for t in (x, index, weights)}
+    known |= {p.untyped_storage().data_ptr() for p in module.parameters()}
+    provider = experts.lora_provider(module)
+    if provider is not None:
+        known |= {t.untyped_storage().data_ptr() for t in provider.leaves()}
+    held = {}
+
+    def hold(tensor):
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda t: t):
+        out = module(x, index, weights)
+    known.add(out.untyped_storage().data_ptr())
+    return sum(n for pointer, n in held.items() if pointer not in known)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("count", [4, 64])
+def test_kept_bytes_follow_the_formula_and_do_not_depend_on_experts(lora, count, monkeypatch):
+    monkeypatch.setitem(globals(), "E", count)
+    style = STYLES["concatenated"]
+    module = pack(make(style), style)
+    if lora:
+        experts.set_lora_provider(module, Provider(style))
+    x, index, weights = routing(tokens=64)
+    rows, b = 64 * K, 4
+    index_bytes = 3 * 8 * rows + 8 * (count + 1)
+    expected = rows * 2 * I * b + rows * I * b + rows * b + index_bytes
+    assert kept_bytes(module, x, index, weights) <= expected
+
+
+def test_steps_leak_nothing():
+    style = STYLES["concatenated"]
+    module = pack(make(style), style)
+    provider = Provider(style)
+    experts.set_lora_provider(module, provider)
+
+    def tensors():
+        gc.collect()
+        return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+
+    def step():
+        x, index, weights = routing()
+        module(x, index, weights).sum().backward()
+
+    step()
+    before, hooks = tensors(), len(module._forward_hooks)
+    for _ in range(200):
+        step()
+    assert tensors() <= before
+    assert len(module._forward_hooks) == hooks
+
+
+def test_never_reads_through_the_parametrization(monkeypatch):
+    style = STYLES["concatenated"]
+    module = pack(make(style), style)
+
+    def forbidden(*args):
+        raise AssertionError("decoded a whole stack")
+
+    monkeypatch.setattr(parametrize.Packed4bit, "forward", forbidden)
+    x, index, weights = routing()
+    module(x, index, weights).sum().backward()
+
+
+def test_decodes_only_experts_that_have_tokens(monkeypatch):
+    from moe_qlora.experts import projection
+    from moe_qlora.packing import codec
+
+    seen = []
+    real = codec.unpack_range
+
+    def watch(stack, start, stop, **kwargs):
+        seen.append(start)
+        return real(stack, start, stop, **kwargs)
+
+    monkeypatch.setattr(projection, "unpack_range", watch)
+    style = STYLES["concatenated"]
+    module = pack(make(style), style)
+    x, _, weights = routing()
+    module(x, torch.tensor([[1, 3]]).expand(T, K), weights)
+    assert sorted(set(seen)) == [1, 3]
+
+
+class Model(nn.Module):
+    """Two experts modules that share one configuration."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = make(STYLES["concatenated"]), make(STYLES["concatenated"])
+        self.config = self.first.config
+        self.second.config = self.config
+
+
+def test_a_module_that_is_not_packed_goes_on_as_before():
+    model = Model()
+    name = "gate_up_proj"
+    parametrize.attach(model.first, name, codec.pack(getattr(model.first, name).data, settings()))
+    model.config._experts_implementation = "grouped_mm"
+    experts.activate(model, ["first"])
+    assert model.config._experts_implementation == "moe_qlora"
+    x, index, weights = routing()
+    out = model.second(x, index, weights)
+    close(out, slow(model.second, STYLES["concatenated"], None, x, index, weights))
+    experts.deactivate(model)
+    assert model.config._experts_implementation == "grouped_mm"
+    experts.deactivate(model)
+
+
+def test_classes_outside_the_interface_are_named():
+    model = nn.Module()
+    model.other = nn.Linear(2, 2)
+    assert experts.activate(model, ["other"]) == ("other",)
+
+
+def test_the_provider_is_copied_with_the_module():
+    style = STYLES["concatenated"]
+    module = pack(make(style), style)
+    provider = Provider(style)
+    experts.set_lora_provider(module, provider)
+    twin = copy.deepcopy(module)
+    assert experts.lora_provider(twin) is not provider
+    x, index, weights = routing()
+    assert torch.equal(twin(x, index, weights), module(x, index, weights))
+    experts.clear_lora_provider(twin)
+    assert not torch.equal(twin(x, index, weights), module(x, index, weights))
+    assert experts.lora_provider(twin) is None

@@ -1,0 +1,467 @@
+"""The switch, and loading while packing."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
+from transformers.integrations.accelerate import _get_device_map, get_device
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+import moe_qlora
+from moe_qlora.errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
+from moe_qlora.hf.quantizer import packing_quantizer
+from moe_qlora.hf.switch import is_enabled
+from moe_qlora.packing import parametrize
+from moe_qlora.packing.codec import Packer, pack, state_tensors
+from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.testing import tiny_model
+
+STOCK = {name: AUTO_QUANTIZER_MAPPING[name] for name in ("bitsandbytes_4bit", "bitsandbytes_8bit")}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
+def is_stock() -> bool:
+    return all(AUTO_QUANTIZER_MAPPING[name] is cls for name, cls in STOCK.items())
+
+
+@pytest.fixture(autouse=True)
+def _off() -> Any:
+    yield
+    moe_qlora.disable()
+    assert is_stock()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hf") / "qwen3_moe"
+    tiny_model("qwen3_moe").to(torch.bfloat16).save_pretrained(path, max_shard_size="40KB")
+    return path
+
+
+def load(folder: Path, **arguments: Any) -> Any:
+    arguments.setdefault("quantization_config", BitsAndBytesConfig(**NF4))
+    return AutoModelForCausalLM.from_pretrained(folder, **arguments)
+
+
+def packed(model: nn.Module) -> list[str]:
+    return [f"{module}.{name}" for module, _, name in parametrize.iter_packed(model)]
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    ours, theirs = left.state_dict(), right.state_dict()
+    return list(ours) == list(theirs) and all(
+        torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        for a, b in zip(ours.values(), theirs.values(), strict=True)
+    )
+
+
+def test_off_means_off(folder: Path) -> None:
+    assert not packed(load(folder))
+    with moe_qlora.enabled():
+        assert packed(load(folder))
+    assert is_stock()
+    assert not packed(load(folder))
+
+
+def test_off_after_an_exception() -> None:
+    with pytest.raises(ZeroDivisionError), moe_qlora.enabled():
+        raise ZeroDivisionError
+    assert is_stock()
+
+
+def test_off_after_a_load_that_fails(folder: Path) -> None:
+    with pytest.raises(OSError), moe_qlora.enabled():
+        load(folder / "nothing")
+    assert is_stock()
+
+
+def test_enable_and_disable_are_a_switch_not_a_count() -> None:
+    moe_qlora.enable()
+    moe_qlora.enable()
+    assert is_enabled()
+    moe_qlora.disable()
+    assert not is_enabled()
+    assert is_stock()
+
+
+def test_blocks_overlap() -> None:
+    first, second = moe_qlora.enabled(), moe_qlora.enabled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert is_enabled()
+    moe_qlora.disable()
+    assert is_enabled()
+    second.__exit__(None, None, None)
+    assert is_stock()
+
+
+def test_blocks_in_threads() -> None:
+    start, seen, errors = threading.Barrier(8), [], []
+
+    def work(number: int) -> None:
+        start.wait()
+        for turn in range(200):
+            try:
+                with moe_qlora.enabled():
+                    seen.append(is_enabled() and not is_stock())
+                    if (turn + number) % 3 == 0:
+                        raise KeyError
+            except KeyError:
+                pass
+            except RuntimeError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert all(seen)
+    assert is_stock()
+
+
+def test_a_class_that_was_there_before_is_built_on_and_put_back() -> None:
+    class Theirs(STOCK["bitsandbytes_4bit"]):  # type: ignore[misc, valid-type]
+        pass
+
+    AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = Theirs
+    try:
+        with moe_qlora.enabled():
+            assert issubclass(AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"], Theirs)
+        assert AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] is Theirs
+    finally:
+        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = STOCK["bitsandbytes_4bit"]
+
+
+def test_a_class_that_came_in_between_stays() -> None:
+    class Theirs(STOCK["bitsandbytes_4bit"]):  # type: ignore[misc, valid-type]
+        pass
+
+    try:
+        with moe_qlora.enabled():
+            AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = Theirs
+        assert AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] is Theirs
+    finally:
+        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = STOCK["bitsandbytes_4bit"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"load_in_8bit": True},
+        {"load_in_4bit": True},
+        {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
+        NF4 | {"bnb_4bit_compute_dtype": torch.bfloat16},
+    ],
+    ids=["int8", "fp4", "storage", "nf4"],
+)
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16])
+@pytest.mark.parametrize("device_map", [None, "auto", {"": "cpu"}], ids=["none", "auto", "dict"])
+def test_every_setting(
+    folder: Path, settings: dict[str, Any], dtype: torch.dtype | None, device_map: Any
+) -> None:
+    arguments = {"dtype": dtype, "device_map": device_map}
+    config = BitsAndBytesConfig(**settings)
+    before = config.to_dict()
+    reference = load(folder, quantization_config=config, **arguments)
+    moe_qlora.quantize_experts(reference)
+    with moe_qlora.enabled():
+        model = load(folder, quantization_config=config, **arguments)
+    assert same(model, reference)
+    assert config.to_dict() == before
+    assert model.quantization_method == "bitsandbytes"
+    assert model.is_loaded_in_8bit is ("load_in_8bit" in settings)
+    assert model.hf_quantizer.is_trainable
+    ids = torch.arange(6)[None]
+    assert torch.equal(model(ids).logits, reference(ids).logits)
+
+
+def test_skip_patterns_hold(folder: Path) -> None:
+    config = BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["model.layers.0.mlp.experts"])
+    with moe_qlora.enabled():
+        model = load(folder, quantization_config=config)
+    assert packed(model)
+    assert not any(".layers.0." in name for name in packed(model))
+
+
+def test_a_skipped_layer_reloads_as_it_is(folder: Path, tmp_path: Path) -> None:
+    config = BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["model.layers.0.mlp.experts"])
+    with moe_qlora.enabled():
+        model = load(folder, quantization_config=config)
+        model.save_pretrained(tmp_path / "packed")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert packed(again) == packed(model)
+    assert same(again, model)
+
+
+def test_tensors_instead_of_files(folder: Path) -> None:
+    state = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    with moe_qlora.enabled():
+        expected = load(folder)
+        model = type(expected).from_pretrained(
+            None,
+            config=Qwen3MoeConfig.from_pretrained(folder),
+            state_dict=state,
+            quantization_config=BitsAndBytesConfig(**NF4),
+        )
+    assert same(model, expected)
+
+
+def test_a_model_without_experts_loads_as_ever(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=64,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    plain = load(tmp_path)
+    with moe_qlora.enabled():
+        model = load(tmp_path)
+    assert same(model, plain)
+    assert type(model.hf_quantizer) is type(plain.hf_quantizer)
+
+
+def test_training_and_decoding_after_the_switch_is_off(folder: Path) -> None:
+    with moe_qlora.enabled():
+        model = load(folder, dtype=torch.float32)
+    from peft import LoraConfig
+
+    tuned = moe_qlora.get_peft_model(
+        model, LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
+    )
+    tuned.train()
+    tuned(torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
+    grads = [p.grad for n, p in tuned.named_parameters() if "lora_B" in n]
+    assert grads
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)
+
+
+def damaged(folder: Path, target: Path, change: Any) -> Path:
+    """The folder with one file's tensors changed."""
+    target.mkdir()
+    done = False
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            (target / file.name).write_bytes(file.read_bytes())
+            continue
+        tensors = load_file(file)
+        key = next((key for key in tensors if ".experts.2.down_proj" in key), None)
+        if key is not None and not done:
+            change(tensors, key)
+            done = True
+        save_file(tensors, target / file.name, metadata={"format": "pt"})
+    assert done
+    return target
+
+
+def test_values_that_cannot_be_packed_are_named(folder: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor], key: str) -> None:
+        tensors[key][0, 0] = float("nan")
+
+    bad = damaged(folder, tmp_path / "bad", change)
+    seen = r"experts\.down_proj holds NaN or inf in row 2"
+    with pytest.raises(NonFiniteWeightError, match=seen), moe_qlora.enabled():
+        load(bad)
+    assert is_stock()
+
+
+def test_wrong_shapes_are_named(folder: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor], key: str) -> None:
+        tensors[key] = tensors[key][:, :-8].contiguous()
+
+    bad = damaged(folder, tmp_path / "bad", change)
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj"), moe_qlora.enabled():
+        load(bad, ignore_mismatched_sizes=True)
+
+
+def test_a_missing_half_is_named(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.mlp.experts.2.gate_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj"), moe_qlora.enabled():
+        load(tmp_path)
+
+
+def test_detection_in_threads_leaves_the_streams_alone() -> None:
+    streams, failed = (sys.stdout, sys.stderr), []
+    models = [tiny_model("qwen3_moe") for _ in range(6)]
+
+    def work(model: nn.Module) -> None:
+        try:
+            for _ in range(5):
+                moe_qlora.detect(model)
+        except RuntimeError as error:
+            failed.append(error)
+
+    with moe_qlora.enabled():
+        threads = [threading.Thread(target=work, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+    assert (sys.stdout, sys.stderr) == streams
+
+
+def test_saving_into_the_current_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with moe_qlora.enabled():
+        model = load(folder)
+        monkeypatch.chdir(tmp_path)
+        model.save_pretrained(".")
+        assert (Path.cwd() / "moe_qlora.json").exists()
+        assert same(AutoModelForCausalLM.from_pretrained("."), model)
+
+
+def test_what_another_tool_packed_is_refused(folder: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor], key: str) -> None:
+        tensors[key] = tensors[key].to(torch.int8)
+
+    bad = damaged(folder, tmp_path / "bad", change)
+    seen = "int8 in the checkpoint"
+    with pytest.raises(UnsupportedWeightError, match=seen), moe_qlora.enabled():
+        load(bad)
+
+
+def held_by_a_layer(model: nn.Module, quantizer: Any) -> float:
+    return sum(
+        parameter.numel() * quantizer.param_element_size(model, name, parameter)
+        for name, parameter in model.named_parameters()
+        if name.startswith("model.layers.0.")
+    )
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("kind", ["auto", "balanced"])
+def test_device_maps_are_even(devices: int, kind: str) -> None:
+    config = Qwen3MoeConfig(
+        num_hidden_layers=24,
+        num_experts=64,
+        hidden_size=512,
+        moe_intermediate_size=256,
+        vocab_size=9000,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    cls = packing_quantizer(STOCK["bitsandbytes_4bit"], tuple)
+    quantizer = cls(BitsAndBytesConfig(**NF4), pre_quantized=False)
+    quantizer.update_device_map(kind)
+    quantizer.preprocess_model(model, dtype=torch.bfloat16, device_map=kind, checkpoint_files=None)
+    places = _get_device_map(model, kind, dict.fromkeys(range(devices), 24 << 30), quantizer)
+    held = dict.fromkeys(range(devices), 0.0)
+    for name, parameter in model.named_parameters():
+        size = parameter.numel() * quantizer.param_element_size(model, name, parameter)
+        held[get_device(places, name)] += size
+    mean = sum(held.values()) / devices
+    block = held_by_a_layer(model, quantizer)
+    assert max(held.values()) < mean + block
+    assert min(held.values()) > mean - block
+
+
+def test_planned_bytes_are_those_of_the_loaded_model(folder: Path) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            Qwen3MoeConfig.from_pretrained(folder), dtype=torch.bfloat16
+        )
+    quantizer = packing_quantizer(STOCK["bitsandbytes_4bit"], tuple)(
+        BitsAndBytesConfig(**NF4), pre_quantized=False
+    )
+    quantizer.preprocess_model(model, dtype=torch.bfloat16, device_map=None, checkpoint_files=None)
+    with moe_qlora.enabled():
+        loaded = load(folder, dtype=torch.bfloat16)
+    for module_name, module, name in parametrize.iter_packed(loaded):
+        full = f"{module_name}.{name}"
+        parameter = model.get_parameter(full)
+        planned = parameter.numel() * quantizer.param_element_size(model, full, parameter)
+        assert planned == parametrize.read_packed(module, name).nbytes
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("shape", [(3, 7, 24), (5, 3, 10), (2, 64, 64)])
+def test_a_packer_does_not_care_where_a_stack_is_cut(
+    kind: str, double: bool, shape: tuple[int, ...]
+) -> None:
+    dtype = torch.int8 if kind == "int8" else torch.uint8
+    settings = CodecSettings(kind, double and kind != "int8", storage_dtype=dtype)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    whole = pack(weight, settings)
+    for cuts in ([1], [1, 2], list(range(1, shape[0]))):
+        packer = Packer(shape, weight.dtype, weight.device, settings)
+        for piece in torch.tensor_split(weight, cuts):
+            packer.add(piece)
+        result = packer.finish()
+        assert torch.equal(result.codes, whole.codes)
+        for one, other in zip(state_tensors(result.state), state_tensors(whole.state), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_packer_wants_every_weight() -> None:
+    settings = CodecSettings("nf4")
+    packer = Packer((2, 4, 32), torch.float32, torch.device("cpu"), settings)
+    packer.add(torch.ones(1, 4, 32))
+    with pytest.raises(ValueError, match="128 weights came"):
+        packer.finish()
+    with pytest.raises(ValueError, match="more weights"):
+        packer.add(torch.ones(2, 4, 32))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4_text"])
+def test_a_folder_whose_linear_layers_bitsandbytes_has_packed(family: str, tmp_path: Path) -> None:
+    plain = tiny_model(family, dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path / "plain")
+    cls: Any = type(plain)
+    config = BitsAndBytesConfig(**NF4)
+    stock = cls.from_pretrained(tmp_path / "plain", quantization_config=config)
+    stock.save_pretrained(tmp_path / "stock")  # experts are in 16 bit there
+    with moe_qlora.enabled():
+        model = cls.from_pretrained(tmp_path / "stock")
+        expected = cls.from_pretrained(tmp_path / "plain", quantization_config=config)
+    assert packed(model) == packed(expected) != []
+    assert same(model, expected)
+
+
+def test_llama4_experts_that_bitsandbytes_has_packed_as_layers(tmp_path: Path) -> None:
+    import bitsandbytes as bnb
+    from transformers.quantizers.base import SequentialLlama4TextExperts
+
+    source: Any = tiny_model("llama4_text", dtype=torch.bfloat16)
+    for name, module in list(source.named_modules()):
+        if type(module).__name__ == "Llama4TextExperts":
+            layers = SequentialLlama4TextExperts(source.config).to(torch.bfloat16)
+            source.set_submodule(name, layers)
+    for name, module in list(source.named_modules()):
+        if type(module) is nn.Linear and "lm_head" not in name and "router" not in name:
+            layer = bnb.nn.Linear4bit(
+                module.in_features, module.out_features, bias=False, quant_type="nf4"
+            )
+            weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
+            layer.weight = weight.to("cpu")
+            source.set_submodule(name, layer)
+    source.config.quantization_config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head", "router"]
+    )
+    source.config.save_pretrained(tmp_path)
+    state = {key: value.contiguous() for key, value in source.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    stock = type(source).from_pretrained(tmp_path)
+    with moe_qlora.enabled():
+        model = type(source).from_pretrained(tmp_path)
+    assert not packed(model)
+    assert same(model, stock)

@@ -1,0 +1,167 @@
+"""Every kernel compiles for sm_80 and sm_90, without a GPU: what the interpreter cannot know.
+
+The interpreter takes what the compiler refuses (a function whose returns differ in dtype, say), so
+one small layer of each layout is sent through the compiler in a process of its own, up to PTX.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+NAMES = {
+    "_decode_kernel", "_flat_kernel", "absmax_kernel", "copy_kernel", "codes_kernel",
+    "count_kernel", "gate_backward_kernel", "gate_kernel", "outer_kernel", "scan_kernel",
+    "sort_kernel", "spread_kernel", "sum_kernel", "tiles_kernel",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_all_kernels_compile(capability, tmp_path):
+    pytest.importorskip("triton")
+    environment = {key: v for key, v in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, __file__, str(capability)],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(done.stdout.split()) == NAMES | ({"hopper_kernel"} if capability == 90 else set())
+
+
+def main(capability: int) -> None:
+    """Launch everything with launches replaced by compilations; prints the kernels' names."""
+    import torch
+    import torch.nn.functional as F
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Target:
+        """A driver without a device: all that compiling asks for."""
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", capability, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int = 0) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> Any:
+            return torch.device("cpu")
+
+    driver.set_active(Target())
+    compile_only = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = compile_only(self, *args, grid=grid, warmup=True, **kwargs)
+        assert f"sm_{capability}" in compiled.asm["ptx"]
+        used, formats = launch._Driver.parameters(compiled)
+        for argument, kind in zip((args[i] for i in used), formats, strict=False):
+            assert kind == "Q" if isinstance(argument, torch.Tensor) else kind in "iqf"
+        print(self.__name__)
+
+    JITFunction.run = run
+    F.grouped_mm = lambda x, right, offs: x.new_empty(len(x), right.shape[-1])
+
+    from moe_qlora.kernels import dequantize, launch, moe_layer, row_launches, workspace
+    from moe_qlora.kernels.weights import Packed
+
+    def packed(shape: tuple[int, int, int], kind: str, nested: bool) -> Packed:
+        numel = shape[0] * shape[1] * shape[2]
+        if kind == "int8":
+            codes = torch.empty(numel, dtype=torch.int8)
+            return Packed(codes, torch.empty(numel // shape[2]), None, 0, None, shape, kind)
+        second = (torch.empty(256), torch.empty(numel // 2**14 + 1), torch.empty(()), 256)
+        absmax = torch.empty(numel // 64, dtype=torch.uint8 if nested else torch.float32)
+        codes = torch.empty(numel // 2, dtype=torch.uint8)
+        return Packed(codes, absmax, torch.empty(16), 64, second if nested else None, shape, kind)
+
+    def layer_of(
+        gate: Any, kind: str, nested: bool, transposed: bool, biased: bool, rank: int,
+        partial: bool, tokens: int, dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        experts, hidden, inner = 2, 128, 64
+        width = 2 * inner if gate.gated else inner
+        sides = [(width, hidden), (hidden, inner)]
+        stacks = [
+            packed((experts, *(side[::-1] if transposed else side)), kind, nested) for side in sides
+        ]
+        whole = moe_layer.Layer(*stacks, transposed, partial, gate, dtype)
+        lora = [
+            moe_layer.Lora(
+                torch.empty(experts * rank, into, dtype=dtype),
+                torch.empty(out, rank * experts, dtype=dtype),
+                2.0,
+            )
+            if rank
+            else None
+            for out, into in sides
+        ]
+        bias = [torch.empty(experts, out, dtype=dtype) if biased else None for out, _ in sides]
+        x, weights = torch.empty(tokens, hidden, dtype=dtype), torch.empty(tokens, 2, dtype=dtype)
+        index = torch.zeros(tokens, 2, dtype=torch.long)
+        _, routing, saved = moe_layer.forward(whole, x, weights, index, *bias, *lora)
+        moe_layer.backward(whole, routing, saved, x, x, weights, *bias, *lora)
+
+    gates = row_launches.Gate
+    layer_of(gates("silu"), "nf4", True, False, False, 16, False, 16)
+    layer_of(gates("silu"), "nf4", True, False, False, 16, False, 1024)
+    clamped = gates("silu", interleaved=True, limit=7.0, alpha=1.7, shift=1.0)
+    layer_of(clamped, "fp4", False, True, True, 4, True, 1024)
+    layer_of(clamped, "fp4", False, True, True, 4, True, 180, torch.float16)
+    layer_of(gates("relu2", gated=False), "int8", False, False, True, 0, True, 64)
+    layer_of(gates("gelu"), "nf4", False, False, False, 8, False, 64)
+    layer_of(gates("gelu"), "int8", False, True, False, 8, False, 180)
+    layer_of(gates("gelu_tanh"), "nf4", True, False, False, 0, False, 64, torch.float16)
+    workspace.set_scratch_cap(1)
+    layer_of(gates("relu"), "nf4", True, False, False, 16, False, 1024)
+    for nested in (True, False):
+        stack = packed((2, 64, 64), "nf4", nested)
+        dequantize.decode_flat(stack, torch.empty(100, dtype=torch.float16), 3)
+    if capability == 90:
+        on_hopper(packed)
+
+
+def on_hopper(packed: Any) -> None:
+    """The kernel for Hopper: both directions, dtypes and kinds, tiles, and the fewest steps."""
+    from itertools import product
+
+    import torch
+
+    from moe_qlora.kernels import quantized_mm, quantized_mm_hopper
+
+    none = torch.empty(16, dtype=torch.int32)
+    sides = [(128, 320), (192, 128), (128, 128)]
+    for (rows, cols), back, rank in product(sides, (False, True), (0, 16)):
+        bf16 = rank == 0 or rows == 192
+        dtype, kind = (torch.bfloat16, "nf4") if bf16 else (torch.float16, "fp4")
+        stack = packed((2, rows, cols), kind, False)
+        assert quantized_mm.suits(stack.form) and quantized_mm_hopper.suits(
+            stack.form, dtype, back=back
+        )
+        inner, out = (rows, cols) if back else (cols, rows)
+        x = torch.empty(16, inner + rank, dtype=dtype)
+        factor = torch.empty(2, out, rank, dtype=dtype) if rank else None
+        config = quantized_mm.HOPPER
+        tile = 64 if rows == 192 else 128
+        quantized_mm.launch(x, stack, factor, None, none, none.view(8, 2), tile, config, back=back,
+                     span=(0, out))  # fmt: skip
+    narrow = packed((2, 128, 64), "nf4", False).form
+    assert not quantized_mm_hopper.suits(narrow, torch.bfloat16, back=False)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,366 @@
+"""The Triton kernels in its interpreter, in fp32, against plain loops: every path and gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from moe_qlora.experts import activation, fused, fused_op
+from moe_qlora.experts.projection import packed_of
+from moe_qlora.packing import codec
+from moe_qlora.packing.settings import CodecSettings
+
+triton = pytest.importorskip("triton")
+from moe_qlora.kernels import autotune, dequantize, expert_mm, moe_layer, quantized_mm, workspace  # noqa: E402
+from moe_qlora.kernels import routing as routing_  # noqa: E402
+from moe_qlora.kernels import weights as packing  # noqa: E402
+from moe_qlora.kernels.moe_layer import Layer, Lora  # noqa: E402
+from moe_qlora.kernels.row_launches import Gate  # noqa: E402
+
+if not triton.knobs.runtime.interpret:
+    pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
+
+KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False), ("int8", False)]
+
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+def stack_of(shape, kind, double, dtype=torch.float32):
+    storage = torch.int8 if kind == "int8" else torch.uint8
+    return codec.pack(torch.randn(shape).to(dtype) * 0.2, CodecSettings(kind, double, storage))
+
+
+@pytest.mark.parametrize(("kind", "double"), KINDS)
+@pytest.mark.parametrize("shape", [(3, 24, 40), (4, 64, 128), (2, 17, 8)])
+@pytest.mark.parametrize("apart", [0, 24])
+def test_decode_equals_the_codec(kind, double, shape, apart):
+    torch.manual_seed(0)
+    stack = stack_of(shape, kind, double)
+    experts, rows, cols = shape
+    right, below = torch.randn(rows, 16, experts).permute(2, 0, 1), torch.randn(experts, 32, cols)
+    wide = torch.full((experts, rows + 32, cols + 16 + apart), float("nan"))
+    out = wide[:, :, : cols + 16]
+    bounds = torch.tensor([0, 2] + [5] * (experts - 1), dtype=torch.int32)
+    live = [e for e in range(experts) if bounds[e] < bounds[e + 1]]
+    dequantize.decode(packed_of(stack), out, bounds=bounds, right=right, below=below)
+    expected = codec.unpack(stack)
+    for e in range(experts):
+        if e not in live:
+            assert out[e].isnan().all()
+            continue
+        assert torch.equal(out[e, :rows, :cols], expected[e])
+        assert torch.equal(out[e, :rows, cols:], right[e])
+        assert torch.equal(out[e, rows:, :cols], below[e])
+        assert wide[e, :, cols + 16 :].isnan().all()
+    part = torch.full((experts - 1, rows, cols), float("nan"))
+    dequantize.decode(packed_of(stack), part, first=1)
+    assert torch.equal(part, expected[1:])
+
+
+@pytest.mark.parametrize(("kind", "double"), KINDS[:4])
+@pytest.mark.parametrize("span", [(0, 51), (3, 50), (50, 51), (13, 14)])
+def test_decodes_any_range_of_any_stack(kind, double, span):
+    stack = stack_of((3, 17), kind, double)  # odd rows: no groups of 8, a half byte at the end
+    packed = packed_of(stack)._replace(shape=(1, 3, 17))
+    out = torch.full((span[1] - span[0],), float("nan"))
+    dequantize.decode_flat(packed, out, span[0])
+    assert torch.equal(out, codec.unpack(stack).view(-1)[span[0] : span[1]])
+
+
+SILU = Gate("silu")
+
+
+@dataclass
+class Case:
+    """One layer."""
+
+    tokens: int = 13
+    top_k: int = 2
+    experts: int = 5
+    hidden: int = 32
+    inner: int = 24
+    gate: Gate = SILU
+    transposed: bool = False
+    biased: bool = False
+    ranks: tuple[int, int] = (3, 16)
+    kind: tuple[str, bool] = ("nf4", True)
+    partial: bool = False
+    only: int | None = None
+    """All choices on this expert."""
+
+
+OSS = Gate("silu", interleaved=True, limit=0.7, alpha=1.7, shift=1.0)
+CASES = {
+    "plain": Case(),
+    "interleaved": Case(gate=OSS, transposed=True, biased=True, ranks=(3, 20)),
+    "tanh": Case(tokens=70, top_k=3, hidden=72, inner=40, gate=Gate("gelu_tanh"), transposed=True,
+                 ranks=(0, 4)),
+    "partial": Case(tokens=70, top_k=3, hidden=72, inner=40, gate=Gate("gelu"), biased=True,
+                    ranks=(4, 0), partial=True),
+    "one-expert": Case(tokens=33, experts=4, hidden=64, inner=64, gate=Gate("relu2", gated=False),
+                       biased=True, ranks=(1, 33), only=3),
+    "int8": Case(tokens=1, experts=3, hidden=16, inner=136, gate=Gate("silu", limit=1.0),
+                 ranks=(8, 8), kind=("int8", False)),
+    "no-lora": Case(tokens=9, experts=3, hidden=16, inner=16, gate=Gate("relu", gated=False),
+                    transposed=True, ranks=(0, 0), kind=("fp4", False), partial=True),
+    "high-rank": Case(experts=3, ranks=(128, 1)),
+    "few": Case(hidden=64, inner=128, biased=True),
+    "few-partial": Case(tokens=70, experts=3, hidden=128, inner=192, ranks=(3, 0), partial=True,
+                        kind=("fp4", True)),
+    "few-transposed": Case(hidden=128, inner=64, gate=OSS, transposed=True, biased=True,
+                           ranks=(0, 5)),
+    "few-wide-tiles": Case(tokens=150, top_k=3, experts=4, hidden=64, inner=64, ranks=(2, 2)),
+    "few-int8": Case(tokens=20, hidden=48, inner=72, kind=("int8", False)),
+    "few-int8-transposed": Case(hidden=72, inner=136, transposed=True, kind=("int8", False)),
+    "few-plain-absmax": Case(tokens=1, experts=3, hidden=128, inner=64, kind=("nf4", False)),
+}  # fmt: skip
+
+
+def build(case, seed=0):
+    torch.manual_seed(seed)
+    width = 2 * case.inner if case.gate.gated else case.inner
+
+    def shape(out, inp):
+        return (case.experts, *((inp, out) if case.transposed else (out, inp)))
+
+    stacks = [stack_of(shape(*sizes), *case.kind) for sizes in
+              ((width, case.hidden), (case.hidden, case.inner))]  # fmt: skip
+    x = torch.randn(case.tokens, case.hidden, requires_grad=True)
+    weights = torch.rand(case.tokens, case.top_k, requires_grad=True)
+    index = torch.stack([torch.randperm(case.experts)[: case.top_k] for _ in range(case.tokens)])
+    if case.only is not None:
+        index = torch.full_like(index, case.only)
+    if case.partial:
+        index[::3, 0] = case.experts + 2
+
+    def lora(rank, inp, out):
+        if not rank:
+            return None
+        a, b = torch.randn(case.experts * rank, inp) * 0.2, torch.randn(out, rank * case.experts)
+        return Lora(a.requires_grad_(), (b * 0.2).requires_grad_(), 0.75)
+
+    loras = lora(case.ranks[0], case.hidden, width), lora(case.ranks[1], case.inner, case.hidden)
+    biases = None, None
+    if case.biased:
+        biases = torch.randn(case.experts, width), torch.randn(case.experts, case.hidden)
+    made = Layer(*map(packed_of, stacks), case.transposed, case.partial, case.gate, torch.float32)
+    return made, stacks, x, weights, index, biases, loras
+
+
+def slow(made, stacks, x, weights, index, biases, loras):
+    """Expert by expert, decoded."""
+    w1, w2 = (codec.unpack(stack) for stack in stacks)
+    if made.transposed:
+        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+
+    def lora(term, e, v):
+        if term is None:
+            return 0
+        a = term.a.view(len(w1), -1, term.a.shape[-1])[e]
+        return (v @ a.t()) @ term.b.view(term.b.shape[0], -1, len(w1))[:, :, e].t() * term.scaling
+
+    out = torch.zeros_like(x)
+    for e in range(len(w1)):
+        token, slot = torch.where(index == e)
+        v = x[token]
+        pre = v @ w1[e].t() + lora(loras[0], e, v)
+        if biases[0] is not None:
+            pre = pre + biases[0][e]
+        h = activation.plain_gate(pre, *made.gate)
+        y = h @ w2[e].t() + lora(loras[1], e, h)
+        if biases[1] is not None:
+            y = y + biases[1][e]
+        out = out.index_add(0, token, y * weights[token, slot][:, None])
+    return out
+
+
+def close(ours, theirs, tolerance=2e-5):
+    assert ours.shape == theirs.shape
+    error = (ours - theirs).norm() / theirs.norm().clamp_min(1e-9)
+    assert error < tolerance, float(error)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_layer_equals_plain_loops(case):
+    made, stacks, x, weights, index, biases, loras = build(case)
+    leaves = [x, weights, *(t for term in loras if term for t in (term.a, term.b))]
+    expected = slow(made, stacks, x, weights, index, biases, loras)
+    grad = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, leaves, grad)
+    with torch.no_grad():
+        out, routing, saved = moe_layer.forward(made, x, weights, index, *biases, *loras)
+        ours = moe_layer.backward(made, routing, saved, grad, x, weights, *biases, *loras)
+    close(out, expected)
+    flat = [g for g in ours if g is not None]
+    for mine, right in zip(flat, gradients, strict=True):
+        close(mine, right)
+
+
+@pytest.mark.parametrize(
+    ("name", "few"), [*((name, False) for name in CASES), ("few", True), ("few-transposed", True)]
+)
+def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
+    case = CASES[name]
+    if not few:
+        monkeypatch.setattr(expert_mm, "FEW", 0)
+    sliced = []
+    real = expert_mm._slice
+    monkeypatch.setattr(expert_mm, "_slice", lambda *a: sliced.append(a[2]) or real(*a))
+    workspace.set_scratch_cap(1)
+    try:
+        test_layer_equals_plain_loops(case)
+        assert workspace.held_bytes() < 2**20
+    finally:
+        workspace.set_scratch_cap(None)
+    assert few or max(case.hidden, case.inner) <= 64 or sliced
+
+
+@pytest.mark.parametrize("name", ["plain", "interleaved", "partial"])
+def test_rows_any_distance_apart(name, monkeypatch):
+    """As of wide rows, which start at whole lines."""
+    monkeypatch.setattr(expert_mm, "FEW", 0)
+    for module in (moe_layer, expert_mm):
+        monkeypatch.setattr(module, "row_stride", lambda width, itemsize, few=False: width + 24)
+    test_layer_equals_plain_loops(CASES[name])
+
+
+def test_a_cap_keeps_what_is_decoded_and_copied_below_it(monkeypatch):
+    case = Case(tokens=200, experts=3, hidden=256, inner=192)
+    monkeypatch.setattr(expert_mm, "FEW", 0)
+    copied = []
+    real = moe_layer._copied
+    monkeypatch.setattr(moe_layer, "_copied", lambda *a: copied.append(real(*a)) or copied[-1])
+    cap = 3 * 4 * (2 * 192 + 16) * 64
+    workspace.set_scratch_cap(cap)
+    try:
+        test_layer_equals_plain_loops(case)
+        assert 0 < workspace.held_bytes() <= cap
+    finally:
+        workspace.set_scratch_cap(None)
+    assert len(copied) > 2 and max(piece.nbytes for piece in copied) <= cap
+
+
+CONFIGS = [quantized_mm.Config(128, 64, 2, 4, True), quantized_mm.Config(64, 128, 2, 4, False)]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", ["few", "few-partial", "few-transposed", "few-plain-absmax"])
+def test_few_tokens_in_every_configuration(config, name, monkeypatch):
+    monkeypatch.setattr(autotune, "chosen", lambda *args, **kwargs: config)
+    test_layer_equals_plain_loops(CASES[name])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("few")])
+def test_few_tokens_never_decode(name, monkeypatch):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(dequantize, "decode", forbidden)
+    test_layer_equals_plain_loops(CASES[name])
+    monkeypatch.setattr(expert_mm, "FEW", 0)
+    with pytest.raises(AssertionError, match="decoded"):
+        test_layer_equals_plain_loops(CASES[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_of_each_matrix_is_decoded(kind):
+    stack = stack_of((3, 40, 72), *kind)
+    whole = codec.unpack(stack)
+    bounds = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    right, below = torch.randn(3, 16, 16), torch.randn(3, 16, 24)
+    for corner, height, width in [((8, 0), 16, 72), ((0, 24), 40, 24), ((11, 16), 16, 24)]:
+        out = torch.full((3, height + 16, width), float("nan"))
+        under = below if width == 24 else torch.zeros(3, 16, width)
+        dequantize.decode(packed_of(stack), out, corner=corner, bounds=bounds, below=under)
+        for e in (0, 2):
+            part = whole[e, corner[0] : corner[0] + height, corner[1] : corner[1] + width]
+            assert torch.equal(out[e, :height], part)
+        assert out[1].isnan().all()
+    out = torch.empty(3, 16, 72 + 16)
+    dequantize.decode(packed_of(stack), out, corner=(8, 0), right=right)
+    assert torch.equal(out[:, :, :72], whole[:, 8:24]) and torch.equal(out[:, :, 72:], right)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (37, 3), (200, 2), (400, 2), (1500, 3), (22000, 3)])
+def test_routing(shape):
+    experts = 5
+    index = torch.randint(experts + 1, shape)
+    routing = routing_.route(index, experts)
+    flat = index.reshape(-1)
+    order, inverse = routing.order[: flat.numel()].long(), routing.inverse[: flat.numel()].long()
+    assert routing.bounds[: experts + 1].tolist() == [
+        int((flat < e).sum()) for e in range(experts + 1)
+    ]
+    assert torch.equal(order, flat.sort(stable=True).indices)
+    assert torch.equal(inverse[order], torch.arange(flat.numel()))
+    assert torch.equal(routing.ends, routing.bounds[1 : experts + 1])
+    tables = [(routing.tiles, routing.tile)]
+    assert (routing.counts[1] > 0) == (routing.tile == packing.TILE)
+    if routing.counts[1]:
+        tables.append((routing.wide, packing.WIDE_TILE))
+    for table, tile in tables:
+        rows = [[] for _ in range(experts)]
+        for expert, start in table.view(-1, 2).tolist():
+            if expert >= 0:
+                end = min(start + tile, int(routing.bounds[expert + 1]))
+                rows[expert] += range(start, end)
+        for e in range(experts):
+            assert rows[e] == list(range(int(routing.bounds[e]), int(routing.bounds[e + 1])))
+            assert (flat[order[rows[e]]] == e).all()
+
+
+def test_scratch_remembers_its_owner():
+    first, held = workspace.take("first", (2, 8), torch.float32, torch.device("cpu"), ("a",))
+    assert not held and first.shape == (2, 8)
+    again, held = workspace.take("first", (2, 8), torch.float32, torch.device("cpu"), ("a",))
+    assert held and again.data_ptr() == first.data_ptr()
+    assert workspace.holds("first", torch.device("cpu"), ("a",))
+    _, held = workspace.take("first", (2, 8), torch.float32, torch.device("cpu"), ("b",))
+    assert not held
+    _, held = workspace.take("first", (2, 8), torch.float32, torch.device("cpu"))
+    assert not held and not workspace.holds("first", torch.device("cpu"), None)
+    _, held = workspace.take("first", (400, 8), torch.float32, torch.device("cpu"), ("b",))
+    assert not held
+
+
+@pytest.mark.parametrize("tokens", [2, 40, 700])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_compiler_is_told_the_right_shapes(tokens, transposed, monkeypatch):
+    """What the custom operators promise is what they give, whatever the size of tiles."""
+    monkeypatch.setattr(fused, "available", lambda device: True)
+    case = Case(experts=4, hidden=64, inner=64, transposed=transposed, ranks=(3, 0))
+    made, stacks, *_ = build(case)
+    x = torch.randn(tokens, 64, dtype=torch.float16)
+    index = torch.rand(tokens, 4).topk(2, -1).indices
+    weights = torch.rand(tokens, 2, dtype=torch.float16)
+    lora = [torch.randn(4 * 3, 64).half(), torch.randn(128, 3 * 4).half()]
+    packed, described = [], []
+    for stack in stacks:
+        state = stack.state
+        inner = [state.offset, state.state2.absmax, state.state2.code]
+        packed += [stack.codes, state.absmax, state.code, *inner]
+        described.append((6, "nf4", tuple(stack.shape), 64, state.state2.blocksize))
+    constants = repr((tuple(made.gate), described, [0.5, None], case.transposed, False,
+                      "torch.float16"))  # fmt: skip
+    arguments = x, weights, index, [], lora, packed, constants
+    real, promised = fused_op._forward_op(*arguments), fused_op._forward_fake(*arguments)
+    assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
+    later = x, x, weights, [], lora, packed, real[1:], constants, True
+    real, promised = fused_op._backward_op(*later), fused_op._backward_fake(*later)
+    assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_a_kernel_is_tried_before_it_is_used(kind, monkeypatch):
+    device, config = torch.device("cpu"), quantized_mm.Config(64, 64, 2, 4, False)
+    assert quantized_mm._is_right(device, kind, 32, config)
+    real = quantized_mm.launch
+    monkeypatch.setattr(
+        quantized_mm, "launch", lambda *a, **k: real(*a, **k).mul_(1 + 1e-2 * k["back"])
+    )
+    assert not quantized_mm._is_right(device, kind, 32, config)
+    monkeypatch.setattr(quantized_mm, "launch", lambda *a, **k: 1 / 0)
+    assert not quantized_mm._is_right(device, kind, 32, config)

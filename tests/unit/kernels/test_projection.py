@@ -1,0 +1,92 @@
+"""The grouped backend against the reference one, in fp64 and bf16, on odd shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_qlora.kernels import projection, reference
+
+IN, OUT, E, K = 24, 40, 5, 2
+
+
+def setup(*, gathers, scatters, transposed, partial, tokens=29, ranks=(3, 16), seed=0):
+    g = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=g)
+
+    stack = rand(E, IN, OUT) if transposed else rand(E, OUT, IN)
+    allowed = torch.tensor([0, 1, 3, 4])
+    index = torch.stack([allowed[torch.randperm(4, generator=g)[:K]] for _ in range(tokens)])
+    if partial:
+        index[::4, 1] = E
+    ids, order = index.reshape(-1).sort(stable=True)
+    edges = torch.searchsorted(ids, torch.arange(E + 1))
+    rows = reference.Rows(order, edges, K, gathers, scatters, partial)
+    count = tokens if gathers else tokens * K
+    scale = rand(tokens * K) if scatters else None
+    terms = [
+        reference.Term(
+            rand(count, IN) if i else None,
+            rand(E * r, IN),
+            rand(OUT, r * E),
+            0.5 + i,
+            torch.float32,
+        )
+        for i, r in enumerate(ranks)
+    ]
+    return rand(count, IN), stack, rows, scale, rand(E, OUT), terms, rand
+
+
+def cast(value, dtype):
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype)
+    if isinstance(value, reference.Term):
+        source = None if value.source is None else value.source.to(dtype)
+        return reference.Term(source, value.a.to(dtype), value.b.to(dtype), value.scaling, dtype)
+    return value
+
+
+def run(backend, parts, dtype, grad):
+    x, stack, rows, scale, bias, terms, _ = parts
+    transposed = stack.shape[1] == IN
+    stack = stack.to(dtype)
+    weight = reference.Weight(lambda a, b: stack[a:b], E, OUT, transposed, dtype)
+    terms = [cast(term, dtype) for term in terms]
+    args = (cast(x, dtype), weight, rows, cast(scale, dtype), cast(bias, dtype), terms)
+    both = [True, True]
+    needs = reference.Needs(True, scale is not None, True, [False, True], both, both)
+    out = backend.forward(*args)
+    grads = backend.backward(cast(grad, dtype), *args, needs)
+    return [out, grads.x, grads.scale, grads.bias, *grads.sources, *grads.a, *grads.b]
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("way", [(True, False), (False, True), (False, False)])
+def test_equals_the_reference(transposed, partial, way):
+    gathers, scatters = way
+    parts = setup(gathers=gathers, scatters=scatters, transposed=transposed, partial=partial)
+    rand, rows = parts[-1], parts[2]
+    grad = rand(rows.outputs, OUT)
+    exact = run(reference, parts, torch.float64, grad)
+    ours = run(projection, parts, torch.float32, grad)
+    theirs = run(reference, parts, torch.float32, grad)
+    for right, mine, other in zip(exact, ours, theirs, strict=True):
+        assert (right is None) == (mine is None)
+        if right is not None:
+            scale = right.norm()
+            error, allowed = (mine - right).norm() / scale, (other - right).norm() / scale
+            # Both round to bf16 in places of their own; neither may be far behind.
+            assert error <= 1.5 * allowed + 1e-6, (float(error), float(allowed))
+
+
+def test_sizes_and_dtypes_that_do_not_suit_are_left_to_the_reference():
+    weight = reference.Weight(lambda a, b: torch.empty(0), E, 24, False, torch.bfloat16)
+    good = torch.empty(4, 16)
+    assert projection.suits(good, weight, [])
+    assert not projection.suits(torch.empty(4, 12), weight, [])
+    wide = reference.Term(None, torch.empty(0), torch.empty(0), 1.0, torch.float64)
+    assert not projection.suits(good, weight, [wide])
+    assert not projection.fits(good, weight, [])  # no GPU

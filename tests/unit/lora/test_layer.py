@@ -1,0 +1,481 @@
+"""LoRA on packed experts, against decoded weights with s B A added expert by expert."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import moe_qlora
+from moe_qlora.errors import AdapterError, ConfigError
+from moe_qlora.experts import forward
+from moe_qlora.lora import inject, layer
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing import settings as settings_
+
+SMALL = {
+    "vocab_size": 48,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "num_experts_per_tok": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 5,
+        "moe_intermediate_size": 12,
+        "head_dim": 8,
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+    },
+    "mixtral": {"num_local_experts": 3, "intermediate_size": 20},
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 20, "head_dim": 8},
+    "granitemoe": {"num_local_experts": 3, "intermediate_size": 12},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 12,
+        "intermediate_size": 20,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "llama4_text": {
+        "num_local_experts": 4,
+        "intermediate_size": 12,
+        "intermediate_size_mlp": 20,
+        "interleave_moe_layer_step": 1,
+        "head_dim": 8,
+        "num_experts_per_tok": 1,
+    },
+}
+OUTSIDE_THE_INTERFACE = {"llama4_text"}
+IDS = torch.randint(0, 48, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def build(model_type: str, implementation: str = "moe_qlora", kind: str = "nf4") -> Any:
+    """A small packed model that runs its experts through this package, or through another."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
+    model = AutoModelForCausalLM.from_config(config)
+    settings = settings_.CodecSettings(kind)
+    names = []
+    for module_name, module in list(model.named_modules()):
+        stacks = [(n, p) for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
+        for name, weight in stacks:
+            parametrize.attach(module, name, codec.pack(weight, settings))
+        if stacks:
+            names.append(module_name)
+    if implementation == "moe_qlora" and model_type not in OUTSIDE_THE_INTERFACE:
+        forward.activate(model, names)
+    elif model_type not in OUTSIDE_THE_INTERFACE:
+        model.set_experts_implementation(implementation)
+    return model.eval()
+
+
+def decoded(model: Any) -> Any:
+    """The same model with every packed weight decoded for good, on transformers' own loop."""
+    twin = copy.deepcopy(model)
+    for _, module, name in list(parametrize.iter_packed(twin)):
+        parametrize.detach(module, name)
+    if hasattr(twin, "set_experts_implementation"):
+        twin.set_experts_implementation("eager")
+    return twin
+
+
+def lora_config(**changes: Any) -> LoraConfig:
+    settings: dict[str, Any] = {
+        "target_modules": [],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "r": 3,
+        "lora_alpha": 7,
+    }
+    return LoraConfig(**{**settings, **changes})
+
+
+def fill(model: nn.Module, seed: int = 1) -> None:
+    """Give every LoRA weight a value that is not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+
+
+def expert_wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if isinstance(module, layer.ParamWrapper):
+            plain = name.replace(".base_layer", "").removeprefix("base_model.model.")
+            yield f"{plain}.{module.parameter_name}", module
+
+
+def slow_delta(wrapper: Any, adapter: str, a: Tensor, b: Tensor) -> Tensor:
+    """s B A for one expert after the other, straight from PEFT's layout of A and B."""
+    shape = wrapper.get_param().shape
+    transposed = getattr(wrapper.get_base_layer(), "is_transposed", False)
+    rank, count = wrapper.r[adapter], shape[0]
+    per_expert = []
+    for e in range(count):
+        a_e = a[e * rank : (e + 1) * rank]
+        b_e = b[:, torch.arange(rank) * count + e]
+        delta = b_e @ a_e
+        per_expert.append(delta.T if transposed else delta)
+    return torch.stack(per_expert) * (wrapper.lora_alpha[adapter] / rank)
+
+
+def reference(
+    twin: Any, model: Any, adapters: list[str], **inputs: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits of W + sum of s B A, and the leaves that stand for each lora_A and lora_B."""
+    leaves: dict[str, Tensor] = {}
+    weights = {}
+    for name, wrapper in expert_wrappers(model):
+        weight = twin.get_parameter(name).detach()
+        for adapter in adapters:
+            pair = []
+            for part in ("lora_A", "lora_B"):
+                held = getattr(wrapper, part)[adapter].weight
+                leaf = held.detach().clone().requires_grad_()
+                leaves[f"{name}.{part}.{adapter}"] = leaf
+                pair.append(leaf)
+            weight = weight + slow_delta(wrapper, adapter, *pair)
+        weights[name] = weight
+    return functional_call(twin, weights, kwargs=inputs).logits, leaves
+
+
+def close(left: Tensor, right: Tensor, tolerance: float = 1e-5) -> bool:
+    scale = right.abs().max().clamp(min=1e-12)
+    return bool((left - right).abs().max() / scale < tolerance)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(
+    ("implementation", "targets"),
+    [
+        ("moe_qlora", ["experts.gate_up_proj", "experts.down_proj"]),
+        ("moe_qlora", ["experts.gate_up_proj"]),
+        ("moe_qlora", ["experts.down_proj"]),
+        ("eager", ["experts.gate_up_proj", "experts.down_proj"]),
+        ("grouped_mm", ["experts.down_proj"]),
+    ],
+    ids=["both", "up only", "down only", "added on read", "added on read, one"],
+)
+def test_logits_and_every_gradient(
+    model_type: str, implementation: str, targets: list[str]
+) -> None:
+    base = build(model_type, implementation)
+    twin = decoded(base)
+    model = moe_qlora.get_peft_model(base, lora_config(target_parameters=targets))
+    fill(model)
+    routers = [
+        n for n, _ in twin.named_parameters() if n.endswith(("gate.weight", "router.weight"))
+    ]
+    held = {name: base.get_parameter(name).requires_grad_() for name in routers}
+    inputs = base.get_input_embeddings()(IDS).detach().requires_grad_()
+    logits = model(inputs_embeds=inputs).logits
+    logits.square().sum().backward()
+
+    other = inputs.detach().clone().requires_grad_()
+    for name in routers:
+        twin.get_parameter(name).requires_grad_()
+    expected, leaves = reference(twin, model, ["default"], inputs_embeds=other)
+    expected.square().sum().backward()
+
+    assert close(logits, expected)
+    assert close(inputs.grad, other.grad)
+    for name, parameter in held.items():
+        assert close(parameter.grad, twin.get_parameter(name).grad), name
+    count = 0
+    for name, wrapper in expert_wrappers(model):
+        for part in ("lora_A", "lora_B"):
+            grad = getattr(wrapper, part)["default"].weight.grad
+            assert close(grad, leaves[f"{name}.{part}.default"].grad), f"{name}.{part}"
+            count += 1
+    assert count == 2 * len(targets) * sum(1 for _ in experts_modules(base))
+
+
+def experts_modules(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if parametrize.packed_names(module):
+            yield module
+
+
+@pytest.mark.parametrize("implementation", ["moe_qlora", "eager"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_several_active_adapters_add_up(model_type: str, implementation: str) -> None:
+    base = build(model_type, implementation)
+    twin = decoded(base)
+    model = moe_qlora.get_peft_model(base, lora_config())
+    model.add_adapter("two", lora_config(r=2, lora_alpha=5, use_rslora=False))
+    model.add_adapter("three", lora_config())
+    fill(model)
+    plain = twin(input_ids=IDS).logits
+    for active in (["default"], ["two"], ["default", "two"], ["three", "two", "default"]):
+        model.base_model.set_adapter(active)
+        assert close(model(input_ids=IDS).logits, reference(twin, model, active, input_ids=IDS)[0])
+        with model.disable_adapter():
+            assert close(model(input_ids=IDS).logits, plain)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("implementation", ["moe_qlora", "eager"])
+def test_gradient_checkpointing_changes_nothing(implementation: str, reentrant: bool) -> None:
+    model = moe_qlora.get_peft_model(build("qwen3_moe", implementation), lora_config())
+    fill(model)
+    model.train()
+    grads = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model(input_ids=IDS, use_cache=False).logits.square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+        model.zero_grad()
+    assert len(grads[0]) == 8
+    for left, right in zip(*grads, strict=True):
+        assert close(left, right)
+
+
+def test_compiled_without_graph_breaks() -> None:
+    base = build("qwen3_moe")
+    model = moe_qlora.get_peft_model(base, lora_config(target_modules=["q_proj"]))
+    fill(model)
+    grads = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        run(input_ids=IDS, use_cache=False).logits.square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+        model.zero_grad()
+    assert len(grads[0]) == 12
+    for left, right in zip(*grads, strict=True):
+        assert close(left, right)
+
+
+@pytest.mark.parametrize("implementation", ["moe_qlora", "eager"])
+def test_two_hundred_steps_leave_nothing_behind(implementation: str) -> None:
+    base = build("mixtral", implementation)
+    model = moe_qlora.get_peft_model(base, lora_config())
+    module = next(experts_modules(base))
+
+    def traces() -> tuple[int, ...]:
+        return (
+            len(list(base.named_modules())),
+            len(module.parametrizations.gate_up_proj),  # type: ignore[union-attr, index]
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            len(vars(module)),
+            torch.nn.utils.parametrize._cache_enabled,
+            len(torch.nn.utils.parametrize._cache),
+        )
+
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses, before = [], traces()
+    for _ in range(200):
+        loss = model(input_ids=IDS[:, :4], labels=IDS[:, :4]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert traces() == before
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_a_failing_forward_leaves_nothing_behind() -> None:
+    base = build("qwen3_moe", "eager")
+    model = moe_qlora.get_peft_model(base, lora_config())
+    module = next(experts_modules(base))
+    handle = module.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("stop")))
+    with pytest.raises(KeyError, match="stop"):
+        model(input_ids=IDS)
+    handle.remove()
+    assert len(module.parametrizations.gate_up_proj) == 1  # type: ignore[union-attr, index]
+    assert torch.nn.utils.parametrize._cache_enabled == 0
+    model(input_ids=IDS)
+
+
+def test_wrappers_nest_in_registration_order_and_hold_no_decoded_weight() -> None:
+    base = build("qwen3_moe")
+    model = moe_qlora.get_peft_model(base, lora_config())
+    outer = base.model.layers[0].mlp.experts
+    assert [outer.parameter_name, outer.base_layer.parameter_name] == ["down_proj", "gate_up_proj"]
+    assert type(outer).__name__ == "ParamWrapper" and isinstance(
+        outer, peft.tuners.lora.layer.ParamWrapper
+    )
+    for name, wrapper in expert_wrappers(model):
+        stand_in = wrapper.get_param()
+        assert stand_in.untyped_storage().nbytes() <= 8, name
+        assert stand_in.shape == getattr(wrapper.get_base_layer(), wrapper.parameter_name).shape
+
+
+def test_patterns_ranks_and_initialization_follow_the_config() -> None:
+    config = lora_config(
+        r=4,
+        use_rslora=True,
+        init_lora_weights="gaussian",
+        rank_pattern={r"experts\.down_proj": 2},
+        alpha_pattern={r"layers\.1\.mlp\.experts\.gate_up_proj": 11},
+    )
+    model = moe_qlora.get_peft_model(build("qwen3_moe"), config)
+    wrappers = dict(expert_wrappers(model))
+    down = wrappers["model.layers.0.mlp.experts.down_proj"]
+    up = wrappers["model.layers.1.mlp.experts.gate_up_proj"]
+    assert down.lora_A["default"].weight.shape == (5 * 2, 12)
+    assert down.lora_B["default"].weight.shape == (24, 2 * 5)
+    assert down.scaling["default"] == pytest.approx(7 / 2**0.5)
+    assert up.scaling["default"] == pytest.approx(11 / 2)
+    assert up.lora_A["default"].weight.detach().std() == pytest.approx(1 / 4, rel=0.2)
+    assert not up.lora_B["default"].weight.any()
+
+
+def test_the_rank_of_experts_can_be_scaled() -> None:
+    config = lora_config(r=8, target_modules=["q_proj"])
+    model = moe_qlora.get_peft_model(build("qwen3_moe"), config, scale_expert_rank=True)
+    assert {wrapper.r["default"] for _, wrapper in expert_wrappers(model)} == {4}
+    assert model.base_model.model.model.layers[0].self_attn.q_proj.r["default"] == 8
+    config = lora_config(r=8, rank_pattern={"down_proj": 5})
+    model = moe_qlora.get_peft_model(build("qwen3_moe"), config, scale_expert_rank=16)
+    ranks = {name.rpartition(".")[2]: w.r["default"] for name, w in expert_wrappers(model)}
+    assert ranks == {"gate_up_proj": 1, "down_proj": 5}
+
+
+def test_dropout_applies_in_training_only_and_only_where_it_can() -> None:
+    base = build("qwen3_moe")
+    model = moe_qlora.get_peft_model(base, lora_config(lora_dropout=0.5)).eval()
+    fill(model)
+    exact = reference(decoded(base_of(model)), model, ["default"], input_ids=IDS)[0]
+    assert close(model(input_ids=IDS).logits, exact)
+    model.train()
+    torch.manual_seed(3)
+    first = model(input_ids=IDS).logits
+    torch.manual_seed(3)
+    again = model(input_ids=IDS).logits
+    other = model(input_ids=IDS).logits
+    assert torch.equal(first, again) and not close(first, other) and not close(first, exact)
+    base.set_experts_implementation("eager")
+    with pytest.raises(AdapterError, match="set_experts_implementation"):
+        model(input_ids=IDS)
+    with pytest.raises(ConfigError, match=r"lora_dropout=0\.5 does not work"):
+        moe_qlora.get_peft_model(build("llama4_text"), lora_config(lora_dropout=0.5))
+
+
+def base_of(model: Any) -> Any:
+    """A copy of the base model without any adapter."""
+    return copy.deepcopy(model).unload()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
+def test_merging_gives_the_sum_and_unmerging_the_original(model_type: str, kind: str) -> None:
+    base = build(model_type, kind=kind)
+    twin = decoded(base)
+    model = moe_qlora.get_peft_model(base, lora_config())
+    model.add_adapter("two", lora_config(r=2))
+    fill(model)
+    model.base_model.set_adapter(["default", "two"])
+    adapted = model(input_ids=IDS).logits
+    codes = {n: w_codes(w).clone() for n, w in expert_wrappers(model)}
+    model.merge_adapter(["two"])
+    with pytest.warns(UserWarning, match="additionally merging default"):  # PEFT's own
+        model.merge_adapter(["default"])
+    for name, wrapper in expert_wrappers(model):
+        expected = twin.get_parameter(name).detach()
+        for adapter in ("two", "default"):
+            a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+            expected = expected + slow_delta(wrapper, adapter, a, b)
+        merged = getattr(wrapper.get_base_layer(), wrapper.parameter_name)
+        assert isinstance(merged, nn.Parameter) and not merged.requires_grad
+        assert close(merged, expected), name
+    assert close(model(input_ids=IDS).logits, adapted)
+    model.unmerge_adapter()
+    for name, wrapper in expert_wrappers(model):
+        assert torch.equal(w_codes(wrapper), codes[name])
+    assert torch.equal(model(input_ids=IDS).logits, adapted)
+
+
+def w_codes(wrapper: Any) -> Tensor:
+    return parametrize.read_packed(wrapper.get_base_layer(), wrapper.parameter_name).codes
+
+
+def test_merging_in_another_dtype_or_packed_again() -> None:
+    model = moe_qlora.get_peft_model(build("qwen3_moe", "eager"), lora_config())
+    fill(model)
+    wrapper = next(iter(expert_wrappers(model)))[1]
+    expected = layer.merged_weight(wrapper, read(wrapper), ["default"])
+    model.merge_adapter(dtype=torch.bfloat16)
+    held = getattr(wrapper.get_base_layer(), wrapper.parameter_name)
+    assert held.dtype == torch.bfloat16 and torch.equal(held, expected.to(torch.bfloat16))
+    model.unmerge_adapter()
+    before = w_codes(wrapper).clone()
+    model.merge_adapter(repack=True)
+    again = codec.pack(expected, settings_.CodecSettings("nf4"))
+    assert torch.equal(w_codes(wrapper), again.codes) and not torch.equal(before, again.codes)
+    with model.disable_adapter():  # PEFT unmerges where adapters are disabled
+        model(input_ids=IDS)
+    assert torch.equal(w_codes(wrapper), before)
+
+
+def read(wrapper: Any) -> codec.PackedStack:
+    return parametrize.read_packed(wrapper.get_base_layer(), wrapper.parameter_name)
+
+
+def test_a_broken_adapter_is_not_merged_safely() -> None:
+    model = moe_qlora.get_peft_model(build("qwen3_moe"), lora_config())
+    fill(model)
+    wrapper = next(iter(expert_wrappers(model)))[1]
+    wrapper.lora_A["default"].weight.data[1, 2] = float("nan")
+    with pytest.raises(ValueError, match="NaNs detected"):
+        model.merge_adapter(safe_merge=True)
+    assert parametrize.is_packed(wrapper.get_base_layer(), wrapper.parameter_name)
+
+
+def test_merge_and_unload_gives_a_plain_model() -> None:
+    base = build("mixtral")
+    model = moe_qlora.get_peft_model(base, lora_config(target_modules=["q_proj"]))
+    fill(model)
+    adapted = model(input_ids=IDS).logits
+    merged = model.merge_and_unload()
+    assert merged is base and not list(parametrize.iter_packed(merged))
+    assert "model.layers.0.mlp.experts.gate_up_proj" in dict(merged.named_parameters())
+    assert close(merged(input_ids=IDS).logits, adapted)
+
+
+def test_copies_are_independent() -> None:
+    model = moe_qlora.get_peft_model(build("qwen3_moe"), lora_config())
+    fill(model)
+    twin = copy.deepcopy(model)
+    expected = model(input_ids=IDS).logits
+    assert torch.equal(twin(input_ids=IDS).logits, expected)
+    fill(twin, seed=2)
+    assert not close(twin(input_ids=IDS).logits, expected)
+    assert torch.equal(model(input_ids=IDS).logits, expected)
+
+
+def test_the_self_check_names_what_is_not_connected() -> None:
+    base = build("qwen3_moe")
+    model = moe_qlora.get_peft_model(base, lora_config())
+    names = moe_qlora.target_parameters(base)
+    inject.check_connected(base, "default", names)
+    with pytest.raises(AdapterError, match=r"'other' on model\.layers\.0\..*is missing"):
+        inject.check_connected(base, "other", names)
+    wrapper = dict(expert_wrappers(model))[names[2]]
+    wrapper.provider.wrappers.clear()
+    with pytest.raises(AdapterError, match=r"layers\.1\.mlp\.experts.*not connected"):
+        inject.check_connected(base, "default", names)
+    with pytest.raises(AdapterError, match="was not created"):
+        inject.check_connected(model.unload(), "default", names)

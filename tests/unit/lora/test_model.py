@@ -1,0 +1,444 @@
+"""Adapters as users handle them: files, several at once, hosts that call stock PEFT themselves."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import moe_qlora
+from moe_qlora.errors import AdapterError, ConfigError
+from moe_qlora.experts import checks, forward
+from moe_qlora.lora import layer as lora
+from moe_qlora.lora.load import load_adapter
+from moe_qlora.lora.model import connect_adapters
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing import settings as settings_
+
+SMALL = {
+    "vocab_size": 48,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "num_experts_per_tok": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 5, "moe_intermediate_size": 12, "head_dim": 8},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+    },
+    "mixtral": {"num_local_experts": 3, "intermediate_size": 20},
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 20, "head_dim": 8},
+    "granitemoe": {"num_local_experts": 3, "intermediate_size": 12},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 12,
+        "intermediate_size": 20,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "llama4_text": {
+        "num_local_experts": 4,
+        "intermediate_size": 12,
+        "intermediate_size_mlp": 20,
+        "interleave_moe_layer_step": 1,
+        "head_dim": 8,
+        "num_experts_per_tok": 1,
+    },
+}
+# PEFT 0.20 asks the hub for the configuration of a model that has no name
+NO_HUB: Any = {"save_embedding_layers": False}
+IDS = torch.randint(0, 48, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def build(model_type: str = "qwen3_moe") -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
+    model = AutoModelForCausalLM.from_config(config)
+    names = []
+    for module_name, module in list(model.named_modules()):
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight.dim() == 3:
+                parametrize.attach(module, name, codec.pack(weight, settings_.CodecSettings("nf4")))
+                names.append(module_name)
+    if model_type != "llama4_text":
+        forward.activate(model, list(dict.fromkeys(names)))
+    checks.install(model)
+    return model.eval()
+
+
+def unpacked(model_type: str = "qwen3_moe") -> Any:
+    """The same model with plain weights: what stock PEFT adapts."""
+    model = build(model_type)
+    for _, module, name in list(parametrize.iter_packed(model)):
+        parametrize.detach(module, name)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    checks.remove(model)
+    return model
+
+
+def lora_config(**changes: Any) -> LoraConfig:
+    settings: dict[str, Any] = {
+        "target_modules": ["o_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "r": 3,
+        "lora_alpha": 7,
+    }
+    return LoraConfig(**{**settings, **changes})
+
+
+def fill(model: nn.Module, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if ".lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def close(left: Tensor, right: Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((left - right).abs().max() / right.abs().max() < tolerance)
+
+
+def lora_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters() if ".lora_" in name]
+
+
+def config_on_disk(folder: Path) -> dict[str, Any]:
+    written: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    return {k: sorted(v) if isinstance(v, list) else v for k, v in written.items()}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(
+    "targets",
+    [["experts.gate_up_proj", "experts.down_proj"], ["experts.down_proj"], None],
+    ids=["both", "one", "none"],
+)
+def test_files_are_those_of_stock_peft(model_type: str, targets: Any, tmp_path: Path) -> None:
+    config = lora_config(target_parameters=targets)
+    ours = moe_qlora.get_peft_model(build(model_type), config)
+    stock = peft.get_peft_model(unpacked(model_type), copy.deepcopy(config))
+    fill(ours)
+    ours.save_pretrained(tmp_path / "ours", **NO_HUB)
+    stock.save_pretrained(tmp_path / "stock", **NO_HUB)
+    written = load_file(tmp_path / "ours" / "adapter_model.safetensors")
+    expected = load_file(tmp_path / "stock" / "adapter_model.safetensors")
+    assert {k: (v.shape, v.dtype) for k, v in written.items()} == {
+        k: (v.shape, v.dtype) for k, v in expected.items()
+    }
+    assert config_on_disk(tmp_path / "ours") == config_on_disk(tmp_path / "stock")
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_packed_to_stock_and_back(model_type: str, tmp_path: Path) -> None:
+    ours = moe_qlora.get_peft_model(build(model_type), lora_config())
+    fill(ours)
+    expected = logits(ours)
+    assert not close(expected, logits(build(model_type)))
+    ours.save_pretrained(tmp_path / "ours", **NO_HUB)
+    stock = PeftModel.from_pretrained(unpacked(model_type), tmp_path / "ours")
+    assert close(logits(stock), expected)
+    fill(stock, seed=2)
+    expected = logits(stock)
+    stock.save_pretrained(tmp_path / "stock", **NO_HUB)
+    again = load_adapter(build(model_type), str(tmp_path / "stock"))
+    assert close(logits(again), expected)
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+def test_loading_a_second_adapter_and_training_it(low_cpu_mem_usage: bool, tmp_path: Path) -> None:
+    first = moe_qlora.get_peft_model(build(), lora_config())
+    fill(first)
+    expected = logits(first)
+    first.save_pretrained(tmp_path, **NO_HUB)
+    model = load_adapter(build(), str(tmp_path), low_cpu_mem_usage=low_cpu_mem_usage)
+    assert close(logits(model), expected)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    load_adapter(model, str(tmp_path), "two", is_trainable=True)
+    model.load_adapter(tmp_path, "three", low_cpu_mem_usage=low_cpu_mem_usage)
+    for name in ("two", "three"):
+        model.set_adapter(name)
+        assert close(logits(model), expected)
+    model.set_adapter("two")
+    model(input_ids=IDS).logits.sum().backward()
+    assert {n.split(".")[-2] for n, p in model.named_parameters() if p.grad is not None} == {"two"}
+
+
+def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = moe_qlora.get_peft_model(build(), lora_config())
+    model.save_pretrained(tmp_path, **NO_HUB)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    dropped = next(key for key in tensors if ".experts.lora_B" in key)
+    save_file({k: v for k, v in tensors.items() if k != dropped}, file)
+    with pytest.raises(AdapterError, match=r"experts\.lora_B.* is not in the file"):
+        load_adapter(build(), str(tmp_path))
+    save_file({**tensors, dropped.replace("layers.0", "layers.9"): tensors[dropped].clone()}, file)
+    with pytest.raises(AdapterError, match=r"layers\.9.* has no place"):
+        load_adapter(build(), str(tmp_path))
+    wider = {key: torch.cat([value, value], -1) for key, value in tensors.items()}
+    save_file(wider, file)
+    with pytest.raises(AdapterError, match=r"does not fit this model: size mismatch for \S+lora_"):
+        load_adapter(build(), str(tmp_path))
+    save_file(tensors, file)
+    loaded = load_adapter(build(), str(tmp_path))
+    with pytest.raises(AdapterError, match="adapter_name is 'default', which this model has"):
+        load_adapter(loaded, str(tmp_path))
+    load_adapter(loaded, str(tmp_path), adapter_name="again")
+
+
+def test_a_second_wrapping_is_refused() -> None:
+    model = moe_qlora.get_peft_model(build(), lora_config())
+    with pytest.raises(ConfigError, match=r"PeftModel with adapters \(default\); .*add_adapter"):
+        moe_qlora.get_peft_model(model, lora_config(), adapter_name="second")
+    model.add_adapter("second", lora_config())
+
+
+def test_adapters_of_transformers_v4_load(tmp_path: Path) -> None:
+    """One LoRA for each expert's w1, w2, w3, as PEFT wrote them when experts were Linear layers."""
+    generator = torch.Generator().manual_seed(4)
+    tensors = {}
+    for layer in range(2):
+        for expert in range(3):
+            for name, out, width in (("w1", 20, 24), ("w2", 24, 20), ("w3", 20, 24)):
+                block = f"base_model.model.model.layers.{layer}.block_sparse_moe"
+                key = f"{block}.experts.{expert}.{name}"
+                tensors[f"{key}.lora_A.weight"] = torch.randn(2, width, generator=generator) * 0.3
+                tensors[f"{key}.lora_B.weight"] = torch.randn(out, 2, generator=generator) * 0.3
+    LoraConfig(target_modules=["w1", "w2", "w3"], r=2, lora_alpha=4).save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # "rank_pattern keys did not match"
+        stock = PeftModel.from_pretrained(unpacked("mixtral"), tmp_path)
+    ours = load_adapter(build("mixtral"), str(tmp_path))
+    assert close(logits(ours), logits(stock))
+    assert not close(logits(ours), logits(build("mixtral")))
+
+
+def test_lora_on_shared_experts_reloads_here(tmp_path: Path) -> None:
+    """Stock PEFT loses it: it takes the leaf names for experts of this model type."""
+    model = moe_qlora.get_peft_model(
+        build("deepseek_v3"), lora_config(target_modules=["o_proj", "down_proj"])
+    )
+    assert any("shared_experts.down_proj.lora_A" in name for name in lora_names(model))
+    fill(model)
+    with pytest.warns(UserWarning, match=r"load it with moe_qlora\.load_adapter"):
+        model.save_pretrained(tmp_path, **NO_HUB)
+    again = load_adapter(build("deepseek_v3"), str(tmp_path))
+    assert lora_names(again) == lora_names(model)
+    assert close(logits(again), logits(model))
+    plain = load_adapter(unpacked("deepseek_v3"), str(tmp_path))
+    assert close(logits(plain), logits(model))
+
+
+def test_lora_on_everything_at_once() -> None:
+    base = build("qwen2_moe")
+    config = LoraConfig(target_modules="all-linear", r=2)
+    model = moe_qlora.get_peft_model(base, config, experts=True, router=True)
+    fill(model)
+    model(input_ids=IDS).logits.square().sum().backward()
+    missing = [n for n, p in model.named_parameters() if ".lora_" in n and p.grad is None]
+    assert not missing
+    adapted = {n.split(".lora_")[0].rpartition(".")[2] for n in lora_names(model)}
+    assert {"q_proj", "experts", "gate", "shared_expert_gate", "down_proj"} <= adapted
+
+
+def test_roles_choose_among_the_experts() -> None:
+    model = moe_qlora.get_peft_model(
+        build(), LoraConfig(target_modules=["q_proj"]), experts=["down"]
+    )
+    wrapped = {m.parameter_name for m in model.modules() if isinstance(m, lora.ParamWrapper)}
+    assert wrapped == {"down_proj"}
+
+
+def test_adapters_come_and_go() -> None:
+    base = build()
+    plain = logits(base)
+    model = moe_qlora.get_peft_model(base, lora_config())
+    fill(model)
+    one = logits(model)
+    model.add_adapter("two", lora_config(r=2))
+    assert torch.equal(logits(model), one)  # added, not active
+    model.set_adapter("two")
+    assert close(logits(model), plain)
+    fill(model, seed=3)
+    two = logits(model)
+    model.set_adapter("default")
+    default = logits(model)
+    assert not close(two, default)
+    with pytest.warns(UserWarning, match="Setting active adapter to two"):
+        model.delete_adapter("default")
+    assert close(logits(model), two)
+    assert not any(".default." in name for name in lora_names(model))
+    model.add_adapter("default", lora_config(r=4))
+    model.set_adapter("default")
+    assert close(logits(model), plain)
+    fill(model)
+    assert not close(logits(model), plain)
+    assert torch.equal(logits(model.unload()), plain)
+    assert base._forward_pre_hooks and list(parametrize.iter_packed(base))
+    again = moe_qlora.get_peft_model(base, lora_config())
+    assert close(logits(again), plain)
+
+
+def test_the_reference_adapter_of_preference_training() -> None:
+    """TRL adds "ref" through stock `add_adapter`, with the very config of the first adapter."""
+    model = moe_qlora.get_peft_model(build(), lora_config())
+    fill(model)
+    model.add_adapter("ref", model.peft_config["default"])
+    for name, parameter in model.named_parameters():
+        if ".default." in name:
+            model.get_parameter(name.replace(".default.", ".ref.")).data.copy_(parameter.data)
+    default = logits(model)
+    model.set_adapter("ref")
+    assert torch.equal(logits(model), default)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), logits(build()))
+
+
+def deltas(model: nn.Module, adapter: str) -> list[Tensor]:
+    return [
+        module.get_delta_weight(adapter).detach()
+        for module in model.modules()
+        if isinstance(module, lora.ParamWrapper)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("cat", None), ("svd", 6), ("linear", None)])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_weighted_sums_of_adapters(model_type: str, kind: str, rank: int | None) -> None:
+    model = moe_qlora.get_peft_model(build(model_type), lora_config())
+    model.add_adapter("two", lora_config())
+    fill(model)
+    if kind == "linear":  # which combines A and B apart: exact where one of them is shared
+        for module in model.modules():
+            if hasattr(module, "lora_A") and "two" in module.lora_A:
+                module.lora_A["two"].weight.data = module.lora_A["default"].weight.data.clone()
+    model.add_weighted_adapter(
+        ["default", "two"], [0.25, 0.25], "sum", combination_type=kind, svd_rank=rank
+    )
+    scale = 2 if kind == "linear" else 1  # sqrt(w) A + sqrt(w) A, twice A
+    pairs = zip(deltas(model, "default"), deltas(model, "two"), deltas(model, "sum"), strict=True)
+    for first, second, both in pairs:
+        assert close(both, scale * 0.25 * (first + second), 1e-4)
+    model.set_adapter("sum")
+    logits(model)
+    assert not any(
+        p.requires_grad for n, p in model.named_parameters() if ".default." in n or ".two." in n
+    )
+
+
+def test_generate_with_and_without_the_adapter() -> None:
+    model = moe_qlora.get_peft_model(build(), lora_config(task_type="CAUSAL_LM"))
+    fill(model)
+    options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    out = model.generate(input_ids=IDS, output_scores=True, **options)
+    assert close(out.scores[0], logits(model)[:, -1])
+    with model.disable_adapter():
+        out = model.generate(input_ids=IDS, output_scores=True, **options)
+    assert close(out.scores[0], logits(build())[:, -1])
+
+
+def test_stock_get_peft_model_with_an_adapted_config_is_right(tmp_path: Path) -> None:
+    base = build()
+    host = peft.get_peft_model(base, moe_qlora.adapt_lora_config(base, lora_config()))
+    ours = moe_qlora.get_peft_model(build(), lora_config())
+    assert lora_names(host) == lora_names(ours)
+    fill(host)
+    fill(ours)
+    assert torch.equal(logits(host), logits(ours))
+    host.save_pretrained(tmp_path, **NO_HUB)
+    assert close(logits(load_adapter(build(), str(tmp_path))), logits(ours))
+    host.add_adapter("two", host.peft_config["default"])
+    assert sum(".two." in name for name in lora_names(host)) == len(lora_names(ours))
+
+
+@pytest.mark.parametrize("spelling", ["short", "full"])
+def test_stock_peft_by_itself_raises_and_can_be_connected(spelling: str) -> None:
+    base = build()
+    full = moe_qlora.target_parameters(base)
+    config = lora_config(
+        exclude_modules=moe_qlora.exclude_modules(base),
+        **({"target_parameters": full} if spelling == "full" else {}),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # "no parameter was matched"
+        host = peft.get_peft_model(base, config)
+    with pytest.raises(AdapterError, match=r"moe_qlora\.get_peft_model"):
+        host(input_ids=IDS)
+    if spelling == "short":  # nothing was created that could be connected
+        with pytest.raises(AdapterError, match="was not created"):
+            connect_adapters(host)
+        return
+    before = {id(parameter) for parameter in host.parameters()}
+    connect_adapters(host)
+    assert {id(parameter) for parameter in host.parameters()} == before
+    ours = moe_qlora.get_peft_model(build(), lora_config())
+    assert lora_names(host) == lora_names(ours)
+    fill(host)
+    fill(ours)
+    assert torch.equal(logits(host), logits(ours))
+    host.add_adapter("two", lora_config())
+    assert sum(".two." in name for name in lora_names(host)) == len(lora_names(ours))
+
+
+def test_stock_from_pretrained_raises_and_names_the_call(tmp_path: Path) -> None:
+    moe_qlora.get_peft_model(build(), lora_config()).save_pretrained(tmp_path, **NO_HUB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
+            PeftModel.from_pretrained(build(), tmp_path)
+
+
+def test_stock_loading_of_full_names_raises_and_names_the_call(tmp_path: Path) -> None:
+    """Full names make stock PEFT wrap, in an order of its own, so that shapes do not fit."""
+    base = build()
+    names = moe_qlora.target_parameters(base)
+    model = moe_qlora.get_peft_model(base, lora_config(target_parameters=names))
+    model.save_pretrained(tmp_path, **NO_HUB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
+            PeftModel.from_pretrained(build(), tmp_path)
+    twin = copy.deepcopy(build())
+    again = moe_qlora.load_adapter(twin, tmp_path)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_the_guard_is_silent_without_experts_and_can_be_removed() -> None:
+    base = build()
+    model = peft.get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+    model(input_ids=IDS)
+    checks.install(base)
+    checks.remove(base)
+    assert not base._forward_pre_hooks
+
+
+def test_mixed_adapters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="mixed=True"):
+        moe_qlora.get_peft_model(build(), lora_config(), mixed=True)

@@ -1,0 +1,491 @@
+"""What PEFT is told about packed experts, against what stock PEFT then does with it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes.nn.modules
+import peft
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import moe_qlora
+from moe_qlora.errors import ConfigError
+from moe_qlora.lora.targets import ExactName
+from moe_qlora.packing import codec, parametrize, settings
+from moe_qlora.testing import tiny_inputs, tiny_model
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "intermediate_size": 48,
+    },
+    "qwen2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "intermediate_size": 48,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 16},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+}
+
+
+def build(model_type: str, *, packed: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    if packed:
+        for module in list(model.modules()):
+            for name, weight in list(module.named_parameters(recurse=False)):
+                if weight.dim() == 3:
+                    parametrize.attach(
+                        module, name, codec.pack(weight, settings.CodecSettings("nf4"))
+                    )
+    return model.eval()
+
+
+def adapted_modules(model: nn.Module) -> set[str]:
+    """Dotted names of the modules that got LoRA, without PEFT's own parts."""
+    found = {
+        name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name
+    }
+    return {name.removeprefix("base_model.model.") for name in found}
+
+
+def linear_names(model: nn.Module) -> set[str]:
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name != "lm_head"
+    }
+
+
+class Toy(nn.Module):
+    """Two experts modules beside Linears whose names end alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.act_fn = nn.SiLU()
+        self.experts.down_proj = nn.Parameter(torch.randn(3, 8, 16))
+        self.shared_expert = nn.Module()
+        self.shared_expert.down_proj = nn.Linear(8, 8)
+
+
+def packed_toy() -> Toy:
+    toy = Toy()
+    stack = codec.pack(toy.experts.down_proj, settings.CodecSettings("nf4"))
+    parametrize.attach(toy.experts, "down_proj", stack)
+    return toy
+
+
+TOY_PATHS = [
+    "experts",
+    "experts.act_fn",
+    "experts.parametrizations",
+    "experts.parametrizations.down_proj",
+    "experts.parametrizations.down_proj.0",
+]
+
+
+@pytest.mark.parametrize("existing", [None, [], ["a", "b"], ("a", "b", "a"), {"b", "a"}])
+def test_lists_are_new_complete_and_leave_the_callers_alone(existing: Any) -> None:
+    toy, before = packed_toy(), copy.deepcopy(existing)
+    excluded = moe_qlora.exclude_modules(toy, existing)
+    targets = moe_qlora.target_parameters(toy, existing)
+    own = ["a", "b"] if existing else []
+    assert isinstance(excluded, list) and excluded[: len(own)] == own
+    assert sorted(excluded[len(own) :]) == TOY_PATHS
+    assert targets == [*own, "experts.down_proj"]
+    assert existing == before and excluded is not existing
+    excluded.append("more")
+    assert "more" not in moe_qlora.exclude_modules(toy)
+
+
+@pytest.mark.parametrize("existing", [None, ["a"], {"a"}, "a|b", ""])
+def test_nothing_is_added_where_nothing_is_packed(existing: Any) -> None:
+    expected = existing if isinstance(existing, str) else list(existing or [])
+    assert moe_qlora.exclude_modules(Toy(), existing) == expected
+    assert moe_qlora.target_parameters(Toy(), existing) == expected
+
+
+@pytest.mark.parametrize(
+    "existing", ["lm_head", r".*\.o_proj|x", "(?i)LM_HEAD", "(?x) lm_head # the head", ""]
+)
+def test_a_string_becomes_one_regex(existing: str) -> None:
+    pattern = moe_qlora.exclude_modules(packed_toy(), existing)
+    assert isinstance(pattern, str)
+    for path in TOY_PATHS:
+        assert re.fullmatch(pattern, path)
+    assert bool(re.fullmatch(pattern, "lm_head")) == ("head" in existing.lower())
+    assert bool(re.fullmatch(pattern, "LM_HEAD")) == existing.startswith("(?i)")
+    for path in ("shared_expert.down_proj", "x.experts", "experts.down_proj", "expertsXact_fn"):
+        assert not re.fullmatch(pattern, path)
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"exclude_modules.*no regular expression"):
+        moe_qlora.exclude_modules(packed_toy(), "(")
+    with pytest.raises(ConfigError, match="exclude_modules holds 3"):
+        moe_qlora.exclude_modules(packed_toy(), [3])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="is a dict"):
+        moe_qlora.target_parameters(packed_toy(), {"a": 1})
+    with pytest.raises(ConfigError, match="role 'sideways'"):
+        moe_qlora.target_parameters(build("mixtral"), roles=["sideways"])
+
+
+def test_stock_peft_puts_no_lora_on_packed_experts() -> None:
+    toy = packed_toy()
+    config = LoraConfig(
+        target_modules=["down_proj"], exclude_modules=moe_qlora.exclude_modules(toy)
+    )
+    peft.get_peft_model(toy, config)
+    assert {
+        name.partition(".lora_A")[0] for name, _ in toy.named_parameters() if "lora_A" in name
+    } == {"shared_expert.down_proj"}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("through", ["moe_qlora", "stock peft"])
+def test_all_linear_means_every_linear_and_nothing_else(model_type: str, through: str) -> None:
+    model = build(model_type)
+    expected = linear_names(model)
+    config = LoraConfig(target_modules="all-linear", r=4)
+    if through == "moe_qlora":
+        wrapped = moe_qlora.get_peft_model(model, config)
+    else:
+        wrapped = peft.get_peft_model(model, moe_qlora.adapt_lora_config(model, config))
+    assert adapted_modules(wrapped) == expected
+    wrapped(input_ids=torch.arange(12).view(2, 6)).logits.sum().backward()
+    for name, parameter in wrapped.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name)
+        assert not parameter.requires_grad or parameter.grad is not None, name
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])
+@pytest.mark.parametrize("router", [False, True])
+def test_all_linear_beside_routers_that_are_linear_by_class(model_type: str, router: bool) -> None:
+    """They give two values, so that LoRA's Linear layer in their place cannot run."""
+    model: Any = tiny_model(model_type)
+    moe_qlora.quantize_experts(model, {"load_in_4bit": True})
+    routers = {found.name for found in moe_qlora.detect(model).routers}
+    assert all(isinstance(model.get_submodule(name), nn.Linear) for name in routers)
+    config = LoraConfig(target_modules="all-linear", r=4)
+    wrapped = moe_qlora.get_peft_model(model, config, router=router)
+    adapted = adapted_modules(wrapped)
+    assert adapted & routers == (routers if router else set())
+    assert any(name.endswith("q_proj") for name in adapted)
+    wrapped(**tiny_inputs(model)).logits.sum().backward()
+    for name, parameter in wrapped.named_parameters():
+        assert not parameter.requires_grad or parameter.grad is not None, name
+
+
+@pytest.mark.parametrize("options", [{}, {"experts": True}, {"router": True}], ids=str)
+@pytest.mark.parametrize(
+    "model_type",
+    ["dbrx", "diffusion_gemma", "gemma4_text", "jetmoe", "llama4", "llama4_text", "phimoe", "zaya"],
+)
+def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path, monkeypatch):
+    """Also where routers are Linear: our excludes are not in the file, nor in a second adapter."""
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)
+
+    def packed() -> Any:
+        model: Any = tiny_model(model_type, dtype=torch.float32)
+        moe_qlora.quantize_experts(model, {"load_in_4bit": True})
+        return model
+
+    config = LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
+    trained = moe_qlora.get_peft_model(packed(), config, **options)
+    reached = adapted_modules(trained)
+    if "router" not in options:  # diffusion_gemma's decoder has its own, with the encoder's weights
+        assert not any(re.search(r"\.router(\.|$)", name) for name in reached)
+    trained.save_pretrained(tmp_path)
+
+    loaded = moe_qlora.load_adapter(packed(), tmp_path)
+    assert adapted_modules(loaded) == reached
+    inputs = tiny_inputs(loaded)
+    if model_type != "diffusion_gemma":  # whose forward draws noise
+        with torch.no_grad():
+            outputs = [m.eval()(**inputs)[0] for m in (trained, loaded)]
+        assert torch.equal(*outputs)
+    if model_type != "dbrx" or "experts" not in options:  # which stock PEFT cannot run
+        stock = peft.PeftModel.from_pretrained(tiny_model(model_type), tmp_path)
+        assert adapted_modules(stock) == reached
+        stock(**inputs)
+
+    trained.add_adapter("second", trained.peft_config["default"])
+    trained.set_adapter("second")
+    assert adapted_modules(trained) == reached
+    keys = [{k for k in trained.state_dict() if f".{name}." in k} for name in ("default", "second")]
+    assert {key.replace(".default.", ".second.") for key in keys[0]} == keys[1]
+    trained(**inputs)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [["q_proj", "down_proj"], {"down_proj", "gate_proj"}, r".*\.(up_proj|k_proj)"],
+    ids=["list", "set", "regex"],
+)
+def test_leaf_names_reach_shared_experts_and_dense_blocks(targets: Any) -> None:
+    model = build("qwen2_moe")
+    names = targets if not isinstance(targets, str) else {"up_proj", "k_proj"}
+    expected = {name for name in linear_names(model) if name.rpartition(".")[2] in names}
+    assert any("shared_expert." in name for name in expected)
+    config = LoraConfig(target_modules=targets)
+    assert adapted_modules(moe_qlora.get_peft_model(model, config)) == expected
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_the_rewritten_types_keep_their_linears(model_type: str) -> None:
+    """Types for which stock PEFT turns leaf names into target_parameters, the router included."""
+    model = build(model_type)
+    leaves = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    expected = {name for name in linear_names(model) if name.rpartition(".")[2] in leaves}
+    wrapped = moe_qlora.get_peft_model(model, LoraConfig(target_modules=sorted(leaves)))
+    assert adapted_modules(wrapped) == expected
+
+
+def test_layers_to_transform_and_the_callers_excludes_hold() -> None:
+    model = build("deepseek_v3")
+    config = LoraConfig(
+        target_modules=["o_proj", "down_proj"], layers_to_transform=[1], exclude_modules=["o_proj"]
+    )
+    wrapped = moe_qlora.get_peft_model(model, config)
+    assert adapted_modules(wrapped) == {"model.layers.1.mlp.shared_experts.down_proj"}
+
+
+def config_with_everything() -> LoraConfig:
+    return LoraConfig(
+        target_modules=["q_proj", "down_proj"],
+        target_parameters=["experts.gate_up_proj"],
+        exclude_modules={"lm_head"},
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={"q_proj": 4},
+        modules_to_save=["norm"],
+        layers_pattern=None,
+    )
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_callers_config_is_never_touched(model_type: str, packed: bool) -> None:
+    config = config_with_everything()
+    held = {
+        key: value for key, value in vars(config).items() if isinstance(value, (dict, set, list))
+    }
+    before = copy.deepcopy(vars(config))
+    model = build(model_type, packed=packed)
+    adapted = moe_qlora.adapt_lora_config(model, config)
+    moe_qlora.get_peft_model(model, config)
+    assert vars(config) == before
+    for key, value in held.items():
+        assert getattr(config, key) is value  # not swapped for an equal one either
+        assert getattr(adapted, key) is not value
+    adapted.rank_pattern["x"] = 1
+    assert "x" not in config.rank_pattern
+
+
+def test_an_unpacked_model_gets_an_equal_copy() -> None:
+    config = config_with_everything()
+    adapted = moe_qlora.adapt_lora_config(build("qwen3_moe", packed=False), config)
+    assert adapted == config and adapted is not config
+    with pytest.raises(ConfigError, match="quantize_experts"):
+        moe_qlora.adapt_lora_config(build("mixtral", packed=False), config, experts=True)
+
+
+def test_adapting_twice_changes_nothing() -> None:
+    model = build("qwen3_moe")
+    once = moe_qlora.adapt_lora_config(model, config_with_everything())
+    twice = moe_qlora.adapt_lora_config(model, once)
+    assert vars(once) == vars(twice)
+
+
+def test_the_file_says_what_the_caller_asked_for(tmp_path: Path) -> None:
+    model = build("qwen3_moe")
+    wrapped = moe_qlora.get_peft_model(model, config_with_everything())
+    with pytest.warns(UserWarning, match="would load its targets wrong"):  # down_proj: the experts
+        wrapped.save_pretrained(tmp_path, save_embedding_layers=False)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert sorted(written["target_modules"]) == ["down_proj", "q_proj"]
+    assert written["target_parameters"] == ["experts.gate_up_proj"]
+    assert written["exclude_modules"] == ["lm_head"]
+
+
+def test_saving_says_where_stock_peft_would_load_it_wrong(tmp_path: Path) -> None:
+    wrapped = moe_qlora.get_peft_model(
+        build("deepseek_v3"), LoraConfig(target_modules=["down_proj"])
+    )
+    with pytest.warns(UserWarning, match=r"shared_experts.down_proj wrong; load it with moe_qlora"):
+        wrapped.save_pretrained(tmp_path, save_embedding_layers=False)
+    wrapped = moe_qlora.get_peft_model(build("deepseek_v3"), LoraConfig(target_modules=["o_proj"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        wrapped.save_pretrained(tmp_path, save_embedding_layers=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_dora", True),
+        ("lora_bias", True),
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "olora"),
+        ("init_lora_weights", "orthogonal"),
+        ("fan_in_fan_out", True),
+        ("use_qalora", True),
+    ],
+)
+def test_what_packed_experts_cannot_have_is_refused(field: str, value: Any) -> None:
+    model = build("mixtral")
+    config = LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    setattr(config, field, value)
+    with pytest.raises(ConfigError, match=rf"{field}=.*layers\.0\.mlp\.experts\.down_proj"):
+        moe_qlora.adapt_lora_config(model, config)
+    config.target_parameters = None  # without experts it is PEFT's own business
+    moe_qlora.adapt_lora_config(model, config)
+
+
+def test_packed_experts_cannot_be_trained_in_full() -> None:
+    with pytest.raises(ConfigError, match="modules_to_save='mlp'"):
+        moe_qlora.adapt_lora_config(
+            build("mixtral"), LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp"])
+        )
+
+
+def test_exact_names_survive_what_peft_does_to_names() -> None:
+    name = ExactName("model.layers.0.mlp.down_proj")
+    assert not name.endswith(".down_proj")
+    assert name == "model.layers.0.mlp.down_proj" and {str(name)} == {name}
+    assert json.loads(json.dumps([name])) == ["model.layers.0.mlp.down_proj"]
+    assert not copy.deepcopy(name).endswith("j")
+
+
+def test_other_adapter_types_leave_packed_experts_alone() -> None:
+    model = build("mixtral")
+    wrapped = moe_qlora.get_peft_model(
+        model,
+        peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    )
+    adapted = {name.split(".ia3_")[0] for name, _ in wrapped.named_parameters() if ".ia3_" in name}
+    assert {name.rpartition(".")[2] for name in adapted} == {"k_proj"}
+    with pytest.raises(ConfigError, match="use a LoraConfig"):
+        moe_qlora.adapt_lora_config(model, peft.IA3Config(target_modules=["k_proj"]), experts=True)
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    wrapped = moe_qlora.get_peft_model(build("mixtral"), prompt)
+    wrapped(input_ids=torch.arange(6).view(1, 6)).logits.sum().backward()
+
+
+def test_stacks_of_more_dimensions_are_refused() -> None:
+    toy = Toy()
+    toy.experts.down_proj = nn.Parameter(torch.randn(2, 3, 8, 16))
+    stack = codec.pack(toy.experts.down_proj, settings.CodecSettings("nf4"))
+    parametrize.attach(toy.experts, "down_proj", stack)
+    with pytest.raises(ConfigError, match=r"experts\.down_proj, a stack of shape \(2, 3, 8, 16\)"):
+        moe_qlora.adapt_lora_config(toy, LoraConfig(target_parameters=["experts.down_proj"]))
+
+
+def test_an_untested_version_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_qlora.lora import model as ours
+
+    versions = {"peft": "0.22.0", "transformers": "5.23.0"}
+    monkeypatch.setattr(ours, "version", versions.__getitem__)
+    ours._warn_untested.cache_clear()
+    model, config = build("mixtral", packed=False), LoraConfig(target_modules=["q_proj"])
+    with pytest.warns(UserWarning, match=r"peft 0\.22\.0 is not one of"):
+        model = moe_qlora.get_peft_model(model, config)
+    moe_qlora.get_peft_model(
+        build("mixtral"), config
+    )  # warnings are errors: it does not warn again
+    ours._warn_untested.cache_clear()
+
+
+@pytest.mark.parametrize("config", [{}, None, {"r": 8}, LoraConfig])
+def test_what_is_no_config_is_refused(config: Any) -> None:
+    with pytest.raises(ConfigError, match="lora_config is a"):
+        moe_qlora.adapt_lora_config(build("qwen3_moe"), config)
+
+
+@dataclasses.dataclass
+class HostsLoraConfig(LoraConfig):
+    """A host's own: one more field, and a file that its parent class writes."""
+
+    lora_plus_ratio: float | None = None
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "lora_plus_ratio"
+        }
+        LoraConfig(**fields).save_pretrained(save_directory, **kwargs)
+        (Path(save_directory) / "ratio.json").write_text(json.dumps(self.lora_plus_ratio))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
+def test_a_hosts_own_lora_config_stays_one(model_type: str, tmp_path: Path) -> None:
+    model = build(model_type)
+    asked = {"r": 2, "target_modules": ["down_proj", "q_proj"]}
+    asked["target_parameters"] = moe_qlora.target_parameters(model)
+    config = HostsLoraConfig(**asked, lora_plus_ratio=2.0)
+    adapted = moe_qlora.adapt_lora_config(model, config)
+    assert isinstance(adapted, HostsLoraConfig) and adapted.lora_plus_ratio == 2.0
+    again = moe_qlora.adapt_lora_config(model, copy.deepcopy(adapted))
+    assert type(again) is type(adapted)
+    assert again.to_dict() == adapted.to_dict()
+
+    wrapped = moe_qlora.get_peft_model(model, config)
+    plain = moe_qlora.get_peft_model(build(model_type), LoraConfig(**asked))
+    assert adapted_modules(wrapped) == adapted_modules(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what stock PEFT would load wrong
+        wrapped.save_pretrained(tmp_path / "theirs")
+        plain.save_pretrained(tmp_path / "plain")
+    assert json.loads((tmp_path / "theirs/ratio.json").read_text()) == 2.0
+    theirs, plainly = (
+        json.loads((tmp_path / name / "adapter_config.json").read_text())
+        for name in ("theirs", "plain")
+    )
+    assert {key: _sorted(value) for key, value in theirs.items()} == {
+        key: _sorted(value) for key, value in plainly.items()
+    }
+    assert sorted(theirs["target_modules"]) == ["down_proj", "q_proj"]
+    assert theirs["exclude_modules"] is None
+
+
+def _sorted(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value

@@ -1,0 +1,284 @@
+"""Packing equals bitsandbytes bit for bit, and decoding equals a table look-up in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moe_qlora.errors import ConfigError, UnsupportedWeightError
+from moe_qlora.packing import codec
+from moe_qlora.packing.codec import pack, unpack, unpack_range
+from moe_qlora.packing.settings import CodecSettings
+
+INT8 = CodecSettings("int8", storage_dtype=torch.int8)
+# Rows of whole blocks, of parts of blocks, of odd length; experts that straddle blocks of 64 and,
+# with double quantization, of 256 blocks; two and four dimensions; one expert.
+SHAPES = [(4, 64, 128), (3, 40, 48), (5, 7, 24), (600, 16, 17), (96, 80), (2, 3, 8, 40), (1, 8, 8)]
+MATRIX = list(
+    itertools.product(
+        ["nf4", "fp4"],
+        [False, True],
+        [torch.uint8, torch.bfloat16, torch.float32],
+        [torch.float32, torch.bfloat16, torch.float16],
+    )
+)
+
+
+def weight(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).mul(0.02).to(dtype)
+
+
+def assert_same_state(ours: bnb.QuantState, theirs: bnb.QuantState) -> None:
+    for name in ("shape", "dtype", "blocksize", "quant_type", "nested"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    pairs = [(ours.absmax, theirs.absmax), (ours.code, theirs.code)]
+    if theirs.nested:
+        assert ours.state2.blocksize == theirs.state2.blocksize
+        assert ours.state2.dtype == theirs.state2.dtype
+        pairs += [
+            (ours.offset, theirs.offset),
+            (ours.state2.absmax, theirs.state2.absmax),
+            (ours.state2.code, theirs.state2.code),
+        ]
+    for mine, other in pairs:
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine, other)
+
+
+def reference_decode(codes: torch.Tensor, state: bnb.QuantState) -> torch.Tensor:
+    """Code by code, block by block: table value x absmax in fp32, rounded once."""
+    octets = codes.reshape(-1).view(torch.uint8).long()
+    indices = torch.stack([octets >> 4, octets & 15], dim=1).reshape(-1)
+    absmax = state.absmax
+    if state.nested:
+        outer = state.state2.absmax.repeat_interleave(state.state2.blocksize)[: len(absmax)]
+        absmax = state.state2.code[absmax.long()] * outer + state.offset
+    numel = state.shape.numel()
+    scale = absmax.repeat_interleave(state.blocksize)[:numel]
+    return (state.code[indices[:numel]] * scale).to(state.dtype).view(state.shape)
+
+
+@pytest.mark.parametrize(("kind", "double", "storage", "dtype"), MATRIX)
+def test_packs_and_decodes_as_bitsandbytes(
+    kind: str, double: bool, storage: torch.dtype, dtype: torch.dtype
+) -> None:
+    settings = CodecSettings(kind, double, storage)
+    for shape in SHAPES:
+        original = weight(shape, dtype)
+        if codec.why_not(original, settings):
+            assert (original.numel() + 1) // 2 % storage.itemsize
+            continue
+        codes, state = bnb.quantize_4bit(
+            original, quant_type=kind, compress_statistics=double, quant_storage=storage
+        )
+        expected = reference_decode(codes, state)
+        for limit in (codec.MAX_ELEMENTS, 1000):
+            packed = pack(original, settings, max_elements=limit)
+            assert packed.codes.dtype == storage
+            assert packed.codes.shape == codes.shape
+            assert torch.equal(packed.codes.view(torch.uint8), codes.view(torch.uint8))
+            assert_same_state(packed.state, state)
+            decoded = unpack(packed, max_elements=limit)
+            assert decoded.dtype == dtype
+            assert torch.equal(decoded, expected)
+
+
+def test_bitsandbytes_decodes_whole_blocks_the_same() -> None:
+    packed = pack(weight((4, 64, 128)), CodecSettings("nf4", True))
+    assert torch.equal(unpack(packed), bnb.dequantize_4bit(packed.codes, packed.state))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(4, 64, 128), (3, 40, 48), (96, 80), (2, 3, 8, 17)])
+def test_int8_equals_vectorwise_quant(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    original = weight(shape, dtype)
+    codes, scales, _ = bnb.int8_vectorwise_quant(original.reshape(-1, shape[-1]))
+    expected = (codes * scales[:, None] * (1 / 127)).to(dtype).view(shape)
+    for limit in (codec.MAX_ELEMENTS, 200):
+        packed = pack(original, INT8, max_elements=limit)
+        assert packed.codes.shape == original.shape
+        assert torch.equal(packed.codes.view(-1, shape[-1]), codes)
+        assert torch.equal(packed.state.scales, scales)
+        decoded = unpack(packed, max_elements=limit)
+        assert decoded.dtype == dtype
+        torch.testing.assert_close(decoded, expected)
+        whole = bnb.int8_vectorwise_dequant(codes, scales).to(dtype).view(shape)
+        assert torch.equal(decoded, whole)
+
+
+@pytest.mark.parametrize("settings", [CodecSettings("nf4", True), CodecSettings("fp4"), INT8])
+@pytest.mark.parametrize("shape", [*SHAPES, (40, 1600, 8)])
+def test_ranges_equal_slices_of_the_whole(settings: CodecSettings, shape: tuple[int, ...]) -> None:
+    packed = pack(weight(shape), settings)
+    whole = unpack(packed)
+    rows = shape[0]
+    for start, stop in {(0, 1), (rows - 1, rows), (rows // 3, rows // 2 + 1), (0, rows), (0, 0)}:
+        expected = whole[start:stop]
+        assert torch.equal(unpack_range(packed, start, stop), expected)
+        assert torch.equal(unpack_range(packed, start, stop, max_elements=300), expected)
+        cast = unpack_range(packed, start, stop, dtype=torch.float32)
+        assert cast.dtype == torch.float32
+        assert torch.equal(cast, expected.float())
+        out = torch.empty_like(expected)
+        assert unpack_range(packed, start, stop, out=out) is out
+        assert torch.equal(out, expected)
+        strided = torch.empty(*expected.shape, 2)[..., 0]
+        unpack_range(packed, start, stop, out=strided)
+        assert torch.equal(strided, expected.float())
+
+
+def test_range_checks_its_bounds() -> None:
+    packed = pack(weight((4, 8, 8)), CodecSettings("nf4"))
+    with pytest.raises(IndexError, match=r"\[3, 5\)"):
+        unpack_range(packed, 3, 5)
+    with pytest.raises(ValueError, match="expected"):
+        unpack_range(packed, 0, 2, out=torch.empty(1, 8, 8))
+
+
+@pytest.mark.parametrize("settings", [CodecSettings("nf4", True), INT8])
+def test_views_pack_like_their_copies(settings: CodecSettings) -> None:
+    base = weight((6, 40, 24))
+    for view in (base.transpose(1, 2), base.transpose(0, 2), base[::2], base[:, 3:, 5:]):
+        assert not view.is_contiguous()
+        for limit in (codec.MAX_ELEMENTS, 300):
+            ours = pack(view, settings, max_elements=limit)
+            other = pack(view.contiguous(), settings)
+            assert torch.equal(ours.codes, other.codes)
+            for mine, theirs in zip(
+                codec.state_tensors(ours.state), codec.state_tensors(other.state), strict=True
+            ):
+                assert torch.equal(mine, theirs)
+
+
+class Allocations(TorchDispatchMode):
+    """The largest tensor, in bytes, that an operator allocated."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("settings", [CodecSettings("nf4", True), CodecSettings("fp4"), INT8])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_packing_allocates_no_copy_of_the_stack(
+    settings: CodecSettings, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "_CPU_CHUNK", 4096)
+    stack = weight((64, 64, 64))
+    view = stack.transpose(1, 2) if transposed else stack
+    with Allocations() as seen:
+        packed = pack(view, settings)
+    assert seen.largest <= max(packed.codes.nbytes, 8 * 4096)
+    with Allocations() as seen:
+        assert codec.first_nonfinite(view) is None
+    assert seen.largest <= stack[0].nbytes
+
+
+def test_sizes() -> None:
+    packed = pack(weight((8, 64, 64)), CodecSettings("nf4", True))
+    blocks = 8 * 64
+    tables = (16 + 256) * 4
+    assert packed.stats_nbytes == blocks + blocks // 256 * 4 + 4 + tables
+    assert packed.nbytes == 8 * 64 * 64 // 2 + packed.stats_nbytes
+    assert pack(weight((8, 64, 64)), INT8).stats_nbytes == 8 * 64 * 4
+    assert packed.numel == 8 * 64 * 64
+    assert packed.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "settings", "said"),
+    [
+        (torch.empty(2, 4, 4, device="meta"), CodecSettings("nf4"), "meta"),
+        (torch.zeros(2, 4, 4, dtype=torch.int8), CodecSettings("nf4"), "int8"),
+        (torch.zeros(2, 4, 4).to(torch.float8_e4m3fn), CodecSettings("nf4"), "float8_e4m3fn"),
+        (torch.zeros(2, 4, 4, dtype=torch.float64), CodecSettings("nf4"), "float64"),
+        (torch.zeros(16), CodecSettings("nf4"), "two or more dimensions"),
+        (torch.zeros(0, 4, 4), CodecSettings("nf4"), "no empty one"),
+        (torch.zeros(1, 3, 2), CodecSettings("nf4", storage_dtype=torch.bfloat16), "3 bytes"),
+    ],
+)
+def test_refuses_what_cannot_be_packed(
+    tensor: torch.Tensor, settings: CodecSettings, said: str
+) -> None:
+    with pytest.raises(UnsupportedWeightError, match=said):
+        pack(tensor, settings)
+
+
+def test_refuses_zero3_shards() -> None:
+    shard = nn.Parameter(torch.zeros(2, 4, 4))
+    shard.ds_id = 7  # type: ignore[attr-defined]
+    assert "ZeRO-3" in str(codec.why_not(shard, CodecSettings("nf4")))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_finds_the_first_nonfinite_value(
+    bad: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "_CPU_CHUNK", 100)
+    stack = weight((4, 6, 10), dtype)
+    assert codec.first_nonfinite(stack) is None
+    stack[2, 3, 4] = stack[3, 0, 0] = bad
+    assert codec.first_nonfinite(stack) == (2, 3, 4)
+    assert codec.first_nonfinite(stack.transpose(0, 2)) == (0, 0, 3)
+
+
+def test_settings_follow_the_config() -> None:
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_storage="bfloat16",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=["lm_head"],
+    )
+    expected = CodecSettings("nf4", True, torch.bfloat16, torch.bfloat16, 64, ("lm_head",))
+    assert CodecSettings.from_config(config) == expected
+    assert CodecSettings.from_config(config.to_dict()) == expected
+    # Absent fields have the class's defaults.
+    plain = CodecSettings("fp4", False, torch.uint8, torch.float32)
+    assert CodecSettings.from_config({"load_in_4bit": True}) == plain
+    assert CodecSettings.from_config(BitsAndBytesConfig(load_in_4bit=True)) == plain
+    assert CodecSettings.from_config(BitsAndBytesConfig(load_in_8bit=True)) == INT8
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({}, "neither 4 nor 8 bit"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "both 4 and 8 bit"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "int4"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_storage": "int64"}, "int64"),
+        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "banana"}, "banana"),
+        ({"load_in_4bit": True, "llm_int8_skip_modules": "lm_head"}, "list"),
+        ({"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head", None]}, "None"),
+        ({"load_in_8bit": True, "llm_int8_has_fp16_weight": True}, "16 bit"),
+        (SimpleNamespace, "instance"),
+        (SimpleNamespace(quant_method="awq"), "awq"),
+        (object(), "object"),
+    ],
+)
+def test_refuses_configs(config: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CodecSettings.from_config(config)

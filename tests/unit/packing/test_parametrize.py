@@ -1,0 +1,308 @@
+"""How packed stacks behave as part of a module: reads, moves, copies, state dicts, undoing."""
+
+from __future__ import annotations
+
+import copy
+
+import bitsandbytes as bnb
+import pytest
+import torch
+import torch.nn.utils.parametrize as parametrize
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
+from torch import nn
+
+from moe_qlora.errors import QuantizationError
+from moe_qlora.packing import parametrize as storage
+from moe_qlora.packing.codec import pack, unpack
+from moe_qlora.packing.settings import CodecSettings
+
+SETTINGS = {
+    "nf4": CodecSettings("nf4", True, compute_dtype=torch.bfloat16),
+    "fp4-bfloat16": CodecSettings("fp4", False, torch.bfloat16),
+    "nf4-float32": CodecSettings("nf4", True, torch.float32),
+    "int8": CodecSettings("int8", storage_dtype=torch.int8),
+}
+
+
+class Experts(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm = nn.Parameter(torch.ones(40))
+        self.gate_up = nn.Parameter(torch.randn(4, 48, 40, dtype=torch.bfloat16))
+        self.bias = nn.Parameter(torch.zeros(4, 48))
+        self.down = nn.Parameter(torch.randn(4, 40, 24, dtype=torch.bfloat16))
+        self.reads = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.reads):
+            x = x + (x @ self.gate_up[0].T)[:, :24] @ self.down[1].T
+        return x
+
+
+def packed_experts(
+    settings: CodecSettings, seed: int = 0
+) -> tuple[Experts, dict[str, torch.Tensor]]:
+    module, decoded = Experts(seed), {}
+    for name in ("gate_up", "down"):
+        stack = pack(getattr(module, name), settings)
+        decoded[name] = unpack(stack)
+        storage.attach(module, name, stack)
+    return module, decoded
+
+
+def assert_reads(module: nn.Module, decoded: dict[str, torch.Tensor]) -> None:
+    for name, expected in decoded.items():
+        assert torch.equal(getattr(module, name), expected)
+
+
+@pytest.fixture(params=SETTINGS)
+def settings(request: pytest.FixtureRequest) -> CodecSettings:
+    return SETTINGS[request.param]
+
+
+def test_reads_give_the_decoded_stack(settings: CodecSettings) -> None:
+    module, decoded = packed_experts(settings)
+    assert_reads(module, decoded)
+    assert module.gate_up.dtype == torch.bfloat16
+    assert storage.packed_names(module) == ("gate_up", "down")
+    assert not storage.is_packed(module, "bias")
+    assert not storage.is_foreign(module, "down")
+    found = [(path, name) for path, _, name in storage.iter_packed(nn.Sequential(module))]
+    assert found == [("0", "gate_up"), ("0", "down")]
+    for name in decoded:
+        original = storage.original_of(module, name)
+        assert not original.requires_grad
+        stack = storage.read_packed(module, name)
+        assert stack.kind == settings.kind
+        assert stack.dtype == torch.bfloat16
+        assert stack.compute_dtype == settings.compute_dtype
+        assert stack.codes.data_ptr() == original.data_ptr()
+        assert torch.equal(unpack(stack), decoded[name])
+        if settings.kind != "int8":
+            assert type(original) is bnb.nn.Params4bit
+            assert original.quant_state is stack.state
+            assert module.parametrizations[name][0].quant_state is stack.state
+
+
+def test_hooks_sit_once_and_cache_within_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _ = packed_experts(SETTINGS["nf4"])
+    assert len(module._forward_hooks) == len(module._forward_pre_hooks) == 1
+    assert len(module._state_dict_hooks) == len(module._load_state_dict_pre_hooks) == 1
+    decodes = []
+    monkeypatch.setattr(
+        storage, "unpack", lambda stack, **kwargs: decodes.append(stack) or unpack(stack, **kwargs)
+    )
+    module.reads = 3
+    module(torch.ones(2, 40, dtype=torch.bfloat16))
+    assert len(decodes) == 2
+    # A forward that is cut short, as under non-reentrant checkpointing, must not leave it on.
+    with pytest.raises(RuntimeError, match="shapes"):
+        module(torch.ones(2, 3, dtype=torch.bfloat16))
+    assert parametrize._cache_enabled == 0
+    assert not parametrize._cache
+
+
+def test_deepcopy_stands_alone(settings: CodecSettings) -> None:
+    module, decoded = packed_experts(settings)
+    twin = copy.deepcopy(module)
+    if settings.kind != "int8":
+        state = storage.original_of(twin, "down").quant_state
+        assert twin.parametrizations["down"][0].quant_state is state
+        assert state is not storage.original_of(module, "down").quant_state
+    assert_reads(twin, decoded)
+    storage.original_of(twin, "down").data.zero_()
+    assert_reads(module, decoded)
+    storage.detach(twin, "down")
+    storage.detach(twin, "gate_up")
+    assert_reads(module, decoded)
+    assert len(module._forward_hooks) == 1
+    assert type(twin) is Experts
+    assert not twin._forward_hooks
+    assert not twin._load_state_dict_pre_hooks
+
+
+def test_packing_a_copy_leaves_its_source() -> None:
+    module = Experts()
+    storage.attach(module, "down", pack(module.down, SETTINGS["nf4"]))
+    twin = copy.deepcopy(module)
+    storage.attach(twin, "gate_up", pack(twin.gate_up, SETTINGS["nf4"]))
+    assert isinstance(module.gate_up, nn.Parameter)
+
+
+def test_state_dict_has_bitsandbytes_keys_and_loads_back(settings: CodecSettings) -> None:
+    module, decoded = packed_experts(settings)
+    state = module.state_dict()
+    stats = {key.removeprefix("down.") for key in state if key.startswith("down.")}
+    if settings.kind == "int8":
+        assert stats == {"SCB"}
+        assert state["down.SCB"].dtype == torch.float32
+    else:
+        linear = bnb.nn.Linear4bit(
+            64,
+            64,
+            bias=False,
+            compress_statistics=settings.double_quant,
+            quant_type=settings.kind,
+            quant_storage=settings.storage_dtype,
+        )
+        linear.to("cpu")
+        expected = {key.removeprefix("weight.") for key in linear.state_dict()} - {"weight"}
+        assert stats == expected
+    assert not [key for key in state if "parametrizations" in key]
+
+    for assign in (False, True):
+        other, _ = packed_experts(settings, seed=1)
+        other.load_state_dict(state, assign=assign)
+        assert_reads(other, decoded)
+        if settings.kind != "int8":
+            original = storage.original_of(other, "down")
+            assert type(original) is bnb.nn.Params4bit
+            assert other.parametrizations["down"][0].quant_state is original.quant_state
+            # Its own copy of the statistics, not the dict's.
+            assert original.quant_state.absmax.data_ptr() != state["down.absmax"].data_ptr()
+        assert set(other.state_dict()) == set(state)
+
+
+def test_loading_says_what_does_not_fit(settings: CodecSettings) -> None:
+    module, decoded = packed_experts(settings)
+    state = module.state_dict()
+    without = {key: value for key, value in state.items() if not key.startswith("down.")}
+    with pytest.raises(RuntimeError, match=r"down: the packed statistics cannot be read"):
+        module.load_state_dict(without)
+    with pytest.raises(RuntimeError, match="unpacked model" if settings.kind != "int8" else "SCB"):
+        module.load_state_dict(Experts().state_dict())
+    assert_reads(module, {"gate_up": decoded["gate_up"]})
+
+
+def test_dtype_sweeps_leave_packed_weights_alone() -> None:
+    for name in ("nf4", "int8"):
+        module, decoded = packed_experts(SETTINGS[name])
+        for sweep in (nn.Module.bfloat16, nn.Module.half, nn.Module.float, nn.Module.double):
+            sweep(module)
+            assert_reads(module, decoded)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.dtype == torch.float32:
+                tensor.data = tensor.data.to(torch.bfloat16)
+        assert_reads(module, decoded)
+
+
+def test_codes_that_a_sweep_destroyed_are_refused() -> None:
+    module, _ = packed_experts(SETTINGS["fp4-bfloat16"])
+    module.half()
+    with pytest.raises(QuantizationError, match=r"cast from torch.bfloat16 to torch.float16"):
+        _ = module.down
+
+
+def test_moves_take_the_statistics_along(settings: CodecSettings) -> None:
+    module, _ = packed_experts(settings)
+    if settings.kind == "int8":
+        module.to("meta")
+        stack = storage.read_packed(module, "down")
+        assert stack.device.type == stack.state.scales.device.type == "meta"
+        return
+    # nn.Module.to cannot replace a Params4bit by a meta one; what it calls on the way can.
+    storage.original_of(module, "down").to("meta")
+    state = module.parametrizations["down"][0].quant_state
+    tensors = [state.absmax, state.code]
+    tensors += [state.state2.absmax, state.state2.code] if state.nested else []
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+def test_detach_restores_the_module(settings: CodecSettings) -> None:
+    module, decoded = packed_experts(settings)
+    order = [name for name, _ in Experts().named_parameters()]
+    storage.detach(module, "gate_up")
+    assert storage.packed_names(module) == ("down",)
+    assert len(module._forward_hooks) == 1
+    kept = nn.Parameter(torch.zeros(4, 40, 24))
+    assert storage.detach(module, "down", kept) is kept
+    assert module.down is kept
+    assert torch.equal(module.gate_up, decoded["gate_up"])
+    assert not module.gate_up.requires_grad
+    assert [name for name, _ in module.named_parameters()] == order
+    assert type(module) is Experts
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._state_dict_hooks)
+    assert not any((*hooks, module._load_state_dict_pre_hooks))
+    with pytest.raises(QuantizationError, match="not packed"):
+        storage.detach(module, "down")
+
+
+def test_tied_modules_share_one_packed_parameter(settings: CodecSettings) -> None:
+    first, second = Experts(), Experts(1)
+    stack = pack(first.down, settings)
+    decoded = unpack(stack)
+    storage.attach(first, "down", stack)
+    storage.attach(second, "down", stack)
+    model = nn.ModuleList([first, second])
+    assert storage.original_of(first, "down") is storage.original_of(second, "down")
+    assert torch.equal(second.down, decoded)
+    for pair in (model, copy.deepcopy(model)):
+        packed = [p for name, p in pair.named_parameters() if "original" in name]
+        assert len(packed) == 1
+        buffers = [buffer for buffer in pair.buffers() if buffer.dtype == torch.int32]
+        assert len(buffers) == (settings.kind == "int8")
+        assert torch.equal(pair[0].down, decoded)
+        assert torch.equal(pair[1].down, decoded)
+
+
+def test_attach_is_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Experts()
+    before, weight = [name for name, _ in module.named_parameters()], module.down
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise MemoryError
+
+    stack = pack(module.down, SETTINGS["nf4"])
+    with monkeypatch.context() as patch:
+        patch.setattr(parametrize, "register_parametrization", broken)
+        with pytest.raises(MemoryError):
+            storage.attach(module, "down", stack)
+    assert module.down is weight
+    assert [name for name, _ in module.named_parameters()] == before
+    assert not module._forward_hooks
+    storage.attach(module, "down", stack)
+    with pytest.raises(QuantizationError, match="packed already"):
+        storage.attach(module, "down", stack)
+
+
+def test_reads_what_bitsandbytes_packed() -> None:
+    module = Experts()
+    expected = unpack(pack(module.down, CodecSettings("nf4", True)))
+    replace_parameter_4bit(module, "down", compress_statistics=True, quant_type="nf4")
+    assert storage.is_packed(module, "down")
+    assert storage.is_foreign(module, "down")
+    stack = storage.read_packed(module, "down")
+    assert (stack.kind, stack.shape, stack.compute_dtype) == ("nf4", (4, 40, 24), None)
+    assert torch.equal(unpack(stack), expected)
+    storage.attach(module, "gate_up", pack(module.gate_up, SETTINGS["nf4"]))
+    assert {"down.absmax", "gate_up.absmax"} <= set(module.state_dict())
+    storage.detach(module, "down")
+    assert torch.equal(module.down, expected)
+
+
+@pytest.mark.parametrize("names", [("keys", "values"), ("up", "items"), ("pop", "down")])
+def test_parameters_named_as_methods_of_a_dict(settings, names):
+    """Key-value memories call their stacks `keys` and `values`."""
+    module, decoded = nn.Module(), {}
+    plain = type(module)
+    for name in names:
+        module.register_parameter(name, nn.Parameter(torch.randn(4, 24, 40)))
+        stack = pack(getattr(module, name), settings)
+        decoded[name] = unpack(stack)
+        storage.attach(module, name, stack)
+    assert_reads(module, decoded)
+    assert storage.packed_names(module) == names
+    state = copy.deepcopy(module.state_dict())
+    assert set(names) <= set(state)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert_reads(twin, decoded)
+    module.load_state_dict(state)
+    assert_reads(module, decoded)
+    for name in names:
+        storage.detach(twin, name)
+    assert_reads(twin, decoded)
+    assert type(twin) is plain and set(dict(twin.named_parameters())) == set(names)

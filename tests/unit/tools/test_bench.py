@@ -1,0 +1,262 @@
+"""The benchmarks run, and their rows say what they must."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_qlora.testing import model_class
+
+ROOT = Path(__file__).parents[3]
+BENCH = ROOT / "tools/bench"
+REQUIRED = (
+    *("date", "commit", "gpu", "torch", "triton", "bitsandbytes", "transformers", "peft"),
+    *("p20", "p50", "p80"),
+)
+
+
+def ran(script, *arguments):
+    """A benchmark's output, and its rows."""
+    done = subprocess.run(
+        [sys.executable, str(BENCH / script), "--tiny", "--device", "cpu", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def called(monkeypatch, script, *arguments):
+    """The same in this process."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setattr(
+        sys, "argv", [f"{script}.py", "--tiny", "--device", "cpu", *map(str, arguments)]
+    )
+    importlib.import_module(script).main()
+
+
+def rows_of(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def of_peer(rows, peer):
+    return {row["metric"]: row for row in rows if f"peer={peer}" in row["setting"].split()}
+
+
+def test_a_tiny_model_beside_its_peers_and_its_plot(tmp_path, monkeypatch):
+    out = tmp_path / "model.csv"
+    ran("model.py", "--steps", 3, "--warmup", 1, "--out", out)
+    rows = rows_of(out)
+    ours, frozen, theirs, packed = (of_peer(rows, p) for p in ("ours", "frozen", "peft", "bnb"))
+    for metrics in (ours, frozen, theirs, packed):
+        assert float(metrics["throughput"]["p20"]) <= float(metrics["throughput"]["p80"])
+    # two layers of 4 experts of 3 x 64 x 40 weights: 16 bits before, nf4 and statistics after
+    assert float(ours["experts before"]["p50"]) == 2 * 4 * 3 * 64 * 40 * 2
+    assert 0.5 < float(packed["packed weight"]["p50"]) <= float(ours["packed weight"]["p50"]) < 0.6
+    trained = {k: float(v["trained weights"]["p50"]) for k, v in (("o", ours), ("f", frozen))}
+    # r=16 on both projections of every expert, and on attention
+    experts = 2 * 4 * 16 * ((64 + 2 * 40) + (40 + 64))
+    assert trained["o"] == trained["f"] + experts == float(theirs["trained weights"]["p50"])
+    assert float(ours["first loss"]["p50"]) == pytest.approx(
+        float(frozen["first loss"]["p50"]), rel=0.01
+    )
+    assert "lora=experts,attention" in ours["step"]["setting"]
+    assert "lora=attention" in packed["step"]["setting"]
+    draw(tmp_path, monkeypatch, {"model-qwen3_moe-tiny.png"})
+
+
+def test_a_model_packed_after_it_was_built_is_the_one_packed_while(tmp_path, monkeypatch):
+    out = tmp_path / "model.csv"
+    arguments = ("--steps", 1, "--warmup", 1, "--peers", "ours", "--out", out)
+    called(monkeypatch, "model", *arguments)
+    called(
+        monkeypatch,
+        "model",
+        *arguments,
+        "--pack",
+        "after",
+        "--no-checkpointing",
+        "--adapters",
+        "fp32",
+    )
+    rows = rows_of(out)
+    early = {r["metric"]: r for r in rows if "pack=after" not in r["setting"]}
+    late = {r["metric"]: r for r in rows if "pack=after" in r["setting"]}
+    for metric in ("experts before", "experts packed", "trained weights"):
+        assert early[metric]["p50"] == late[metric]["p50"], metric
+    assert "checkpointing=none" in late["step"]["setting"]
+
+
+@pytest.mark.parametrize("script", ["model", "layer"])
+def test_a_peer_that_is_none_is_refused(monkeypatch, capsys, script):
+    with pytest.raises(SystemExit):
+        called(monkeypatch, script, "--peers", "ours,theirs")
+    assert "theirs: expected some of ours,frozen,peft,bnb" in capsys.readouterr().err.replace(
+        ", ", ","
+    )
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3"])
+def test_a_model_made_module_by_module_is_initialized_as_stock(monkeypatch, model):
+    monkeypatch.syspath_prepend(str(BENCH))
+    from model import build
+    from shapes import whole_config
+
+    config = whole_config(model, tiny=True)
+    torch.manual_seed(0)
+    stock = model_class(model)._from_config(config, dtype=torch.bfloat16)
+    ours = build(config, torch.device("cpu"))
+    parameters = dict(ours.named_parameters())
+    assert parameters.keys() == dict(stock.named_parameters()).keys()
+    for name, parameter in stock.named_parameters():
+        made, expected = parameters[name].detach(), parameter.detach()
+        assert (made.dtype, made.shape) == (expected.dtype, expected.shape), name
+        assert made.float().mean() == pytest.approx(float(expected.float().mean()), abs=0.05), name
+        if made.numel() >= 512:
+            std = float(expected.float().std())
+            assert made.float().std() == pytest.approx(std, rel=0.25), name
+    buffers = dict(ours.named_buffers())
+    assert buffers.keys() == dict(stock.named_buffers()).keys()
+    for name, buffer in stock.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+
+
+def test_the_loss_without_logits_is_the_stock_one(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import peft
+    from model import attention_layers, build, chunked_loss
+    from shapes import whole_config
+
+    def fused(weight, hidden, labels, bias):
+        logits = torch.nn.functional.linear(hidden, weight, bias).float()
+        return torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100)
+
+    built = build(whole_config("qwen3_moe", tiny=True), torch.device("cpu"))
+    config = peft.LoraConfig(r=4, target_modules=attention_layers(built), task_type="CAUSAL_LM")
+    model = peft.get_peft_model(built, config)
+    ids = torch.randint(built.config.vocab_size, (2, 16))
+    with torch.no_grad():
+        stock = float(model(input_ids=ids, labels=ids).loss)
+        assert float(chunked_loss(fused, model, ids)) == pytest.approx(stock, rel=1e-5)
+
+
+def test_published_sizes(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    from shapes import SHAPES, whole_config
+
+    billions = {
+        "qwen3-30b-a3b": 30.5,
+        "mixtral-8x7b": 46.7,
+        "gpt-oss-20b": 20.9,
+        "glm-4.5-air": 106.9,
+        "deepseek-v3": 671.0,
+    }
+    assert billions.keys() == SHAPES.keys()
+    for name, expected in billions.items():
+        config = whole_config(name)
+        with torch.device("meta"):
+            built = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
+        count = sum(parameter.numel() for parameter in built.parameters())
+        assert count / 1e9 == pytest.approx(expected, rel=0.01), name
+
+
+def test_fewer_layers_of_a_config_file(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCH))
+    from shapes import whole_config
+
+    whole_config("gpt_oss").save_pretrained(tmp_path)
+    config = whole_config(str(tmp_path), layers=3)
+    assert config.model_type == "gpt_oss"
+    assert config.num_hidden_layers == len(config.layer_types) == 3
+    with pytest.raises(ValueError, match="no-such-model: neither a file"):
+        whole_config("no-such-model")
+
+
+def test_a_tiny_layer_beside_its_peers_and_its_plot(tmp_path, monkeypatch):
+    out = tmp_path / "layer.csv"
+    said = ran("layer.py", "--repeat", 2, "--out", out)
+    rows = rows_of(out)
+    figures = {"forward", "step", "step, checkpointed"}
+    for peer in ("ours", "frozen", "peft", "bnb"):
+        metrics = of_peer(rows, peer)
+        assert figures <= metrics.keys(), peer
+        for name in ("step", "step, checkpointed"):
+            assert {f"{name} over FLOP floor", f"{name} over byte floor"} <= metrics.keys(), peer
+    # Twice the arithmetic of a forward, and three times under checkpointing, in the same floor.
+    frozen = of_peer(rows, "frozen")
+    floors = [
+        float(frozen[name]["p50"]) / float(frozen[f"{name} over FLOP floor"]["p50"])
+        for name in ("step", "step, checkpointed")
+    ]
+    assert floors[1] == pytest.approx(1.5 * floors[0], rel=1e-3)
+    for peer in ("e4b", "axolotl"):
+        assert not of_peer(rows, peer)
+        assert f"peer={peer}\nskipped: " in said
+    draw(tmp_path, monkeypatch, {"layer-tiny.png"})
+
+
+def test_the_first_projection_alone(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "layer.csv"
+    called(monkeypatch, "layer", "--part", "gate_up", "--repeat", 2, "--out", out)
+    said = capsys.readouterr().out
+    rows = rows_of(out)
+    for peer in ("frozen", "bnb"):
+        metrics = of_peer(rows, peer)
+        expected = {"gate_up forward", "gate_up forward over FLOP floor"}
+        assert expected <= metrics.keys(), peer
+    assert said.count("skipped: our kernels need a GPU") == 2
+    draw(tmp_path, monkeypatch, {"gate_up-tiny.png"})
+
+
+def test_a_peer_that_fails_is_a_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCH))
+    from common import Rows, environment
+
+    out = tmp_path / "layer.csv"
+    rows = Rows(out, environment(torch.device("cpu")), "tiny", "tokens=1 peer=theirs")
+    rows.fail(RuntimeError("launch grid too large\nand more"))
+    (row,) = rows_of(out)
+    assert row["metric"] == "fails: RuntimeError: launch grid too large"
+    assert {row["p20"], row["p50"], row["p80"]} == {"nan"}
+    assert "launch grid too large" in capsys.readouterr().out
+
+
+def draw(folder, monkeypatch, expected):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(BENCH))
+    import plot
+
+    monkeypatch.setattr(plot, "RESULTS", folder)
+    plot.main()
+    pictures = {path.name: path for path in folder.glob("*.png")}
+    assert pictures.keys() == expected
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.values())
+
+
+@pytest.mark.parametrize("path", sorted((BENCH / "results").glob("*.csv")), ids=lambda p: p.name)
+def test_every_result_says_where_it_comes_from(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert rows
+    for row in rows:
+        missing = [column for column in REQUIRED if not row.get(column)]
+        assert not missing, (path.name, row, missing)
+
+
+def test_percentiles(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    from common import percentiles
+
+    assert percentiles([3.0]) == (3.0, 3.0, 3.0)
+    assert percentiles([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == (2.0, 3.5, 5.0)
