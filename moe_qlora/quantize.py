@@ -5,7 +5,7 @@
     plan      what is packed, skipped, or packed already; everything that can be refused is refused
               here, before anything is touched
     pack      one stack at a time: pack, attach, let go of the 16-bit stack
-    adopt     the model says of itself what a bitsandbytes model says
+    mark_quantized     the model says of itself what a bitsandbytes model says
 
 The extra memory while packing is one stack's packed form and a chunk of at most a few dozen MiB: a
 16-bit stack goes as soon as its packed form sits on the module. Nothing here keeps a reference.
@@ -29,8 +29,14 @@ from .errors import (
 from .hf import model as quantize_host
 from .layout import ExpertParam, LinearExperts, ModelLayout, Router, name_pattern
 from .packing import parametrize
-from .packing.codec import PackedStack, first_nonfinite, pack, why_not
-from .packing.selection import ALREADY_QUANTIZED, QUANTIZED, SKIPPED, _Job, _plan
+from .packing.codec import PackedWeight, first_nonfinite, pack, why_not
+from .packing.selection import (
+    ALREADY_QUANTIZED,
+    QUANTIZED,
+    SKIPPED,
+    WeightSelection,
+    select_weights,
+)
 from .packing.settings import CodecSettings
 from .progress import Progress, reporting
 
@@ -73,14 +79,14 @@ def quantize_experts(
     layout = detect(model)
     if not layout:
         return _nothing_found(layout, missing_ok)
-    jobs = _plan(model, layout, config, settings)
+    jobs = select_weights(model, layout, config, settings)
     _refuse(model, [job.param for job in jobs if job.status == QUANTIZED], settings)
     rows = _run(model, jobs, settings, progress)
     packed = {name for name, module, _ in parametrize.iter_packed(model)}
     fast: set[str] = set()
     if packed:
         fast = _activate(model, layout)
-        quantize_host.adopt(model, config, settings)
+        quantize_host.mark_quantized(model, config, settings)
     slow = tuple(
         SlowModule(module.name, module.class_name, sum(map(_decoded_bytes, module.parameters)))
         for module in layout.modules
@@ -138,7 +144,10 @@ def _refuse(model: nn.Module, params: list[ExpertParam], settings: CodecSettings
 
 
 def _run(
-    model: nn.Module, jobs: list[_Job], settings: CodecSettings, progress: bool | Progress | None
+    model: nn.Module,
+    jobs: list[WeightSelection],
+    settings: CodecSettings,
+    progress: bool | Progress | None,
 ) -> tuple[ReportRow, ...]:
     rows: list[ReportRow] = []
     total = sum(job.status == QUANTIZED for job in jobs)
@@ -167,7 +176,7 @@ def _pack_one(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> 
     return ReportRow(param.name, QUANTIZED, "", before, packed.nbytes)
 
 
-def _attach_everywhere(model: nn.Module, param: ExpertParam, packed: PackedStack) -> None:
+def _attach_everywhere(model: nn.Module, param: ExpertParam, packed: PackedWeight) -> None:
     """Attach to the stack's module and to every module that shares it; all or none."""
     attached: list[tuple[nn.Module, str]] = []
     weight = _weight(model, param.name)

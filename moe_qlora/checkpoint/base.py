@@ -19,7 +19,7 @@ from transformers.core_model_loading import dot_natural_key
 
 from ..errors import CheckpointError
 from ..packing import codec
-from ..packing.codec import PackedStack
+from ..packing.codec import PackedWeight
 from ..packing.settings import CodecSettings
 from .conversion import DiskLayout, Group, revert, same_bits
 from .integrity import check_folder, open_checkpoint
@@ -156,7 +156,7 @@ class PackedWeights:
         self._folder, self._manifest, self._checkpoint = folder, manifest, checkpoint
         self._plain = model.state_dict()
         self.keys = packed_names(manifest)
-        self._held: tuple[str, PackedStack] | None = None
+        self._held: tuple[str, PackedWeight] | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the decoded weight.
@@ -172,7 +172,7 @@ class PackedWeights:
             )
         return tuple(entry.shape if entry else self._plain[name].shape)
 
-    def stack(self, name: str) -> PackedStack:
+    def stack(self, name: str) -> PackedWeight:
         """A packed weight; the last one is kept, for its next slice.
 
         Raises:

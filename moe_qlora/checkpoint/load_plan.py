@@ -14,8 +14,8 @@ from torch import nn
 from ..detection.detect import detect
 from ..errors import CheckpointError, UnsupportedWeightError
 from ..layout import ExpertParam, ModelLayout
-from ..packing.codec import PackedStack, why_not_packed
-from ..packing.selection import stacks_to_pack
+from ..packing.codec import PackedWeight, why_not_packed
+from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from ..packing.sizes import packed_nbytes
 from .manifest import Manifest
@@ -23,7 +23,7 @@ from .reader import DTYPES, Checkpoint
 
 
 @dataclass
-class LoadPlan:
+class LoadSpec:
     """The stacks that a load packs, and what it has packed so far.
 
     Converters are deep-copied for every parameter that they make, and must all see one plan: a
@@ -50,10 +50,10 @@ class LoadPlan:
     manifest: Manifest | None = None
     device_map: Any = None
     units: tuple[float, ...] = ()
-    stacks: dict[str, PackedStack] = field(default_factory=dict)
+    stacks: dict[str, PackedWeight] = field(default_factory=dict)
     replaced: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LoadPlan:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoadSpec:
         return self
 
     def nbytes(self, name: str) -> int:
@@ -73,7 +73,7 @@ class LoadPlan:
         place = get_device(self.device_map or {"": "cpu"}, name, valid_torch_device=True)
         return torch.device("cpu" if place == "disk" else place)
 
-    def keep(self, name: str, packed: PackedStack) -> None:
+    def keep(self, name: str, packed: PackedWeight) -> None:
         """Note a packed stack under all its names."""
         param = self.params[name]
         for alias in (param.name, *param.aliases):
@@ -96,7 +96,7 @@ def _tail(name: str) -> list[str]:
 
 def plan_packing(
     model: nn.Module, config: Any, dtype: torch.dtype | None, device_map: Any
-) -> LoadPlan:
+) -> LoadSpec:
     """Plan what to pack of a 16-bit checkpoint.
 
     Args:
@@ -112,7 +112,7 @@ def plan_packing(
     layout = _detect(model)
     dtypes = _dtypes(model, layout, dtype)
     params: dict[str, ExpertParam] = {}
-    for param in stacks_to_pack(model, layout, config, settings):
+    for param in weights_to_pack(model, layout, config, settings):
         if getattr(config, "llm_int8_enable_fp32_cpu_offload", False) and _offloaded(
             param.name, device_map
         ):
@@ -127,12 +127,12 @@ def plan_packing(
             raise UnsupportedWeightError(f"{param.name} {reason}. Nothing was loaded.")
         for name in (param.name, *param.aliases):
             params[name] = param
-    return LoadPlan(params, settings, dtypes, layout)
+    return LoadSpec(params, settings, dtypes, layout)
 
 
 def plan_reload(
     model: nn.Module, config: Any, dtype: torch.dtype | None, manifest: Manifest, folder: Path
-) -> LoadPlan:
+) -> LoadSpec:
     """Plan the reload of a packed folder: what its manifest says is packed.
 
     Raises:
@@ -186,7 +186,7 @@ def plan_reload(
                 f"{folder}: the manifest says {key}={saved.get(key)!r}, config.json {value!r}: "
                 "one of them is not of this save."
             )
-    return LoadPlan(params, settings, _dtypes(model, layout, dtype), layout, manifest=manifest)
+    return LoadSpec(params, settings, _dtypes(model, layout, dtype), layout, manifest=manifest)
 
 
 def _detect(model: nn.Module) -> ModelLayout:

@@ -26,7 +26,7 @@ from transformers.core_model_loading import build_glob_alternation
 from .. import build as checkpoint_source
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..packing import codec
-from ..packing.codec import PackedStack
+from ..packing.codec import PackedWeight
 from ..progress import Progress, reporting
 from . import rounding
 from .adapter import CONFIG as ADAPTER_CONFIG
@@ -289,7 +289,7 @@ class _Merge:
             self._changed.update(group.keys)
         self._factors = {}
 
-    def _pack(self, group: Group, lossy: Rounding) -> dict[str, PackedStack]:
+    def _pack(self, group: Group, lossy: Rounding) -> dict[str, PackedWeight]:
         """The group's parameters that were packed in training, packed."""
         names = [name for name in group.shapes if name in lossy]
         if not names:

@@ -25,13 +25,13 @@ from .. import build
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
 from ..packing import parametrize
-from ..packing.codec import PackedStack, Packer, first_nonfinite
+from ..packing.codec import PackedWeight, Packer, first_nonfinite
 from ..packing.sizes import packed_nbytes
 from ..progress import Progress, reporting
 from . import save
 from .conversion import DiskLayout, Group
 from .integrity import open_checkpoint
-from .load_plan import LoadPlan, dtype_policy, plan_packing
+from .load_plan import LoadSpec, dtype_policy, plan_packing
 from .manifest import CONFIG, MANIFEST, Manifest, PackedEntry
 from .reader import read_header, read_json
 from .rounding import from_config
@@ -163,7 +163,7 @@ class _Job:
         self.device, self.config = device, config
         self.files = open_checkpoint(folder)
         dtype = model.dtype
-        self.plan: LoadPlan = plan_packing(model, config, dtype, None)
+        self.plan: LoadSpec = plan_packing(model, config, dtype, None)
         own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.policy = dtype_policy(model, dtype)
         # Replaces the Linear layers of the model that bitsandbytes packs.
@@ -354,7 +354,7 @@ class _Job:
             )
         packer.add(value)
 
-    def _packed(self, name: str, stack: PackedStack) -> Iterator[tuple[str, Tensor]]:
+    def _packed(self, name: str, stack: PackedWeight) -> Iterator[tuple[str, Tensor]]:
         """What a state dict holds for a packed stack or Linear layer."""
         yield name, stack.codes
         if stack.kind != "int8":

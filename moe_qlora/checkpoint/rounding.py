@@ -23,8 +23,8 @@ from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
 from ..packing import codec as codec_
 from ..packing import parametrize
-from ..packing.codec import PackedStack, Packer
-from ..packing.selection import stacks_to_pack
+from ..packing.codec import PackedWeight, Packer
+from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from .reader import read_json
 from .writer import replace_file
@@ -57,7 +57,7 @@ class Rounding:
         return Packer(shape, dtype, torch.device("cpu"), self.settings)
 
 
-def finish(packer: Packer, dtype: torch.dtype) -> PackedStack:
+def finish(packer: Packer, dtype: torch.dtype) -> PackedWeight:
     """The packed stack, which decodes to `dtype`."""
     stack = packer.finish()
     if stack.dtype != dtype:
@@ -82,7 +82,7 @@ def from_config(model: nn.Module, config: Any) -> Rounding:
     settings = CodecSettings.from_config(config)
     if isinstance(config, Mapping):
         config = BitsAndBytesConfig.from_dict(dict(config))
-    stacks = stacks_to_pack(model, detect(model), config, settings)
+    stacks = weights_to_pack(model, detect(model), config, settings)
     experts = {name for one in stacks for name in (one.name, *one.aliases)}
     quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})

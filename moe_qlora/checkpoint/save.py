@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..packing import parametrize
-from ..packing.codec import Int8State, PackedStack
+from ..packing.codec import Int8State, PackedWeight
 from . import manifest as manifests
 from .integrity import check_stack
 from .manifest import CONFIG, MANIFEST, Manifest, PackedEntry
@@ -334,7 +334,7 @@ def finish_packed(
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, PackedEntry]]:
-    names: dict[int, list[tuple[str, PackedStack]]] = {}
+    names: dict[int, list[tuple[str, PackedWeight]]] = {}
     for module_name, module, leaf in parametrize.iter_packed(model):
         key = id(parametrize.original_of(module, leaf))
         name = f"{module_name}.{leaf}".lstrip(".")
@@ -365,7 +365,7 @@ def codec_of(model: nn.Module) -> dict[str, Any]:
     return next(iter(found.values()))
 
 
-def stack_codec(stack: PackedStack) -> dict[str, Any]:
+def stack_codec(stack: PackedWeight) -> dict[str, Any]:
     """How a stack is packed, as a manifest says it."""
     compute = stack.compute_dtype
     int8 = isinstance(stack.state, Int8State)

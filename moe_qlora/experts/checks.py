@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import AdapterError, QuantizationError
 from ..packing.parametrize import Params4bit, iter_packed, packed_names
-from .forward import lora_provider
+from .forward import lora_source
 
 _SEEN = "_moe_qlora_adapters_seen"
 _HANDLE = "_moe_qlora_adapter_guard"
@@ -63,7 +63,7 @@ def _before_load(model: nn.Module, state_dict: dict[str, Any], prefix: str, *res
     if not owners:
         return
     for name, module, _ in iter_packed(model):
-        if _plain(name) in owners and lora_provider(module) is None:
+        if _plain(name) in owners and lora_source(module) is None:
             raise AdapterError(_message("being loaded", _plain(name), "would have no effect"))
 
 

@@ -46,7 +46,7 @@ _PREVIOUS = "_moe_qlora_previous"
 
 
 @dataclass(frozen=True)
-class LoraTerm:
+class LoraFactors:
     """One adapter's factors for one expert parameter, as PEFT stores them.
 
     `in` and `out` are of the matrix as it is applied, whichever way round the parameter is stored.
@@ -64,26 +64,26 @@ class LoraTerm:
     dropout: nn.Module | None = None
 
 
-class LoraProvider(Protocol):
+class LoraSource(Protocol):
     """What the forward asks for LoRA, at each call."""
 
-    def terms(self, parameter_name: str) -> tuple[LoraTerm, ...]:
+    def active_lora(self, parameter_name: str) -> tuple[LoraFactors, ...]:
         """The terms of the adapters that are active now; empty where there are none."""
 
 
-def set_lora_provider(module: nn.Module, provider: LoraProvider) -> None:
+def set_lora_source(module: nn.Module, provider: LoraSource) -> None:
     """Let the module's forward ask `provider` for LoRA terms. It is copied with the module."""
     module.__dict__[_PROVIDER] = provider
 
 
-def clear_lora_provider(module: nn.Module) -> None:
-    """Undo `set_lora_provider`; nothing where none is set."""
+def clear_lora_source(module: nn.Module) -> None:
+    """Undo `set_lora_source`; nothing where none is set."""
     module.__dict__.pop(_PROVIDER, None)
 
 
-def lora_provider(module: nn.Module) -> LoraProvider | None:
+def lora_source(module: nn.Module) -> LoraSource | None:
     """The module's provider, None where none is set."""
-    return cast("LoraProvider | None", module.__dict__.get(_PROVIDER))
+    return cast("LoraSource | None", module.__dict__.get(_PROVIDER))
 
 
 def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
@@ -153,8 +153,8 @@ def experts_forward(
     names = (first_name, "down_proj")
     if not any(parametrize.is_packed(self, name) for name in names):
         return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
-    provider = lora_provider(self)
-    terms = [provider.terms(name) if provider is not None else () for name in names]
+    provider = lora_source(self)
+    terms = [provider.active_lora(name) if provider is not None else () for name in names]
     whole = fused.run(
         self, first_name, hidden_states, top_k_index, top_k_weights, terms,
         _autocast_dtype(hidden_states),
@@ -235,8 +235,8 @@ def _project(
     """One projection with its bias and LoRA terms, from packed codes or from a plain stack."""
     order, bounds, top_k = routing
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    provider = lora_provider(module)
-    terms = provider.terms(name) if provider is not None else ()
+    provider = lora_source(module)
+    terms = provider.active_lora(name) if provider is not None else ()
     dropped = [
         t.dropout(x) if t.dropout is not None and t.dropout.training else None for t in terms
     ]
@@ -260,13 +260,13 @@ def _project(
 
 __all__ = [
     "IMPLEMENTATION",
-    "LoraProvider",
-    "LoraTerm",
+    "LoraFactors",
+    "LoraSource",
     "activate",
-    "clear_lora_provider",
+    "clear_lora_source",
     "deactivate",
     "dispatches",
     "experts_forward",
-    "lora_provider",
-    "set_lora_provider",
+    "lora_source",
+    "set_lora_source",
 ]

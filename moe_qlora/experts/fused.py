@@ -15,13 +15,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..kernels.weights import MAX_EXPERTS, Form, Packed
+from ..kernels.limits import MAX_EXPERTS, MAX_LORA_RANK
+from ..kernels.weights import Packed, WeightSpec
 from ..packing import parametrize
 from .activation import find_gate
 from .projection import no_autocast, packed_inputs, packed_of
-
-_MAX_RANK = 128
-
 
 _usable: dict[int, bool] = {}
 """By CUDA device: whether the kernels run there. Filled where a compiler is not looking on."""
@@ -108,7 +106,7 @@ def run(
         x: `(T, H)`.
         index: `(T, k)`.
         weights: `(T, k)`.
-        terms: The `LoraTerm`s of the first projection and of the second.
+        terms: The `LoraFactors`s of the first projection and of the second.
         autocast: The autocast dtype, None outside autocast.
     """
     if not available(x.device) or x.numel() == 0 or module.has_post_expert_norm:
@@ -174,7 +172,7 @@ def _one_term(
         ):
             return None
     ranks = [term.a.shape[0] // experts for term in terms]
-    if sum(ranks) > _MAX_RANK:
+    if sum(ranks) > MAX_LORA_RANK:
         return None
     if len(terms) == 1:
         return terms[0].a, terms[0].b, float(terms[0].scaling)
@@ -184,7 +182,7 @@ def _one_term(
 
 
 @lru_cache(maxsize=256)
-def _fits(form: Form) -> bool:
+def _fits(form: WeightSpec) -> bool:
     """Whether sizes are whole groups of 8, and experts as few as the kernels can sort by."""
     experts, *sizes = form.shape
     whole = form.kind == "int8" or (
@@ -367,7 +365,9 @@ def _compiled(
         if len(shape) != 3 or not _computes(wanted, call, autocast):
             return None
         plain = all(t.device == call.x.device and not hasattr(t, "device_mesh") for t in tensors)
-        if not plain or not _fits.__wrapped__(Form(tuple(shape), kind, blocksize, nested, -1)):
+        if not plain or not _fits.__wrapped__(
+            WeightSpec(tuple(shape), kind, blocksize, nested, -1)
+        ):
             return None
         packed += tensors
         stacks.append((len(tensors), kind, tuple(shape), blocksize, nested))

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..kernels.weights import Packed, padded
+from ..kernels.limits import padded
+from ..kernels.weights import Packed
 from .fused import _backward, _check_devices, _kernels, _layer, _loras
 from .projection import no_autocast
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..kernels import projection, reference
 from ..kernels.reference import Grads, Needs, Rows, Term, Weight
 from ..kernels.weights import Packed
-from ..packing.codec import Int8State, PackedStack, unpack_range
+from ..packing.codec import Int8State, PackedWeight, unpack_range
 
 
 class Inputs(NamedTuple):
@@ -74,14 +74,14 @@ class Projection:
         rows, terms = self._rows(inputs), self._terms(inputs)
         return reference.forward(inputs.x, view, rows, inputs.scale, inputs.bias, terms)
 
-    def packed(self, stack: PackedStack, inputs: Inputs) -> Tensor:
+    def packed(self, stack: PackedWeight, inputs: Inputs) -> Tensor:
         """The projection from packed codes; no gradient for these."""
         flat = (inputs.x, inputs.scale, inputs.bias, *inputs.sources, *inputs.a, *inputs.b)
         routing = (inputs.order, inputs.bounds)
         out: Tensor = _PackedProjection.apply(self, stack, routing, len(inputs.a), *flat)
         return out
 
-    def run(self, stack: PackedStack, inputs: Inputs) -> Tensor:
+    def run(self, stack: PackedWeight, inputs: Inputs) -> Tensor:
         """Forward alone."""
         with torch.no_grad(), no_autocast(inputs.x):
             return forward(
@@ -94,7 +94,7 @@ class Projection:
             )
 
     def run_backward(
-        self, stack: PackedStack, inputs: Inputs, grad: Tensor, needs: Sequence[bool]
+        self, stack: PackedWeight, inputs: Inputs, grad: Tensor, needs: Sequence[bool]
     ) -> list[Tensor | None]:
         """Gradients in the order x, scale, bias, sources, a, b; None where not needed."""
         n = len(inputs.a)
@@ -113,7 +113,7 @@ class Projection:
             )
         return [grads.x, grads.scale, grads.bias, *grads.sources, *grads.a, *grads.b]
 
-    def _packed_weight(self, stack: PackedStack, x: Tensor) -> reference.Weight:
+    def _packed_weight(self, stack: PackedWeight, x: Tensor) -> reference.Weight:
         # As in Linear4bit, whose product runs in autocast's dtype whatever it cast its input to.
         dtype = self.autocast or stack.compute_dtype or x.dtype
         return self._weight(
@@ -150,7 +150,7 @@ class _PackedProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, projection: Projection, stack: PackedStack, routing: Any, n: int, *flat: Any
+        ctx: Any, projection: Projection, stack: PackedWeight, routing: Any, n: int, *flat: Any
     ) -> Tensor:
         ctx.projection, ctx.stack, ctx.n = projection, stack, n
         ctx.save_for_backward(*routing, *flat)
@@ -240,7 +240,7 @@ def packed_inputs(module: Any, name: str) -> tuple[list[Tensor], Any]:
     return tensors, constants
 
 
-def packed_of(stack: PackedStack) -> Packed:
+def packed_of(stack: PackedWeight) -> Packed:
     """A packed stack `(E, rows, cols)` as the kernels take it."""
     shape = (stack.shape[0], stack.shape[1], stack.numel // stack.shape[0] // stack.shape[1])
     state = stack.state

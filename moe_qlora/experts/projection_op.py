@@ -10,18 +10,18 @@ import torch
 from bitsandbytes.functional import QuantState
 from torch import Tensor
 
-from ..packing.codec import Int8State, PackedStack
+from ..packing.codec import Int8State, PackedWeight
 from .projection import Inputs, Projection, _dtype
 
 
-def _stack(tensors: Sequence[Tensor], constants: Any) -> PackedStack:
+def _stack(tensors: Sequence[Tensor], constants: Any) -> PackedWeight:
     kind, shape, dtype_name, blocksize, nested, compute = constants
     dtype = _dtype(dtype_name)
     assert dtype is not None
     size = torch.Size(shape)
     if kind == "int8":
         scales = tensors[1].view(torch.float32)
-        return PackedStack(tensors[0], Int8State(scales, size, dtype), kind, size, dtype)
+        return PackedWeight(tensors[0], Int8State(scales, size, dtype), kind, size, dtype)
     inner = None
     if nested:
         inner = QuantState(
@@ -37,7 +37,7 @@ def _stack(tensors: Sequence[Tensor], constants: Any) -> PackedStack:
         offset=tensors[3] if nested else None,
         state2=inner,
     )
-    return PackedStack(tensors[0], state, kind, size, dtype, _dtype(compute))
+    return PackedWeight(tensors[0], state, kind, size, dtype, _dtype(compute))
 
 
 def _parse(
@@ -51,7 +51,7 @@ def _parse(
     b: Sequence[Tensor],
     packed: Sequence[Tensor],
     constants: str,
-) -> tuple[Projection, PackedStack, Inputs, list[bool]]:
+) -> tuple[Projection, PackedWeight, Inputs, list[bool]]:
     """The operator's arguments, as its schema has them, back to what `Projection` takes."""
     stack, transposed, top_k, gathers, scatters, partial, scalings, autocast, dropped = (
         ast.literal_eval(constants)

@@ -25,8 +25,8 @@ def release(model: nn.Module) -> None:
             del model.__dict__[name]
 
 
-def settle(model: nn.Module) -> None:
-    """Take back what `adopt` gave where no expert is packed any more, after a merge for one.
+def clear_quantized(model: nn.Module) -> None:
+    """Take back what `mark_quantized` gave where no expert is packed any more, after a merge for one.
 
     A model that still has bitsandbytes Linear layers goes on as what it was loaded as.
     """
@@ -57,7 +57,7 @@ def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
         dtype: Of the decoded weights; None is each stack's own, and the model's for Linear layers.
     """
     decode_experts(self, dtype)
-    settle(self)
+    clear_quantized(self)
     # The stock method cannot do without at least one such layer.
     if _has_packed_linears(self):
         type(self).dequantize(self, dtype=dtype)

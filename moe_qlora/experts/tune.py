@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import QuantizationError
 from ..packing import parametrize
-from ..packing.codec import PackedStack
+from ..packing.codec import PackedWeight
 from . import fused
 from .projection import packed_of
 
@@ -33,7 +33,7 @@ def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
     Raises:
         QuantizationError: No experts of the model are packed.
     """
-    found: dict[tuple[str, tuple[int, ...]], PackedStack] = {}
+    found: dict[tuple[str, tuple[int, ...]], PackedWeight] = {}
     for _, module, name in parametrize.iter_packed(model):
         stack = parametrize.read_packed(module, name)
         if len(stack.shape) == 3:

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from ..checkpoint.load_plan import LoadPlan
+from ..checkpoint.load_plan import LoadSpec
 from ..errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
 from ..packing import parametrize
-from ..packing.codec import PackedStack, Packer, restore
+from ..packing.codec import PackedWeight, Packer, restore
 
 _SLICE_BYTES = 8 << 20
 """Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this."""
@@ -54,10 +54,10 @@ class PackingConverter(WeightConverter):
     """
 
     # The class it extends has slots; this one may hold anything.
-    plan: LoadPlan
+    plan: LoadSpec
 
     @classmethod
-    def standing_for(cls, converter: Any, plan: LoadPlan) -> PackingConverter:
+    def standing_for(cls, converter: Any, plan: LoadSpec) -> PackingConverter:
         """A converter with the patterns, scope and operations of another."""
         new = cls.__new__(cls)
         for base in type(converter).__mro__:
@@ -70,7 +70,7 @@ class PackingConverter(WeightConverter):
         return new
 
     @classmethod
-    def for_fused(cls, leaf: str, plan: LoadPlan) -> PackingConverter:
+    def for_fused(cls, leaf: str, plan: LoadSpec) -> PackingConverter:
         """A converter for stacks that lie on disk as the model holds them.
 
         Args:
@@ -153,11 +153,11 @@ class PackingConverter(WeightConverter):
 class PackedConverter(WeightConverter):
     """Puts a packed stack together from its codes and statistics on disk."""
 
-    plan: LoadPlan
+    plan: LoadSpec
     parts: dict[str, str]
     keys: dict[str, str]
 
-    def __init__(self, leaf: str, plan: LoadPlan) -> None:
+    def __init__(self, leaf: str, plan: LoadSpec) -> None:
         parts = parametrize.key_parts(plan.settings.kind)
         self.parts = {_whole_name(leaf + part): part for part in parts}
         super().__init__(list(self.parts), [leaf], [AsOnDisk()])
@@ -207,7 +207,7 @@ class PackedConverter(WeightConverter):
 class StackPacker:
     """Packs one stack of a plan from the pieces of it that come out of a converter."""
 
-    def __init__(self, name: str, plan: LoadPlan) -> None:
+    def __init__(self, name: str, plan: LoadSpec) -> None:
         self.name, self.plan = name, plan
         self.shape = tuple(plan.params[name].shape)
         self.rows = 0
@@ -260,7 +260,7 @@ class StackPacker:
                 f"{self.name} holds NaN or inf in row {row} of its first dimension or soon after, "
                 "and a block with it could not be decoded: repair the checkpoint."
             )
-        packed: PackedStack = self.packer.finish()
+        packed: PackedWeight = self.packer.finish()
         self.plan.keep(self.name, packed)
         return parametrize.hold(packed)
 
@@ -316,7 +316,7 @@ class WholeNames(ConversionOps):
 class _Reader:
     """Reads tensors of one stack to its device, in the dtype it would be loaded in."""
 
-    def __init__(self, plan: LoadPlan, name: str) -> None:
+    def __init__(self, plan: LoadSpec, name: str) -> None:
         self.files, self.dtype, self.device = plan.files, plan.dtypes[name], plan.device(name)
 
     def expect(self, collected: dict[str, list[Deferred]]) -> None:

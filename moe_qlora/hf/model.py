@@ -38,7 +38,7 @@ def check_method(model: nn.Module, settings: CodecSettings) -> str | None:
     return None
 
 
-def adopt(model: nn.Module, config: Any, settings: CodecSettings) -> None:
+def mark_quantized(model: nn.Module, config: Any, settings: CodecSettings) -> None:
     """Give the model the attributes and methods of a bitsandbytes model; idempotent.
 
     Args:

@@ -28,7 +28,7 @@ from transformers.integrations.accelerate import get_max_memory
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..checkpoint.integrity import FolderCheck
-from ..checkpoint.load_plan import LoadPlan, plan_packing, plan_reload, safetensors_files
+from ..checkpoint.load_plan import LoadSpec, plan_packing, plan_reload, safetensors_files
 from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..errors import CheckpointError
 from ..experts import forward
@@ -59,7 +59,7 @@ class _Packing:
     pre_quantized: bool
     quantization_config: Any
     _extra_skip_modules: Callable[[], Sequence[str]]
-    _plan: LoadPlan | None = None
+    _plan: LoadSpec | None = None
     _device_map: Any = None
     _entry: str | None = None
     _checked: FolderCheck | None = None
@@ -132,7 +132,7 @@ class _Packing:
         config.llm_int8_skip_modules = list(dict.fromkeys([*own, *extra]))
         self.quantization_config = config
 
-    def _make_plan(self, model: Any, dtype: Any, files: list[str] | None, place: Any) -> LoadPlan:
+    def _make_plan(self, model: Any, dtype: Any, files: list[str] | None, place: Any) -> LoadSpec:
         folder = Path(files[0]).parent if files else None
         if self._entry is None:
             if folder is not None and self.pre_quantized and (folder / MANIFEST).is_file():
@@ -228,7 +228,7 @@ class _Packing:
 
     def _measure(self, model: Any) -> None:
         """Note the bytes of the model's blocks, and of the layers outside of them, in order."""
-        plan = cast(LoadPlan, self._plan)
+        plan = cast(LoadSpec, self._plan)
         blocks = set(model._no_split_modules or ())
         owners = {name for name, part in model.named_modules() if type(part).__name__ in blocks}
         units: dict[str, float] = {}
@@ -291,7 +291,7 @@ def _even_shares(units: Sequence[float], devices: int) -> list[float]:
 class _LeaveExperts(ConversionOps):
     """Quantizes what the stock operation does, and passes expert stacks on."""
 
-    def __init__(self, stock: Any, plan: LoadPlan) -> None:
+    def __init__(self, stock: Any, plan: LoadSpec) -> None:
         self.stock, self.plan = stock, plan
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **context: Any) -> Any:
@@ -301,7 +301,7 @@ class _LeaveExperts(ConversionOps):
         return stacks | (self.stock.convert(rest, *args, **context) if rest else {})
 
 
-def finish(model: Any, plan: LoadPlan, config: Any) -> None:
+def finish(model: Any, plan: LoadSpec, config: Any) -> None:
     """Attach what was packed, pack what was not, and make the model say what it is.
 
     Args:
@@ -334,7 +334,7 @@ def finish(model: Any, plan: LoadPlan, config: Any) -> None:
     packed = {module.name for module in plan.layout.modules if _any_packed(model, module.name)}
     dispatching = [m.name for m in plan.layout.modules if m.name in packed and m.dispatches]
     forward.activate(model, dispatching)
-    quantize_host.adopt(model, config, plan.settings)
+    quantize_host.mark_quantized(model, config, plan.settings)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -346,7 +346,7 @@ def _any_packed(model: nn.Module, module_name: str) -> bool:
     return bool(parametrize.packed_names(model.get_submodule(module_name)))
 
 
-def _restore_conversions(model: Any, plan: LoadPlan) -> None:
+def _restore_conversions(model: Any, plan: LoadSpec) -> None:
     """Let a later save of the decoded model find transformers' own converters."""
     if plan.manifest is not None:
         # Nothing was renamed on the way in; without a record, the model type's mapping is used.

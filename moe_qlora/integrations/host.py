@@ -297,10 +297,10 @@ class ExpertsHost:
 
 
 def _missed(model: nn.Module, layout: Any, config: Any) -> list[ExpertParam]:
-    from ..packing.selection import stacks_to_pack
+    from ..packing.selection import weights_to_pack
     from ..packing.settings import CodecSettings
 
-    return stacks_to_pack(model, layout, config, CodecSettings.from_config(config))
+    return weights_to_pack(model, layout, config, CodecSettings.from_config(config))
 
 
 def _dense(model: nn.Module, linear_experts: bool) -> str:

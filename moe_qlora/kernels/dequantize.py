@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch, cdiv
-from .weights import Form, Packed
+from .weights import Packed, WeightSpec
 
 BLOCK = 256
 UNROLL = 1
@@ -176,7 +176,7 @@ def decode(
 
 @lru_cache(maxsize=256)
 def _decode_step(
-    form: Form, shape: tuple[int, int, int], stride: int, corner: tuple[int, int], skips: bool,
+    form: WeightSpec, shape: tuple[int, int, int], stride: int, corner: tuple[int, int], skips: bool,
     dtype: torch.dtype, right: tuple[int, torch.dtype] | None,
     below: tuple[int, torch.dtype] | None,
 ) -> Launch:  # fmt: skip

@@ -16,15 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import autotune, dequantize, quantized_mm, workspace
+from .limits import ROWS_ON_QUANTIZED, ROWS_ON_QUANTIZED_HOPPER
 from .routing import Routing
 from .weights import Packed, row_stride
-
-FEW, FEW_ON_HOPPER = 256, 512
-"""Rows an expert, on average, up to which codes beat decoding (H200, gate_up of Qwen3-30B-A3B: at
-256 rows 0.69 against 0.73 ms out and 0.76 against 0.75 back; on Hopper's own kernel 0.60 and 0.66,
-before it was made a tenth quicker; at 512 about as much as decoding by itself, which within a step
-takes a fifth more, for want of power). Where a decoded stack serves two products, `FEW` is the
-limit on Hopper as well: at 256 rows 1.26 ms on that kernel, 1.22 for decoding and both products."""
 
 
 class Factors(NamedTuple):
@@ -118,7 +112,9 @@ def is_few(
         return False
     form = packed.form
     hopper = quantized_mm.on_hopper(form, dtype, back=back) and not twice
-    return count <= (FEW_ON_HOPPER if hopper else FEW) * form.shape[0] and quantized_mm.suits(form)
+    return count <= (ROWS_ON_QUANTIZED_HOPPER if hopper else ROWS_ON_QUANTIZED) * form.shape[
+        0
+    ] and quantized_mm.suits(form)
 
 
 def wants_wide(packed: Packed, count: int, dtype: torch.dtype) -> bool:
@@ -155,7 +151,7 @@ def slices(
     inner = (n_cols if side.by_rows else n_rows) + side.rank
     # What comes out may be half of the cap: in backward it stands beside two others of its kind.
     each = side.dtype.itemsize * max(2 * x.shape[0], 0 if side.few else experts * inner)
-    step = max(64, workspace.scratch_cap(x.device) // each // 64 * 64)
+    step = max(64, workspace.workspace_cap(x.device) // each // 64 * 64)
     absmax = config = None
     if side.few:
         config = autotune.chosen(side.packed, x.dtype, rows.tile, back=not side.by_rows)

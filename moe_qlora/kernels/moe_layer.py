@@ -43,9 +43,10 @@ from .expert_mm import (
     wants_wide,
 )
 from .launch import aligned, cdiv
+from .limits import WIDE_TILE, padded
 from .routing import Routing, ints_size, route, routing_of
 from .row_launches import ACTS, Gate
-from .weights import WIDE_TILE, Packed, padded, row_stride
+from .weights import Packed, row_stride
 
 _PIECES = 16
 """At most so many pieces of copied rows, however low the scratch's cap."""
@@ -200,7 +201,7 @@ def _gathered(
     count = routing.count
     dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
     nbytes = count * (x.shape[1] + side.rank) * layer.dtype.itemsize
-    pieces = min(_PIECES, -(-nbytes // workspace.scratch_cap(x.device)))
+    pieces = min(_PIECES, -(-nbytes // workspace.workspace_cap(x.device)))
     if pieces <= 1:
         copied = _copied(routing, x, side, factor, product, dots, bias)
         return multiply(copied, side, found, name), dots

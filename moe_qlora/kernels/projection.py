@@ -1,6 +1,6 @@
 """One projection by torch's grouped matrix products: no loop over experts, no wait for the device.
 
-The stack is decoded into a scratch that lives for the call only; stacks over `SCRATCH_BYTES` are
+The stack is decoded into a scratch that lives for the call only; stacks over `DEQUANTIZED_WEIGHT_BYTES` are
 left to `reference.py`. What `reference.py` does row by row of experts is done here for all rows at
 once; its docstring has the formula and the legend.
 """
@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .limits import DEQUANTIZED_WEIGHT_BYTES
 from .reference import Grads, Needs, Rows, Term, Weight
-
-SCRATCH_BYTES = 2 << 30
-"""Largest decoded scratch; a bf16 stack of Mixtral-8x7B's gate_up is 1.75 GiB."""
 
 _ALIGN = 8  # grouped_mm wants strides of 16 bytes: 8 elements of 16 bits
 _HALVES = (torch.bfloat16, torch.float16)
@@ -35,7 +33,7 @@ def suits(x: Tensor, weight: Weight, terms: Sequence[Term]) -> bool:
     """`fits`, but for the device."""
     sizes = (x.shape[-1], weight.out_features)
     wide = all(size % _ALIGN == 0 for size in sizes)
-    small = 2 * weight.experts * sizes[0] * sizes[1] <= SCRATCH_BYTES
+    small = 2 * weight.experts * sizes[0] * sizes[1] <= DEQUANTIZED_WEIGHT_BYTES
     return wide and small and all(term.dtype in (*_HALVES, torch.float32) for term in terms)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .dequantize import block_absmax, decode
 from .launch import Launch, cdiv
-from .weights import TABLES, Form, Packed
+from .weights import TABLES, Packed, WeightSpec
 
 
 class Config(NamedTuple):
@@ -222,7 +222,7 @@ def codes_kernel(
     tl.store(to, total.to(y.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-def suits(form: Form) -> bool:
+def suits(form: WeightSpec) -> bool:
     """Whether blocks lie within rows: what `launch` needs beside `packed.suits()`."""
     block = form.blocksize
     return form.kind == "int8" or (block % 64 == 0 and form.shape[2] % block == 0)
@@ -244,13 +244,13 @@ def takes_int8(device: torch.device) -> bool:
     return _int8_works[index]
 
 
-def on_hopper(form: Form, dtype: torch.dtype, *, back: bool) -> bool:
+def on_hopper(form: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
     """Whether the kernel for Hopper can compute this product; False before `prepare`."""
     return _hopper_works.get(form.device, False) and _suits_hopper(form, dtype, back)
 
 
 @lru_cache(maxsize=256)
-def _suits_hopper(form: Form, dtype: torch.dtype, back: bool) -> bool:
+def _suits_hopper(form: WeightSpec, dtype: torch.dtype, back: bool) -> bool:
     from . import quantized_mm_hopper
 
     return suits(form) and quantized_mm_hopper.suits(form, dtype, back=back)
@@ -375,7 +375,7 @@ def launch(
 
 
 @lru_cache(maxsize=64)
-def _absmax_step(form: Form) -> Launch:
+def _absmax_step(form: WeightSpec) -> Launch:
     experts, n_rows, n_cols = form.shape
     blocks = n_cols // form.blocksize
     return Launch(
@@ -386,7 +386,7 @@ def _absmax_step(form: Form) -> Launch:
 
 @lru_cache(maxsize=256)
 def _codes_step(
-    form: Form, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...], nested: int,
+    form: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...], nested: int,
     back: bool, tile: int, tiles: int, config: Config, span: tuple[int, int],
 ) -> Launch:  # fmt: skip
     int8 = form.kind == "int8"

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from .launch import Launch, cdiv
-from .weights import TABLES, Form
+from .weights import TABLES, WeightSpec
 
 SLOTS: gl.constexpr = gl.constexpr(4)
 """Tiles of rows in shared memory: two being multiplied, two on their way."""
@@ -277,7 +277,7 @@ def hopper_kernel(
         )  # fmt: skip
 
 
-def suits(form: Form, dtype: torch.dtype, *, back: bool) -> bool:
+def suits(form: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
     """Whether the kernel takes it: what `codes.suits` asks for, and whole steps of 16-bit rows.
 
     Two steps at least: Triton 3.6 fails on the loop of a single one.
@@ -289,7 +289,7 @@ def suits(form: Form, dtype: torch.dtype, *, back: bool) -> bool:
 
 @lru_cache(maxsize=256)
 def step(
-    form: Form, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...], back: bool,
+    form: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...], back: bool,
     tile: int, tiles: int, span: tuple[int, int],
 ) -> Launch:  # fmt: skip
     """`hopper_kernel` for `codes.launch`, in whose words these are; tile is 64 or 128.

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .limits import LINE, TILE, WIDE_TILE
+
 TABLES = {
     "nf4": (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -23,21 +25,8 @@ TABLES = {
 }  # fmt: skip
 """The codes' values, as bitsandbytes' `get_4bit_type` gives them."""
 
-TILE = 64
-"""Most rows in a tile, but for products on codes."""
 
-WIDE_TILE = 128
-"""Rows in a tile of products on codes, where experts have many: each tile looks weights up anew."""
-
-
-MAX_EXPERTS = 4094
-"""Most experts that choices are sorted by: their counts, and two more, are summed up at once."""
-
-LINE = 128
-"""Bytes that the memory of a GPU is best read in."""
-
-
-class Form(NamedTuple):
+class WeightSpec(NamedTuple):
     """What the kernels' choice depends on of a packed stack: fields of `Packed`.
 
     Attributes:
@@ -83,10 +72,10 @@ class Packed(NamedTuple):
         return self.shape[0]
 
     @property
-    def form(self) -> Form:
+    def form(self) -> WeightSpec:
         """What the kernels' choice depends on."""
         nested = 0 if self.nested is None else self.nested[3]
-        return Form(self.shape, self.kind, self.blocksize, nested, self.codes.get_device())
+        return WeightSpec(self.shape, self.kind, self.blocksize, nested, self.codes.get_device())
 
     @property
     def matrix(self) -> int:
@@ -156,8 +145,3 @@ def row_stride(width: int, itemsize: int, *, few: bool = False) -> int:
     line = LINE // itemsize
     whole = -(-width // line) * line
     return whole if few or 80 * (whole - width) <= width else width
-
-
-def padded(rank: int) -> int:
-    """The rank as the kernels hold it: a power of two of at least 16, as matrix units want it."""
-    return max(16, 1 << (rank - 1).bit_length())

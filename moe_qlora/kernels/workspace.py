@@ -18,8 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-DEFAULT_PART = 8
-"""Without a cap of the user's: one part in so many of the device's memory."""
+from .limits import WORKSPACE_PART
 
 
 @dataclass
@@ -43,7 +42,7 @@ _slots: dict[tuple[torch.device, int, str], _Slot] = {}
 _cap: int | None = None
 
 
-def set_scratch_cap(nbytes: int | None) -> None:
+def set_workspace_cap(nbytes: int | None) -> None:
     """Upper bound for the bytes of one decoded piece; stacks over it go in chunks of experts.
 
     Args:
@@ -52,22 +51,22 @@ def set_scratch_cap(nbytes: int | None) -> None:
     """
     global _cap
     _cap = None if nbytes is None else int(nbytes)
-    release_scratch()
+    release_workspace()
 
 
 @cache
 def _default(device: torch.device) -> int:
     if device.type != "cuda":
         return 4 << 30
-    return int(torch.cuda.get_device_properties(device).total_memory) // DEFAULT_PART
+    return int(torch.cuda.get_device_properties(device).total_memory) // WORKSPACE_PART
 
 
-def scratch_cap(device: torch.device) -> int:
+def workspace_cap(device: torch.device) -> int:
     """The bound in bytes on this device."""
     return _default(device) if _cap is None else _cap
 
 
-def release_scratch() -> None:
+def release_workspace() -> None:
     """Give all buffers back to the allocator."""
     _slots.clear()
 

@@ -38,9 +38,9 @@ from torch import Tensor, nn
 
 from ..detection.detect import dispatches
 from ..errors import AdapterError, ConfigError
-from ..experts.forward import IMPLEMENTATION, LoraTerm, clear_lora_provider, set_lora_provider
+from ..experts.forward import IMPLEMENTATION, LoraFactors, clear_lora_source, set_lora_source
 from ..packing import codec, parametrize
-from ..packing.codec import PackedStack, settings_of
+from ..packing.codec import PackedWeight, settings_of
 from ..packing.parametrize import has_packed, is_packed, packed_names, read_packed
 
 
@@ -50,7 +50,7 @@ class ExpertAdapters:
     def __init__(self) -> None:
         self.wrappers: dict[str, ParamWrapper] = {}
 
-    def terms(self, parameter_name: str) -> tuple[LoraTerm, ...]:
+    def active_lora(self, parameter_name: str) -> tuple[LoraFactors, ...]:
         """The active adapters of one parameter; empty while adapters are disabled or merged."""
         wrapper = self.wrappers.get(parameter_name)
         return () if wrapper is None else wrapper.lora_terms()
@@ -74,7 +74,7 @@ class ParamWrapper(StockParamWrapper):
     provider: ExpertAdapters | None = None
     merge_dtype: torch.dtype | None = None
     merge_repack: bool = False
-    _unmerged: PackedStack | None = None
+    _unmerged: PackedWeight | None = None
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class ParamWrapper(StockParamWrapper):
         terms = self.lora_terms() if is_packed(base, self.parameter_name) else ()
         return self.added(weight, terms) if terms else weight
 
-    def added(self, weight: Tensor, terms: tuple[LoraTerm, ...]) -> Tensor:
+    def added(self, weight: Tensor, terms: tuple[LoraFactors, ...]) -> Tensor:
         """The decoded `weight` + the sum of s B A, computed in fp32 and rounded to its dtype."""
         with torch.autocast(device_type=weight.device.type, enabled=False):
             wide = torch.promote_types(weight.dtype, torch.float32)
@@ -171,7 +171,7 @@ class ParamWrapper(StockParamWrapper):
             return self.base_layer(x, *args, **kwargs)
 
     @contextmanager
-    def _added_on_read(self, base: nn.Module, terms: tuple[LoraTerm, ...]) -> Iterator[None]:
+    def _added_on_read(self, base: nn.Module, terms: tuple[LoraFactors, ...]) -> Iterator[None]:
         for term in terms:
             if term.dropout is not None and self.training:
                 raise AdapterError(
@@ -186,7 +186,7 @@ class ParamWrapper(StockParamWrapper):
         finally:
             del chain[len(chain) - 1]
 
-    def lora_terms(self) -> tuple[LoraTerm, ...]:
+    def lora_terms(self) -> tuple[LoraFactors, ...]:
         """The active adapters' terms, in the order in which they were set active."""
         if self.disable_adapters or self.merged:
             return ()
@@ -198,7 +198,7 @@ class ParamWrapper(StockParamWrapper):
             if name in a:
                 dropout = dropouts[name]
                 terms.append(
-                    LoraTerm(
+                    LoraFactors(
                         a=a[name].weight,
                         b=b[name].weight,
                         scaling=self.scaling[name],
@@ -266,20 +266,20 @@ class ParamWrapper(StockParamWrapper):
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
         base = super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
-        clear_lora_provider(base)
+        clear_lora_source(base)
         return cast(nn.Module, base)
 
     def connect(self, provider: ExpertAdapters) -> None:
         """Let the module's forward find this wrapper."""
         provider.wrappers[self.parameter_name] = self
         self.provider = provider
-        set_lora_provider(self.get_base_layer(), provider)
+        set_lora_source(self.get_base_layer(), provider)
 
 
 class _AddOnRead(nn.Module):
     """Adds s B A to a decoded weight, in fp32; stands behind the decoding during one forward."""
 
-    def __init__(self, wrapper: ParamWrapper, terms: tuple[LoraTerm, ...]) -> None:
+    def __init__(self, wrapper: ParamWrapper, terms: tuple[LoraFactors, ...]) -> None:
         super().__init__()
         self.owner = (wrapper, terms)  # in a tuple, so that neither becomes a submodule
 
@@ -301,7 +301,10 @@ def keeps_lora_apart(module: nn.Module) -> bool:
 
 
 def merged_weight(
-    wrapper: ParamWrapper, stack: PackedStack, adapters: list[str], dtype: torch.dtype | None = None
+    wrapper: ParamWrapper,
+    stack: PackedWeight,
+    adapters: list[str],
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """decoded + sum of s B A, summed in fp32 and rounded once.
 
@@ -342,7 +345,7 @@ def all_finite(weight: Tensor) -> bool:
     return all(bool(torch.isfinite(part).all()) for part in weight)
 
 
-def put(module: nn.Module, name: str, weight: Tensor, like: PackedStack | None) -> None:
+def put(module: nn.Module, name: str, weight: Tensor, like: PackedWeight | None) -> None:
     """Replace a parameter, packed or plain, by `weight`: plain, or packed the way `like` was."""
     if parametrize.is_packed(module, name):
         parametrize.detach(module, name, weight)
@@ -352,7 +355,7 @@ def put(module: nn.Module, name: str, weight: Tensor, like: PackedStack | None) 
         parametrize.attach(module, name, codec.pack(weight, settings_of(like)))
 
 
-def restore(module: nn.Module, name: str, stack: PackedStack) -> None:
+def restore(module: nn.Module, name: str, stack: PackedWeight) -> None:
     """Put a packed weight back, on the device where the module's parameter is now."""
     if parametrize.is_packed(module, name):
         device = parametrize.read_packed(module, name).device

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import AdapterError
 from . import targets
 from .config import adapt, spell_exactly
-from .model import take_over, without_false_warning
+from .model import upgrade_peft_model, without_false_warning
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,7 +53,7 @@ def load(
         else:
             wrapped = peft.get_peft_model(model, config, adapter_name=adapter_name, **creation)
             if targets.packed_parameters(base):
-                take_over(wrapped)
+                upgrade_peft_model(wrapped)
     if is_trainable:
         wrapped.set_requires_grad(adapter_name)
     try:

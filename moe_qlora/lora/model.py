@@ -37,7 +37,7 @@ from .config import AdaptedLoraConfig, adapt_lora_config
 class LoraModel(StockLoraModel):
     """PEFT's LoRA model over packed experts.
 
-    An instance gets this class after creation (`take_over`), so that what users and trainers call
+    An instance gets this class after creation (`upgrade_peft_model`), so that what users and trainers call
     on it later is right too: add_adapter, load_adapter, add_weighted_adapter, merge_adapter,
         merge_and_unload.
     """
@@ -85,7 +85,7 @@ class LoraModel(StockLoraModel):
             merged = super().merge_and_unload(
                 progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names
             )
-        restore.settle(cast(nn.Module, merged))
+        restore.clear_quantized(cast(nn.Module, merged))
         return cast(nn.Module, merged)
 
     @contextmanager
@@ -177,7 +177,7 @@ def without_false_warning(config: PeftConfig) -> Iterator[None]:
         yield
 
 
-def take_over(model: PeftModel) -> None:
+def upgrade_peft_model(model: PeftModel) -> None:
     """Make a PEFT model over packed experts right from here on.
 
     Raises:
@@ -255,7 +255,7 @@ def get_peft_model(
         )
     with without_false_warning(config):
         wrapped = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
-    take_over(wrapped)
+    upgrade_peft_model(wrapped)
     return wrapped
 
 
@@ -275,7 +275,7 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     from . import targets
 
     if targets.packed_parameters(model):
-        take_over(model)
+        upgrade_peft_model(model)
     return model
 
 

@@ -21,7 +21,7 @@ from ..checkpoint import rounding
 from ..checkpoint.manifest import read_manifest
 from ..errors import ConfigError
 from ..packing import parametrize
-from ..packing.codec import Int8State, PackedStack
+from ..packing.codec import Int8State, PackedWeight
 
 
 def stand_in(
@@ -65,7 +65,7 @@ def stand_in(
     # Anew: reading the settings above has replaced modules.
     built: Any = build.build(source, trust_remote_code=trust_remote_code)
     built.tie_weights()
-    blanks: dict[nn.Parameter, PackedStack] = {}  # tied stacks share one
+    blanks: dict[nn.Parameter, PackedWeight] = {}  # tied stacks share one
     for name in names:
         owner, _, leaf = name.rpartition(".")
         module = built.get_submodule(owner)
@@ -75,9 +75,9 @@ def stand_in(
     return built, packed
 
 
-def _blank(weight: Any) -> PackedStack:
+def _blank(weight: Any) -> PackedWeight:
     """A packed stack of this weight's shape; in 8 bit, where the codes have that shape too."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device="meta")
     scales = torch.empty(weight.numel() // weight.shape[-1], device="meta")
     state = Int8State(scales, weight.shape, weight.dtype)
-    return PackedStack(codes, state, "int8", weight.shape, weight.dtype)
+    return PackedWeight(codes, state, "int8", weight.shape, weight.dtype)

@@ -3,7 +3,7 @@
 These functions are the only place where a plan depends on how the kernels compute. Whole layers
 (`ExpertsCall.layered`) follow `kernels/moe_layer.py`, whose docstring names what is there at each
 stage, and hold the shared scratch of `kernels/workspace.py` for good; everything else follows
-`kernels/projection.py` (`SCRATCH_BYTES` is its limit) and the table of `experts/forward.py`. A
+`kernels/projection.py` (`DEQUANTIZED_WEIGHT_BYTES` is its limit) and the table of `experts/forward.py`. A
 kernel that
 decodes less or keeps less changes these and nothing else.
 
@@ -15,16 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCRATCH_BYTES = 2 << 30
-"""Largest decoded stack that is held at once; larger ones are decoded expert by expert."""
+from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES, LINE, MAX_LORA_RANK, ROWS_ON_QUANTIZED
 
 _INDEX = 8  # bytes of an int64
 _WIDE = 4  # bytes of a float32
 _ALIGN = 8  # ranks are padded to this for grouped products
-_FEW = 256  # rows an expert, `FEW` of kernels/expert_mm.py (on Hopper 512, and less is decoded)
-_MOST = 128  # ranks of a projection together, `_MAX_RANK` of experts/fused.py
 _BLOCK = 64  # weights to an absmax
-_LINE = 128  # bytes, `LINE` of kernels/weights.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +76,16 @@ class ExpertsCall:
     def layered(self) -> bool:
         """Whether both projections run as one layer: 16-bit activations, ranks within its limit."""
         wide = all(size % _ALIGN == 0 for size in (self.hidden, self.intermediate))
-        return self.itemsize == 2 and wide and max(_rank(self.first), _rank(self.second)) <= _MOST
+        return (
+            self.itemsize == 2
+            and wide
+            and max(_rank(self.first), _rank(self.second)) <= MAX_LORA_RANK
+        )
 
     @property
     def few(self) -> bool:
         """Whether products run on the codes themselves, without decoding."""
-        return self.codes and self.rows <= _FEW * self.experts
+        return self.codes and self.rows <= ROWS_ON_QUANTIZED * self.experts
 
     @property
     def rows(self) -> int:
@@ -227,7 +227,7 @@ def _layer_scratch(call: ExpertsCall) -> tuple[int, int]:
 
 def _apart(call: ExpertsCall, width: int) -> int:
     """Elements from one row of a product to the next: `row_stride` of kernels/weights.py."""
-    line = _LINE // call.itemsize
+    line = LINE // call.itemsize
     whole = -(-width // line) * line
     return whole if call.few or 80 * (whole - width) <= width else width
 
@@ -236,7 +236,7 @@ def _decoded(call: ExpertsCall, features: int) -> int:
     """One projection's decoded stack; one expert's matrix where the stack is too large for that."""
     matrix = call.hidden * features
     aligned = call.hidden % _ALIGN == 0 and features % _ALIGN == 0
-    if aligned and 2 * call.experts * matrix <= SCRATCH_BYTES:
+    if aligned and 2 * call.experts * matrix <= DEQUANTIZED_WEIGHT_BYTES:
         return call.experts * matrix * call.weight_itemsize
     return matrix * call.weight_itemsize
 

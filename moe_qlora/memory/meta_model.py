@@ -24,16 +24,17 @@ from ..detection import detect as detect_
 from ..detection.detect import detect
 from ..errors import ConfigError
 from ..experts import forward
+from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES
 from ..layout import ModelLayout
 from ..lora.config import TOP_K_NAMES
 from ..lora.model import get_peft_model
 from ..packing import parametrize
-from ..packing.codec import Int8State, PackedStack, state_tensors
-from ..packing.meta import _blank_like, _pack_stack, blank_stack
-from ..packing.selection import stacks_to_pack
+from ..packing.codec import Int8State, PackedWeight, state_tensors
+from ..packing.meta import blank_like, blank_weight, pack_blank
+from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from .budget import Block, Settings
-from .experts import SCRATCH_BYTES, ExpertsCall
+from .experts import ExpertsCall
 from .meta_ops import decoded, experts_forward, linear_forward
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,14 +83,14 @@ def of_module(model: nn.Module) -> nn.Module:
         del name
         stack = parametrize.read_packed(module, parameter)
         if stack.kind != "int8":
-            memo[id(parametrize.original_of(module, parameter))] = _blank_like(stack)
+            memo[id(parametrize.original_of(module, parameter))] = blank_like(stack)
     for module in model.modules():
         weight = module._parameters.get("weight")
         state = getattr(weight, "quant_state", None)
         if state is not None and id(weight) not in memo:
             settings = CodecSettings(state.quant_type, state.nested, cast(Tensor, weight).dtype)
             memo[id(weight)] = parametrize.hold(
-                blank_stack(tuple(state.shape), state.dtype, settings)
+                blank_weight(tuple(state.shape), state.dtype, settings)
             )
         inner = getattr(module, "state", None)
         kept += [getattr(inner, name, None) for name in ("CB", "SCB")]
@@ -131,8 +132,8 @@ def pack(model: Any, config: Any, *, linears: bool) -> Twin:
     layout = detect(model)
     settings = None if config is None else CodecSettings.from_config(config)
     if settings is not None:
-        for param in stacks_to_pack(model, layout, config, settings):
-            _pack_stack(model, param, settings)
+        for param in weights_to_pack(model, layout, config, settings):
+            pack_blank(model, param, settings)
         if linears and hasattr(model, "all_tied_weights_keys"):
             _pack_linears(model, config, settings)
     names = [f"{name}.{leaf}".lstrip(".") for name, _, leaf in parametrize.iter_packed(model)]
@@ -164,7 +165,7 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
             continue
         weight, bias = before[name]
         shape = (module.out_features, module.in_features)
-        stack = blank_stack(shape, weight.dtype, settings)
+        stack = blank_weight(shape, weight.dtype, settings)
         if bias is not None:
             module.bias = nn.Parameter(bias.detach(), requires_grad=False)
         if settings.kind == "int8":
@@ -397,7 +398,7 @@ def _bytes(state: Any) -> int:
 
 def _scratch(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     size = torch.Size(shape).numel() * dtype.itemsize
-    return size if size <= SCRATCH_BYTES else size // shape[0]
+    return size if size <= DEQUANTIZED_WEIGHT_BYTES else size // shape[0]
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -415,7 +416,7 @@ def is_nested(twin: Twin) -> bool:
 
 def loaded_together(twin: Twin) -> Iterator[tuple[list[tuple[int, ...]], int]]:
     """(decoded shapes, bytes of a weight) of what is in flight together while loading."""
-    by_module: dict[str, list[PackedStack]] = {}
+    by_module: dict[str, list[PackedWeight]] = {}
     for name, module, leaf in parametrize.iter_packed(twin.base):
         by_module.setdefault(name, []).append(parametrize.read_packed(module, leaf))
     for stacks in by_module.values():

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..experts.forward import lora_provider
+from ..experts.forward import lora_source
 from .experts import Adapter, ExpertsCall, kept_nbytes, scratch_nbytes
 
 _FUSED_HEAD = 256  # largest head of the kernels that take no mask
@@ -125,8 +125,8 @@ def experts_forward(module: nn.Module, names: tuple[str, str], shape: dict[str, 
     """
 
     def forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        provider = lora_provider(self)
-        terms = [provider.terms(name) if provider is not None else () for name in names]
+        provider = lora_source(self)
+        terms = [provider.active_lora(name) if provider is not None else () for name in names]
         first, second = (
             tuple(Adapter(_rank(term.a, shape["experts"]), term.a.element_size()) for term in some)
             for some in terms

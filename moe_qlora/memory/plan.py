@@ -16,6 +16,7 @@ from typing import Any
 
 from .. import build
 from ..errors import ConfigError, MoeQloraError
+from ..kernels.limits import WORKSPACE_PART
 from ..packing.sizes import load_extra_nbytes
 from . import meta_model, meta_ops, meta_step
 from .budget import (
@@ -40,7 +41,6 @@ _MOST = 1 << 12
 _STEP = 64  # tokens
 _DEVICES = 16
 _SMALLEST = 1 << 12  # bytes of a device; what is less was meant as GiB
-_SCRATCH_PART = 8  # of a device's memory, `DEFAULT_PART` of kernels/workspace.py
 _CHUNK = 1024  # tokens of a loss that is computed in chunks
 
 
@@ -269,7 +269,7 @@ class _Planner:
 
     def _scratch(self, batch: int, seq: int, capacities: Sequence[int]) -> int:
         """Bytes of the decoded experts' shared buffers, each within what the kernels allow it."""
-        cap = min(capacities) // _SCRATCH_PART if min(capacities) > 1 else None
+        cap = min(capacities) // WORKSPACE_PART if min(capacities) > 1 else None
         buffers = zip_longest(*self._buffers[batch, seq], fillvalue=0)
         most = [max(sizes) for sizes in buffers]
         return sum(most if cap is None else (min(size, cap) for size in most))

@@ -75,7 +75,7 @@ class Int8State:
 
 
 @dataclass
-class PackedStack:
+class PackedWeight:
     """One packed weight stack.
 
     Attributes:
@@ -191,7 +191,7 @@ def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
 
 def pack(
     weight: Tensor, settings: CodecSettings, *, max_elements: int = MAX_ELEMENTS
-) -> PackedStack:
+) -> PackedWeight:
     """Pack a stack; the result equals bitsandbytes' own for the whole tensor, bit for bit.
 
     int8: bitsandbytes' CUDA kernel takes float16 only, so that other dtypes are cast to float16
@@ -266,7 +266,7 @@ class Packer:
                 self._hold(chunk)
 
     @torch.no_grad()
-    def finish(self) -> PackedStack:
+    def finish(self) -> PackedWeight:
         """The packed stack.
 
         Raises:
@@ -305,7 +305,7 @@ class Packer:
         self._scales[first : first + len(scales)] = scales
         self._done = end
 
-    def _finish_4bit(self) -> PackedStack:
+    def _finish_4bit(self) -> PackedWeight:
         settings, codes, absmax = self.settings, self._codes, self._scales
         offset = state2 = None
         if settings.double_quant:
@@ -324,11 +324,11 @@ class Packer:
         )
         if settings.storage_dtype != torch.uint8:
             codes = codes.view(settings.storage_dtype)
-        return PackedStack(
+        return PackedWeight(
             codes.unsqueeze(1), state, settings.kind, self.shape, self.dtype, settings.compute_dtype
         )
 
-    def _finish_int8(self) -> PackedStack:
+    def _finish_int8(self) -> PackedWeight:
         scales = self._scales
         if self.dtype != torch.float16 and not bool(scales.isfinite().all()):
             row = int(torch.nonzero(~scales.isfinite())[0])
@@ -337,7 +337,7 @@ class Packer:
                 "int8 kernel takes on this device: pack it to 4 bit, or on the CPU."
             )
         state = Int8State(scales, self.shape, self.dtype)
-        return PackedStack(self._codes.view(self.shape), state, "int8", self.shape, self.dtype)
+        return PackedWeight(self._codes.view(self.shape), state, "int8", self.shape, self.dtype)
 
 
 def restore(
@@ -346,11 +346,11 @@ def restore(
     shape: Sequence[int],
     dtype: torch.dtype,
     settings: CodecSettings,
-) -> PackedStack:
+) -> PackedWeight:
     """A packed stack from the tensors that a state dict holds for it.
 
     Args:
-        codes: As `PackedStack.codes`; used as they are.
+        codes: As `PackedWeight.codes`; used as they are.
         stats: bitsandbytes' statistics by their key's end, such as ".absmax" or ".SCB".
         shape: Of the decoded stack.
         dtype: Of a decoded int8 stack; a 4-bit one says its own.
@@ -365,7 +365,7 @@ def restore(
         scales = tensors.get("SCB")
         if scales is None or scales.numel() != shape.numel() // shape[-1] or codes.shape != shape:
             raise ValueError(f"the tensors are no int8 stack of shape {tuple(shape)}")
-        return PackedStack(codes, Int8State(scales, shape, dtype), "int8", shape, dtype)
+        return PackedWeight(codes, Int8State(scales, shape, dtype), "int8", shape, dtype)
     try:
         state = bnb.QuantState.from_dict(tensors, device=codes.device)
     except (KeyError, ValueError, AssertionError, AttributeError, TypeError) as error:
@@ -383,18 +383,18 @@ def restore(
             f"{codes.nbytes} bytes of codes and {state.absmax.numel()} blocks do not make a stack "
             f"of shape {tuple(shape)}"
         )
-    return PackedStack(codes, state, settings.kind, shape, state.dtype, settings.compute_dtype)
+    return PackedWeight(codes, state, settings.kind, shape, state.dtype, settings.compute_dtype)
 
 
 def unpack(
-    packed: PackedStack, *, out: Tensor | None = None, max_elements: int = MAX_ELEMENTS
+    packed: PackedWeight, *, out: Tensor | None = None, max_elements: int = MAX_ELEMENTS
 ) -> Tensor:
     """Decode the whole stack in its original shape and dtype, into `out` where it is given."""
     return unpack_range(packed, 0, packed.shape[0], out=out, max_elements=max_elements)
 
 
 def unpack_range(
-    packed: PackedStack,
+    packed: PackedWeight,
     start: int,
     stop: int,
     *,
@@ -455,7 +455,7 @@ def unpack_range(
     return out
 
 
-def _decode_4bit(packed: PackedStack, first: int, last: int) -> Tensor:
+def _decode_4bit(packed: PackedWeight, first: int, last: int) -> Tensor:
     """Decode the weights [first, last) of the flattened stack, in the packed weight's own dtype."""
     block = _blocksize(packed)
     begin, blocks = first // block, -(-last // block)
@@ -476,7 +476,7 @@ def _decode_4bit(packed: PackedStack, first: int, last: int) -> Tensor:
     return flat[first - begin * block : last - begin * block]
 
 
-def _kernel(packed: PackedStack, codes: Tensor, absmax: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _kernel(packed: PackedWeight, codes: Tensor, absmax: Tensor, shape: tuple[int, ...]) -> Tensor:
     decoded = torch.ops.bitsandbytes.dequantize_4bit.default(
         codes, absmax, packed.state.blocksize, packed.kind, shape, packed.dtype
     )
@@ -501,7 +501,7 @@ def _absmax(state: Any, begin: int, end: int) -> Tensor:
     return cast(Tensor, absmax.float()[begin - offset : end - offset])
 
 
-def _decode_int8(packed: PackedStack, first: int, last: int) -> Tensor:
+def _decode_int8(packed: PackedWeight, first: int, last: int) -> Tensor:
     """Decode the weights [first, last) of the flattened stack; both are whole rows."""
     columns = packed.shape[-1]
     rows = packed.codes.detach().view(-1, columns)[first // columns : last // columns]
@@ -510,7 +510,7 @@ def _decode_int8(packed: PackedStack, first: int, last: int) -> Tensor:
     return cast(Tensor, decoded.to(packed.dtype)).view(-1)
 
 
-def _blocksize(packed: PackedStack) -> int:
+def _blocksize(packed: PackedWeight) -> int:
     return cast(int, packed.state.blocksize)
 
 
@@ -546,7 +546,7 @@ def _flat_chunks(weight: Tensor, step: int, unit: int) -> Iterator[Tensor]:
         yield pending
 
 
-def settings_of(stack: PackedStack) -> CodecSettings:
+def settings_of(stack: PackedWeight) -> CodecSettings:
     """How this stack was packed, so that another weight can be packed the same way."""
     if stack.kind == "int8":
         return CodecSettings("int8", storage_dtype=torch.int8, compute_dtype=stack.compute_dtype)
@@ -564,7 +564,7 @@ __all__ = [
     "MAX_ELEMENTS",
     "CodecSettings",
     "Int8State",
-    "PackedStack",
+    "PackedWeight",
     "Packer",
     "first_nonfinite",
     "pack",

@@ -10,11 +10,13 @@ from torch import nn
 
 from ..layout import ExpertParam
 from . import parametrize
-from .codec import Int8State, PackedStack
+from .codec import Int8State, PackedWeight
 from .settings import CodecSettings
 
 
-def blank_stack(shape: tuple[int, ...], dtype: torch.dtype, settings: CodecSettings) -> PackedStack:
+def blank_weight(
+    shape: tuple[int, ...], dtype: torch.dtype, settings: CodecSettings
+) -> PackedWeight:
     """What `codec.pack` makes of a weight of this shape, on meta."""
     numel, size = 1, torch.Size(shape)
     for length in shape:
@@ -22,7 +24,7 @@ def blank_stack(shape: tuple[int, ...], dtype: torch.dtype, settings: CodecSetti
     if settings.kind == "int8":
         scales = torch.empty(numel // shape[-1], dtype=torch.float32, device="meta")
         codes = torch.empty(shape, dtype=torch.int8, device="meta")
-        return PackedStack(codes, Int8State(scales, size, dtype), "int8", size, dtype)
+        return PackedWeight(codes, Int8State(scales, size, dtype), "int8", size, dtype)
     blocks = -(-numel // settings.blocksize)
     wide: dict[str, Any] = {"dtype": torch.float32, "device": "meta"}
     state = QuantState(
@@ -45,20 +47,20 @@ def blank_stack(shape: tuple[int, ...], dtype: torch.dtype, settings: CodecSetti
         state.nested = True
     stored = settings.storage_dtype
     codes = torch.empty((-(-((numel + 1) // 2) // stored.itemsize), 1), dtype=stored, device="meta")
-    return PackedStack(codes, state, settings.kind, size, dtype, settings.compute_dtype)
+    return PackedWeight(codes, state, settings.kind, size, dtype, settings.compute_dtype)
 
 
-def _blank_like(stack: PackedStack) -> nn.Parameter:
+def blank_like(stack: PackedWeight) -> nn.Parameter:
     state = stack.state
     settings = CodecSettings(
         stack.kind, state.nested, stack.codes.dtype, stack.compute_dtype, state.blocksize
     )
-    return parametrize.hold(blank_stack(tuple(stack.shape), stack.dtype, settings))
+    return parametrize.hold(blank_weight(tuple(stack.shape), stack.dtype, settings))
 
 
-def _pack_stack(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> None:
+def pack_blank(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> None:
     weight = model.get_parameter(param.name)
-    stack = blank_stack(tuple(weight.shape), weight.dtype, settings)
+    stack = blank_weight(tuple(weight.shape), weight.dtype, settings)
     for name in (param.name, *param.aliases):
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)

@@ -38,7 +38,7 @@ from bitsandbytes.nn import parametrize as bnb_parametrize
 from torch import Tensor, nn
 
 from ..errors import QuantizationError
-from .codec import Int8State, PackedStack, unpack
+from .codec import Int8State, PackedWeight, unpack
 
 Params4bit: Any = cast(Any, bitsandbytes.nn).Params4bit
 
@@ -95,7 +95,7 @@ class PackedInt8(nn.Module):
 
     scale_bits: Tensor
 
-    def __init__(self, packed: PackedStack) -> None:
+    def __init__(self, packed: PackedWeight) -> None:
         super().__init__()
         self.register_buffer("scale_bits", packed.state.scales.view(torch.int32), persistent=False)
         self.weight_shape, self.weight_dtype = packed.shape, packed.dtype
@@ -121,7 +121,7 @@ class _Book:
         self.names: list[str] = []
 
 
-def attach(module: nn.Module, name: str, packed: PackedStack) -> None:
+def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
     """Put a packed stack in the place of a plain parameter (or of nothing).
 
     The parameter's memory is free as soon as nobody else holds it. A stack that already sits on
@@ -234,7 +234,7 @@ def iter_packed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield module_name, module, name
 
 
-def read_packed(module: nn.Module, name: str) -> PackedStack:
+def read_packed(module: nn.Module, name: str) -> PackedWeight:
     """What lives on the module now, wherever it has been moved to. Decodes nothing, copies nothing.
 
     Raises:
@@ -278,7 +278,7 @@ def _on_device(state: Any, codes: Tensor) -> Any:
     return state
 
 
-def _stack_4bit(codes: Tensor, parametrization: Any) -> PackedStack:
+def _stack_4bit(codes: Tensor, parametrization: Any) -> PackedWeight:
     if isinstance(parametrization, Packed4bit):
         state = parametrization.follow(codes)
     else:
@@ -290,7 +290,7 @@ def _stack_4bit(codes: Tensor, parametrization: Any) -> PackedStack:
             f"to {codes.dtype}, which destroys them: do not cast a packed model, or set "
             "bnb_4bit_quant_storage=torch.uint8, which casts leave alone."
         )
-    return PackedStack(
+    return PackedWeight(
         codes.data,
         state,
         state.quant_type,
@@ -301,8 +301,8 @@ def _stack_4bit(codes: Tensor, parametrization: Any) -> PackedStack:
     )
 
 
-def _stack_int8(codes: Tensor, parametrization: PackedInt8) -> PackedStack:
-    return PackedStack(
+def _stack_int8(codes: Tensor, parametrization: PackedInt8) -> PackedWeight:
+    return PackedWeight(
         codes.data,
         parametrization.quant_state,
         "int8",
@@ -313,7 +313,7 @@ def _stack_int8(codes: Tensor, parametrization: PackedInt8) -> PackedStack:
     )
 
 
-def hold(packed: PackedStack) -> nn.Parameter:
+def hold(packed: PackedWeight) -> nn.Parameter:
     """The one parameter that holds this stack's codes: made on first use, then `packed.owner`."""
     if packed.owner is None:
         packed.owner = _parameter(packed)
@@ -333,7 +333,7 @@ def key_parts(kind: str) -> tuple[str, ...]:
     return ("", *(f".{part}" for part in parts), f".quant_state.bitsandbytes__{kind}")
 
 
-def _parameter(packed: PackedStack) -> nn.Parameter:
+def _parameter(packed: PackedWeight) -> nn.Parameter:
     if packed.kind == "int8":
         return nn.Parameter(packed.codes, requires_grad=False)
     parameter = Params4bit(
@@ -448,11 +448,11 @@ def _load(
             errors.append(f"{stats_prefix[:-1]}: the packed statistics cannot be read: {error}")
             continue
         if metadata.get("assign_to_params_buffers"):
-            codes = _parameter(PackedStack(codes, new.state, new.kind, new.shape, new.dtype))
+            codes = _parameter(PackedWeight(codes, new.state, new.kind, new.shape, new.dtype))
         state_dict[f"{prefix}parametrizations.{name}.original"] = codes
 
 
-def _load_stats(stack: PackedStack, stats: dict[str, Any]) -> PackedStack:
+def _load_stats(stack: PackedWeight, stats: dict[str, Any]) -> PackedWeight:
     if isinstance(stack.state, Int8State):
         stack.state.scales.copy_(stats["SCB"])
         return stack

@@ -19,7 +19,7 @@ from .settings import CodecSettings
 
 
 @dataclass
-class _Job:
+class WeightSelection:
     """One stack and what becomes of it."""
 
     param: ExpertParam
@@ -27,9 +27,9 @@ class _Job:
     reason: str = ""
 
 
-def _plan(
+def select_weights(
     model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
-) -> list[_Job]:
+) -> list[WeightSelection]:
     _warn_unmatched(model, settings.skip_modules)
     theirs = _target_parameters(config)
     jobs = []
@@ -39,22 +39,22 @@ def _plan(
         if parametrize.is_packed(module, param.parameter_name):
             foreign = parametrize.is_foreign(module, param.parameter_name)
             reason = "packed by bitsandbytes' own helper" if foreign else ""
-            jobs.append(_Job(param, ALREADY_QUANTIZED, reason))
+            jobs.append(WeightSelection(param, ALREADY_QUANTIZED, reason))
         elif any(_covers(pattern, param) for pattern in theirs):
             reason = "left to the config's own target_parameters"
-            jobs.append(_Job(param, SKIPPED, reason))
+            jobs.append(WeightSelection(param, SKIPPED, reason))
         elif skip is not None:
-            jobs.append(_Job(param, SKIPPED, f"llm_int8_skip_modules names {skip!r}"))
+            jobs.append(WeightSelection(param, SKIPPED, f"llm_int8_skip_modules names {skip!r}"))
         else:
-            jobs.append(_Job(param, QUANTIZED))
+            jobs.append(WeightSelection(param, QUANTIZED))
     return jobs
 
 
-def stacks_to_pack(
+def weights_to_pack(
     model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
 ) -> list[ExpertParam]:
     """The stacks of a model that `quantize_experts` would pack, the caller's skips left out."""
-    jobs = _plan(model, layout, config, settings)
+    jobs = select_weights(model, layout, config, settings)
     return [job.param for job in jobs if job.status == QUANTIZED]
 
 

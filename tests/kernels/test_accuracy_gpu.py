@@ -109,15 +109,15 @@ def connect(holder, factors):
 
     leaves = [f.clone().requires_grad_() for f in factors]
     terms = {
-        "gate_up_proj": (forward.LoraTerm(leaves[0], leaves[1], 2.0),),
-        "down_proj": (forward.LoraTerm(leaves[2], leaves[3], 2.0),),
+        "gate_up_proj": (forward.LoraFactors(leaves[0], leaves[1], 2.0),),
+        "down_proj": (forward.LoraFactors(leaves[2], leaves[3], 2.0),),
     }
 
     class Provider:
-        def terms(self, name):
+        def active_lora(self, name):
             return terms[name]
 
-    forward.set_lora_provider(holder.experts, Provider())
+    forward.set_lora_source(holder.experts, Provider())
     return leaves
 
 

@@ -26,10 +26,10 @@ HALVES = [torch.bfloat16, torch.float16]
 def scratch():
     from moe_qlora.kernels import workspace
 
-    workspace.release_scratch()
+    workspace.release_workspace()
     yield workspace
-    workspace.release_scratch()
-    workspace.set_scratch_cap(None)
+    workspace.release_workspace()
+    workspace.set_workspace_cap(None)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def provider_of(tests, style, dtype, ranks):
     provider = tests.Provider(style, ranks=ranks, dtype=dtype)
     for name, terms in provider.all.items():
         provider.all[name] = tuple(
-            forward.LoraTerm(
+            forward.LoraFactors(
                 t.a.detach().cuda().requires_grad_(), t.b.detach().cuda().requires_grad_(), 0.5
             )
             for t in terms
@@ -149,7 +149,7 @@ def in_fp64(tests, style, module, provider, parts, dtype, limit=0.4):
         twin = tests.Provider(style, ranks=((1,), (1,)))
         for name, terms in provider.all.items():
             twin.all[name] = tuple(
-                forward.LoraTerm(
+                forward.LoraFactors(
                     t.a.detach().double().cpu().requires_grad_(),
                     t.b.detach().double().cpu().requires_grad_(),
                     t.scaling,
@@ -185,7 +185,7 @@ def test_module_is_as_exact_as_its_projections(tests, style, case, ranks, monkey
     module.requires_grad_(False)
     module._is_expert_parallel = bool(case.get("sentinel"))
     provider = provider_of(tests, style, dtype, ranks)
-    forward.set_lora_provider(module, provider)
+    forward.set_lora_source(module, provider)
     parts = routed(tests, dtype, **case)
     fused, plain = both_ways(module, provider, parts, monkeypatch)
     exact = in_fp64(tests, style, module, provider, parts, dtype)
@@ -217,7 +217,7 @@ def test_repeats_to_the_bit(tests, rank, hidden, monkeypatch):
     style = tests.STYLES["concatenated"]
     module = on_gpu(tests, style, torch.bfloat16)
     provider = provider_of(tests, style, torch.bfloat16, ((rank,), (rank,)))
-    forward.set_lora_provider(module, provider)
+    forward.set_lora_source(module, provider)
     parts = routed(tests, torch.bfloat16, tokens=3000)
     fused, plain = both_ways(module, provider, parts, monkeypatch)
     for mine, other in zip(fused, plain, strict=True):
@@ -235,7 +235,7 @@ def test_every_kind_and_dtype(tests, kind, dtype, style, tokens, monkeypatch):
     style = tests.STYLES[style]
     module = on_gpu(tests, style, dtype, kind=kind)
     provider = provider_of(tests, style, dtype, ((8,), (8,)))
-    forward.set_lora_provider(module, provider)
+    forward.set_lora_source(module, provider)
     parts = routed(tests, dtype, tokens=tokens)
     for mine, other in zip(*both_ways(module, provider, parts, monkeypatch), strict=True):
         assert (mine - other).double().norm() < 0.02 * other.double().norm()
@@ -246,7 +246,7 @@ def test_float32_adapters_take_the_kernels_and_get_float32_gradients(tests, toke
     style = tests.STYLES["concatenated"]
     module = on_gpu(tests, style, torch.bfloat16)
     provider = provider_of(tests, style, torch.float32, ((8,), (3, 5)))
-    forward.set_lora_provider(module, provider)
+    forward.set_lora_source(module, provider)
     parts = routed(tests, torch.bfloat16, tokens=tokens)
     fused, plain = both_ways(module, provider, parts, monkeypatch)
     assert [g.dtype for g in fused[3:]] == [torch.float32] * 6
@@ -276,7 +276,7 @@ def test_checkpointing_changes_nothing(tests, reentrant, tokens):
     modules = [on_gpu(tests, style, torch.bfloat16) for _ in range(3)]
     provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
     for module in modules:
-        forward.set_lora_provider(module, provider)
+        forward.set_lora_source(module, provider)
     x, index, weights = routed(tests, torch.bfloat16, tokens=tokens)
 
     def chain(x, index, weights, wrap):
@@ -307,7 +307,7 @@ def test_compiles_whole(tests, style, monkeypatch):
     module = on_gpu(tests, style, torch.bfloat16)
     module.requires_grad_(False)
     provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
-    forward.set_lora_provider(module, provider)
+    forward.set_lora_source(module, provider)
     parts = routed(tests, torch.bfloat16)
     plain = gradients(module, provider, *parts)
     torch._dynamo.reset()
@@ -326,11 +326,11 @@ def test_a_capped_scratch_gives_the_same(tests, scratch, style, tokens, monkeypa
     style = tests.STYLES[style]
     module = on_gpu(tests, style, torch.bfloat16)
     provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
-    forward.set_lora_provider(module, provider)
+    forward.set_lora_source(module, provider)
     parts = routed(tests, torch.bfloat16, tokens=tokens)
     plain = gradients(module, provider, *parts)
     for cap in (1, 3 * 208 * 272 * 2):
-        scratch.set_scratch_cap(cap)
+        scratch.set_workspace_cap(cap)
         for mine, other in zip(gradients(module, provider, *parts), plain, strict=True):
             assert (mine - other).double().norm() < 0.005 * other.double().norm()
         assert scratch.held_bytes() < max(cap, 6 * 64 * 272 * 2) + 2**16
@@ -342,7 +342,7 @@ def test_no_wait_for_the_device_and_graphs(tests):
     style = tests.STYLES["concatenated"]
     module = on_gpu(tests, style, torch.bfloat16)
     provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
-    forward.set_lora_provider(module, provider)
+    forward.set_lora_source(module, provider)
     parts = routed(tests, torch.bfloat16, tokens=300)
     plain = gradients(module, provider, *parts)
     torch.cuda.synchronize()

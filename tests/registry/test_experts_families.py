@@ -45,10 +45,10 @@ RUNS = [
 class Provider:
     """Factors for some parameters of one module."""
 
-    def __init__(self, terms: dict[str, forward.LoraTerm]) -> None:
+    def __init__(self, terms: dict[str, forward.LoraFactors]) -> None:
         self.by_name = terms
 
-    def terms(self, parameter_name: str) -> tuple[forward.LoraTerm, ...]:
+    def active_lora(self, parameter_name: str) -> tuple[forward.LoraFactors, ...]:
         term = self.by_name.get(parameter_name)
         return () if term is None else (term,)
 
@@ -76,7 +76,7 @@ def packed_and_plain(model_type: str) -> tuple[Any, Any]:
     """The packed model on this package's forward, and its decoded twin on plain loops."""
     plain = build(model_type)
     packed = copy.deepcopy(plain)
-    stacks: dict[int, codec.PackedStack] = {}
+    stacks: dict[int, codec.PackedWeight] = {}
     twins = {name: module for name, module, _ in banks(plain)}
     found = list(banks(packed))
     for module_name, module, names in found:
@@ -107,7 +107,7 @@ def lora(model: nn.Module, which: str) -> dict[str, Provider]:
             a = torch.randn(count * RANK, inputs, generator=generator) * inputs**-0.5
             b = torch.randn(out, RANK * count, generator=generator) * RANK**-0.5
             a, b = a.requires_grad_(), b.requires_grad_()
-            terms[name] = forward.LoraTerm(a, b, SCALING)
+            terms[name] = forward.LoraFactors(a, b, SCALING)
         providers[module_name] = Provider(terms)
     return providers
 
@@ -180,7 +180,7 @@ def test_model_equals_plain_loops(model_type: str, which: str) -> None:
     packed, plain = packed_and_plain(model_type)
     providers = lora(packed, which)
     for name, module, _ in banks(packed):
-        forward.set_lora_provider(module, providers[name])
+        forward.set_lora_source(module, providers[name])
     given = tiny_inputs(packed) | {"use_cache": False}
     leaves = factors(providers)
     if "inputs_embeds" in given:
@@ -210,7 +210,7 @@ def test_modules_equal_plain_loops(model_type: str, which: str) -> None:
     weights = folded(plain, providers)
     twins = {name: module for name, module, _ in banks(plain)}
     for module_name, module, names in banks(packed):
-        forward.set_lora_provider(module, providers[module_name])
+        forward.set_lora_source(module, providers[module_name])
         count, *shape = parametrize.read_packed(module, names[0]).shape
         hidden = torch.randn(11, shape[0] if module.is_transposed else shape[1])
         index = torch.stack([torch.randperm(count)[:2] for _ in hidden])

@@ -102,6 +102,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         set_attribute(tensor, "__index__", first)
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-    workspace.release_scratch()
+    workspace.release_workspace()
     yield
-    workspace.release_scratch()
+    workspace.release_workspace()

@@ -166,11 +166,11 @@ def release(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def release_scratch() -> None:
+def release_workspace() -> None:
     """Give back this package's shared scratch, as if nothing had run yet."""
     scratch = _scratch()
     if scratch is not None:
-        scratch.release_scratch()
+        scratch.release_workspace()
 
 
 def scratch_bytes() -> int:

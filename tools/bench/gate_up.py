@@ -139,7 +139,7 @@ def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callabl
     from moe_qlora.experts.projection import packed_of
     from moe_qlora.kernels import expert_mm, moe_layer, quantized_mm
     from moe_qlora.kernels import routing as routing_
-    from moe_qlora.kernels.weights import WIDE_TILE
+    from moe_qlora.kernels.limits import WIDE_TILE
 
     packed = packed_of(stack)
     if not quantized_mm.suits(packed.form):

@@ -28,7 +28,7 @@ from common import (
     allocated,
     environment,
     release,
-    release_scratch,
+    release_workspace,
     scratch_bytes,
     times,
 )
@@ -53,7 +53,7 @@ def main() -> None:
             cap += " tuned" if options.tune and peer == "ours" else ""
             words = f"tokens={tokens} r={options.rank} peer={peer}"
             print(f"\n{name} {words}{part}", flush=True)
-            release_scratch()
+            release_workspace()
             try:
                 setting = f"{words}{part} nf4+double bf16{cap}{versions(peer)}"
                 rows = Rows(options.out, where, name, setting)

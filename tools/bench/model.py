@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Rows, allocated, environment, release, release_scratch, synchronize
+from common import RESULTS, Rows, allocated, environment, release, release_workspace, synchronize
 from shapes import name_of, whole_config
 from torch import Tensor, nn
 
@@ -70,7 +70,7 @@ def main() -> None:
             if peer == "ours":
                 raise
             rows.fail(error)
-        release_scratch()
+        release_workspace()
         release(device)
 
 

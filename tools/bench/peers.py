@@ -122,7 +122,7 @@ def _ours(options: argparse.Namespace, holder: Any) -> list[Tensor]:
 
     module = holder.experts
     count = module.num_experts
-    terms: dict[str, tuple[forward_.LoraTerm, ...]] = {}
+    terms: dict[str, tuple[forward_.LoraFactors, ...]] = {}
     for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
         weight = getattr(module, name)
         out, inp = (2, 1) if module.is_transposed else (1, 2)
@@ -135,18 +135,18 @@ def _ours(options: argparse.Namespace, holder: Any) -> list[Tensor]:
         a = torch.randn(count * options.rank, shape[inp], device=device) * shape[inp] ** -0.5
         b = torch.randn(shape[out], options.rank * count, device=device) * 0.01
         a, b = a.bfloat16(), b.bfloat16()
-        terms[name] = (forward_.LoraTerm(a.requires_grad_(), b.requires_grad_(), 2.0),)
+        terms[name] = (forward_.LoraFactors(a.requires_grad_(), b.requires_grad_(), 2.0),)
     forward_.activate(holder, ["experts"])
 
     class Provider:
-        def terms(self, parameter_name: str) -> tuple[forward_.LoraTerm, ...]:
+        def terms(self, parameter_name: str) -> tuple[forward_.LoraFactors, ...]:
             return terms[parameter_name]
 
-    forward_.set_lora_provider(module, Provider())
+    forward_.set_lora_source(module, Provider())
     if options.cap is not None:
         from moe_qlora.kernels import workspace
 
-        workspace.set_scratch_cap(options.cap)
+        workspace.set_workspace_cap(options.cap)
     return [t for both in terms.values() for term in both for t in (term.a, term.b)]
 
 

@@ -248,7 +248,7 @@ def _release(device: torch.device) -> None:
         # The decoded experts' buffers stay for the next layer to use: not for the next case.
         from moe_qlora.kernels import workspace
 
-        workspace.release_scratch()
+        workspace.release_workspace()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -407,7 +407,7 @@ def test_errors_are_those_of_the_weights(tmp_path, monkeypatch, family, kind, el
         if kind != "int8":
             # straight from bitsandbytes' statistics, by this package's decoder
             state = layer.weight.quant_state
-            packed = codec.PackedStack(
+            packed = codec.PackedWeight(
                 layer.weight.data, state, state.quant_type, state.shape, state.dtype
             )
             want = reference(plain.get_parameter(name), codec.unpack(packed))

@@ -33,11 +33,11 @@ class Provider:
         def term(rank, out, into):
             a, b = torch.randn(E * rank, into), torch.randn(out, rank * E)
             leaves = [(t * 0.1).to(dtype).requires_grad_() for t in (a, b)]
-            return experts.LoraTerm(*leaves, 0.5)
+            return experts.LoraFactors(*leaves, 0.5)
 
         self.all = {NAMES[0]: (term(3, 2 * INNER, H),), NAMES[1]: (term(5, H, INNER),)}
 
-    def terms(self, name):
+    def active_lora(self, name):
         return self.all[name]
 
     def leaves(self):
@@ -64,7 +64,7 @@ def case(monkeypatch):
         parametrize.attach(host.experts, name, packed)
     experts.activate(host, ["experts"])
     provider = Provider(torch.float16)
-    experts.set_lora_provider(host.experts, provider)
+    experts.set_lora_source(host.experts, provider)
     monkeypatch.setattr(fused, "available", lambda device: True)
     x = torch.randn(T, H).half().requires_grad_()
     weights = torch.rand(T, K).half().requires_grad_()

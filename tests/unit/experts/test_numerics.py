@@ -36,10 +36,10 @@ class Ungated(nn.Module):
 
 
 class Provider:
-    def __init__(self, **by_name: list[experts.LoraTerm]) -> None:
+    def __init__(self, **by_name: list[experts.LoraFactors]) -> None:
         self.by_name = by_name
 
-    def terms(self, parameter_name: str) -> tuple[experts.LoraTerm, ...]:
+    def active_lora(self, parameter_name: str) -> tuple[experts.LoraFactors, ...]:
         return tuple(self.by_name.get(parameter_name, ()))
 
     def leaves(self) -> list[Tensor]:
@@ -74,17 +74,17 @@ def term(
     *,
     dtype: torch.dtype = torch.float32,
     dropout: nn.Module | None = None,
-) -> experts.LoraTerm:
+) -> experts.LoraFactors:
     count, out, inputs = parametrize.read_packed(module, name).shape
     a = torch.randn(count * rank, inputs, dtype=dtype) * 0.3
     b = torch.randn(out, rank * count, dtype=dtype) * 0.3
-    return experts.LoraTerm(a.requires_grad_(), b.requires_grad_(), scaling, dropout)
+    return experts.LoraFactors(a.requires_grad_(), b.requires_grad_(), scaling, dropout)
 
 
 def adapted(module: Any, **kwargs: Any) -> Provider:
     names = ("up_proj", "down_proj")
     provider = Provider(**{name: [term(module, name, 3, 0.7, **kwargs)] for name in names})
-    experts.set_lora_provider(module, provider)
+    experts.set_lora_source(module, provider)
     return provider
 
 
@@ -99,7 +99,7 @@ def slow(module: Any, provider: Provider, x: Tensor, index: Tensor, weights: Ten
     full = {}
     for name in ("up_proj", "down_proj"):
         stack = codec.unpack(parametrize.read_packed(module, name)).double()
-        for one in provider.terms(name):
+        for one in provider.active_lora(name):
             a = one.a.double().reshape(len(stack), -1, stack.shape[2])
             b = one.b.double().reshape(stack.shape[1], -1, len(stack))
             deltas = [b[:, :, expert] @ a[expert] for expert in range(len(stack))]
@@ -126,7 +126,7 @@ def test_several_adapters_of_different_ranks_add_up() -> None:
         up_proj=[term(module, "up_proj", 3, 1.7), term(module, "up_proj", 1, -0.4)],
         down_proj=[term(module, "down_proj", 2, 0.9), term(module, "down_proj", 4, 3.0)],
     )
-    experts.set_lora_provider(module, provider)
+    experts.set_lora_source(module, provider)
     x, index, weights = routing()
     mine, theirs = (
         module(x, index, weights),

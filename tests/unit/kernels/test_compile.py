@@ -126,7 +126,7 @@ def main(capability: int) -> None:
     layer_of(gates("gelu"), "nf4", False, False, False, 8, False, 64)
     layer_of(gates("gelu"), "int8", False, True, False, 8, False, 180)
     layer_of(gates("gelu_tanh"), "nf4", True, False, False, 0, False, 64, torch.float16)
-    workspace.set_scratch_cap(1)
+    workspace.set_workspace_cap(1)
     layer_of(gates("relu"), "nf4", True, False, False, 16, False, 1024)
     for nested in (True, False):
         stack = packed((2, 64, 64), "nf4", nested)

@@ -13,9 +13,16 @@ from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
 
 triton = pytest.importorskip("triton")
-from moe_qlora.kernels import autotune, dequantize, expert_mm, moe_layer, quantized_mm, workspace  # noqa: E402
+from moe_qlora.kernels import (  # noqa: E402
+    autotune,
+    dequantize,
+    expert_mm,
+    limits,
+    moe_layer,
+    quantized_mm,
+    workspace,
+)
 from moe_qlora.kernels import routing as routing_  # noqa: E402
-from moe_qlora.kernels import weights as packing  # noqa: E402
 from moe_qlora.kernels.moe_layer import Layer, Lora  # noqa: E402
 from moe_qlora.kernels.row_launches import Gate  # noqa: E402
 
@@ -209,12 +216,12 @@ def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
     sliced = []
     real = expert_mm._slice
     monkeypatch.setattr(expert_mm, "_slice", lambda *a: sliced.append(a[2]) or real(*a))
-    workspace.set_scratch_cap(1)
+    workspace.set_workspace_cap(1)
     try:
         test_layer_equals_plain_loops(case)
         assert workspace.held_bytes() < 2**20
     finally:
-        workspace.set_scratch_cap(None)
+        workspace.set_workspace_cap(None)
     assert few or max(case.hidden, case.inner) <= 64 or sliced
 
 
@@ -234,12 +241,12 @@ def test_a_cap_keeps_what_is_decoded_and_copied_below_it(monkeypatch):
     real = moe_layer._copied
     monkeypatch.setattr(moe_layer, "_copied", lambda *a: copied.append(real(*a)) or copied[-1])
     cap = 3 * 4 * (2 * 192 + 16) * 64
-    workspace.set_scratch_cap(cap)
+    workspace.set_workspace_cap(cap)
     try:
         test_layer_equals_plain_loops(case)
         assert 0 < workspace.held_bytes() <= cap
     finally:
-        workspace.set_scratch_cap(None)
+        workspace.set_workspace_cap(None)
     assert len(copied) > 2 and max(piece.nbytes for piece in copied) <= cap
 
 
@@ -298,9 +305,9 @@ def test_routing(shape):
     assert torch.equal(inverse[order], torch.arange(flat.numel()))
     assert torch.equal(routing.ends, routing.bounds[1 : experts + 1])
     tables = [(routing.tiles, routing.tile)]
-    assert (routing.counts[1] > 0) == (routing.tile == packing.TILE)
+    assert (routing.counts[1] > 0) == (routing.tile == limits.TILE)
     if routing.counts[1]:
-        tables.append((routing.wide, packing.WIDE_TILE))
+        tables.append((routing.wide, limits.WIDE_TILE))
     for table, tile in tables:
         rows = [[] for _ in range(experts)]
         for expert, start in table.view(-1, 2).tolist():

@@ -430,7 +430,7 @@ def test_merging_in_another_dtype_or_packed_again() -> None:
     assert torch.equal(w_codes(wrapper), before)
 
 
-def read(wrapper: Any) -> codec.PackedStack:
+def read(wrapper: Any) -> codec.PackedWeight:
     return parametrize.read_packed(wrapper.get_base_layer(), wrapper.parameter_name)
 
 

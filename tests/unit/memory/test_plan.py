@@ -15,7 +15,6 @@ from transformers import BitsAndBytesConfig, Qwen3MoeConfig
 
 import moe_qlora
 from moe_qlora.cli.app import run
-from moe_qlora.kernels import projection
 from moe_qlora.memory import budget, devices, experts, meta_model, meta_ops, meta_step
 from moe_qlora.memory.budget import Activity, Block, Settings
 from moe_qlora.memory.plan import _Planner
@@ -286,10 +285,6 @@ def test_kept_bytes_of_experts_are_what_autograd_saves(family, by_projection):
     out.sum().backward()
     call = experts.ExpertsCall(tokens=tokens, **shape)
     assert total == experts.kept_nbytes(call)
-
-
-def test_scratch_limit_is_the_kernels():
-    assert experts.SCRATCH_BYTES == projection.SCRATCH_BYTES
 
 
 def test_scratch_by_hand(by_projection):
