@@ -79,6 +79,11 @@ class ExpertParam:
     orientation_evidence: str = ""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """`name`, then `aliases`."""
+        return (self.name, *self.aliases)
+
+    @property
     def numel(self) -> int:
         """Number of weights in the decoded stack."""
         total = 1

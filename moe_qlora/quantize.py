@@ -181,7 +181,7 @@ def _attach_everywhere(model: nn.Module, param: ExpertParam, packed: PackedWeigh
     attached: list[tuple[nn.Module, str]] = []
     weight = _weight(model, param.name)
     try:
-        for name in (param.name, *param.aliases):
+        for name in param.names:
             module, parameter = _owner(model, name)
             if parametrize.is_packed(module, parameter):
                 continue  # an alias through a shared module

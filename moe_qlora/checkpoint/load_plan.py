@@ -76,7 +76,7 @@ class LoadSpec:
     def keep(self, name: str, packed: PackedWeight) -> None:
         """Note a packed stack under all its names."""
         param = self.params[name]
-        for alias in (param.name, *param.aliases):
+        for alias in param.names:
             self.stacks[alias] = packed
 
     def leaves(self) -> list[str]:
@@ -125,7 +125,7 @@ def plan_packing(
         reason = why_not_packed(param.shape, dtypes[param.name], settings)
         if reason is not None:
             raise UnsupportedWeightError(f"{param.name} {reason}. Nothing was loaded.")
-        for name in (param.name, *param.aliases):
+        for name in param.names:
             params[name] = param
     return LoadSpec(params, settings, dtypes, layout)
 
@@ -140,7 +140,7 @@ def plan_reload(
     """
     settings = CodecSettings.from_config(config)
     layout = _detect(model)
-    known = {name: param for param in layout.experts for name in (param.name, *param.aliases)}
+    known = {name: param for param in layout.experts for name in param.names}
     params: dict[str, ExpertParam] = {}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
@@ -162,7 +162,7 @@ def plan_reload(
             )
         # Nothing is tied on the meta device yet: a stack's other names are parameters of their own.
         for tied in (param, *filter(None, map(param_of, entry.aliases))):
-            for alias in (tied.name, *tied.aliases):
+            for alias in tied.names:
                 params[alias] = tied
     for name, param in known.items():
         stored = manifest.tensors.get(name)
@@ -210,7 +210,7 @@ def _dtypes(
     found: dict[str, torch.dtype] = {}
     for param in layout.experts:
         wanted = policy(param.name, model.get_parameter(param.name).dtype)
-        found |= dict.fromkeys((param.name, *param.aliases), wanted)
+        found |= dict.fromkeys(param.names, wanted)
     return found
 
 

@@ -219,7 +219,7 @@ class _Job:
                 if name in self.plan.params:
                     param = self.plan.params[name]
                     dtype = str(self._dtype(name)).removeprefix("torch.")
-                    others = {param.name, *param.aliases} - {name}
+                    others = {*param.names} - {name}
                     others |= {alias for alias, source in self.tied.items() if source == name}
                     entries[name] = PackedEntry(tuple(param.shape), dtype, tuple(sorted(others)))
         return entries

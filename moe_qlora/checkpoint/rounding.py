@@ -83,7 +83,7 @@ def from_config(model: nn.Module, config: Any) -> Rounding:
     if isinstance(config, Mapping):
         config = BitsAndBytesConfig.from_dict(dict(config))
     stacks = weights_to_pack(model, detect(model), config, settings)
-    experts = {name for one in stacks for name in (one.name, *one.aliases)}
+    experts = {name for one in stacks for name in one.names}
     quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     linears = {

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..packing import parametrize
 from ..packing.codec import Int8State, PackedWeight
+from ..packing.skips import is_skipped
 from . import manifest as manifests
 from .integrity import check_stack
 from .manifest import CONFIG, MANIFEST, Manifest, PackedEntry
@@ -383,14 +384,12 @@ def plain_linears(model: Any) -> list[str]:
 
     They are those of a model that was loaded in 16 bit, of which only the experts were packed.
     """
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
     config = model.hf_quantizer.quantization_config
     skips = model.hf_quantizer.get_modules_to_not_convert(
         model, config.llm_int8_skip_modules, model._keep_in_fp32_modules
     )
     plain = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    if not any(should_convert_module(name, skips) for name in plain):
+    if all(is_skipped(name, skips) for name in plain):
         return []
     return plain
 

@@ -411,11 +411,7 @@ def _errors(
         raise CheckpointError(f"{source} is no 16-bit checkpoint folder to compare with.")
     found = build.resolve(str(source), trust_remote_code=trust_remote_code)
     model: Any = build.build(found, trust_remote_code=trust_remote_code)
-    counts = {
-        name: param.num_experts
-        for param in detect(model).experts
-        for name in (param.name, *param.aliases)
-    }
+    counts = {name: param.num_experts for param in detect(model).experts for name in param.names}
     files = [inside(folder, name) for name in manifest.shards]
     with Checkpoint.of_files(files) as checkpoint, closing(PlainBase(source, model)) as base:
         weights = PackedWeights(folder, manifest, checkpoint, model)

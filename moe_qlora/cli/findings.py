@@ -11,6 +11,7 @@ from ..detection.detect import detect
 from ..layout import ExpertParam, ModelLayout
 from ..packing.settings import CodecSettings
 from ..packing.sizes import packed_nbytes
+from ..packing.skips import skipping_pattern
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def exclude_paths(model: nn.Module, params: list[ExpertParam]) -> list[str]:
     """
     owned: dict[str, list[str]] = {}
     for param in params:
-        for name in (param.name, *param.aliases):
+        for name in param.names:
             owner, _, leaf = name.rpartition(".")
             owned.setdefault(owner, []).append(leaf)
     paths = []
@@ -131,7 +132,7 @@ def _groups(
 ) -> tuple[Group, ...]:
     alike: dict[tuple[object, ...], tuple[str | None, list[ExpertParam]]] = {}
     for param in layout.experts:
-        skipped = _skipping_pattern(param, skip)
+        skipped = skipping_pattern(param, skip)
         key = (param.pattern, param.shape, param.transposed, param.role, param.dtype_name, skipped)
         alike.setdefault(key, (skipped, []))[1].append(param)
     groups = []
@@ -144,16 +145,3 @@ def _groups(
         )
         groups.append(Group(params[0].pattern, tuple(params), sum(sizes), skipped))
     return tuple(groups)
-
-
-def _skipping_pattern(param: ExpertParam, patterns: tuple[str, ...]) -> str | None:
-    """The first pattern that takes the stack or its module out, by transformers' own rule."""
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    names = [
-        path for name in (param.name, *param.aliases) for path in (name, name.rpartition(".")[0])
-    ]
-    for pattern in patterns:
-        if not all(should_convert_module(name, [pattern]) for name in names):
-            return pattern
-    return None

@@ -200,7 +200,7 @@ class PackedConverter(WeightConverter):
 
     def _is_plain(self, name: str, tensor: Tensor) -> bool:
         """Whether this is the stack itself, rather than codes of it."""
-        shapes = [p.shape for p in self.plan.layout.experts if name in (p.name, *p.aliases)]
+        shapes = [p.shape for p in self.plan.layout.experts if name in p.names]
         return tensor.is_floating_point() and tuple(tensor.shape) in map(tuple, shapes)
 
 

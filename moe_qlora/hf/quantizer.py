@@ -327,7 +327,7 @@ def finish(model: Any, plan: LoadSpec, config: Any) -> None:
                 raise CheckpointError(f"{name} was not loaded: the checkpoint does not hold it.")
             # It came by a way of its own, or was missing and has just been initialised.
             stack = pack(weight, plan.settings)
-        for other in (param.name, *param.aliases):
+        for other in param.names:
             module, leaf = _owner(model, other)
             if module._parameters.get(leaf) is weight:
                 parametrize.attach(module, leaf, stack)

@@ -51,7 +51,7 @@ def expert_parameters(model: nn.Module, roles: bool | Collection[str] = True) ->
     found = {
         plain_name(name): param.role
         for param in detect(base_model(model))
-        for name in (param.name, *param.aliases)
+        for name in param.names
         if plain_name(name) in packed
     }
     unknown = sorted(wanted - set(found.values()))

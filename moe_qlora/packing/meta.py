@@ -51,6 +51,7 @@ def blank_weight(
 
 
 def blank_like(stack: PackedWeight) -> nn.Parameter:
+    """Return the parameter of a packed weight like this one, on meta."""
     state = stack.state
     settings = CodecSettings(
         stack.kind, state.nested, stack.codes.dtype, stack.compute_dtype, state.blocksize
@@ -59,9 +60,10 @@ def blank_like(stack: PackedWeight) -> nn.Parameter:
 
 
 def pack_blank(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> None:
+    """Attach a blank packed weight for one expert weight of a model, under each of its names."""
     weight = model.get_parameter(param.name)
     stack = blank_weight(tuple(weight.shape), weight.dtype, settings)
-    for name in (param.name, *param.aliases):
+    for name in param.names:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         if not parametrize.is_packed(module, leaf):

@@ -1,26 +1,39 @@
-"""moe_qlora/packing/selection.py: to be described."""
+"""Which expert weights of a model are packed, and why the others are not.
+
+First comes what holds already: a weight that is packed stays as it is. Then what the caller's
+config says: its own `target_parameters`, which bitsandbytes packs, and `llm_int8_skip_modules`.
+"""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from ..errors import (
-    ConfigError,
-)
+from ..errors import ConfigError
 from ..layout import ExpertParam, ModelLayout
 from . import parametrize
 from .settings import CodecSettings
+from .skips import is_skipped, skipping_pattern
+
+QUANTIZED = "quantized"
+ALREADY_QUANTIZED = "already_quantized"
+SKIPPED = "skipped"
 
 
-@dataclass
+@dataclass(frozen=True)
 class WeightSelection:
-    """One stack and what becomes of it."""
+    """What becomes of one expert weight.
+
+    Attributes:
+        param: The weight.
+        status: QUANTIZED, ALREADY_QUANTIZED or SKIPPED.
+        reason: Why it is not to be packed; empty where there is nothing to say.
+    """
 
     param: ExpertParam
     status: str
@@ -30,59 +43,54 @@ class WeightSelection:
 def select_weights(
     model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
 ) -> list[WeightSelection]:
-    _warn_unmatched(model, settings.skip_modules)
-    theirs = _target_parameters(config)
-    jobs = []
-    for param in layout.experts:
-        module = model.get_submodule(param.module_name)
-        skip = _skipping_pattern(param, settings.skip_modules)
-        if parametrize.is_packed(module, param.parameter_name):
-            foreign = parametrize.is_foreign(module, param.parameter_name)
-            reason = "packed by bitsandbytes' own helper" if foreign else ""
-            jobs.append(WeightSelection(param, ALREADY_QUANTIZED, reason))
-        elif any(_covers(pattern, param) for pattern in theirs):
-            reason = "left to the config's own target_parameters"
-            jobs.append(WeightSelection(param, SKIPPED, reason))
-        elif skip is not None:
-            jobs.append(WeightSelection(param, SKIPPED, f"llm_int8_skip_modules names {skip!r}"))
-        else:
-            jobs.append(WeightSelection(param, QUANTIZED))
-    return jobs
+    """Decide for every expert weight of a model whether it is to be packed.
+
+    Args:
+        model: May be on the meta device.
+        layout: Of the model.
+        config: The caller's `BitsAndBytesConfig` or its dict.
+        settings: The same, as `CodecSettings.from_config` reads it.
+
+    Raises:
+        ConfigError: A skip pattern is not a valid regex. One that matches nothing only warns.
+    """
+    _check_patterns(model, settings.skip_modules)
+    left_to_config = _target_parameters(config)
+    return [_select(model, param, left_to_config, settings) for param in layout.experts]
+
+
+def _select(
+    model: nn.Module, param: ExpertParam, left_to_config: tuple[str, ...], settings: CodecSettings
+) -> WeightSelection:
+    module = model.get_submodule(param.module_name)
+    if parametrize.is_packed(module, param.parameter_name):
+        foreign = parametrize.is_foreign(module, param.parameter_name)
+        reason = "packed by bitsandbytes' own helper" if foreign else ""
+        return WeightSelection(param, ALREADY_QUANTIZED, reason)
+    if any(_covers(pattern, param) for pattern in left_to_config):
+        return WeightSelection(param, SKIPPED, "left to the config's own target_parameters")
+    pattern = skipping_pattern(param, settings.skip_modules)
+    if pattern is not None:
+        return WeightSelection(param, SKIPPED, f"llm_int8_skip_modules names {pattern!r}")
+    return WeightSelection(param, QUANTIZED)
 
 
 def weights_to_pack(
     model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
 ) -> list[ExpertParam]:
-    """The stacks of a model that `quantize_experts` would pack, the caller's skips left out."""
-    jobs = select_weights(model, layout, config, settings)
-    return [job.param for job in jobs if job.status == QUANTIZED]
+    """Return the expert weights that `quantize_experts` would pack."""
+    selections = select_weights(model, layout, config, settings)
+    return [selection.param for selection in selections if selection.status == QUANTIZED]
 
 
-def _names(param: ExpertParam) -> Iterator[str]:
-    for name in (param.name, *param.aliases):
-        yield name
-        yield name.rpartition(".")[0]
-
-
-def _skipping_pattern(param: ExpertParam, patterns: tuple[str, ...]) -> str | None:
-    """The first pattern that takes the stack or its module out, by transformers' own rule."""
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    for pattern in patterns:
-        if not all(should_convert_module(name, [pattern]) for name in _names(param)):
-            return pattern
-    return None
-
-
-def _warn_unmatched(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
+def _check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Refuse skip patterns that are not valid, and warn of those that match nothing."""
     names = [name for name, _ in model.named_modules() if name]
     names += [name for name, _ in model.named_parameters()]
     names += [f"{name}.{parameter}" for name, _, parameter in parametrize.iter_packed(model)]
     for pattern in patterns:
         try:
-            matched = any(not should_convert_module(name, [pattern]) for name in names)
+            matched = any(is_skipped(name, [pattern]) for name in names)
         except re.error as error:
             raise ConfigError(
                 f"llm_int8_skip_modules holds {pattern!r}, which is no valid pattern: {error}."
@@ -96,16 +104,16 @@ def _warn_unmatched(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def _target_parameters(config: Any) -> tuple[str, ...]:
-    """Patterns of a config that knows how to have bitsandbytes pack parameters itself."""
+    """Return the patterns of parameters that a config asks bitsandbytes to pack itself."""
     if isinstance(config, Mapping):
-        theirs = config.get("target_parameters")
+        patterns = config.get("target_parameters")
     else:
-        theirs = getattr(config, "target_parameters", None)
-    return (theirs,) if isinstance(theirs, str) else tuple(theirs or ())
+        patterns = getattr(config, "target_parameters", None)
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
 
 
 def _covers(pattern: str, param: ExpertParam) -> bool:
-    for name in (param.name, *param.aliases):
+    for name in param.names:
         if name == pattern or name.endswith("." + pattern):
             return True
         try:
@@ -114,8 +122,3 @@ def _covers(pattern: str, param: ExpertParam) -> bool:
         except re.error:
             continue
     return False
-
-
-QUANTIZED = "quantized"
-ALREADY_QUANTIZED = "already_quantized"
-SKIPPED = "skipped"

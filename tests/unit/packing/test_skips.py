@@ -1,0 +1,72 @@
+"""The rule of skip patterns, held against transformers' own."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from moe_qlora.layout import ExpertParam
+from moe_qlora.packing.skips import is_skipped, skipping_pattern
+
+# Few components, so that patterns hit; names that start as others do, so that boundaries matter.
+COMPONENTS = st.sampled_from(["layers", "0", "1", "11", "mlp", "gate", "gate_proj", "experts"])
+NAMES = st.lists(COMPONENTS, max_size=5).map(".".join)
+PIECES = st.one_of(COMPONENTS, st.sampled_from([*".*+?^$|", "(", ")", r"\.", r"\d", "[01]", "1.m"]))
+PATTERNS = st.one_of(NAMES, st.lists(PIECES, max_size=5).map("".join))
+
+
+def answer(rule, *arguments):
+    try:
+        return rule(*arguments)
+    except re.error:
+        return "not a regex"
+
+
+@settings(max_examples=2000, deadline=None)
+@given(NAMES, st.lists(PATTERNS, max_size=3))
+def test_the_rule_is_that_of_transformers(name: str, patterns: list[str]) -> None:
+    converted = answer(should_convert_module, name, patterns)
+    expected = converted if isinstance(converted, str) else not converted
+    assert answer(is_skipped, name, patterns) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "skipped"),
+    [
+        ("layer.1", True),  # from the start to a boundary
+        ("layer.11", False),
+        ("layer.*", True),  # as a regex
+        ("up", True),  # the end, literally
+        ("x|layer", True),  # the boundary holds for each alternative
+        ("x|lay", False),
+        (r"mlp\.up", False),  # a regex starts where the name does
+    ],
+)
+def test_examples(pattern: str, skipped: bool) -> None:
+    assert is_skipped("layer.1.mlp.up", [pattern]) is skipped
+
+
+def test_any_name_of_a_weight_or_of_its_module_counts() -> None:
+    param = ExpertParam(
+        "a.experts.up",
+        "a.experts",
+        "up",
+        (2, 4, 4),
+        2,
+        4,
+        4,
+        False,
+        "up",
+        "bfloat16",
+        64,
+        "",
+        ("b.w",),
+    )
+    assert skipping_pattern(param, ["c", "a.experts$", "b"]) == "a.experts$"
+    assert skipping_pattern(param, ["b.w"]) == "b.w"
+    assert skipping_pattern(param, ["experts"]) == "experts"
+    assert skipping_pattern(param, ["exp"]) is None
