@@ -26,7 +26,7 @@ def release(model: nn.Module) -> None:
 
 
 def clear_quantized(model: nn.Module) -> None:
-    """Take back what `mark_quantized` gave where no expert is packed any more, after a merge for one.
+    """Take back what `mark_quantized` gave where no expert is packed any more.
 
     A model that still has bitsandbytes Linear layers goes on as what it was loaded as.
     """

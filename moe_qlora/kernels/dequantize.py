@@ -176,8 +176,8 @@ def decode(
 
 @lru_cache(maxsize=256)
 def _decode_step(
-    form: WeightSpec, shape: tuple[int, int, int], stride: int, corner: tuple[int, int], skips: bool,
-    dtype: torch.dtype, right: tuple[int, torch.dtype] | None,
+    form: WeightSpec, shape: tuple[int, int, int], stride: int, corner: tuple[int, int],
+    skips: bool, dtype: torch.dtype, right: tuple[int, torch.dtype] | None,
     below: tuple[int, torch.dtype] | None,
 ) -> Launch:  # fmt: skip
     rank_r = 0 if right is None else right[0]

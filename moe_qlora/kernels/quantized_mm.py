@@ -386,8 +386,8 @@ def _absmax_step(form: WeightSpec) -> Launch:
 
 @lru_cache(maxsize=256)
 def _codes_step(
-    form: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...], nested: int,
-    back: bool, tile: int, tiles: int, config: Config, span: tuple[int, int],
+    form: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...],
+    nested: int, back: bool, tile: int, tiles: int, config: Config, span: tuple[int, int],
 ) -> Launch:  # fmt: skip
     int8 = form.kind == "int8"
     return Launch(

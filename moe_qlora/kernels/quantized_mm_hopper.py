@@ -289,8 +289,8 @@ def suits(form: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
 
 @lru_cache(maxsize=256)
 def step(
-    form: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...], back: bool,
-    tile: int, tiles: int, span: tuple[int, int],
+    form: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...],
+    back: bool, tile: int, tiles: int, span: tuple[int, int],
 ) -> Launch:  # fmt: skip
     """`hopper_kernel` for `codes.launch`, in whose words these are; tile is 64 or 128.
 

@@ -3,9 +3,8 @@
 These functions are the only place where a plan depends on how the kernels compute. Whole layers
 (`ExpertsCall.layered`) follow `kernels/moe_layer.py`, whose docstring names what is there at each
 stage, and hold the shared scratch of `kernels/workspace.py` for good; everything else follows
-`kernels/projection.py` (`DEQUANTIZED_WEIGHT_BYTES` is its limit) and the table of `experts/forward.py`. A
-kernel that
-decodes less or keeps less changes these and nothing else.
+`kernels/projection.py` (`DEQUANTIZED_WEIGHT_BYTES` is its limit) and the table of
+`experts/forward.py`. A kernel that decodes less or keeps less changes these and nothing else.
 
 Legend: T tokens, k choices a token, R = T k rows, E experts, H hidden and I intermediate size,
 g = 2 for gated experts and 1 for others, b bytes of an activation, r rank.
