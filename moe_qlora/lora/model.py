@@ -37,9 +37,9 @@ from .config import AdaptedLoraConfig, adapt_lora_config
 class LoraModel(StockLoraModel):
     """PEFT's LoRA model over packed experts.
 
-    An instance gets this class after creation (`upgrade_peft_model`), so that what users and trainers
-    call on it later is right too: add_adapter, load_adapter, add_weighted_adapter, merge_adapter,
-    merge_and_unload.
+    An instance gets this class after creation (`upgrade_peft_model`), so that what users and
+    trainers call on it later is right too: add_adapter, load_adapter, add_weighted_adapter,
+    merge_adapter, merge_and_unload.
     """
 
     def inject_adapter(

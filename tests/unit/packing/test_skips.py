@@ -26,7 +26,7 @@ def answer(rule, *arguments):
         return "not a regex"
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(NAMES, st.lists(PATTERNS, max_size=3))
 def test_the_rule_is_that_of_transformers(name: str, patterns: list[str]) -> None:
     converted = answer(should_convert_module, name, patterns)
