@@ -143,8 +143,6 @@ def load_adapter(
         AdapterError: tensors of the file have no place in the model, or places got no tensor.
         ConfigError: see `adapt_lora_config`.
     """
-    from . import model
-
     _warn_untested()
     return load(model, adapter, adapter_name, is_trainable=is_trainable, **peft_kwargs)
 
