@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import Rows, cold_times, release
+from common import BYTES, FLOPS, Rows, cold_times, release
 from peers import UnavailableError, build, tune
 from torch import Tensor
 
@@ -42,8 +42,6 @@ def measure(
         UnavailableError: It needs a GPU.
         RuntimeError: It is not the product.
     """
-    from layer import BYTES, FLOPS
-
     torch.manual_seed(0)
     holder, top_k = build(options, device)
     experts = holder.experts

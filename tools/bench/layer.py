@@ -23,6 +23,8 @@ from pathlib import Path
 import gate_up
 import torch
 from common import (
+    BYTES,
+    FLOPS,
     RESULTS,
     Rows,
     allocated,
@@ -35,8 +37,6 @@ from common import (
 from peers import PEERS, UnavailableError, build, prepare, versions
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-FLOPS, BYTES = 790e12, 4.3e12  # of an H200, measured: bf16 products, and a device copy
 
 
 def main() -> None:
