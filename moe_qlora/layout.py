@@ -29,7 +29,8 @@ def name_pattern(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def _dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a torch dtype as a config has it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -94,7 +95,7 @@ class ExpertParam:
     @property
     def dtype_name(self) -> str:
         """The dtype without its `torch.` prefix, as in "bfloat16"."""
-        return _dtype_name(self.dtype)
+        return dtype_name(self.dtype)
 
     @property
     def pattern(self) -> str:

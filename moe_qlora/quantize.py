@@ -29,7 +29,7 @@ from .errors import (
 from .hf import model as quantize_host
 from .layout import ExpertParam, LinearExperts, ModelLayout, Router, name_pattern
 from .packing import parametrize
-from .packing.codec import PackedWeight, first_nonfinite, pack, why_not
+from .packing.codec import PackedWeight, first_nonfinite, pack
 from .packing.selection import (
     ALREADY_QUANTIZED,
     QUANTIZED,
@@ -38,6 +38,7 @@ from .packing.selection import (
     select_weights,
 )
 from .packing.settings import CodecSettings
+from .packing.supported import why_not
 from .progress import Progress, reporting
 
 

@@ -20,7 +20,6 @@ from transformers.core_model_loading import dot_natural_key
 from ..errors import CheckpointError
 from ..packing import codec
 from ..packing.codec import PackedWeight
-from ..packing.settings import CodecSettings
 from .conversion import DiskLayout, Group, revert, same_bits
 from .integrity import check_folder, open_checkpoint
 from .manifest import Manifest
@@ -180,15 +179,8 @@ class PackedWeights:
         """
         if self._held is not None and self._held[0] == name:
             return self._held[1]
-        saved, entry = self._manifest.codec, self._manifest.experts.get(name)
-        shape = self.shape(name)
-        if saved["kind"] == "int8":
-            settings = CodecSettings("int8", storage_dtype=torch.int8)
-        else:
-            storage = getattr(torch, saved["storage_dtype"])
-            settings = CodecSettings(
-                saved["kind"], bool(saved["double_quant"]), storage, None, int(saved["blocksize"])
-            )
+        shape, entry = self.shape(name), self._manifest.experts.get(name)
+        settings = self._manifest.settings
         keys = [key for key in self.keys[name] if not key.endswith(_INT8_FORMAT)]
         stats = {
             _SCALES if key.endswith(_SCALES) else key.removeprefix(name): self._checkpoint.read(key)

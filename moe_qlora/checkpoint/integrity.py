@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import CheckpointError
+from ..packing.format import packed_tensors
 from .manifest import CONFIG, CONFIG_KEY, MANIFEST, Manifest, ShardEntry, checksum, read_manifest
 from .reader import (
     DTYPE_NAMES,
@@ -30,7 +28,6 @@ from .reader import (
 from .reader import reading as reading_file
 
 _SMALL = 1 << 16
-_NESTED_BLOCK = 256
 
 
 def check_folder(
@@ -210,44 +207,19 @@ def _check_shard(
 
 
 def check_stack(folder: Path, name: str, manifest: Manifest) -> None:
-    """Check that a packed stack has the codes and statistics that its shape needs.
+    """Check that a packed weight has the codes and statistics that its shape needs.
 
     Raises:
         CheckpointError: One is missing, or has another size.
     """
-    entry = manifest.experts[name]
-    for suffix, (dtype, count) in stack_tensors(entry.shape, manifest.codec).items():
-        found = manifest.tensors.get(name + suffix)
-        if found is None:
-            raise CheckpointError(f"{folder}: the packed stack {name} lacks {name + suffix}.")
-        right = math.prod(found.shape) == count or count < 0
-        if found.dtype != DTYPE_NAMES[dtype] or not right:
+    shape = manifest.experts[name].shape
+    for end, spec in packed_tensors(shape, manifest.settings).items():
+        entry = manifest.tensors.get(name + end)
+        if entry is None:
+            raise CheckpointError(f"{folder}: the packed stack {name} lacks {name + end}.")
+        dtype = DTYPE_NAMES[spec.dtype]
+        if entry.dtype != dtype or spec.numel not in (None, math.prod(entry.shape)):
             raise CheckpointError(
-                f"{folder}: {name + suffix} is {found.dtype} of shape {found.shape}; a stack of "
-                f"shape {entry.shape} has {count} of {DTYPE_NAMES[dtype]} there."
+                f"{folder}: {name + end} is {entry.dtype} of shape {entry.shape}; a stack of "
+                f"shape {shape} has {spec.numel} of {dtype} there."
             )
-
-
-def stack_tensors(
-    shape: Sequence[int], codec: Mapping[str, Any]
-) -> dict[str, tuple[torch.dtype, int]]:
-    """Dtype and number of elements of a packed stack's tensors, by the end of their key.
-
-    A number of -1 stands for any: bitsandbytes' record of what is no tensor is JSON of any length.
-    """
-    numel = math.prod(shape)
-    if codec["kind"] == "int8":
-        return {"": (torch.int8, numel), ".SCB": (torch.float32, numel // shape[-1])}
-    storage = getattr(torch, codec["storage_dtype"])
-    blocks = -(-numel // codec["blocksize"])
-    double = codec["double_quant"]
-    tensors = {
-        "": (storage, (numel + 1) // 2 // storage.itemsize),
-        ".absmax": (torch.uint8 if double else torch.float32, blocks),
-        ".quant_map": (torch.float32, 16),
-        f".quant_state.bitsandbytes__{codec['kind']}": (torch.uint8, -1),
-    }
-    if double:
-        tensors[".nested_absmax"] = (torch.float32, -(-blocks // _NESTED_BLOCK))
-        tensors[".nested_quant_map"] = (torch.float32, 256)
-    return tensors

@@ -14,10 +14,11 @@ from torch import nn
 from ..detection.detect import detect
 from ..errors import CheckpointError, UnsupportedWeightError
 from ..layout import ExpertParam, ModelLayout
-from ..packing.codec import PackedWeight, why_not_packed
+from ..packing.codec import PackedWeight
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from ..packing.sizes import packed_nbytes
+from ..packing.supported import why_not_packed
 from .manifest import Manifest
 from .reader import DTYPES, Checkpoint
 
@@ -58,13 +59,7 @@ class LoadSpec:
 
     def nbytes(self, name: str) -> int:
         """Bytes of a stack once it is packed."""
-        settings = self.settings
-        return packed_nbytes(
-            self.params[name].shape,
-            settings.kind,
-            double_quant=settings.double_quant,
-            blocksize=settings.blocksize,
-        )
+        return packed_nbytes(self.params[name].shape, self.settings)
 
     def device(self, name: str) -> torch.device:
         """Where a stack is to be."""
@@ -173,17 +168,11 @@ def plan_reload(
                 f"{folder} holds {stored.dtype} of shape {stored.shape} as {name}, but its "
                 "manifest does not say that this stack is packed."
             )
-    saved = manifest.codec
-    asked = {
-        "kind": settings.kind,
-        "double_quant": settings.double_quant,
-        "blocksize": settings.blocksize,
-        "storage_dtype": str(settings.storage_dtype).removeprefix("torch."),
-    }
-    for key, value in asked.items():
-        if params and saved.get(key) != value:
+    saved, asked = manifest.settings.to_dict(), settings.to_dict()
+    for key in saved.keys() - {"compute_dtype"}:
+        if params and saved[key] != asked[key]:
             raise CheckpointError(
-                f"{folder}: the manifest says {key}={saved.get(key)!r}, config.json {value!r}: "
+                f"{folder}: the manifest says {key}={saved[key]!r}, config.json {asked[key]!r}: "
                 "one of them is not of this save."
             )
     return LoadSpec(params, settings, _dtypes(model, layout, dtype), layout, manifest=manifest)

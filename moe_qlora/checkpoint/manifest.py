@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..packing.settings import CodecSettings
 from .reader import DTYPE_NAMES, TensorInfo, header_bytes, inside, read_header, read_json
 from .reader import reading as reading_file
 from .writer import beside, flush, replace_file
@@ -47,7 +48,6 @@ SENTENCE = (
 """What stock transformers quotes when it is asked to load a packed folder."""
 
 _READ = 1 << 20
-_KINDS = ("nf4", "fp4", "int8")
 _FLOATS = ("float32", "float16", "bfloat16")
 _MAX_DIMENSIONS = 64
 
@@ -104,6 +104,11 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     config_sha256: str
     source_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> CodecSettings:
+        """`codec` as the settings that packed the weights."""
+        return CodecSettings.from_dict(self.codec)
 
     @property
     def entry(self) -> str:
@@ -278,7 +283,7 @@ def _parse(folder: Path, value: dict[str, Any]) -> Manifest:
         other = next((alias for alias in packed.aliases if alias in tensors.keys() - experts), None)
         if other is not None:
             raise CheckpointError(f"{file}: {other} is a tensor, and said to be the stack {name}.")
-    _check_codec(value["codec"])
+    CodecSettings.from_dict(value["codec"])
     if not isinstance(value["source_config"], dict):
         raise TypeError("source_config is no object")
     if value["id"] != manifest_id(tensors, value["codec"]):
@@ -303,17 +308,6 @@ def _packed_entry(name: str, value: dict[str, Any]) -> PackedEntry:
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise ValueError(f"{name} is also called {aliases!r}, which are no names")
     return PackedEntry(shape, dtype, tuple(aliases))
-
-
-def _check_codec(codec: dict[str, Any]) -> None:
-    kind, blocksize = codec["kind"], codec["blocksize"]
-    storage, compute = codec["storage_dtype"], codec["compute_dtype"]
-    if kind not in _KINDS:
-        raise ValueError(f"the codec {kind!r} is unknown")
-    if type(blocksize) is not int or blocksize < 1 or not isinstance(codec["double_quant"], bool):
-        raise ValueError(f"{codec!r} is no codec")
-    if storage not in ("int8", "uint8", *_FLOATS) or compute not in (None, *_FLOATS):
-        raise ValueError(f"{codec!r} is no codec")
 
 
 def _shape(value: Any) -> tuple[int, ...]:

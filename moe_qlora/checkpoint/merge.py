@@ -25,6 +25,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from .. import build as checkpoint_source
 from ..errors import AdapterError, CheckpointError, ConfigError
+from ..layout import dtype_name
 from ..packing import codec
 from ..packing.codec import PackedWeight
 from ..progress import Progress, reporting
@@ -433,7 +434,7 @@ def _side_files(
         for name in _OURS:
             config.pop(name, None)
         if dtype is not None:
-            _set_dtype(config, str(dtype).removeprefix("torch."))
+            _set_dtype(config, dtype_name(dtype))
         (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _index(source, folder, base, merge, dtype)
 

@@ -24,8 +24,9 @@ from transformers import initialization as init
 from .. import build
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
-from ..packing import parametrize
+from ..layout import dtype_name
 from ..packing.codec import PackedWeight, Packer, first_nonfinite
+from ..packing.format import key_ends
 from ..packing.sizes import packed_nbytes
 from ..progress import Progress, reporting
 from . import save
@@ -218,7 +219,7 @@ class _Job:
             for name in step.names:
                 if name in self.plan.params:
                     param = self.plan.params[name]
-                    dtype = str(self._dtype(name)).removeprefix("torch.")
+                    dtype = dtype_name(self._dtype(name))
                     others = {*param.names} - {name}
                     others |= {alias for alias, source in self.tied.items() if source == name}
                     entries[name] = PackedEntry(tuple(param.shape), dtype, tuple(sorted(others)))
@@ -226,16 +227,7 @@ class _Job:
 
     def codec(self) -> dict[str, Any]:
         """How stacks are packed, as the manifest says it."""
-        settings = self.plan.settings
-        int8 = settings.kind == "int8"
-        compute = None if int8 else settings.compute_dtype
-        return {
-            "kind": settings.kind,
-            "double_quant": settings.double_quant,
-            "blocksize": settings.blocksize,
-            "storage_dtype": str(settings.storage_dtype).removeprefix("torch."),
-            "compute_dtype": None if compute is None else str(compute).removeprefix("torch."),
-        }
+        return self.plan.settings.to_dict()
 
     def resume(self, work: Path, max_shard_size: int | str) -> None:
         """Keep the shards of an interrupted run of the very same job, and nothing else."""
@@ -291,19 +283,17 @@ class _Job:
         total = 0
         for name in step.names:
             shape = step.group.shapes[name]
-            settings = self.plan.settings
             if name in self.plan.params or name in self.linears:
-                double = settings.double_quant
-                total += packed_nbytes(shape, settings.kind, double_quant=double)
+                total += packed_nbytes(shape, self.plan.settings)
             else:
                 total += torch.Size(shape).numel() * self._dtype(name).itemsize
         return total
 
     def _keys(self, name: str) -> list[str]:
         """Every key that `_tensors` may give for a parameter."""
-        parts = parametrize.key_parts(self.plan.settings.kind)
+        ends = key_ends(self.plan.settings)
         module = name.rpartition(".")[0]
-        return [*(name + part for part in parts), f"{module}.SCB", f"{module}.weight_format"]
+        return [*(name + end for end in ends), f"{module}.SCB", f"{module}.weight_format"]
 
     def _tensors(self, step: _Step) -> Iterator[tuple[str, Tensor]]:
         """Tensors of one group as they are stored."""

@@ -125,12 +125,8 @@ def _plain(names: Iterable[str]) -> frozenset[str]:
 
 def write_note(folder: Path, packed: Rounding) -> None:
     """Leave a note of what was packed in training beside an adapter."""
-    settings = packed.settings
-    codec = {
-        "kind": settings.kind,
-        "double_quant": settings.double_quant,
-        "blocksize": settings.blocksize,
-    }
+    settings = packed.settings.to_dict()
+    codec = {key: settings[key] for key in ("kind", "double_quant", "blocksize")}
     note = {
         "format_version": NOTE_VERSION,
         "codec": codec,
@@ -156,17 +152,12 @@ def from_note(folder: Path) -> Rounding | None:
             f"{NOTE_VERSION}."
         )
     try:
-        codec = note["codec"]
-        settings = CodecSettings(
-            str(codec["kind"]), bool(codec["double_quant"]), blocksize=int(codec["blocksize"])
-        )
+        settings = CodecSettings.from_dict(note["codec"])
         experts, linears = (
             frozenset(str(name) for name in note[kind]) for kind in ("experts", "linears")
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged: {error!r}.") from error
-    if settings.kind not in ("nf4", "fp4", "int8"):
-        raise CheckpointError(f"{file} names the packed type {settings.kind!r}, which is none.")
     return Rounding(settings, experts, linears)
 
 

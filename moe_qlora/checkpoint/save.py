@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AdapterError, CheckpointError, ConfigError
+from ..layout import dtype_name
 from ..packing import parametrize
-from ..packing.codec import Int8State, PackedWeight
+from ..packing.codec import PackedWeight, settings_of
 from ..packing.skips import is_skipped
 from . import manifest as manifests
 from .integrity import check_stack
@@ -261,7 +262,7 @@ def _main_dtype(model: Any) -> str | None:
     for name, parameter in model.named_parameters():
         plain = parameter.is_floating_point() and not isinstance(parameter, parametrize.Params4bit)
         if plain and not any(pattern.search(name) for pattern in patterns):
-            dtype = str(parameter.dtype).removeprefix("torch.")
+            dtype = dtype_name(parameter.dtype)
             sizes[dtype] = sizes.get(dtype, 0) + parameter.numel()
     return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
@@ -343,7 +344,7 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, PackedEntry]]:
     for group in names.values():
         every = [name for name, _ in group]
         for name, stack in group:
-            dtype = str(stack.dtype).removeprefix("torch.")
+            dtype = dtype_name(stack.dtype)
             aliases = tuple(other for other in every if other != name)
             yield name, PackedEntry(tuple(stack.shape), dtype, aliases)
 
@@ -368,15 +369,7 @@ def codec_of(model: nn.Module) -> dict[str, Any]:
 
 def stack_codec(stack: PackedWeight) -> dict[str, Any]:
     """How a stack is packed, as a manifest says it."""
-    compute = stack.compute_dtype
-    int8 = isinstance(stack.state, Int8State)
-    return {
-        "kind": stack.kind,
-        "double_quant": bool(not int8 and stack.state.nested),
-        "blocksize": 64 if int8 else stack.state.blocksize,
-        "storage_dtype": str(stack.codes.dtype).removeprefix("torch."),
-        "compute_dtype": None if compute is None else str(compute).removeprefix("torch."),
-    }
+    return settings_of(stack).to_dict()
 
 
 def plain_linears(model: Any) -> list[str]:

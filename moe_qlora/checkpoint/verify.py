@@ -26,13 +26,15 @@ from torch import Tensor
 from .. import build
 from ..detection.detect import detect
 from ..errors import CheckpointError
+from ..layout import dtype_name
 from ..packing import codec
+from ..packing.format import packed_tensors
 from ..packing.settings import FLOAT_DTYPES
 from ..progress import Progress
 from . import manifest as manifests
 from .base import PackedWeights, PlainBase, packed_names
 from .conversion import Group
-from .integrity import check_folder, open_checkpoint, stack_tensors
+from .integrity import check_folder, open_checkpoint
 from .manifest import (
     CONFIG,
     CONFIG_KEY,
@@ -270,13 +272,13 @@ def _statistics_problems(
             return [f"{where} has no scales."]
         return _scale_problems(where, "scale", checkpoint.read(scales[0]))
     problems = []
-    wanted = stack_tensors((2,), manifest.codec)
+    wanted = packed_tensors((1, 2), manifest.settings)
     lacking = [end for end in wanted if end not in parts]
     if lacking:
         return [f"{where} lacks {name}{lacking[0]}."]
     absmax = checkpoint.read(parts[".absmax"])
-    if absmax.dtype != wanted[".absmax"][0]:
-        problems.append(f"{where} has absmax of {absmax.dtype}, not {wanted['.absmax'][0]}.")
+    if absmax.dtype != wanted[".absmax"].dtype:
+        problems.append(f"{where} has absmax of {absmax.dtype}, not {wanted['.absmax'].dtype}.")
     if absmax.is_floating_point():
         problems += _scale_problems(where, "absmax", absmax)
     for end, table in _tables(manifest.codec).items():
@@ -320,7 +322,7 @@ def _record_problems(
         other_shape = shape is not None and tuple(said["shape"]) != shape
     except (ValueError, KeyError, TypeError) as error:
         return [f"{where} has a record of its settings that cannot be read ({error!r})."]
-    known = {str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES}
+    known = {dtype_name(dtype) for dtype in FLOAT_DTYPES}
     saved = (manifest.codec["kind"], manifest.codec["blocksize"])
     if found[:2] != saved or found[2] not in known or other_shape:
         return [f"{where} says of itself {said!r}, the manifest {saved} {shape or ''}."]

@@ -89,16 +89,16 @@ def inspect_model(
     settings = found.settings or CodecSettings("nf4", double_quant=True)
     kind = kind or settings.kind
     double = settings.double_quant if double_quant is None else double_quant
-    double = double and kind != "int8"
+    codec = CodecSettings(kind, double)
     built = source.build(found, trust_remote_code=trust_remote_code)
     layout = detect(built)
-    groups = _groups(layout, kind, double, settings.skip_modules)
+    groups = _groups(layout, codec, settings.skip_modules)
     packed = [param for group in groups if group.skipped is None for param in group.params]
     return Findings(
         found,
         layout,
-        kind,
-        double,
+        codec.kind,
+        codec.double_quant,
         groups,
         tuple(exclude_paths(built, packed)),
         tuple(param.name for param in layout.experts if param in packed),
@@ -128,7 +128,7 @@ def exclude_paths(model: nn.Module, params: list[ExpertParam]) -> list[str]:
 
 
 def _groups(
-    layout: ModelLayout, kind: str, double_quant: bool, skip: tuple[str, ...]
+    layout: ModelLayout, settings: CodecSettings, skip: tuple[str, ...]
 ) -> tuple[Group, ...]:
     alike: dict[tuple[object, ...], tuple[str | None, list[ExpertParam]]] = {}
     for param in layout.experts:
@@ -140,7 +140,7 @@ def _groups(
         sizes = (
             param.nbytes
             if skipped is not None or param.packed
-            else packed_nbytes(param.shape, kind, double_quant=double_quant)
+            else packed_nbytes(param.shape, settings)
             for param in params
         )
         groups.append(Group(params[0].pattern, tuple(params), sum(sizes), skipped))

@@ -27,8 +27,10 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ..checkpoint.load_plan import LoadSpec
 from ..errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
+from ..layout import dtype_name
 from ..packing import parametrize
 from ..packing.codec import PackedWeight, Packer, restore
+from ..packing.format import key_ends
 
 _SLICE_BYTES = 8 << 20
 """Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this."""
@@ -158,8 +160,7 @@ class PackedConverter(WeightConverter):
     keys: dict[str, str]
 
     def __init__(self, leaf: str, plan: LoadSpec) -> None:
-        parts = parametrize.key_parts(plan.settings.kind)
-        self.parts = {_whole_name(leaf + part): part for part in parts}
+        self.parts = {_whole_name(leaf + end): end for end in key_ends(plan.settings)}
         super().__init__(list(self.parts), [leaf], [AsOnDisk()])
         self.plan, self.keys = plan, {}
 
@@ -222,7 +223,7 @@ class StackPacker:
             UnsupportedWeightError: It is packed already, or of a dtype that cannot be.
         """
         if not piece.is_floating_point() or piece.element_size() == 1:
-            dtype = str(piece.dtype).removeprefix("torch.")
+            dtype = dtype_name(piece.dtype)
             raise UnsupportedWeightError(
                 f"{self.name} is {dtype} in the checkpoint, so that another tool has packed it: "
                 "load a checkpoint in float32, float16 or bfloat16."

@@ -17,6 +17,8 @@ from typing import Any
 from .. import build
 from ..errors import ConfigError, MoeQloraError
 from ..kernels.limits import WORKSPACE_PART
+from ..layout import dtype_name
+from ..packing.settings import CodecSettings
 from ..packing.sizes import load_extra_nbytes
 from . import meta_model, meta_ops, meta_step
 from .budget import (
@@ -95,7 +97,7 @@ def plan(
         seq=seq,
         rank=rank,
         targets=targets,
-        adapter_dtype=str(adapter_dtype).removeprefix("torch."),
+        adapter_dtype=dtype_name(adapter_dtype),
         optimizer=ALIASES.get(optimizer, optimizer),
         checkpointing=bool(checkpointing),
         accumulation=accumulation,
@@ -341,7 +343,7 @@ class _Planner:
         if kind is None:
             return 0
         extras = [
-            load_extra_nbytes(shapes, itemsize, kind, double_quant=nested)
+            load_extra_nbytes(shapes, itemsize, CodecSettings(kind, nested))
             for shapes, itemsize in meta_model.loaded_together(self.twin)
         ]
         return max(extras, default=0)

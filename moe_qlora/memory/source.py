@@ -14,6 +14,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from .. import build
 from ..errors import ConfigError
+from ..layout import dtype_name
 from ..packing.settings import CodecSettings
 from . import meta_model
 
@@ -105,7 +106,7 @@ class _Packing:
         kind = self.kind or own.kind
         double = own.double_quant if self.double_quant is None else self.double_quant
         if kind == "int8":
-            return CodecSettings("int8", storage_dtype=torch.int8, skip_modules=own.skip_modules)
+            return CodecSettings("int8", skip_modules=own.skip_modules)
         own = own if own.kind != "int8" else replace(_DEFAULT, skip_modules=own.skip_modules)
         return replace(own, kind=kind, double_quant=double)
 
@@ -118,7 +119,7 @@ def with_packing(kind: str | None, double_quant: bool | None) -> Any:
 def _dtype(dtype: Any) -> torch.dtype | None:
     if dtype is None:
         return None
-    found = meta_model.DTYPES.get(str(dtype).removeprefix("torch."))
+    found = meta_model.DTYPES.get(dtype_name(dtype))
     if found is None:
         raise ConfigError(f"dtype is {dtype!r}; give one of {', '.join(meta_model.DTYPES)}.")
     return found

@@ -38,15 +38,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedWeightError
-from .settings import FLOAT_DTYPES, CodecSettings
+from .format import ABSMAX, CODES, NESTED_BLOCK, SCALES, ceil_div, packed_tensors
+from .settings import CodecSettings
+from .supported import why_not
 
 # bitsandbytes has no type annotations to check against.
 bnb: Any = bitsandbytes.functional
 
 MAX_ELEMENTS = 2**31 - 1
 """bitsandbytes' kernels take the number of weights as an int32."""
-
-_NESTED_BLOCK = 256
 
 # Weights packed or decoded in one piece. The CPU path needs about 20 bytes of temporaries a weight,
 # the others half a byte, so that either chunk stays within some tens of megabytes.
@@ -129,45 +129,6 @@ def state_tensors(state: Any) -> list[Tensor]:
     return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
-def why_not(weight: Tensor, settings: CodecSettings) -> str | None:
-    """Why this tensor cannot be packed, to follow its name in a sentence; None where it can."""
-    plain = weight.detach()
-    if hasattr(weight, "ds_id") or hasattr(weight, "ds_status"):
-        return "is partitioned by DeepSpeed ZeRO-3: pack the model before DeepSpeed takes it over"
-    if type(plain) is not Tensor:
-        kind = type(plain).__name__
-        if hasattr(plain, "device_mesh"):
-            return f"is sharded ({kind}): pack the model before it is sharded"
-        return f"is a {kind} and no plain tensor: it is packed already by another tool, or traced"
-    if plain.is_meta:
-        return "is on the meta device and has no values: load the weights first"
-    return why_not_packed(plain.shape, plain.dtype, settings)
-
-
-def why_not_packed(
-    shape: Sequence[int], weight_dtype: torch.dtype, settings: CodecSettings
-) -> str | None:
-    """`why_not` for a tensor of which only shape and dtype are known."""
-    if weight_dtype not in FLOAT_DTYPES:
-        dtype = str(weight_dtype).removeprefix("torch.")
-        if weight_dtype.is_floating_point and weight_dtype.itemsize > 1:
-            return f"is {dtype}: bitsandbytes packs float32, float16 and bfloat16; cast it first"
-        return (
-            f"is {dtype}, so that it is packed already by another tool or is no weight: "
-            "dequantize it to float32, float16 or bfloat16 first"
-        )
-    numel = math.prod(shape)
-    if len(shape) < 2 or numel == 0:
-        return f"has the shape {tuple(shape)}: a stack has two or more dimensions and no empty one"
-    if settings.kind != "int8" and _code_bytes(numel) % settings.storage_dtype.itemsize:
-        storage = str(settings.storage_dtype).removeprefix("torch.")
-        return (
-            f"has {numel} weights, whose {_code_bytes(numel)} bytes of codes do "
-            f"not fill whole {storage} numbers: set bnb_4bit_quant_storage=torch.uint8"
-        )
-    return None
-
-
 def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
     """Index of the first NaN or inf in row-major order, None where all is finite.
 
@@ -244,11 +205,11 @@ class Packer:
         self._int8 = settings.kind == "int8"
         self._unit = self.shape[-1] if self._int8 else settings.blocksize
         self._step = max(_chunk_elements(self.device, max_elements), self._unit)
-        numel = math.prod(self.shape)
-        codes = (numel,) if self._int8 else (_code_bytes(numel),)
+        self._specs = packed_tensors(self.shape, settings)
+        scales = cast(int, self._specs[SCALES if self._int8 else ABSMAX].numel)
         kind = torch.int8 if self._int8 else torch.uint8
-        self._codes = torch.empty(codes, dtype=kind, device=self.device)
-        self._scales = torch.empty(-(-numel // self._unit), dtype=torch.float32, device=self.device)
+        self._codes = torch.empty(self._specs[CODES].nbytes, dtype=kind, device=self.device)
+        self._scales = torch.empty(scales, dtype=torch.float32, device=self.device)
         self._rest = torch.empty(0, dtype=dtype, device=self.device)
         self._done = 0
 
@@ -311,7 +272,7 @@ class Packer:
         if settings.double_quant:
             offset = absmax.mean()
             absmax -= offset
-            absmax, state2 = bnb.quantize_blockwise(absmax, blocksize=_NESTED_BLOCK)
+            absmax, state2 = bnb.quantize_blockwise(absmax, blocksize=NESTED_BLOCK)
         state = bnb.QuantState(
             absmax=absmax,
             shape=self.shape,
@@ -322,10 +283,9 @@ class Packer:
             offset=offset,
             state2=state2,
         )
-        if settings.storage_dtype != torch.uint8:
-            codes = codes.view(settings.storage_dtype)
+        codes = codes.view(settings.storage_dtype).unsqueeze(1)
         return PackedWeight(
-            codes.unsqueeze(1), state, settings.kind, self.shape, self.dtype, settings.compute_dtype
+            codes, state, settings.kind, self.shape, self.dtype, settings.compute_dtype
         )
 
     def _finish_int8(self) -> PackedWeight:
@@ -360,7 +320,7 @@ def restore(
         ValueError: The tensors are no stack of this shape and these settings.
     """
     shape = torch.Size(shape)
-    tensors = {key.removeprefix("."): value for key, value in stats.items()}
+    tensors = {end.removeprefix("."): value for end, value in stats.items()}
     if settings.kind == "int8":
         scales = tensors.get("SCB")
         if scales is None or scales.numel() != shape.numel() // shape[-1] or codes.shape != shape:
@@ -377,8 +337,8 @@ def restore(
             f"the tensors are of a stack of shape {tuple(state.shape or ())} with {found}, not "
             f"{tuple(shape)} with {asked} (kind, double quantization, block size, storage dtype)"
         )
-    blocks = -(-shape.numel() // settings.blocksize)
-    if codes.nbytes != _code_bytes(shape.numel()) or state.absmax.numel() != blocks:
+    specs = packed_tensors(shape, settings)
+    if codes.nbytes != specs[CODES].nbytes or state.absmax.numel() != specs[ABSMAX].numel:
         raise ValueError(
             f"{codes.nbytes} bytes of codes and {state.absmax.numel()} blocks do not make a stack "
             f"of shape {tuple(shape)}"
@@ -458,7 +418,7 @@ def unpack_range(
 def _decode_4bit(packed: PackedWeight, first: int, last: int) -> Tensor:
     """Decode the weights [first, last) of the flattened stack, in the packed weight's own dtype."""
     block = _blocksize(packed)
-    begin, blocks = first // block, -(-last // block)
+    begin, blocks = first // block, ceil_div(last, block)
     end = min(blocks * block, packed.numel)
     codes = packed.codes.detach().view(-1).view(torch.uint8)[begin * block // 2 : (end + 1) // 2]
     absmax = _absmax(packed.state, begin, blocks)
@@ -488,7 +448,7 @@ def _absmax(state: Any, begin: int, end: int) -> Tensor:
     if not state.nested:
         return cast(Tensor, state.absmax[begin:end].float())
     outer = state.state2
-    first, last = begin // outer.blocksize, -(-end // outer.blocksize)
+    first, last = begin // outer.blocksize, ceil_div(end, outer.blocksize)
     offset = first * outer.blocksize
     absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
         state.absmax[offset : last * outer.blocksize],
@@ -512,10 +472,6 @@ def _decode_int8(packed: PackedWeight, first: int, last: int) -> Tensor:
 
 def _blocksize(packed: PackedWeight) -> int:
     return cast(int, packed.state.blocksize)
-
-
-def _code_bytes(numel: int) -> int:
-    return (numel + 1) // 2
 
 
 def _chunk_elements(device: torch.device, max_elements: int) -> int:
@@ -549,7 +505,7 @@ def _flat_chunks(weight: Tensor, step: int, unit: int) -> Iterator[Tensor]:
 def settings_of(stack: PackedWeight) -> CodecSettings:
     """How this stack was packed, so that another weight can be packed the same way."""
     if stack.kind == "int8":
-        return CodecSettings("int8", storage_dtype=torch.int8, compute_dtype=stack.compute_dtype)
+        return CodecSettings("int8", compute_dtype=stack.compute_dtype)
     state: Any = stack.state
     return CodecSettings(
         stack.kind,
@@ -572,6 +528,4 @@ __all__ = [
     "state_tensors",
     "unpack",
     "unpack_range",
-    "why_not",
-    "why_not_packed",
 ]

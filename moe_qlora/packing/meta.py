@@ -1,8 +1,9 @@
-"""moe_qlora/packing/meta.py: to be described."""
+"""Packed weights on the meta device: their tensors have shapes and no values.
+
+A plan of memory works with them, and a model on meta that is to look packed.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState
@@ -10,61 +11,67 @@ from torch import nn
 
 from ..layout import ExpertParam
 from . import parametrize
-from .codec import Int8State, PackedWeight
+from .codec import Int8State, PackedWeight, settings_of
+from .format import (
+    ABSMAX,
+    CODES,
+    NESTED_ABSMAX,
+    NESTED_BLOCK,
+    NESTED_TABLE,
+    SCALES,
+    TABLE,
+    packed_tensors,
+)
 from .settings import CodecSettings
 
 
 def blank_weight(
     shape: tuple[int, ...], dtype: torch.dtype, settings: CodecSettings
 ) -> PackedWeight:
-    """What `codec.pack` makes of a weight of this shape, on meta."""
-    numel, size = 1, torch.Size(shape)
-    for length in shape:
-        numel *= length
+    """Return what `codec.pack` makes of a weight of this shape and dtype, on meta."""
+    size = torch.Size(shape)
+    blank = {
+        end: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        for end, spec in packed_tensors(shape, settings).items()
+        if spec.shape is not None
+    }
+    codes = blank[CODES]
     if settings.kind == "int8":
-        scales = torch.empty(numel // shape[-1], dtype=torch.float32, device="meta")
-        codes = torch.empty(shape, dtype=torch.int8, device="meta")
-        return PackedWeight(codes, Int8State(scales, size, dtype), "int8", size, dtype)
-    blocks = -(-numel // settings.blocksize)
-    wide: dict[str, Any] = {"dtype": torch.float32, "device": "meta"}
+        return PackedWeight(codes, Int8State(blank[SCALES], size, dtype), "int8", size, dtype)
+    offset = nested = None
+    if settings.double_quant:
+        offset = torch.empty((), dtype=torch.float32, device="meta")
+        nested = QuantState(
+            absmax=blank[NESTED_ABSMAX],
+            code=blank[NESTED_TABLE],
+            blocksize=NESTED_BLOCK,
+            dtype=torch.float32,
+        )
     state = QuantState(
-        absmax=torch.empty(blocks, **wide),
+        absmax=blank[ABSMAX],
         shape=size,
-        code=torch.empty(16, **wide),
+        code=blank[TABLE],
         blocksize=settings.blocksize,
         quant_type=settings.kind,
         dtype=dtype,
+        offset=offset,
+        state2=nested,
     )
-    if settings.double_quant:
-        state.absmax = torch.empty(blocks, dtype=torch.uint8, device="meta")
-        state.offset = torch.empty((), **wide)
-        state.state2 = QuantState(
-            absmax=torch.empty(-(-blocks // 256), **wide),
-            code=torch.empty(256, **wide),
-            blocksize=256,
-            dtype=torch.float32,
-        )
-        state.nested = True
-    stored = settings.storage_dtype
-    codes = torch.empty((-(-((numel + 1) // 2) // stored.itemsize), 1), dtype=stored, device="meta")
     return PackedWeight(codes, state, settings.kind, size, dtype, settings.compute_dtype)
 
 
-def blank_like(stack: PackedWeight) -> nn.Parameter:
+def blank_like(packed: PackedWeight) -> nn.Parameter:
     """Return the parameter of a packed weight like this one, on meta."""
-    state = stack.state
-    settings = CodecSettings(
-        stack.kind, state.nested, stack.codes.dtype, stack.compute_dtype, state.blocksize
-    )
-    return parametrize.hold(blank_weight(tuple(stack.shape), stack.dtype, settings))
+    blank = blank_weight(tuple(packed.shape), packed.dtype, settings_of(packed))
+    return parametrize.hold(blank)
 
 
 def pack_blank(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> None:
     """Attach a blank packed weight for one expert weight of a model, under each of its names."""
     weight = model.get_parameter(param.name)
-    stack = blank_weight(tuple(weight.shape), weight.dtype, settings)
+    blank = blank_weight(tuple(weight.shape), weight.dtype, settings)
     for name in param.names:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         if not parametrize.is_packed(module, leaf):
-            parametrize.attach(module, leaf, stack)
+            parametrize.attach(module, leaf, blank)

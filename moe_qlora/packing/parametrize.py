@@ -321,18 +321,6 @@ def hold(packed: PackedWeight) -> nn.Parameter:
     return packed.owner
 
 
-def key_parts(kind: str) -> tuple[str, ...]:
-    """What follows a stack's name in the keys of a state dict: "" for the codes, then statistics.
-
-    Args:
-        kind: "nf4", "fp4" or "int8".
-    """
-    if kind == "int8":
-        return ("", ".SCB")
-    parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-    return ("", *(f".{part}" for part in parts), f".quant_state.bitsandbytes__{kind}")
-
-
 def _parameter(packed: PackedWeight) -> nn.Parameter:
     if packed.kind == "int8":
         return nn.Parameter(packed.codes, requires_grad=False)

@@ -5,25 +5,21 @@ The config is read by its attributes or keys, so that nothing here needs transfo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError
+from ..layout import dtype_name
 
+KINDS = ("nf4", "fp4", "int8")
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
-
-def _dtype(value: Any, name: str) -> torch.dtype:
-    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(
-            f"{name} is {value!r}, which is no torch dtype: give one such as torch.bfloat16."
-        )
-    return dtype
+_FLOAT_NAMES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
+_STORAGE_NAMES = {dtype_name(dtype): dtype for dtype in (torch.int8, *STORAGE_DTYPES)}
 
 
 @dataclass(frozen=True)
@@ -32,8 +28,9 @@ class CodecSettings:
 
     Attributes:
         kind: "nf4", "fp4" or "int8".
-        double_quant: Whether the 4-bit statistics are quantized as well.
+        double_quant: Whether the 4-bit statistics are quantized as well; False for int8.
         storage_dtype: The dtype that the 4-bit codes are viewed in; it holds bytes, not numbers.
+            int8 codes are always torch.int8.
         compute_dtype: What this package computes in; None leaves it to the activations. It never
             changes what a decoded tensor's dtype is.
         blocksize: Weights to a first-level block.
@@ -46,6 +43,13 @@ class CodecSettings:
     compute_dtype: torch.dtype | None = None
     blocksize: int = 64
     skip_modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}; expected one of {', '.join(KINDS)}")
+        if self.kind == "int8":
+            object.__setattr__(self, "double_quant", False)
+            object.__setattr__(self, "storage_dtype", torch.int8)
 
     @classmethod
     def from_config(cls, config: Any) -> CodecSettings:
@@ -80,42 +84,93 @@ class CodecSettings:
                 f"The quantization config asks for {asked}: set exactly one of load_in_4bit=True "
                 "and load_in_8bit=True."
             )
-        skip = get("llm_int8_skip_modules", ())
-        if isinstance(skip, str):
-            raise ConfigError(
-                f"llm_int8_skip_modules is the string {skip!r}: give a list of module names."
-            )
-        skip = tuple(skip)
-        odd = next((item for item in skip if not isinstance(item, str)), "")
-        if odd != "":
-            raise ConfigError(f"llm_int8_skip_modules holds {odd!r}: give a list of module names.")
-        if eight:
-            if get("llm_int8_has_fp16_weight", False):
-                raise ConfigError(
-                    "llm_int8_has_fp16_weight=True keeps 8-bit weights in 16 bit, so that nothing "
-                    "would be packed: set it to False."
-                )
-            return cls("int8", storage_dtype=torch.int8, skip_modules=skip)
-        kind = get("bnb_4bit_quant_type", "fp4")
-        if kind not in ("nf4", "fp4"):
-            raise ConfigError(
-                f"bnb_4bit_quant_type is {kind!r}: bitsandbytes knows 'nf4' and 'fp4'."
-            )
-        storage = _dtype(get("bnb_4bit_quant_storage", torch.uint8), "bnb_4bit_quant_storage")
-        if storage not in STORAGE_DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORAGE_DTYPES)
-            raise ConfigError(
-                f"bnb_4bit_quant_storage is {storage}: packed codes can be stored as {known}."
-            )
-        compute = _dtype(get("bnb_4bit_compute_dtype", torch.float32), "bnb_4bit_compute_dtype")
-        if compute not in FLOAT_DTYPES:
-            raise ConfigError(
-                f"bnb_4bit_compute_dtype is {compute}: give torch.bfloat16, torch.float16 or "
-                "torch.float32."
-            )
-        return cls(
-            kind, bool(get("bnb_4bit_use_double_quant", False)), storage, compute, skip_modules=skip
+        skips = _skip_modules(get("llm_int8_skip_modules", ()))
+        return _int8_settings(get, skips) if eight else _4bit_settings(get, skips)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON values, under the keys of a packed folder's manifest.
+
+        `skip_modules` are not among them: they do not say how a weight is packed.
+        """
+        compute = self.compute_dtype
+        return {
+            "kind": self.kind,
+            "double_quant": self.double_quant,
+            "blocksize": self.blocksize,
+            "storage_dtype": dtype_name(self.storage_dtype),
+            "compute_dtype": None if compute is None else dtype_name(compute),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CodecSettings:
+        """Read what `to_dict` gave; the two dtypes may be left out.
+
+        Raises:
+            KeyError: A key is missing.
+            ValueError: A value is none that `to_dict` gives.
+        """
+        kind, double, blocksize = values["kind"], values["double_quant"], values["blocksize"]
+        storage, compute = values.get("storage_dtype", "uint8"), values.get("compute_dtype")
+        if kind not in KINDS:
+            raise ValueError(f"the codec {kind!r} is unknown")
+        if type(blocksize) is not int or blocksize < 1 or not isinstance(double, bool):
+            raise ValueError(f"{values!r} is no codec")
+        if storage not in _STORAGE_NAMES or compute not in (None, *_FLOAT_NAMES):
+            raise ValueError(f"{values!r} is no codec")
+        compute_dtype = None if compute is None else _FLOAT_NAMES[compute]
+        return cls(kind, double, _STORAGE_NAMES[storage], compute_dtype, blocksize)
+
+
+def _skip_modules(patterns: Any) -> tuple[str, ...]:
+    if isinstance(patterns, str):
+        raise ConfigError(
+            f"llm_int8_skip_modules is the string {patterns!r}: give a list of module names."
         )
+    patterns = tuple(patterns)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ConfigError(
+                f"llm_int8_skip_modules holds {pattern!r}: give a list of module names."
+            )
+    return patterns
+
+
+def _int8_settings(get: Callable[..., Any], skips: tuple[str, ...]) -> CodecSettings:
+    if get("llm_int8_has_fp16_weight", False):
+        raise ConfigError(
+            "llm_int8_has_fp16_weight=True keeps 8-bit weights in 16 bit, so that nothing "
+            "would be packed: set it to False."
+        )
+    return CodecSettings("int8", skip_modules=skips)
+
+
+def _4bit_settings(get: Callable[..., Any], skips: tuple[str, ...]) -> CodecSettings:
+    kind = get("bnb_4bit_quant_type", "fp4")
+    if kind not in ("nf4", "fp4"):
+        raise ConfigError(f"bnb_4bit_quant_type is {kind!r}: bitsandbytes knows 'nf4' and 'fp4'.")
+    storage = _dtype(get("bnb_4bit_quant_storage", torch.uint8), "bnb_4bit_quant_storage")
+    if storage not in STORAGE_DTYPES:
+        known = ", ".join(map(dtype_name, STORAGE_DTYPES))
+        raise ConfigError(
+            f"bnb_4bit_quant_storage is {storage}: packed codes can be stored as {known}."
+        )
+    compute = _dtype(get("bnb_4bit_compute_dtype", torch.float32), "bnb_4bit_compute_dtype")
+    if compute not in FLOAT_DTYPES:
+        raise ConfigError(
+            f"bnb_4bit_compute_dtype is {compute}: give torch.bfloat16, torch.float16 or "
+            "torch.float32."
+        )
+    double_quant = bool(get("bnb_4bit_use_double_quant", False))
+    return CodecSettings(kind, double_quant, storage, compute, skip_modules=skips)
+
+
+def _dtype(value: Any, field: str) -> torch.dtype:
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            f"{field} is {value!r}, which is no torch dtype: give one such as torch.bfloat16."
+        )
+    return dtype
 
 
 def _refuse_method(method: Any) -> None:

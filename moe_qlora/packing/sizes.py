@@ -1,73 +1,46 @@
-"""Bytes that packed expert stacks take; pure arithmetic, free of torch.
-
-A 4-bit stack holds, for n weights in blocks of 64:
-
-    codes            ceil(n / 2)               two codes to a byte
-    absmax           4 * ceil(n / 64)          one float32 a block
-    code table       4 * 16
-    with double quantization the absmax are themselves quantized, in blocks of 256:
-    absmax           1 * ceil(n / 64)
-    nested absmax    4 * ceil(ceil(n / 64) / 256)
-    nested table     4 * 256, and 4 for the offset
-
-that is 0.5625 bytes a weight, or 0.5159 with double quantization. An 8-bit stack holds one byte a
-weight and one float32 for each row along the last dimension.
-"""
+"""Bytes of packed weights, in memory and while they are packed: arithmetic on shapes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-KINDS = ("nf4", "fp4", "int8")
+import torch
 
-_NESTED_BLOCK = 256
-_FLOAT = 4
+from .format import ABSMAX, packed_tensors
+from .settings import CodecSettings
+
+_FLOAT = torch.float32.itemsize
 
 
-def packed_nbytes(
-    shape: Sequence[int], kind: str, *, double_quant: bool = False, blocksize: int = 64
-) -> int:
-    """Bytes of one packed stack, codes, statistics and code tables together.
+def packed_nbytes(shape: Sequence[int], settings: CodecSettings) -> int:
+    """Return the bytes of a packed weight in memory: codes, statistics and code tables together.
 
     Args:
-        shape: Shape of the decoded stack.
-        kind: "nf4", "fp4" or "int8".
-        double_quant: Whether the 4-bit statistics are quantized as well; no meaning for "int8".
-        blocksize: Weights to a first-level block.
-
-    Raises:
-        ValueError: `kind` is none of these.
+        shape: Shape of the weight.
+        settings: How it is packed.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
-    numel = math.prod(shape)
-    if kind == "int8":
-        return numel + _FLOAT * (numel // shape[-1])
-    blocks = -(-numel // blocksize)
-    total = (numel + 1) // 2 + _FLOAT * 16
-    if not double_quant:
-        return total + _FLOAT * blocks
-    nested = -(-blocks // _NESTED_BLOCK)
-    return total + blocks + _FLOAT * (nested + 256 + 1)
+    offset = _FLOAT if settings.double_quant else 0
+    return offset + sum(spec.nbytes for spec in packed_tensors(shape, settings).values())
 
 
 def load_extra_nbytes(
-    shapes: Sequence[Sequence[int]], itemsize: int, kind: str, *, double_quant: bool = False
+    shapes: Sequence[Sequence[int]], itemsize: int, settings: CodecSettings
 ) -> int:
-    """Bytes that packing one module's stacks while loading needs beside their packed form.
+    """Return the bytes that packing one module's weights while loading needs beside their codes.
 
-    The largest expert's matrix in the dtype of the checkpoint, and with double quantization the
-    float32 statistics of all stacks, which are quantized in their turn once a stack is complete.
+    They are the largest expert's matrix in the checkpoint's dtype, and with double quantization the
+    float32 absmax of all weights, which are packed themselves only once a weight is complete.
 
     Args:
-        shapes: Shapes of the decoded stacks, or of a single matrix.
-        itemsize: Bytes of one weight as it comes.
-        kind: "nf4", "fp4" or "int8".
-        double_quant: Whether the 4-bit statistics are quantized as well.
+        shapes: Shapes of the fused expert weights, or of a single matrix.
+        itemsize: Bytes of one element of the checkpoint.
+        settings: How they are packed.
     """
     matrices = (math.prod(shape[1:] if len(shape) > 2 else shape) for shape in shapes)
     extra = itemsize * max(matrices, default=0)
-    if kind == "int8" or not double_quant:
+    if not settings.double_quant:
         return extra
-    return extra + sum(_FLOAT * -(-math.prod(shape) // 64) for shape in shapes)
+    return extra + sum(
+        _FLOAT * (packed_tensors(shape, settings)[ABSMAX].numel or 0) for shape in shapes
+    )

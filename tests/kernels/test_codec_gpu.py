@@ -14,10 +14,11 @@ from moe_qlora.errors import UnsupportedWeightError
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.codec import pack, unpack, unpack_range
 from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.packing.supported import why_not
 
 pytestmark = pytest.mark.gpu
 
-INT8 = CodecSettings("int8", storage_dtype=torch.int8)
+INT8 = CodecSettings("int8")
 SHAPES = [(4, 64, 128), (3, 40, 48), (600, 16, 17), (96, 80)]
 MATRIX = list(
     itertools.product(
@@ -40,7 +41,7 @@ def test_packs_and_decodes_as_bitsandbytes(
     settings = CodecSettings(kind, double, storage_dtype)
     for shape in SHAPES:
         weight = torch.randn(shape, device="cuda").to(dtype)
-        if codec.why_not(weight, settings):
+        if why_not(weight, settings):
             continue
         codes, state = bnb.quantize_4bit(
             weight, quant_type=kind, compress_statistics=double, quant_storage=storage_dtype

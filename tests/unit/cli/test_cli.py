@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfi
 import moe_qlora
 from moe_qlora.cli import render
 from moe_qlora.cli.app import run
+from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.packing.sizes import packed_nbytes
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 3, 4, 64, 32
@@ -81,7 +82,7 @@ def test_table(cli, folder):
     row = next(line for line in out.splitlines() if "gate_up_proj" in line)
     cells = [cell.strip() for cell in re.split(r"[|\u2502]", row) if cell.strip()]
     now = 2 * EXPERTS * 2 * WIDTH * HIDDEN * 2
-    packed = 2 * packed_nbytes(GATE_UP, "nf4", double_quant=True)
+    packed = 2 * packed_nbytes(GATE_UP, CodecSettings("nf4", True))
     assert cells == [
         "model.layers.*.mlp.experts.gate_up_proj",
         "2",
@@ -107,7 +108,7 @@ def test_json(cli, folder):
         f"model.layers.{layer}.mlp.experts.gate_up_proj" for layer in (1, 2)
     ]
     assert found["experts"][0]["evidence"]
-    sizes = [2 * packed_nbytes(shape, "nf4", double_quant=True) for shape in (GATE_UP, DOWN)]
+    sizes = [2 * packed_nbytes(shape, CodecSettings("nf4", True)) for shape in (GATE_UP, DOWN)]
     assert found["totals"] == {
         "parameters": 4,
         "nbytes": 2 * 2 * EXPERTS * 3 * WIDTH * HIDDEN,
@@ -171,7 +172,7 @@ def test_why(cli, folder):
 def test_settings_of_the_caller(cli, folder, arguments, kind, double):
     found = dumped(cli, folder, *arguments)
     assert found["quantization"] == {"kind": kind, "double_quant": double}
-    expected = sum(2 * packed_nbytes(s, kind, double_quant=double) for s in (GATE_UP, DOWN))
+    expected = sum(2 * packed_nbytes(s, CodecSettings(kind, double)) for s in (GATE_UP, DOWN))
     assert found["totals"]["packed_nbytes"] == expected
 
 

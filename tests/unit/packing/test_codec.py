@@ -16,8 +16,9 @@ from moe_qlora.errors import ConfigError, UnsupportedWeightError
 from moe_qlora.packing import codec
 from moe_qlora.packing.codec import pack, unpack, unpack_range
 from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.packing.supported import why_not
 
-INT8 = CodecSettings("int8", storage_dtype=torch.int8)
+INT8 = CodecSettings("int8")
 # Rows of whole blocks, of parts of blocks, of odd length; experts that straddle blocks of 64 and,
 # with double quantization, of 256 blocks; two and four dimensions; one expert.
 SHAPES = [(4, 64, 128), (3, 40, 48), (5, 7, 24), (600, 16, 17), (96, 80), (2, 3, 8, 40), (1, 8, 8)]
@@ -73,7 +74,7 @@ def test_packs_and_decodes_as_bitsandbytes(
     settings = CodecSettings(kind, double, storage)
     for shape in SHAPES:
         original = weight(shape, dtype)
-        if codec.why_not(original, settings):
+        if why_not(original, settings):
             assert (original.numel() + 1) // 2 % storage.itemsize
             continue
         codes, state = bnb.quantize_4bit(
@@ -225,7 +226,7 @@ def test_refuses_what_cannot_be_packed(
 def test_refuses_zero3_shards() -> None:
     shard = nn.Parameter(torch.zeros(2, 4, 4))
     shard.ds_id = 7  # type: ignore[attr-defined]
-    assert "ZeRO-3" in str(codec.why_not(shard, CodecSettings("nf4")))
+    assert "ZeRO-3" in str(why_not(shard, CodecSettings("nf4")))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -20,7 +20,7 @@ SETTINGS = {
     "nf4": CodecSettings("nf4", True, compute_dtype=torch.bfloat16),
     "fp4-bfloat16": CodecSettings("fp4", False, torch.bfloat16),
     "nf4-float32": CodecSettings("nf4", True, torch.float32),
-    "int8": CodecSettings("int8", storage_dtype=torch.int8),
+    "int8": CodecSettings("int8"),
 }
 
 

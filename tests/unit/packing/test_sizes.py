@@ -6,46 +6,39 @@ import pytest
 import torch
 
 from moe_qlora.memory.devices import exact_size, parse_size
-from moe_qlora.packing import sizes
 from moe_qlora.packing.codec import pack
-from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.packing.settings import KINDS, CodecSettings
+from moe_qlora.packing.sizes import load_extra_nbytes, packed_nbytes
 
 
 @pytest.mark.parametrize(
     "shape", [(1, 1, 2), (3, 5, 64), (4, 33, 31), (2, 1408, 130), (7, 3, 4, 10)]
 )
-@pytest.mark.parametrize("kind", sizes.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("double_quant", [False, True])
-def test_equals_a_packed_stack(shape, kind, double_quant):
+def test_equals_a_packed_weight(shape, kind, double_quant):
     weight = torch.randn(shape, dtype=torch.bfloat16)
-    storage = torch.int8 if kind == "int8" else torch.uint8
-    settings = CodecSettings(kind, double_quant and kind != "int8", storage_dtype=storage)
-    expected = pack(weight, settings).nbytes
-    assert sizes.packed_nbytes(shape, kind, double_quant=double_quant) == expected
+    settings = CodecSettings(kind, double_quant)
+    assert packed_nbytes(shape, settings) == pack(weight, settings).nbytes
 
 
 def test_bytes_of_a_weight():
     """0.5 + 4 / 64, and 0.5 + 1 / 64 + 4 / (64 * 256), where code tables do not count."""
     shape = (128, 1536, 2048)
     weights = 128 * 1536 * 2048
-    plain = sizes.packed_nbytes(shape, "nf4") / weights
-    nested = sizes.packed_nbytes(shape, "fp4", double_quant=True) / weights
+    plain = packed_nbytes(shape, CodecSettings("nf4")) / weights
+    nested = packed_nbytes(shape, CodecSettings("fp4", True)) / weights
     assert plain == pytest.approx(0.5625, abs=1e-6)
     assert nested == pytest.approx(0.515869, abs=1e-5)
 
 
-def test_unknown_kind():
-    with pytest.raises(ValueError, match="kind is 'nf3'; expected one of nf4, fp4, int8"):
-        sizes.packed_nbytes((2, 2, 2), "nf3")
-
-
 def test_loading_needs_one_matrix_and_the_statistics_in_flight():
     shapes = [(8, 64, 128), (8, 128, 32)]
-    assert sizes.load_extra_nbytes(shapes, 2, "nf4") == 2 * 64 * 128
+    assert load_extra_nbytes(shapes, 2, CodecSettings("nf4")) == 2 * 64 * 128
     statistics = 4 * (8 * 64 * 128 // 64 + 8 * 128 * 32 // 64)
     expected = 2 * 64 * 128 + statistics
-    assert sizes.load_extra_nbytes(shapes, 2, "fp4", double_quant=True) == expected
-    assert sizes.load_extra_nbytes([(30, 65)], 4, "int8", double_quant=True) == 4 * 30 * 65
+    assert load_extra_nbytes(shapes, 2, CodecSettings("fp4", True)) == expected
+    assert load_extra_nbytes([(30, 65)], 4, CodecSettings("int8", True)) == 4 * 30 * 65
 
 
 @pytest.mark.parametrize("nbytes", [24 << 30, 1536 << 20, 3 << 10, 1001])

@@ -1,0 +1,101 @@
+"""The format of a packed weight: the tensors that hold it, by the end of their key.
+
+It is bitsandbytes' format, as a packed Linear layer has it in a state dict. For n weights under the
+key `<name>`, where a block is 64 weights:
+
+    nf4, fp4   <name>                 storage dtype (n / 2 / itemsize, 1)   two codes in a byte
+               .absmax                float32   (n / 64,)                   one a block
+               .quant_map             float32   (16,)                       what the codes stand for
+               .quant_state.bitsandbytes__<kind>   uint8   any length       record: JSON of the rest
+      and with double quantization, which cuts the absmax into blocks of 256:
+               .absmax                uint8     (n / 64,)
+               .nested_absmax         float32   (n / 64 / 256,)
+               .nested_quant_map      float32   (256,)
+               and in the record, the offset (float32) that was taken off the absmax
+    int8       <name>                 int8      as the weight               one code a weight
+               .SCB                   float32   (rows,)                     one scale a row
+
+All divisions round up. That is 0.5625 bytes a weight in 4 bit, or 0.5159 with double quantization.
+Packing, blank weights on meta, key names, checks of folders and byte counts all follow from
+`packed_tensors`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .settings import CodecSettings
+
+CODES = ""
+ABSMAX = ".absmax"
+NESTED_ABSMAX = ".nested_absmax"
+TABLE = ".quant_map"
+NESTED_TABLE = ".nested_quant_map"
+RECORD = ".quant_state.bitsandbytes__"  # and the kind
+SCALES = ".SCB"
+NESTED_BLOCK = 256
+"""Blocks whose absmax share one second-level absmax in double quantization."""
+
+
+class TensorSpec(NamedTuple):
+    """Dtype and shape of one tensor; the shape is None for the record, whose length is open."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+
+    @property
+    def numel(self) -> int | None:
+        """Number of elements, None where it is open."""
+        return None if self.shape is None else math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes; the record, which no packed weight in memory has, counts none."""
+        return self.dtype.itemsize * (self.numel or 0)
+
+
+def packed_tensors(shape: Sequence[int], settings: CodecSettings) -> dict[str, TensorSpec]:
+    """Return the tensors of a packed weight by the end of their key, "" for the codes.
+
+    Args:
+        shape: Shape of the weight, two or more dimensions.
+        settings: How it is packed.
+    """
+    numel = math.prod(shape)
+    if settings.kind == "int8":
+        rows = numel // shape[-1]
+        return {
+            CODES: TensorSpec(torch.int8, tuple(shape)),
+            SCALES: TensorSpec(torch.float32, (rows,)),
+        }
+    blocks = ceil_div(numel, settings.blocksize)
+    storage, double = settings.storage_dtype, settings.double_quant
+    tensors = {
+        CODES: TensorSpec(storage, (ceil_div(code_nbytes(numel), storage.itemsize), 1)),
+        ABSMAX: TensorSpec(torch.uint8 if double else torch.float32, (blocks,)),
+        TABLE: TensorSpec(torch.float32, (16,)),
+        RECORD + settings.kind: TensorSpec(torch.uint8, None),
+    }
+    if double:
+        tensors[NESTED_ABSMAX] = TensorSpec(torch.float32, (ceil_div(blocks, NESTED_BLOCK),))
+        tensors[NESTED_TABLE] = TensorSpec(torch.float32, (256,))
+    return tensors
+
+
+def key_ends(settings: CodecSettings) -> tuple[str, ...]:
+    """Return what follows a packed weight's name in its keys: "" for the codes, then statistics."""
+    return tuple(packed_tensors((1, 1), settings))
+
+
+def code_nbytes(numel: int) -> int:
+    """Return the bytes of the 4-bit codes of so many weights."""
+    return ceil_div(numel, 2)
+
+
+def ceil_div(count: int, size: int) -> int:
+    """Return how many pieces of a size hold a count."""
+    return -(-count // size)

@@ -1,0 +1,106 @@
+"""The specified format against what packing, blank weights and state dicts really hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from moe_qlora.packing import meta, parametrize
+from moe_qlora.packing.codec import pack, restore, settings_of, state_tensors
+from moe_qlora.packing.format import key_ends, packed_tensors
+from moe_qlora.packing.settings import FLOAT_DTYPES, STORAGE_DTYPES, CodecSettings
+
+SETTINGS = [
+    CodecSettings("int8"),
+    *(
+        CodecSettings(kind, double, storage, torch.bfloat16)
+        for kind, double, storage in itertools.product(
+            ("nf4", "fp4"), (False, True), STORAGE_DTYPES
+        )
+    ),
+]
+# Blocks that are not full, more than one second-level block, two and four dimensions.
+SHAPES = [(3, 5, 64), (4, 34, 30), (300, 64), (2, 3, 130, 64)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_state_dict_holds_what_is_specified(
+    shape: tuple[int, ...], settings: CodecSettings
+) -> None:
+    weight = torch.randn(shape)
+    module = nn.Module()
+    parametrize.attach(module, "up", pack(weight, settings))
+    stored = {key.removeprefix("up"): tensor for key, tensor in module.state_dict().items()}
+    specs = packed_tensors(shape, settings)
+    assert stored.keys() == specs.keys() == set(key_ends(settings))
+    for end, spec in specs.items():
+        assert stored[end].dtype == spec.dtype, end
+        assert spec.shape is None or tuple(stored[end].shape) == spec.shape, end
+    codes = stored.pop("")
+    again = restore(codes, stored, shape, weight.dtype, settings)
+    assert settings_of(again) == dataclasses.replace(
+        settings, compute_dtype=None if settings.kind == "int8" else settings.compute_dtype
+    )
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_blank_weight_is_a_packed_one_without_values(settings: CodecSettings) -> None:
+    shape = (4, 96, 64)
+    packed = pack(torch.randn(shape).bfloat16(), settings)
+    blank = meta.blank_weight(shape, torch.bfloat16, settings)
+    assert settings_of(blank) == settings_of(packed)
+    assert (blank.shape, blank.dtype, blank.nbytes) == (packed.shape, packed.dtype, packed.nbytes)
+    pairs = zip(
+        (packed.codes, *state_tensors(packed.state)),
+        (blank.codes, *state_tensors(blank.state)),
+        strict=True,
+    )
+    for real, empty in pairs:
+        assert empty.is_meta
+        assert (empty.dtype, empty.shape) == (real.dtype, real.shape)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_settings_as_json_and_back(settings: CodecSettings) -> None:
+    for compute in (None, *FLOAT_DTYPES):
+        same = dataclasses.replace(settings, compute_dtype=compute, blocksize=128)
+        assert CodecSettings.from_dict(json.loads(json.dumps(same.to_dict()))) == same
+
+
+def test_keys_of_settings() -> None:
+    """A packed folder's manifest and an adapter's note are written with these."""
+    assert CodecSettings("nf4", True, torch.bfloat16, torch.float16).to_dict() == {
+        "kind": "nf4",
+        "double_quant": True,
+        "blocksize": 64,
+        "storage_dtype": "bfloat16",
+        "compute_dtype": "float16",
+    }
+    assert CodecSettings("int8").to_dict()["storage_dtype"] == "int8"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"kind": "nf3"}, "'nf3' is unknown"),
+        ({"blocksize": 0}, "no codec"),
+        ({"blocksize": True}, "no codec"),
+        ({"double_quant": 1}, "no codec"),
+        ({"storage_dtype": "nn"}, "no codec"),
+        ({"compute_dtype": "int8"}, "no codec"),
+    ],
+)
+def test_settings_that_are_none(change: dict[str, object], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        CodecSettings.from_dict(CodecSettings("nf4").to_dict() | change)
+
+
+def test_unknown_kind() -> None:
+    with pytest.raises(ValueError, match="kind is 'nf3'; expected one of nf4, fp4, int8"):
+        CodecSettings("nf3")
