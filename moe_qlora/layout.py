@@ -34,6 +34,16 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def human_bytes(count: int) -> str:
+    """Return a count of bytes in binary units: `16.8 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertParam:
     """One parameter that stacks the weight matrices of a layer's experts.

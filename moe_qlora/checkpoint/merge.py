@@ -25,7 +25,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from .. import build as checkpoint_source
 from ..errors import AdapterError, CheckpointError, ConfigError
-from ..layout import dtype_name
+from ..layout import dtype_name, human_bytes
 from ..packing import codec
 from ..packing.codec import PackedWeight
 from ..progress import Progress, reporting
@@ -64,8 +64,7 @@ class MergeReport:
     nbytes: int
 
     def __str__(self) -> str:
-        gib = self.nbytes >= 2**30
-        size = f"{self.nbytes / 2**30:.1f} GiB" if gib else f"{self.nbytes / 2**20:.1f} MiB"
+        size = human_bytes(self.nbytes)
         rounded = f"; {self.rounded} parameters rounded as in training" if self.rounded else ""
         return (
             f"{self.folder}: {self.tensors} tensors, {size}, {self.changed} of them changed by the "

@@ -24,6 +24,7 @@ from ..errors import CheckpointError, ConfigError
 from ..packing import codec as codec_
 from ..packing import parametrize
 from ..packing.codec import PackedWeight, Packer
+from ..packing.linear import is_packed_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from .reader import read_json
@@ -75,7 +76,6 @@ def from_config(model: nn.Module, config: Any) -> Rounding:
     Raises:
         ConfigError: It cannot be followed.
     """
-    from bitsandbytes.nn import Linear4bit, Linear8bitLt
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -89,7 +89,7 @@ def from_config(model: nn.Module, config: Any) -> Rounding:
     linears = {
         f"{name}.weight"
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, (Linear4bit, Linear8bitLt))
+        if is_packed_linear(module)
     }
     return Rounding(settings, frozenset(experts), frozenset(linears))
 
@@ -100,9 +100,6 @@ def from_packed(model: nn.Module) -> Rounding | None:
     Args:
         model: Without PEFT's wrappers, or with them inside.
     """
-    import bitsandbytes as bnb
-
-    linear_classes = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     stacks = {
         f"{owner}.{name}" if owner else name: parametrize.read_packed(module, name)
         for owner, module, name in parametrize.iter_packed(model)
@@ -112,7 +109,7 @@ def from_packed(model: nn.Module) -> Rounding | None:
     linears = {
         f"{name}.weight"
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, linear_classes)
+        if is_packed_linear(module)
     }
     settings = codec_.settings_of(next(iter(stacks.values())))
     return Rounding(settings, _plain(stacks), _plain(linears))

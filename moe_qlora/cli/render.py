@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from ..layout import ExpertParam, name_pattern
+from ..layout import ExpertParam, human_bytes, name_pattern
 from .findings import Findings
 
 _PIPE_WIDTH = 160
@@ -27,16 +27,6 @@ def console(color: str) -> Console:
         no_color=color == "never",
         highlight=False,
     )
-
-
-def size(count: int) -> str:
-    """Bytes in binary units: `16.8 GiB`."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def orientation(param: ExpertParam) -> str:
@@ -65,8 +55,8 @@ def show(found: Findings, out: Console, *, why: bool = False) -> None:
     out.print(_table(found))
     ratio = found.nbytes / max(found.packed_nbytes, 1)
     out.print(
-        f"{len(found.layout)} expert parameters: {size(found.nbytes)} now, "
-        f"{size(found.packed_nbytes)} packed ({ratio:.2f} times smaller)."
+        f"{len(found.layout)} expert parameters: {human_bytes(found.nbytes)} now, "
+        f"{human_bytes(found.packed_nbytes)} packed ({ratio:.2f} times smaller)."
     )
     _linear_experts(found, out)
     plain = [router.name for router in found.layout.routers if router.plain_linear]
@@ -218,8 +208,8 @@ def _table(found: Findings) -> Table:
             orientation(param),
             param.role,
             param.packed or param.dtype_name,
-            size(group.nbytes),
-            "skipped" if group.skipped else size(group.packed_nbytes),
+            human_bytes(group.nbytes),
+            "skipped" if group.skipped else human_bytes(group.packed_nbytes),
         )
     return table
 

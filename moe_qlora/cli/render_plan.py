@@ -8,11 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..layout import name_pattern
+from ..layout import human_bytes, name_pattern
 from ..memory.budget import DeviceUse
 from ..memory.devices import CONTEXT_BYTES, FRAGMENTATION
 from ..memory.report import MemoryPlan
-from .render import size
 
 _BAR = 24
 
@@ -26,21 +25,24 @@ def show(made: MemoryPlan, out: Console) -> None:
     packed = made.kind or "nothing packed"
     nested = ", double quantization" if made.double_quant else ""
     out.print(
-        f"Model: {size(made.unpacked)} unpacked, {size(made.resident)} as {packed}{nested}; "
-        f"{size(made.load_peak)} at most while loading."
+        f"Model: {human_bytes(made.unpacked)} unpacked, {human_bytes(made.resident)} as "
+        f"{packed}{nested}; {human_bytes(made.load_peak)} at most while loading."
     )
     out.print(
         f"Training {made.trained_weights:,} weights (rank {settings.rank} on "
         f"{escape(settings.targets)}, {settings.adapter_dtype}, {settings.optimizer}), "
         f"{settings.batch} x {settings.seq} tokens, "
         f"{'with' if settings.checkpointing else 'without'} gradient checkpointing: "
-        f"{size(made.peak.nbytes)} at the peak, which is {escape(made.peak.moment)}."
+        f"{human_bytes(made.peak.nbytes)} at the peak, which is {escape(made.peak.moment)}."
     )
     if made.peak.paged:
-        out.print(f"{size(made.peak.paged)} of optimizer states are in pages, and not counted.")
+        out.print(
+            f"{human_bytes(made.peak.paged)} of optimizer states are in pages, and not counted."
+        )
     out.print(
-        f"Beside its tensors a process takes about {size(made.reserve)}: {size(CONTEXT_BYTES)} of "
-        f"CUDA context, and gaps of {FRAGMENTATION:.0%} of the peak."
+        f"Beside its tensors a process takes about {human_bytes(made.reserve)}: "
+        f"{human_bytes(CONTEXT_BYTES)} of CUDA context, and gaps of "
+        f"{FRAGMENTATION:.0%} of the peak."
     )
     if made.devices:
         _devices(made, out)
@@ -54,9 +56,9 @@ def _table(made: MemoryPlan) -> Table:
     table.add_column("", no_wrap=True)
     for name, most, now in made.rows():
         share = "#" * round(_BAR * now / made.peak.nbytes)
-        table.add_row(name, size(most), size(now) if now else "-", share)
+        table.add_row(name, human_bytes(most), human_bytes(now) if now else "-", share)
     table.add_section()
-    table.add_row("sum", "", size(made.peak.nbytes), "")
+    table.add_row("sum", "", human_bytes(made.peak.nbytes), "")
     return table
 
 
@@ -69,10 +71,10 @@ def _devices(made: MemoryPlan, out: Console) -> None:
         full = f"{use.needed / use.capacity:.0%}"
         table.add_row(
             str(use.index),
-            size(use.capacity),
-            size(use.weights),
-            size(0 if use.peak is None else use.peak.nbytes),
-            f"{size(use.needed)} ({full})",
+            human_bytes(use.capacity),
+            human_bytes(use.weights),
+            human_bytes(0 if use.peak is None else use.peak.nbytes),
+            f"{human_bytes(use.needed)} ({full})",
             "[green]yes[/]" if use.fits else "[red]no[/]",
             escape(_blocks(use)),
         )
@@ -106,7 +108,7 @@ def _hints(made: MemoryPlan) -> Table:
     table.add_column("then fits")
     for hint in made.hints:
         table.add_row(
-            hint.what, hint.setting, size(hint.saves), "[green]yes[/]" if hint.fits else "no"
+            hint.what, hint.setting, human_bytes(hint.saves), "[green]yes[/]" if hint.fits else "no"
         )
     return table
 

@@ -7,8 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..checkpoint.verify import VerifyReport, WeightError
-from ..layout import name_pattern
-from .render import size
+from ..layout import human_bytes, name_pattern
 
 
 def show(report: VerifyReport, out: Console) -> None:
@@ -22,7 +21,7 @@ def show(report: VerifyReport, out: Console) -> None:
     if not report.good:
         return
     what = "plain" if report.kind == "plain" else f"packed as {report.kind}"
-    held = f"{report.tensors} tensors in {report.files} files, {size(report.nbytes)}"
+    held = f"{report.tensors} tensors in {report.files} files, {human_bytes(report.nbytes)}"
     packed = f"; {report.experts} stacks of experts, {report.linears} Linear layers packed"
     out.print(
         f"[green]{escape(str(report.folder))} is whole[/]: {what}, {held}"

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..packing import parametrize
 from ..packing.codec import unpack
+from ..packing.linear import is_packed_linear
 from . import checks
 
 BOUND_METHODS = "_moe_qlora_methods"
@@ -43,10 +44,7 @@ def clear_quantized(model: nn.Module) -> None:
 
 
 def _has_packed_linears(model: nn.Module) -> bool:
-    import bitsandbytes as bnb
-
-    linears = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
-    return any(isinstance(module, linears) for module in model.modules())
+    return any(map(is_packed_linear, model.modules()))
 
 
 def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:

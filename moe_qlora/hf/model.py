@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from ..checkpoint.save import save_pretrained
-from ..experts import checks
+from ..experts import checks, forward
 from ..experts.restore import BOUND_METHODS, dequantize
+from ..layout import ModelLayout
 from ..lora.transformers_methods import add_adapter, load_adapter
 from ..packing import parametrize
 from ..packing.codec import state_tensors
@@ -36,6 +37,31 @@ def check_method(model: nn.Module, settings: CodecSettings) -> str | None:
     if getattr(model, f"is_loaded_in_{other}", False):
         return f"it asks for load_in_{asked}, and the model is already loaded in {other}"
     return None
+
+
+def finish_packing(
+    model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
+) -> set[str]:
+    """Give a model whose experts are packed the package's experts forward, and mark it quantized.
+
+    Args:
+        model: Its experts are packed.
+        layout: Of the model.
+        config: The `BitsAndBytesConfig` or dict that they were packed with.
+        settings: The same, as read by the codec.
+
+    Returns:
+        Names of the experts modules that the package's forward serves.
+    """
+    names = []
+    for entry in layout.modules:
+        module = model.get_submodule(entry.name)
+        packed = parametrize.packed_names(module)
+        if entry.dispatches and any(not parametrize.is_foreign(module, name) for name in packed):
+            names.append(entry.name)
+    left = forward.activate(model, names)
+    mark_quantized(model, config, settings)
+    return set(names) - set(left)
 
 
 def mark_quantized(model: nn.Module, config: Any, settings: CodecSettings) -> None:

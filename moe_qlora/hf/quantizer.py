@@ -31,11 +31,10 @@ from ..checkpoint.integrity import FolderCheck
 from ..checkpoint.load_plan import LoadSpec, plan_packing, plan_reload, safetensors_files
 from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..errors import CheckpointError
-from ..experts import forward
 from ..packing import parametrize
 from ..packing.codec import pack
-from . import model as quantize_host
 from .converters import PackedConverter, PackingConverter, WholeNames
+from .model import finish_packing
 
 _MARK = "moe_qlora"
 
@@ -331,19 +330,12 @@ def finish(model: Any, plan: LoadSpec, config: Any) -> None:
             module, leaf = _owner(model, other)
             if module._parameters.get(leaf) is weight:
                 parametrize.attach(module, leaf, stack)
-    packed = {module.name for module in plan.layout.modules if _any_packed(model, module.name)}
-    dispatching = [m.name for m in plan.layout.modules if m.name in packed and m.dispatches]
-    forward.activate(model, dispatching)
-    quantize_host.mark_quantized(model, config, plan.settings)
+    finish_packing(model, plan.layout, config, plan.settings)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     module_name, _, leaf = name.rpartition(".")
     return model.get_submodule(module_name), leaf
-
-
-def _any_packed(model: nn.Module, module_name: str) -> bool:
-    return bool(parametrize.packed_names(model.get_submodule(module_name)))
 
 
 def _restore_conversions(model: Any, plan: LoadSpec) -> None:

@@ -30,6 +30,7 @@ from ..lora.config import TOP_K_NAMES
 from ..lora.model import get_peft_model
 from ..packing import parametrize
 from ..packing.codec import Int8State, PackedWeight, state_tensors
+from ..packing.linear import is_packed_linear
 from ..packing.meta import blank_like, blank_weight, pack_blank
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
@@ -137,7 +138,7 @@ def pack(model: Any, config: Any, *, linears: bool) -> Twin:
         if linears and hasattr(model, "all_tied_weights_keys"):
             _pack_linears(model, config, settings)
     names = [f"{name}.{leaf}".lstrip(".") for name, _, leaf in parametrize.iter_packed(model)]
-    found = [name for name, module in model.named_modules() if _is_packed_linear(module)]
+    found = [name for name, module in model.named_modules() if is_packed_linear(module)]
     kinds = {parametrize.read_packed(m, leaf).kind for _, m, leaf in parametrize.iter_packed(model)}
     kinds |= {_linear_kind(model.get_submodule(name)) for name in found}
     kind = next(iter(sorted(kinds)), None)
@@ -161,7 +162,7 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
     }
     replace_with_bnb_linear(model, modules_to_not_convert=skips, quantization_config=config)
     for name, module in model.named_modules():
-        if not _is_packed_linear(module):
+        if not is_packed_linear(module):
             continue
         weight, bias = before[name]
         shape = (module.out_features, module.in_features)
@@ -174,10 +175,6 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
             module.weight = packed
         else:
             module.weight = parametrize.hold(stack)
-
-
-def _is_packed_linear(module: nn.Module) -> bool:
-    return isinstance(module, (bnb_nn.Linear4bit, bnb_nn.Linear8bitLt))
 
 
 def _linear_kind(module: Any) -> str:
@@ -381,7 +378,7 @@ def _what(module: nn.Module, leaf: str, tensor: Tensor) -> tuple[str, int, int]:
         return "experts", statistics, _scratch(tuple(state.shape), state.dtype)
     if isinstance(module, parametrize.PackedInt8):
         return "statistics", 0, 0
-    if _is_packed_linear(module) and leaf == "weight":
+    if is_packed_linear(module) and leaf == "weight":
         linear: Any = module
         state = getattr(tensor, "quant_state", None)
         size = linear.in_features * linear.out_features
@@ -404,7 +401,7 @@ def _scratch(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 def is_packed(model: nn.Module) -> bool:
     """Whether experts or Linear layers of a model are packed."""
     return next(parametrize.iter_packed(model), None) is not None or any(
-        _is_packed_linear(module) for module in model.modules()
+        is_packed_linear(module) for module in model.modules()
     )
 
 

@@ -506,7 +506,7 @@ def test_a_failure_half_way_loses_nothing(where: str, monkeypatch: pytest.Monkey
         patch.setattr(target, name, failing)
         with pytest.raises(QuantizationError, match="no memory left") as caught:
             quantize_experts(model, nf4())
-    assert "after 2 of 4 stacks" in str(caught.value)
+    assert "after 2 of 4 weights" in str(caught.value)
     assert all(name in str(caught.value) for name in NAMES[:3])
     assert [f"{path}.{name}" for path, _, name in packed(model)] == NAMES[:2]
     assert_stacks(model, {n: expected[n] if n in NAMES[:2] else whole[n] for n in NAMES})

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfi
 import moe_qlora
 from moe_qlora.cli import render
 from moe_qlora.cli.app import run
+from moe_qlora.layout import human_bytes
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.packing.sizes import packed_nbytes
 
@@ -90,8 +91,8 @@ def test_table(cli, folder):
         "(E, out, in)",
         "gate_up",
         "bfloat16",
-        render.size(now),
-        render.size(packed),
+        human_bytes(now),
+        human_bytes(packed),
     ]
     assert "nf4, double quantization" in out
     assert "4 expert parameters: 96.0 KiB now" in out
