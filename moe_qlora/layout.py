@@ -29,6 +29,11 @@ def name_pattern(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
+def unwrapped_name(name: str) -> str:
+    """Return the name that a module or parameter had before adapter layers wrapped modules."""
+    return name.replace(".base_layer", "")
+
+
 def dtype_name(dtype: Any) -> str:
     """Return the name of a torch dtype as a config has it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")

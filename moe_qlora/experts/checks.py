@@ -131,7 +131,7 @@ def check(model: nn.Module, configs: dict[str, Any]) -> None:
                 wrapper: Any = wrappers.get(name)
                 if wrapper is None or adapter not in wrapper.lora_A:
                     raise AdapterError(_message(repr(adapter), name, "was not created"))
-                if getattr(wrapper, "provider", None) is None:
+                if getattr(wrapper, "lora_source", None) is None:
                     raise AdapterError(_message(repr(adapter), name, "would have no effect"))
 
 

@@ -160,7 +160,7 @@ class ExpertsHost:
         if not self.settings.pack_experts:
             return None
         from ..detection.detect import detect
-        from ..lora.targets import base_model
+        from ..lora.names import base_model
         from ..quantize import quantize_experts
 
         model = base_model(model)
@@ -239,12 +239,12 @@ class ExpertsHost:
                     "leave lora_experts out."
                 )
             return peft_model
-        from ..lora.model import connect_adapters, take_after
-        from ..lora.targets import expert_parameters
+        from ..lora.model import apply_adapted_config, connect_adapters
+        from ..lora.names import expert_parameters
 
         connect_adapters(peft_model)
         if self._adapted is not None:
-            take_after(peft_model, self._adapted)
+            apply_adapted_config(peft_model, self._adapted)
         wanted = self.settings.lora_experts
         if wanted:
             names = expert_parameters(peft_model, wanted)
@@ -326,7 +326,7 @@ def _unpacked(missed: list[ExpertParam], total: int) -> str:
 
 
 def _check_targeted(adapter: str, config: Any, names: list[str]) -> None:
-    from ..lora.targets import names_parameter
+    from ..lora.names import names_parameter
 
     asked = cast("list[str]", getattr(config, "target_parameters", None) or [])
     for name in names:

@@ -1,4 +1,8 @@
-"""moe_qlora/lora/combine.py: to be described."""
+"""Weighted sums of adapters on expert parameters (`add_weighted_adapter`), expert by expert.
+
+PEFT combines the adapters of one Linear layer. `concatenate` does that for each expert of a wrapper
+where ranks are concatenated; for the other ways `single_experts` shows PEFT one expert at a time.
+"""
 
 from __future__ import annotations
 
@@ -7,61 +11,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import layer
+from .layer import ParamWrapper
 
 
-class _SingleExpert:
-    """One expert as PEFT's SVD sees a layer: its adapters, and the delta as `(out, in)`."""
-
-    def __init__(self, wrapper: layer.ParamWrapper, expert: int) -> None:
-        self.lora_A = wrapper.lora_A
-        self.lora_embedding_A: dict[str, Any] = {}
-        # the delta is scaled already; PEFT 0.20 scales it once more
-        self.scaling = dict.fromkeys(wrapper.scaling, 1.0)
-        self._wrapper, self._expert = wrapper, expert
-
-    def get_delta_weight(self, adapter_name: str) -> Tensor:
-        a, b = expert_factors(self._wrapper, adapter_name)
-        delta: Tensor = b[self._expert] @ a[self._expert]
-        return delta * self._wrapper.scaling[adapter_name]
-
-
-def _single_experts(wrapper: layer.ParamWrapper) -> list[_SingleExpert]:
-    return [_SingleExpert(wrapper, expert) for expert in range(wrapper.num_experts)]
-
-
-def expert_factors(wrapper: layer.ParamWrapper, adapter_name: str) -> tuple[Tensor, Tensor]:
-    """`lora_A` as `(E, r, in)` and `lora_B` as `(E, out, r)`."""
-    a, b = (
-        wrapper.lora_A[adapter_name].weight.detach(),
-        wrapper.lora_B[adapter_name].weight.detach(),
-    )
-    experts = wrapper.num_experts
-    return a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
-
-
-def lora_a(parts: list[Tensor]) -> Tensor:
-    """One `(r, in)` for each expert, as PEFT stores them: `(E * r, in)`."""
-    return torch.cat(parts, dim=0).contiguous()
-
-
-def lora_b(parts: list[Tensor]) -> Tensor:
-    """One `(out, r)` for each expert, as PEFT stores them: `(out, r * E)`, expert fastest."""
-    return torch.stack(parts, dim=-1).flatten(1).contiguous()
-
-
-def _concatenate(
-    wrapper: layer.ParamWrapper, adapters: list[str], weights: list[float], adapter_name: str
+def concatenate(
+    wrapper: ParamWrapper, adapters: list[str], weights: list[float], adapter_name: str
 ) -> None:
-    """Stack the ranks within each expert; PEFT's own stacking puts adapter after adapter."""
+    """Set an adapter to the weighted sum of others by concatenating ranks within each expert.
+
+    PEFT's own concatenation puts adapter after adapter, which mixes experts.
+    """
     left, right = [], []
     for name, weight in zip(adapters, weights, strict=True):
         if name in wrapper.lora_A:
-            a, b = expert_factors(wrapper, name)
+            a, b = wrapper.expert_factors(name)
             left.append(a * (weight * wrapper.scaling[name]))
             right.append(b)
     a, b = torch.cat(left, dim=1), torch.cat(right, dim=2)
     missing = wrapper.r[adapter_name] - a.shape[1]
     a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
-    wrapper.lora_A[adapter_name].weight.data = lora_a(list(a))
-    wrapper.lora_B[adapter_name].weight.data = lora_b(list(b))
+    wrapper.lora_A[adapter_name].weight.data, wrapper.lora_B[adapter_name].weight.data = (
+        stored_factors(list(zip(a, b, strict=True)))
+    )
+
+
+def single_experts(wrapper: ParamWrapper) -> list[SingleExpert]:
+    """Return each expert of a wrapper as a layer of its own."""
+    return [SingleExpert(wrapper, expert) for expert in range(wrapper.num_experts)]
+
+
+class SingleExpert:
+    """One expert as PEFT's SVD sees a layer: its adapters, and the delta as `(out, in)`."""
+
+    def __init__(self, wrapper: ParamWrapper, expert: int) -> None:
+        self.lora_A = wrapper.lora_A
+        self.lora_embedding_A: dict[str, Any] = {}
+        # The delta is scaled already, and PEFT 0.20 scales it once more.
+        self.scaling = dict.fromkeys(wrapper.scaling, 1.0)
+        self._wrapper, self._expert = wrapper, expert
+
+    def get_delta_weight(self, adapter_name: str) -> Tensor:
+        a, b = self._wrapper.expert_factors(adapter_name)
+        delta: Tensor = b[self._expert] @ a[self._expert]
+        return delta * self._wrapper.scaling[adapter_name]
+
+
+def stored_factors(experts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return each expert's `(r, in)`, `(out, r)` as PEFT stores them: `(E r, in)`, `(out, r E)`."""
+    a, b = zip(*experts, strict=True)
+    return torch.cat(a).contiguous(), torch.stack(b, dim=-1).flatten(1).contiguous()

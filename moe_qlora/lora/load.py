@@ -1,10 +1,11 @@
-"""moe_qlora/lora/load.py: to be described."""
+"""Loading a saved adapter onto a model with packed experts."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import peft
 import torch
@@ -13,109 +14,14 @@ from safetensors import safe_open
 from torch import nn
 
 from ..errors import AdapterError
-from . import targets
 from .config import adapt, spell_exactly
-from .model import upgrade_peft_model, without_false_warning
-
-if TYPE_CHECKING:
-    from torch import nn
-
-from .model import _warn_untested
+from .model import upgrade_peft_model, warn_untested, without_false_warning
+from .names import base_model, packed_parameters
+from .rewrite import rewritten
 
 _HUB_KEYS = ("revision", "subfolder", "cache_dir", "token")
 _CREATION_KEYS = ("low_cpu_mem_usage", "autocast_adapter_dtype")
 _EXPERT_KEY = re.compile(r"\.experts\.\d+\.")
-
-
-def load(
-    model: nn.Module, adapter: str, adapter_name: str, *, is_trainable: bool, **kwargs: Any
-) -> PeftModel:
-    """See `moe_qlora.load_adapter`."""
-    base = targets.base_model(model)
-    if adapter_name in getattr(model, "peft_config", {}):
-        raise AdapterError(
-            f"adapter_name is {adapter_name!r}, which this model has already; give another."
-        )
-    hub = {key: kwargs[key] for key in _HUB_KEYS if key in kwargs}
-    creation = {key: kwargs[key] for key in _CREATION_KEYS if key in kwargs}
-    config = PeftConfig.from_pretrained(adapter, **hub)
-    config.inference_mode = not is_trainable
-    if isinstance(config, LoraConfig) and _from_v4(adapter, **hub):
-        config = targets.rewritten(base, config) or config
-    elif not targets.packed_parameters(base):
-        config = spell_exactly(base, config)
-    config = adapt(base, config)
-    kwargs.setdefault("key_mapping", getattr(base, "_checkpoint_conversion_mapping", None))
-    with without_false_warning(config):
-        wrapped: Any = model
-        if isinstance(model, PeftModel):
-            wrapped.add_adapter(adapter_name, config, **creation)
-        else:
-            wrapped = peft.get_peft_model(model, config, adapter_name=adapter_name, **creation)
-            if targets.packed_parameters(base):
-                upgrade_peft_model(wrapped)
-    if is_trainable:
-        wrapped.set_requires_grad(adapter_name)
-    try:
-        result = wrapped.load_adapter(adapter, adapter_name, is_trainable=is_trainable, **kwargs)
-    except RuntimeError as error:  # torch's list of all that has another shape
-        first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
-        raise AdapterError(
-            f"{adapter} does not fit this model: {first.rstrip('.')}; load it on the model that it "
-            "was trained on."
-        ) from error
-    if (result.missing_keys or result.unexpected_keys) and not _load_as_named(
-        wrapped, adapter, adapter_name, **hub
-    ):
-        raise AdapterError(_load_fault(adapter, result.missing_keys, result.unexpected_keys))
-    return wrapped
-
-
-def _load_as_named(model: PeftModel, adapter: str, adapter_name: str, **hub: Any) -> bool:
-    """Load a file whose names are all the model's own; False, and nothing done, where one is not.
-
-    For some model types (mistral_large4, deepseek_ocr2) PEFT 0.21 takes every name in the file for
-    one of the published checkpoint and renames it, those that it wrote itself included.
-    """
-    from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
-
-    given = load_peft_weights(adapter, device="cpu", **hub)
-    places = get_peft_model_state_dict(
-        model, adapter_name=adapter_name, save_embedding_layers=False
-    )
-    if places.keys() != given.keys() or any(
-        place.is_meta or place.shape != given[key].shape for key, place in places.items()
-    ):
-        return False
-    with torch.no_grad():
-        for key, place in places.items():
-            place.copy_(given[key])
-    return True
-
-
-def _load_fault(adapter: str, missing: list[str], unexpected: list[str]) -> str:
-    names, what = (
-        (unexpected, "has no place in this model")
-        if unexpected
-        else (missing, "is not in the file")
-    )
-    return (
-        f"{adapter} does not fit this model: {names[0]} {what} ({len(unexpected)} tensors have no "
-        f"place, "
-        f"{len(missing)} places got none); load it on the model that it was trained on."
-    )
-
-
-def _from_v4(adapter: str, **hub: Any) -> bool:
-    """Whether the file holds one LoRA for each single expert, as transformers v4 had them."""
-    from peft.utils.save_and_load import load_peft_weights
-
-    path = Path(adapter) / (hub.get("subfolder") or "") / "adapter_model.safetensors"
-    if path.exists():
-        with safe_open(path, framework="pt") as file:
-            keys = list(file.keys())
-        return any(_EXPERT_KEY.search(key) for key in keys)
-    return any(_EXPERT_KEY.search(key) for key in load_peft_weights(adapter, device="cpu", **hub))
 
 
 def load_adapter(
@@ -140,13 +46,114 @@ def load_adapter(
         **peft_kwargs: Passed on to `PeftModel.from_pretrained` or `PeftModel.load_adapter`.
 
     Raises:
-        AdapterError: tensors of the file have no place in the model, or places got no tensor.
-        ConfigError: see `adapt_lora_config`.
+        AdapterError: Tensors of the file have no place in the model, or places got no tensor.
+        ConfigError: See `adapt_lora_config`.
     """
-    _warn_untested()
-    return load(model, adapter, adapter_name, is_trainable=is_trainable, **peft_kwargs)
+    warn_untested()
+    if adapter_name in getattr(model, "peft_config", {}):
+        raise AdapterError(
+            f"adapter_name is {adapter_name!r}, which this model has already; give another."
+        )
+    base = base_model(model)
+    hub = {key: peft_kwargs[key] for key in _HUB_KEYS if key in peft_kwargs}
+    config = _read_config(base, adapter, **hub)
+    config.inference_mode = not is_trainable
+    peft_model = _add_empty_adapter(model, adapter_name, adapt(base, config), peft_kwargs)
+    if is_trainable:
+        peft_model.set_requires_grad(adapter_name)
+    peft_kwargs.setdefault("key_mapping", getattr(base, "_checkpoint_conversion_mapping", None))
+    try:
+        result = peft_model.load_adapter(
+            adapter, adapter_name, is_trainable=is_trainable, **peft_kwargs
+        )
+    except RuntimeError as error:  # torch's list of all that has another shape
+        first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
+        raise AdapterError(
+            f"{adapter} does not fit this model: {first.rstrip('.')}; load it on the model that it "
+            "was trained on."
+        ) from error
+    missing, unexpected = result.missing_keys, result.unexpected_keys
+    if (missing or unexpected) and not _load_by_own_names(peft_model, adapter, adapter_name, **hub):
+        raise misfit(adapter, missing, unexpected)
+    return peft_model
 
 
-__all__ = [
-    "load_adapter",
-]
+def misfit(
+    adapter: str | None, missing: Collection[str], unexpected: Collection[str], advice: str = ""
+) -> AdapterError:
+    """Return the error for an adapter file whose tensors and the model's places differ.
+
+    Args:
+        adapter: The folder or repository id.
+        missing: Places that got no tensor.
+        unexpected: Tensors that have no place.
+        advice: The end of the sentence, after "load it on the model that it was trained on".
+    """
+    names, fault = (
+        (unexpected, "has no place in this model")
+        if unexpected
+        else (missing, "is not in the file")
+    )
+    return AdapterError(
+        f"{adapter} does not fit this model: {next(iter(names))} {fault} ({len(unexpected)} "
+        f"tensors have no place, {len(missing)} places got none); load it on the model that it was "
+        f"trained on{advice}."
+    )
+
+
+def _read_config(base: nn.Module, adapter: str, **hub: Any) -> PeftConfig:
+    """Return the config of an adapter folder, with targets as they are on this model."""
+    config: PeftConfig = PeftConfig.from_pretrained(adapter, **hub)
+    if isinstance(config, LoraConfig) and _is_from_v4(adapter, **hub):
+        return rewritten(base, config) or config
+    return config if packed_parameters(base) else spell_exactly(base, config)
+
+
+def _is_from_v4(adapter: str, **hub: Any) -> bool:
+    """Tell whether the file holds one LoRA for each single expert, as transformers v4 had them."""
+    from peft.utils.save_and_load import load_peft_weights
+
+    path = Path(adapter) / (hub.get("subfolder") or "") / "adapter_model.safetensors"
+    if path.exists():
+        with safe_open(path, framework="pt") as file:
+            keys = list(file.keys())
+    else:
+        keys = list(load_peft_weights(adapter, device="cpu", **hub))
+    return any(_EXPERT_KEY.search(key) for key in keys)
+
+
+def _add_empty_adapter(
+    model: nn.Module, adapter_name: str, config: PeftConfig, options: dict[str, Any]
+) -> Any:
+    """Make the adapter's layers, in the order in which files name them."""
+    creation = {key: options[key] for key in _CREATION_KEYS if key in options}
+    with without_false_warning(config):
+        if isinstance(model, PeftModel):
+            model.add_adapter(adapter_name, config, **creation)
+            return model
+        peft_model = peft.get_peft_model(model, config, adapter_name=adapter_name, **creation)
+    if packed_parameters(model):
+        upgrade_peft_model(peft_model)
+    return peft_model
+
+
+def _load_by_own_names(model: PeftModel, adapter: str, adapter_name: str, **hub: Any) -> bool:
+    """Load a file whose names are all the model's own; False, and nothing done, where one is not.
+
+    For some model types (mistral_large4, deepseek_ocr2) PEFT 0.21 takes every name in the file for
+    one of the published checkpoint and renames it, those that it wrote itself included.
+    """
+    from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
+
+    tensors = load_peft_weights(adapter, device="cpu", **hub)
+    places = get_peft_model_state_dict(
+        model, adapter_name=adapter_name, save_embedding_layers=False
+    )
+    if places.keys() != tensors.keys() or any(
+        place.is_meta or place.shape != tensors[key].shape for key, place in places.items()
+    ):
+        return False
+    with torch.no_grad():
+        for key, place in places.items():
+            place.copy_(tensors[key])
+    return True

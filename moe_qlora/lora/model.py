@@ -1,4 +1,4 @@
-"""The PEFT model over packed experts: later adapters, weighted sums, merging and loading."""
+"""The PEFT model over packed experts: `get_peft_model`, and the class behind later calls."""
 
 from __future__ import annotations
 
@@ -8,30 +8,158 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import peft
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraModel as StockLoraModel
+from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..experts import restore
-from . import inject, layer, targets
-from .combine import _concatenate, _single_experts, lora_a, lora_b
-from .config import adapt
+from . import combine
+from .config import AdaptedLoraConfig, adapt, adapt_lora_config, become_adapted
+from .inject import check_connected, upgrade_wrappers
+from .layer import ParamWrapper
+from .names import names_parameter, packed_parameters
 
-if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
-    from torch import nn
+_TESTED = {"peft": ((0, 20), (0, 21)), "transformers": ((5, 20), (5, 23))}
 
-from peft import PeftConfig, PeftModel
-from peft.tuners.lora.layer import LoraLayer
-from torch import nn
+# Fields by which an adapter is known to be made from an adapted config; not target_modules, which
+# PEFT narrows to what it finds.
+_COMPARABLE = ("target_parameters", "exclude_modules")
 
-from .config import AdaptedLoraConfig, adapt_lora_config
+
+def get_peft_model(
+    model: nn.Module,
+    lora_config: PeftConfig,
+    adapter_name: str = "default",
+    *,
+    experts: bool | Collection[str] = False,
+    router: bool = False,
+    scale_expert_rank: bool | int = False,
+    **peft_kwargs: Any,
+) -> PeftModel:
+    """Make a PEFT model over packed experts: `peft.get_peft_model` with the config adapted.
+
+    Names, shapes and files are those of stock PEFT on the unpacked model. On a model without packed
+    experts this is stock PEFT with a copy of the config.
+
+        adapt_lora_config          config.py     a new config, what PEFT is told:
+        |   resolve_targets        targets.py    pure: Targets(excludes, modules, parameters, notes)
+        |   check_supported        supported.py  no DoRA, no PiSSA, ...
+        |   make_adapted           config.py     the AdaptedLoraConfig
+        v
+        peft.get_peft_model                      stock PEFT; for each parameter of packed experts:
+        |   wrap_parameter         inject.py     a ParamWrapper (layer.py), which the experts
+        v                                        forward asks for its active LoraFactors
+        upgrade_peft_model         model.py      class LoraModel: add_adapter, merge_adapter, ...
+            check_connected        inject.py     LoRA on each packed parameter has an effect
+
+    Args:
+        model: The model, changed in place as PEFT does.
+        lora_config: The caller's config; never changed.
+        adapter_name: Name of the first adapter.
+        experts: As for `adapt_lora_config`.
+        router: As for `adapt_lora_config`.
+        scale_expert_rank: As for `adapt_lora_config`.
+        **peft_kwargs: Passed on to `peft.get_peft_model` (low_cpu_mem_usage,
+            autocast_adapter_dtype, ...).
+
+    Raises:
+        ConfigError: See `adapt_lora_config`; also `mixed=True`, and a `PeftModel`.
+        AdapterError: LoRA on an expert parameter did not get connected.
+    """
+    warn_untested()
+    config = adapt_lora_config(
+        model, lora_config, experts=experts, router=router, scale_expert_rank=scale_expert_rank
+    )
+    if not packed_parameters(model):
+        return peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
+    if isinstance(model, PeftModel):
+        raise ConfigError(
+            f"model is a PeftModel with adapters ({', '.join(model.peft_config)}); for one more "
+            "call model.add_adapter(name, lora_config)."
+        )
+    if peft_kwargs.get("mixed"):
+        raise ConfigError(
+            "mixed=True combines adapter types, which packed experts cannot take; leave it out."
+        )
+    with without_false_warning(config):
+        peft_model = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
+    upgrade_peft_model(peft_model)
+    return peft_model
+
+
+def connect_adapters(model: PeftModel) -> PeftModel:
+    """Connect adapters that a host has created with stock PEFT over packed experts, in place.
+
+    For hosts that build the `LoraConfig` and the `PeftModel` themselves, given the names from
+    `target_parameters` and `exclude_modules`. Parameters, optimizer state and weights stay; the
+    order of nested wrappers, and with it the names in files, becomes that of the unpacked model.
+
+    Args:
+        model: A `PeftModel` over a model with packed experts; any other is returned as it is.
+
+    Raises:
+        AdapterError: An adapter targets a packed parameter and has no layer for it.
+    """
+    if packed_parameters(model):
+        upgrade_peft_model(model)
+    return model
+
+
+def upgrade_peft_model(model: PeftModel) -> None:
+    """Give a PEFT model over packed experts the class and wrappers that later calls need.
+
+    Raises:
+        AdapterError: LoRA on an expert parameter is not connected.
+    """
+    tuner = model.base_model
+    if not isinstance(tuner, BaseTuner):  # prompt learning leaves the model as it is
+        return
+    if type(tuner) is StockLoraModel:
+        tuner.__class__ = LoraModel
+    upgrade_wrappers(tuner.model)
+    for name, config in model.peft_config.items():
+        _check_adapter(tuner.model, name, config)
+
+
+def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
+    """Apply an adapted config to the adapters that a host made from its lists with stock PEFT.
+
+    Their files then say what the caller asked for, with the note that a merge reads, and their
+    layers get the dropout that PEFT's own layer for parameters refuses, which a host leaves at 0.
+
+    Args:
+        model: Connected already.
+        adapted: From `adapt_lora_config`; where it is no LoRA config nothing happens.
+    """
+    if not isinstance(adapted, AdaptedLoraConfig):
+        return
+    for name, config in model.peft_config.items():
+        if type(config) is not LoraConfig or not all(
+            _as_set(getattr(config, field)) == _as_set(getattr(adapted, field))
+            for field in _COMPARABLE
+        ):
+            continue
+        become_adapted(config, adapted._edits, adapted._notes, adapted._packed)
+        if adapted.lora_dropout != config.lora_dropout:
+            set_dropout(model, name, adapted.lora_dropout)
+
+
+def set_dropout(model: PeftModel, adapter: str, probability: float) -> None:
+    """Give every layer of an adapter this dropout; PEFT sets it only as it makes a layer."""
+    model.peft_config[adapter].lora_dropout = probability
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            if adapter in module.lora_A:
+                module.set_dropout(adapter, probability)
+        elif isinstance(module, LoraLayer) and adapter in module.lora_dropout:
+            module.lora_dropout[adapter] = nn.Dropout(p=probability)
 
 
 class LoraModel(StockLoraModel):
@@ -49,7 +177,7 @@ class LoraModel(StockLoraModel):
         self.peft_config[adapter_name] = config
         with without_false_warning(config):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
-        check(model, adapter_name, config)
+        _check_adapter(model, adapter_name, config)
 
     def merge_adapter(
         self,
@@ -80,7 +208,7 @@ class LoraModel(StockLoraModel):
         dtype: torch.dtype | None = None,
         repack: bool = False,
     ) -> nn.Module:
-        """The base model with the adapters merged; `dtype` and `repack` as in `merge_adapter`."""
+        """Return the base model with adapters merged; `dtype`, `repack` as in `merge_adapter`."""
         with self._merging(dtype, repack):
             merged = super().merge_and_unload(
                 progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names
@@ -90,9 +218,7 @@ class LoraModel(StockLoraModel):
 
     @contextmanager
     def _merging(self, dtype: torch.dtype | None, repack: bool) -> Iterator[None]:
-        wrappers = [
-            module for module in self.model.modules() if isinstance(module, layer.ParamWrapper)
-        ]
+        wrappers = [module for module in self.model.modules() if isinstance(module, ParamWrapper)]
         for wrapper in wrappers:
             wrapper.merge_dtype, wrapper.merge_repack = dtype, repack
         try:
@@ -109,7 +235,7 @@ class LoraModel(StockLoraModel):
         combination_type: str = "svd",
         **kwargs: Any,
     ) -> None:
-        """PEFT's own, for expert parameters as well: each expert is combined by itself."""
+        """Add the weighted sum of adapters as PEFT does, on expert parameters expert by expert."""
         if adapter_name in self.peft_config:
             return
         super().add_weighted_adapter(
@@ -117,20 +243,19 @@ class LoraModel(StockLoraModel):
         )
         if combination_type == "cat" and len(adapters) > 1:
             for module in self.model.modules():
-                if isinstance(module, layer.ParamWrapper) and adapter_name in module.lora_A:
-                    _concatenate(module, adapters, weights, adapter_name)
+                if isinstance(module, ParamWrapper) and adapter_name in module.lora_A:
+                    combine.concatenate(module, adapters, weights, adapter_name)
 
     def _check_add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> Any:
-        # PEFT refuses adapters with target_parameters here, since its own wrappers cannot combine
-        # them
+        # PEFT refuses adapters with target_parameters here, which its own wrappers cannot combine.
         configs = [self.peft_config[name] for name in adapters if name in self.peft_config]
-        kept = [config.target_parameters for config in configs]
+        parameters = [config.target_parameters for config in configs]
         for config in configs:
             config.target_parameters = None
         try:
             return super()._check_add_weighted_adapter(adapters, *args, **kwargs)
         finally:
-            for config, value in zip(configs, kept, strict=True):
+            for config, value in zip(configs, parameters, strict=True):
                 config.target_parameters = value
 
     def _svd_generalized_task_arithmetic_weighted_adapter(
@@ -143,17 +268,13 @@ class LoraModel(StockLoraModel):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        combine = super()._svd_generalized_task_arithmetic_weighted_adapter
-        if not isinstance(target, layer.ParamWrapper):
-            return cast(
-                "tuple[Tensor, Tensor]",
-                combine(combination_type, adapters, weights, new_rank, target, *args, **kwargs),
-            )
-        parts = [
-            combine(combination_type, adapters, weights, new_rank, expert, *args, **kwargs)
-            for expert in _single_experts(target)
+        combine_layer = super()._svd_generalized_task_arithmetic_weighted_adapter
+        layers = combine.single_experts(target) if isinstance(target, ParamWrapper) else [target]
+        factors = [
+            combine_layer(combination_type, adapters, weights, new_rank, one, *args, **kwargs)
+            for one in layers
         ]
-        return lora_a([a for a, _ in parts]), lora_b([b for _, b in parts])
+        return combine.stored_factors(factors) if isinstance(target, ParamWrapper) else factors[0]
 
 
 @contextmanager
@@ -167,180 +288,42 @@ def without_false_warning(config: PeftConfig) -> Iterator[None]:
         *(getattr(config, "rank_pattern", None) or ()),
         *(getattr(config, "alpha_pattern", None) or ()),
     ]
-    used = patterns and all(
+    all_match = patterns and all(
         any(re.match(rf"(.*\.)?({key})$", name) for name in parameters) for key in patterns
     )
     with warnings.catch_warnings():
-        if used:
+        if all_match:
             message = r"The following (rank|alpha)_pattern keys did not match any targeted module"
             warnings.filterwarnings("ignore", message=message, category=RuntimeWarning)
         yield
 
 
-def upgrade_peft_model(model: PeftModel) -> None:
-    """Make a PEFT model over packed experts right from here on.
-
-    Raises:
-        AdapterError: LoRA on an expert parameter is not connected.
-    """
-    tuner = model.base_model
-    if not isinstance(tuner, BaseTuner):  # prompt learning leaves the model as it is
-        return
-    if type(tuner) is StockLoraModel:
-        tuner.__class__ = LoraModel
-    inject.adopt(tuner.model)
-    for name, config in model.peft_config.items():
-        check(tuner.model, name, config)
-
-
-def check(model: nn.Module, adapter_name: str, config: PeftConfig) -> None:
-    """Raise where LoRA on a packed parameter that the config names has no effect."""
-    asked = getattr(config, "target_parameters", None) or ()
-    expected = [
-        name
-        for name in targets.packed_parameters(model)
-        if any(targets.names_parameter(one, name) for one in asked)
-    ]
-    inject.check_connected(model, adapter_name, expected)
-
-
-_TESTED = {"peft": ((0, 20), (0, 21)), "transformers": ((5, 20), (5, 23))}
-
-
-def get_peft_model(
-    model: nn.Module,
-    lora_config: PeftConfig,
-    adapter_name: str = "default",
-    *,
-    experts: bool | Collection[str] = False,
-    router: bool = False,
-    scale_expert_rank: bool | int = False,
-    **peft_kwargs: Any,
-) -> PeftModel:
-    """`peft.get_peft_model` for a model with packed experts.
-
-    Names, shapes and files are those of stock PEFT on the unpacked model. On a model without packed
-    experts this is stock PEFT with a copy of the config.
-
-    Args:
-        model: The model, changed in place as PEFT does.
-        lora_config: The caller's config; never changed.
-        adapter_name: Name of the first adapter.
-        experts: As for `adapt_lora_config`.
-        router: As for `adapt_lora_config`.
-        scale_expert_rank: As for `adapt_lora_config`.
-        **peft_kwargs: Passed on to `peft.get_peft_model` (low_cpu_mem_usage,
-            autocast_adapter_dtype, ...).
-
-    Raises:
-        ConfigError: see `adapt_lora_config`; also `mixed=True`, and a `PeftModel`.
-        AdapterError: LoRA on an expert parameter did not get connected.
-    """
-    from . import targets
-
-    _warn_untested()
-    config = adapt_lora_config(
-        model, lora_config, experts=experts, router=router, scale_expert_rank=scale_expert_rank
-    )
-    if not targets.packed_parameters(model):
-        return peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
-    if isinstance(model, peft.PeftModel):
-        raise ConfigError(
-            f"model is a PeftModel with adapters ({', '.join(model.peft_config)}); for one more "
-            "call model.add_adapter(name, lora_config)."
-        )
-    if peft_kwargs.get("mixed"):
-        raise ConfigError(
-            "mixed=True combines adapter types, which packed experts cannot take; leave it out."
-        )
-    with without_false_warning(config):
-        wrapped = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
-    upgrade_peft_model(wrapped)
-    return wrapped
-
-
-def connect_adapters(model: PeftModel) -> PeftModel:
-    """Make right what a host has created with stock PEFT over packed experts, in place.
-
-    For hosts that build the `LoraConfig` and the `PeftModel` themselves, given the names from
-    `target_parameters` and `exclude_modules`. Parameters, optimizer state and weights stay; the
-    order of nested wrappers, and with it the names in files, becomes that of the unpacked model.
-
-    Args:
-        model: A `PeftModel` over a model with packed experts; any other is returned as it is.
-
-    Raises:
-        AdapterError: An adapter targets a packed parameter and has no layer for it.
-    """
-    from . import targets
-
-    if targets.packed_parameters(model):
-        upgrade_peft_model(model)
-    return model
-
-
 @cache
-def _warn_untested() -> None:
+def warn_untested() -> None:
+    """Warn once where PEFT or transformers has a version that was not tested here."""
     for package, (low, high) in _TESTED.items():
-        found = version(package)
-        release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+        installed = version(package)
+        release = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
         if not low <= release <= high:
-            tested = f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
             warnings.warn(
-                f"{package} {found} is not one of the versions this package was tested with "
-                f"({tested}); every adapter "
-                "is still checked after it is created.",
+                f"{package} {installed} is not one of the versions this package was tested with "
+                f"({low[0]}.{low[1]} to {high[0]}.{high[1]}); every adapter is still checked after "
+                "it is created.",
                 UserWarning,
                 stacklevel=3,
             )
 
 
-# PEFT narrows target_modules to what it has found, so that these cannot be compared.
-_LISTS = ("target_parameters", "exclude_modules")
+def _check_adapter(model: nn.Module, adapter_name: str, config: PeftConfig) -> None:
+    """Raise where LoRA on a packed parameter that the config names has no effect."""
+    targets = getattr(config, "target_parameters", None) or ()
+    expected = [
+        name
+        for name in packed_parameters(model)
+        if any(names_parameter(target, name) for target in targets)
+    ]
+    check_connected(model, adapter_name, expected)
 
 
-def take_after(model: PeftModel, adapted: PeftConfig) -> None:
-    """Let every adapter of `model` that was made from `adapted`'s lists be as if made with it.
-
-    Its file then says what the caller asked for, with the note that a merge reads, and its layers
-    have the dropout that PEFT's own layer for parameters refuses, which a host leaves at 0.
-
-    Args:
-        model: Connected already.
-        adapted: From `adapt_lora_config`; where it is no LoRA config nothing happens.
-    """
-    if not isinstance(adapted, AdaptedLoraConfig):
-        return
-    for name, config in model.peft_config.items():
-        if type(config) is not LoraConfig or not _made_from(config, adapted):
-            continue
-        config.__class__ = AdaptedLoraConfig
-        config._edits = adapted._edits
-        config._reload_note, config._packed = adapted._reload_note, adapted._packed
-        if adapted.lora_dropout != config.lora_dropout:
-            set_dropout(model, name, adapted.lora_dropout)
-
-
-def _made_from(config: Any, adapted: Any) -> bool:
-    return all(_names(getattr(config, one)) == _names(getattr(adapted, one)) for one in _LISTS)
-
-
-def _names(value: Any) -> Any:
-    return value if isinstance(value, str) else frozenset(value or ())
-
-
-def set_dropout(model: PeftModel, adapter: str, probability: float) -> None:
-    """Give every layer of an adapter this dropout; PEFT sets it as it makes a layer."""
-    model.peft_config[adapter].lora_dropout = probability
-    for module in model.modules():
-        if isinstance(module, layer.ParamWrapper):
-            if adapter in module.lora_A:
-                module._set_dropout(adapter, probability)
-        elif isinstance(module, LoraLayer) and adapter in module.lora_dropout:
-            module.lora_dropout[adapter] = nn.Dropout(p=probability)
-
-
-__all__ = [
-    "connect_adapters",
-    "get_peft_model",
-]
+def _as_set(names: Any) -> Any:
+    return names if isinstance(names, str) else frozenset(names or ())

@@ -1,7 +1,8 @@
-"""moe_qlora/lora/supported.py: to be described."""
+"""What LoRA on packed experts cannot have: refused in a sentence, before PEFT sees the model."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftType
@@ -11,17 +12,17 @@ from ..detection.detect import dispatches
 from ..errors import ConfigError
 from ..packing.parametrize import read_packed
 
-# Settings that PEFT cannot apply to a stacked expert parameter, or that need the unpacked weight:
-# field, the value that leaves it off, and what to say.
+# Settings that PEFT cannot apply to an expert parameter, or that need the unpacked weight: field,
+# values that leave it off, and the reason.
 _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("use_dora", (False,), "DoRA needs the norm of each unpacked weight row"),
-    ("lora_bias", (False,), "an expert stack has no bias for LoRA to add to"),
+    ("lora_bias", (False,), "an expert weight has no bias for LoRA to add to"),
     (
         "init_lora_weights",
         (True, False, "gaussian"),
         "this initialization reads or changes the unpacked weights",
     ),
-    ("fan_in_fan_out", (False, None), "expert stacks carry their own orientation"),
+    ("fan_in_fan_out", (False, None), "expert weights carry their own orientation"),
     ("use_qalora", (False,), "QA-LoRA pools Linear inputs"),
     ("use_bdlora", (None, False), "block-diagonal LoRA is defined for Linear layers"),
     ("velora_config", (None,), "VeLoRA is defined for Linear layers"),
@@ -38,12 +39,30 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 
 
-def _is_lora(config: PeftConfig) -> bool:
-    """Whether this is LoRA, a host's own LoraConfig included; AdaLoRA's is one by class alone."""
+def is_lora(config: PeftConfig) -> bool:
+    """Tell whether this is LoRA, a host's own class included; AdaLoRA is so by class alone."""
     return isinstance(config, LoraConfig) and config.peft_type == PeftType.LORA
 
 
-def _check_modules_to_save(config: PeftConfig, packed: dict[str, nn.Module]) -> None:
+def check_type(config: Any) -> None:
+    """Refuse what is no PEFT config.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if not isinstance(config, PeftConfig):
+        raise ConfigError(
+            f"lora_config is a {type(config).__name__}: give a peft.LoraConfig, or another PEFT "
+            "config."
+        )
+
+
+def check_modules_to_save(config: PeftConfig, packed: Collection[str]) -> None:
+    """Refuse to train a module in full that holds packed experts.
+
+    Raises:
+        ConfigError: `modules_to_save` names such a module, or one around it.
+    """
     for name in packed:
         module = name.rpartition(".")[0]
         parts = module.split(".")
@@ -52,39 +71,63 @@ def _check_modules_to_save(config: PeftConfig, packed: dict[str, nn.Module]) -> 
             if any(owner == key or owner.endswith(f".{key}") for owner in owners):
                 raise ConfigError(
                     f"modules_to_save={key!r} asks to train {name} in full, which is packed and "
-                    f"stays frozen; leave "
-                    "it out, or use target_parameters to train LoRA on it."
+                    "stays frozen; leave it out, or use target_parameters to train LoRA on it."
                 )
 
 
-def _check_supported(config: LoraConfig, chosen: list[str], packed: dict[str, nn.Module]) -> None:
-    for name in chosen:
+def check_supported(
+    config: PeftConfig, experts: Collection[str], packed: Mapping[str, nn.Module]
+) -> None:
+    """Refuse settings that LoRA on packed experts cannot have.
+
+    Args:
+        config: In the caller's own spelling.
+        experts: The packed parameters that get LoRA; where there is none, everything is PEFT's
+            own business.
+        packed: Every packed parameter with the module that owns it.
+
+    Raises:
+        ConfigError: A setting is not supported, or a weight has more than three dimensions.
+    """
+    for name in experts:
         shape = tuple(read_packed(packed[name], name.rpartition(".")[2]).shape)
         if len(shape) > 3:
             raise ConfigError(
-                f"target_parameters names {name}, a stack of shape {shape}: PEFT adapts parameters "
-                "of two or three dimensions; leave it out."
+                f"target_parameters names {name}, a weight of shape {shape}: PEFT adapts "
+                "parameters of two or three dimensions; leave it out."
             )
+    first = next(iter(experts), None)
+    if first is None:
+        return
     for field, off, reason in _UNSUPPORTED:
         value = getattr(config, field, off[0])
-        if not any(
-            value is allowed or (isinstance(value, str) and value == allowed) for allowed in off
-        ):
+        # By identity: 0 is not False here, and a config object need not compare with one.
+        if not any(value is one or (isinstance(value, str) and value == one) for one in off):
             shown = value if isinstance(value, (bool, int, str)) else type(value).__name__
             raise ConfigError(
-                f"{field}={shown!r} does not work for LoRA on packed experts ({chosen[0]}): "
-                f"{reason}; unset it, or "
-                "leave the experts out of target_parameters."
+                f"{field}={shown!r} does not work for LoRA on packed experts ({first}): {reason}; "
+                "unset it, or leave the experts out of target_parameters."
             )
-    if not _is_lora(config):
+    if not is_lora(config):
         raise ConfigError(
-            f"{type(config).__name__} does not work for packed experts ({chosen[0]}); use a "
-            f"LoraConfig for them."
+            f"{type(config).__name__} does not work for packed experts ({first}); use a LoraConfig "
+            "for them."
         )
-    stuck = next((name for name in chosen if not dispatches(packed[name])), None)
-    if config.lora_dropout and stuck is not None:
+    for name in experts:
+        check_dropout(name, packed[name], getattr(config, "lora_dropout", 0.0))
+
+
+def check_dropout(name: str, module: nn.Module, probability: float) -> None:
+    """Refuse dropout where only the module's own forward runs.
+
+    Dropout belongs to the input of LoRA's product, and such a forward knows the sum W + s B A only.
+
+    Raises:
+        ConfigError: The module's class does not go through transformers' experts interface.
+    """
+    if probability and not dispatches(module):
         raise ConfigError(
-            f"lora_dropout={config.lora_dropout} does not work for {stuck} of "
-            f"{type(packed[stuck]).__name__}, whose forward multiplies by the weight itself; set "
-            "lora_dropout=0, or leave these experts out of target_parameters."
+            f"lora_dropout={probability} does not work for {name} of {type(module).__name__}, "
+            "whose forward multiplies by the weight itself; set lora_dropout=0, or leave these "
+            "experts out of target_parameters."
         )

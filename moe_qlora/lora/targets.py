@@ -1,255 +1,226 @@
-"""Names and patterns for PEFT, and its rewrite of old spellings.
+"""What PEFT is told for a model with packed experts: `resolve_targets`, and two lists for hosts.
 
-PEFT 0.20-0.21.2 knows Mixture-of-Experts checkpoints of transformers v4, where experts were Linear
-layers. For 29 model types it rewrites `target_modules` such as "all-linear", `down_proj` or any
-regex into `target_parameters` for the fused experts and the router, and the Linear layers of shared
-experts and dense blocks, which have the same leaf names, lose their LoRA. The rewrite asks each
-target `target.endswith(".down_proj")`: `ExactName`, a string that answers no, spells the full name
-of a Linear layer in a way that it leaves alone. Nothing of PEFT is patched for it.
+`resolve_targets` is pure: it reads the model and the config and changes neither. Four fields of a
+LoraConfig need its answer, each for one reason:
+
+    exclude_modules    + every packed experts module and the modules inside it, which leaf names
+                       would reach; with "all-linear" also routers that are Linear layers
+    target_modules     full names, where PEFT would rewrite the caller's spelling (rewrite.py)
+    target_parameters  full names of packed parameters: the only spelling that PEFT matches on a
+                       parametrized module
 """
 
 from __future__ import annotations
 
-import copy
-import re
-from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast, overload
 
-import torch
-from peft import PeftConfig, PeftType
-from peft.tuners.tuners_utils import (
-    BaseTunerLayer,
-    _maybe_include_all_linear_layers,
-    check_target_module_exists,
-)
+from peft import LoraConfig, PeftConfig
 from torch import nn
 
 from ..detection.detect import detect
 from ..errors import ConfigError
-from ..layout import ModelLayout
-from ..packing.parametrize import packed_names
+from ..layout import ModelLayout, Router, unwrapped_name
+from .names import (
+    Names,
+    as_names,
+    base_model,
+    expert_parameters,
+    extend,
+    find_module,
+    is_all_linear,
+    join,
+    names_parameter,
+    packed_modules,
+    packed_parameters,
+    packed_paths,
+)
+from .rewrite import ExactName, changed, exact_targets, reached_modules, rewritten
 
-if TYPE_CHECKING:
-    from peft import PeftConfig
+
+@dataclass(frozen=True)
+class Targets:
+    """What PEFT is told for one model and one config.
+
+    Attributes:
+        excludes: Value of `exclude_modules`.
+        modules: Value of `target_modules`.
+        parameters: Value of `target_parameters`.
+        notes: Sentences for whoever saves the adapter.
+        experts: The packed parameters that get LoRA, in model order.
+        written: What adapter_config.json says for these fields instead: the caller's own spelling.
+    """
+
+    excludes: str | Sequence[str] | None = None
+    modules: str | Collection[str] | None = None
+    parameters: Sequence[str] | None = None
+    notes: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    written: Mapping[str, Any] = field(default_factory=dict)
 
 
-def exclude_paths(model: nn.Module) -> list[str]:
-    """Each packed experts module's own path and those of all modules inside it."""
-    return [path for name, inner in excluded_paths(model) for path in (name, *inner) if path]
+def resolve_targets(
+    model: nn.Module,
+    config: PeftConfig | None = None,
+    *,
+    experts: bool | Collection[str] = False,
+    router: bool = False,
+) -> Targets:
+    """Work out what PEFT is told for this model.
 
-
-def expert_parameters(model: nn.Module, roles: bool | Collection[str] = True) -> list[str]:
-    """Full names of the packed expert parameters, or of those with one of these roles.
+    Args:
+        model: Any model, a `PeftModel` included; names are those of the model without adapters.
+            Where no expert is packed, only `target_modules` are spelled out.
+        config: In the caller's own spelling; None is a config that names nothing.
+        experts: Target every packed parameter, or those with one of these roles.
+        router: Target every router.
 
     Raises:
-        ConfigError: a role that no packed parameter of this model has.
+        ConfigError: A role that no packed parameter has, a value that is neither names nor a regex,
+            or parameters for an adapter type that adapts modules only.
     """
+    model = base_model(model)
     packed = packed_parameters(model)
-    if roles is True:
-        return list(packed)
-    wanted = {roles} if isinstance(roles, str) else set(roles or ())
-    found = {
-        plain_name(name): param.role
-        for param in detect(base_model(model))
-        for name in param.names
-        if plain_name(name) in packed
-    }
-    unknown = sorted(wanted - set(found.values()))
-    if unknown:
+    added = expert_parameters(model, experts) if experts and packed else []
+    paths = packed_paths(model)
+    if config is None:
+        return Targets(excludes=paths, parameters=added, experts=tuple(added))
+
+    # Routers matter only where a target could reach one.
+    matter = router or is_all_linear(config) or rewritten(model, config) is not None
+    layout = detect(model) if matter else ModelLayout()
+    asked: Any = _with_routers(model, config, layout.routers) if router else config
+    excludes = asked.exclude_modules
+    if packed:
+        if is_all_linear(asked):
+            paths += _unfit_routers(model, layout.routers, router)
+        excludes = extend("exclude_modules", excludes, paths)
+    modules, router_weights, notes = _resolve_modules(model, asked, excludes, layout)
+    named = as_names("target_parameters", getattr(asked, "target_parameters", None))
+    named = _merge(named, router_weights, added)
+    if named and not isinstance(config, LoraConfig):
         raise ConfigError(
-            f"no packed expert parameter has the role {unknown[0]!r}; this model has "
-            f"{sorted(set(found.values()))}."
+            f"{type(config).__name__} cannot adapt parameters; use a LoraConfig for "
+            "target_parameters."
         )
-    return [name for name in packed if found.get(name) in wanted]
+    parameters = _full_names(model, named, packed)
+    chosen = set(parameters)
+    return Targets(
+        excludes=excludes,
+        modules=modules,
+        parameters=parameters or getattr(asked, "target_parameters", None),
+        notes=notes,
+        experts=tuple(name for name in packed if name in chosen),
+        written=_written(asked, added),
+    )
 
 
-ALL_LINEAR = "all-linear"
-
-_BASE_LAYER = ".base_layer"
-_LEADING_FLAGS = re.compile(r"\(\?([aimsux]+)\)")
-
-
-class ExactName(str):
-    """A module's full name, which PEFT matches as it stands and never rewrites."""
-
-    __slots__ = ()
-
-    def endswith(self, *args: Any) -> bool:
-        return False
-
-
-def base_model(model: nn.Module) -> nn.Module:
-    """The model inside a `PeftModel`, any other model as it is."""
-    unwrap = getattr(model, "get_base_model", None)
-    return unwrap() if callable(unwrap) and hasattr(model, "base_model") else model
+def _with_routers(model: nn.Module, config: PeftConfig, routers: Sequence[Router]) -> PeftConfig:
+    """Return the config with every router: a plain Linear as a module, any other by its weight."""
+    asked: Any = changed(config)
+    modules = [ExactName(router.name) for router in routers if router.plain_linear]
+    weights = [
+        router.name if find_module(model, router.name) is None else f"{router.name}.weight"
+        for router in routers
+        if not router.plain_linear
+    ]
+    if modules and not is_all_linear(config):
+        targets = extend("target_modules", asked.target_modules, modules)
+        asked.target_modules = targets if isinstance(targets, str) else set(targets)
+    if weights:
+        present = getattr(asked, "target_parameters", None)
+        asked.target_parameters = _merge(present or (), weights)
+    return cast(PeftConfig, asked)
 
 
-def plain_name(name: str) -> str:
-    """The name that a module had before PEFT wrapped it."""
-    return name.replace(_BASE_LAYER, "")
+def _unfit_routers(model: nn.Module, routers: Sequence[Router], router: bool) -> list[str]:
+    """Return the Linear layers that "all-linear" reaches and that are routers.
 
-
-def packed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Each module that owns packed experts, under the name it has without adapters."""
-    for name, module in base_model(model).named_modules():
-        if packed_names(module):
-            yield plain_name(name), module
-
-
-def packed_parameters(model: nn.Module) -> dict[str, nn.Module]:
-    """Full name of each packed expert parameter (without adapters) and the module that owns it."""
-    return {
-        f"{name}.{parameter}" if name else parameter: module
-        for name, module in packed_modules(model)
-        for parameter in packed_names(module)
-    }
-
-
-def excluded_paths(model: nn.Module) -> list[tuple[str, list[str]]]:
-    """For each module with packed experts its own path, and those of all modules inside it."""
-    paths = []
-    for name, module in packed_modules(model):
-        inner = [
-            plain_name(path)
-            for path, _ in module.named_modules(prefix=name)
-            if path not in ("", name)
-        ]
-        paths.append((name, inner))
-    return paths
-
-
-def combine_patterns(setting: str, existing: str, additions: Iterable[str]) -> str:
-    """One regex for `re.fullmatch`: what `existing` or any of `additions` matches."""
-    alternatives = list(additions)
-    if not existing:
-        return "|".join(alternatives)
-    flags = _LEADING_FLAGS.match(existing)
-    group = f"(?:{existing})"
-    if (
-        flags is not None
-    ):  # `(?i)` may stand at the start of an expression only, `(?i:...)` anywhere
-        # in verbose mode a comment on the last line would swallow the bracket
-        end = "\n)" if "x" in flags[1] else ")"
-        group = f"(?{flags[1]}:{existing[flags.end() :]}{end}"
-    combined = "|".join([group, *alternatives])
-    try:
-        re.compile(combined)
-    except re.error as error:
-        raise ConfigError(
-            f"{setting}={existing!r} is no regular expression ({error}); pass a valid one, or a "
-            f"list of names."
-        ) from error
-    return combined
-
-
-def as_names(setting: str, existing: Iterable[str] | None) -> list[str]:
-    """A new list of the caller's names: sorted where the caller gave a set, each once.
-
-    Raises:
-        ConfigError: an entry is no string, or `existing` is no list, tuple or set.
+    Those that are `nn.Linear` by inheritance give two values, which LoRA's own layer cannot; plain
+    ones get LoRA where `router` asks for it. A module that shares a weight with one of them goes
+    with it (diffusion_gemma's decoder).
     """
-    if existing is None:
-        return []
-    if not isinstance(existing, (list, tuple, set, frozenset)):
-        raise ConfigError(
-            f"{setting} is a {type(existing).__name__}; expected None, a list, tuple or set of "
-            f"names, or a regex string."
-        )
-    for entry in existing:
-        if not isinstance(entry, str):
-            raise ConfigError(f"{setting} holds {entry!r}, which is no string; pass names only.")
-    names = sorted(existing) if isinstance(existing, (set, frozenset)) else existing
-    return list(dict.fromkeys(names))
-
-
-def names_parameter(target: str, name: str) -> bool:
-    """Whether PEFT takes `target` for the parameter `name`: in full, or its end after a dot."""
-    return name == target or name.endswith(f".{target}")
-
-
-def is_all_linear(config: PeftConfig) -> bool:
-    """Whether the caller asked for every Linear layer."""
-    targets = getattr(config, "target_modules", None)
-    return isinstance(targets, str) and targets.lower() == ALL_LINEAR
-
-
-def reached_modules(model: nn.Module, config: PeftConfig) -> list[str]:
-    """Modules that PEFT matches with the config as it stands, those of adapters excepted."""
-    if is_all_linear(config):
-        config = _maybe_include_all_linear_layers(copy.copy(config), model)
-    if config.target_modules is None:
-        return []
-    inside_adapter: tuple[str, ...] = ()
-    names = []
-    for name, module in model.named_modules():
-        if not name or name.startswith(inside_adapter or "\0"):
-            continue
-        if isinstance(module, BaseTunerLayer):
-            inside_adapter += (name + ".",)
-        if check_target_module_exists(config, name):
-            names.append(name)
-    return names
-
-
-def rewritten(model: nn.Module, config: PeftConfig) -> PeftConfig | None:
-    """The config as PEFT would rewrite it for this model type; None where it changes no target.
-
-    A rewrite that raises (one of two fused projections named alone) counts as one that targets
-    nothing.
-    """
-    if config.peft_type != PeftType.LORA or not hasattr(
-        getattr(model, "config", None), "model_type"
-    ):
-        return None
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # a PEFT without the rewrite
-        return None
-    probe = copy.deepcopy(config)
-    try:
-        convert_peft_config_for_transformers(probe, model=model, conversions=None)
-    except ValueError:
-        probe.target_modules, probe.target_parameters = set(), []
-        return probe
-    before = _as_comparable(config.target_modules), _as_comparable(config.target_parameters)
-    after = _as_comparable(probe.target_modules), _as_comparable(probe.target_parameters)
-    return None if before == after else probe
-
-
-def _as_comparable(targets: Any) -> Any:
-    return targets if isinstance(targets, str) else set(targets or ())
-
-
-def exact_targets(
-    model: nn.Module, config: PeftConfig, layout: ModelLayout
-) -> tuple[set[ExactName], list[str]]:
-    """What the caller's `target_modules` reach: modules by exact name, and router weights.
-
-    transformers v5 keeps most routers as a module with a bare `weight`, which PEFT adapts as a
-    parameter: the second value names those weights.
-    """
-    routers = {router.name for router in layout.routers}
-    modules: set[ExactName] = set()
-    parameters = []
-    for name in reached_modules(model, config):
-        module = model.get_submodule(name)
-        weight = getattr(module, "weight", None)
+    names = [
+        found.name
+        for found in routers
         if (
-            plain_name(name) in routers
-            and not _is_adaptable(module)
-            and isinstance(weight, torch.Tensor)
-        ):
-            parameters.append(f"{plain_name(name)}.weight")
-        else:
-            modules.add(ExactName(name))
-    return modules, parameters
+            not router
+            if found.plain_linear
+            else isinstance(find_module(model, found.name), nn.Linear)
+        )
+    ]
+    weights = {id(getattr(model.get_submodule(name), "weight", None)) for name in names}
+    tied = [
+        unwrapped_name(name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module.weight) in weights
+    ]
+    return _merge(names, tied)
 
 
-def _is_adaptable(module: nn.Module) -> bool:
-    return isinstance(module, (BaseTunerLayer, nn.Linear, nn.Embedding, nn.modules.conv._ConvNd))
+def _resolve_modules(
+    model: nn.Module, asked: Any, excludes: Any, layout: ModelLayout
+) -> tuple[str | Collection[str] | None, tuple[str, ...], tuple[str, ...]]:
+    """Return the value of `target_modules`, router weights that it reached, and notes."""
+    if not isinstance(asked, LoraConfig):
+        return asked.target_modules, (), ()
+    probe = changed(asked, exclude_modules=excludes)
+    if exact := exact_targets(model, probe, layout):
+        return exact.modules, exact.router_weights, (exact.note,) if exact.note else ()
+    if is_all_linear(asked):
+        # PEFT writes the names that the word stands for, and the caller's excludes beside them:
+        # routers that are Linear by class (phimoe, llama4, dbrx, ...) would get LoRA where the file
+        # is read. The word stays where our excludes change nothing.
+        reached = frozenset(reached_modules(model, probe))
+        if reached != frozenset(reached_modules(model, asked)):
+            return reached, (), ()
+    return asked.target_modules, (), ()
 
 
-Names: TypeAlias = "list[str] | tuple[str, ...] | set[str] | frozenset[str]"
+def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> list[str]:
+    """Spell parameters of packed modules in full, and keep the other targets as they are."""
+    if not named:
+        return []
+    # One packed parameter makes PEFT take the whole module for parametrized, so that its plain
+    # parameters need full names too.
+    beside = [
+        join(name, parameter)
+        for name, module in packed_modules(model)
+        for parameter, _ in module.named_parameters(recurse=False)
+    ]
+    known = _merge(packed, beside)
+    full = [name for name in known if any(names_parameter(target, name) for target in named)]
+    elsewhere = {
+        unwrapped_name(name)
+        for name, _ in model.named_parameters()
+        if ".parametrizations." not in name
+    }.difference(known)
+    # A target that matches nothing at all stays, so that PEFT says so.
+    kept = [
+        target
+        for target in named
+        if not any(names_parameter(target, name) for name in full)
+        or any(names_parameter(target, name) for name in elsewhere)
+    ]
+    return _merge(full, kept)
+
+
+def _written(asked: Any, added: Sequence[str]) -> dict[str, Any]:
+    """Return what the adapter's file says: the caller's spelling, and what options added."""
+    parameters = getattr(asked, "target_parameters", None)
+    written = {
+        "exclude_modules": asked.exclude_modules,
+        "target_modules": asked.target_modules,
+        "target_parameters": _merge(parameters or (), added) if added else parameters,
+    }
+    if asked.target_modules is None or is_all_linear(asked):
+        del written["target_modules"]  # PEFT writes the names that None or the word stands for
+    return written
+
+
+def _merge(*groups: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name for group in groups for name in group))
 
 
 @overload
@@ -261,7 +232,7 @@ def exclude_modules(
 def exclude_modules(
     model: nn.Module, existing: str | Names | None = None, *, routers: bool = False
 ) -> list[str] | str:
-    """What PEFT's `exclude_modules` must name so that no module target hits packed experts.
+    """Return what PEFT's `exclude_modules` must name so that no module target hits packed experts.
 
     For each packed experts module that is its own path and the path of every module inside it, in
     full, so that `mlp.shared_expert.down_proj` keeps its LoRA while
@@ -279,12 +250,10 @@ def exclude_modules(
     Raises:
         ConfigError: `existing` is no regex, or holds something else than names.
     """
-    paths = exclude_paths(model)
+    paths = list(resolve_targets(model).excludes or ())
     if paths and routers:
-        from ..detection.detect import detect
-
-        paths += [found.name for found in detect(base_model(model)).routers if found.plain_linear]
-    return _extend("exclude_modules", existing, paths)
+        paths += [one.name for one in detect(base_model(model)).routers if one.plain_linear]
+    return extend("exclude_modules", existing, paths)
 
 
 @overload
@@ -301,7 +270,7 @@ def target_parameters(
     *,
     roles: Collection[str] | None = None,
 ) -> list[str] | str:
-    """What PEFT's `target_parameters` must name to put LoRA on every packed expert parameter.
+    """Return what PEFT's `target_parameters` must name for LoRA on every packed expert parameter.
 
     These are full dotted names, as in `model.layers.0.mlp.experts.gate_up_proj`: PEFT matches them
     on packed and on unpacked models alike, whereas it finds a shorter ending on unpacked ones only.
@@ -317,24 +286,7 @@ def target_parameters(
 
     Raises:
         ConfigError: `existing` is no regex or holds something else than names, or no parameter has
-        the role.
+            the role.
     """
-    names = []
-    if packed_parameters(model):
-        names = expert_parameters(model, True if roles is None else roles)
-    return _extend("target_parameters", existing, names)
-
-
-def _extend(setting: str, existing: str | Names | None, names: list[str]) -> list[str] | str:
-
-    if isinstance(existing, str):
-        if not names:
-            return existing
-        return combine_patterns(setting, existing, [re.escape(name) for name in names])
-    return list(dict.fromkeys([*as_names(setting, existing), *names]))
-
-
-__all__ = [
-    "exclude_modules",
-    "target_parameters",
-]
+    targets = resolve_targets(model, experts=True if roles is None else roles)
+    return extend("target_parameters", existing, targets.experts)

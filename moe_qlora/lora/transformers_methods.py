@@ -2,8 +2,8 @@
 
 `AutoModelForCausalLM.from_pretrained(folder of an adapter)` loads the base model and then calls
 `model.load_adapter`. transformers hands PEFT the config as it lies in the folder, which names
-expert parameters as they are on unpacked models; the two methods here, which `quantize_host` binds
-to the model, fit it to the packed ones first. Everything else is transformers'.
+expert parameters as they are on unpacked models; the two methods here, which `hf/model.py` binds to
+the model, adapt it to the packed ones first. Everything else is transformers'.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..errors import AdapterError
+from peft import PeftConfig
+
 from .config import adapt_lora_config
+from .load import misfit
 
 
 def add_adapter(self: Any, adapter_config: Any, adapter_name: str | None = None) -> None:
-    """`PreTrainedModel.add_adapter`, LoRA on packed experts included.
+    """Add an adapter as `PreTrainedModel.add_adapter` does, LoRA on packed experts included.
 
     Raises:
         ConfigError: See `moe_qlora.adapt_lora_config`.
@@ -34,7 +36,7 @@ def load_adapter(
     load_config: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """`PreTrainedModel.load_adapter`, LoRA on packed experts included.
+    """Load an adapter as `PreTrainedModel.load_adapter` does, LoRA on packed experts included.
 
     Args:
         self: The model.
@@ -42,7 +44,7 @@ def load_adapter(
         adapter_name: Its name in the model; None is "default".
         peft_config: Its `PeftConfig`; None reads the one that lies with the weights.
         *args: As of transformers.
-        adapter_kwargs: What to find the files with: `subfolder`, `revision`, `token`, ...
+        adapter_kwargs: Where to find the files: `subfolder`, `revision`, `token`, ...
         load_config: As of transformers.
         **kwargs: As of transformers.
 
@@ -53,14 +55,12 @@ def load_adapter(
         AdapterError: Tensors of the file have no place in the model, or places got no tensor.
         ConfigError: See `moe_qlora.adapt_lora_config`.
     """
-    from peft import PeftConfig
-
     if peft_config is None and peft_model_id is not None:
-        # Given a config, transformers would not look these up any more.
-        found = load_config.download_kwargs if load_config is not None else {}
-        found = {**found, **kwargs.get("download_kwargs", {}), **(adapter_kwargs or {})}
-        kwargs["download_kwargs"] = found
-        peft_config = PeftConfig.from_pretrained(peft_model_id, **found)
+        # transformers looks these up only where it is given no config.
+        download = load_config.download_kwargs if load_config is not None else {}
+        download = {**download, **kwargs.get("download_kwargs", {}), **(adapter_kwargs or {})}
+        kwargs["download_kwargs"] = download
+        peft_config = PeftConfig.from_pretrained(peft_model_id, **download)
     if peft_config is not None:
         peft_config = adapt_lora_config(self, peft_config)
     info = type(self).load_adapter(
@@ -73,19 +73,15 @@ def load_adapter(
         load_config=load_config,
         **kwargs,
     )
-    # transformers lists other adapters' tensors as missing too
-    mine = re.compile(rf"\.{re.escape(adapter_name or 'default')}(\.|$)")
-    missing = sorted(name for name in info.missing_keys if mine.search(name))
+    # transformers lists other adapters' tensors as missing too.
+    own = re.compile(rf"\.{re.escape(adapter_name or 'default')}(\.|$)")
+    missing = sorted(name for name in info.missing_keys if own.search(name))
     unexpected = sorted(info.unexpected_keys)
     if missing or unexpected:
-        name, what = (
-            (unexpected[0], "has no place in this model")
-            if unexpected
-            else (missing[0], "is not in the file")
-        )
-        raise AdapterError(
-            f"{peft_model_id} does not fit this model: {name} {what} ({len(unexpected)} tensors "
-            f"have no place, {len(missing)} places got none); load it on the model that it was "
-            "trained on, and one from transformers v4 with moe_qlora.load_adapter."
+        raise misfit(
+            peft_model_id,
+            missing,
+            unexpected,
+            ", and one from transformers v4 with moe_qlora.load_adapter",
         )
     return info

@@ -1,9 +1,9 @@
 """A packed model that is not loaded yet, as `adapt_lora_config` needs to see it.
 
 Trainers that load the model themselves want the LoRA config first. What that config says depends on
-names alone: those of the stacks that a load with the user's `BitsAndBytesConfig` packs. So the
-model is built on the meta device, and each of these stacks gets a packed stand-in that holds
-nothing but its shape.
+names alone: those of the expert weights that a load with the user's `BitsAndBytesConfig` packs. So
+the model is built on the meta device, and each of these weights is replaced by a packed one without
+contents.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -21,13 +20,14 @@ from ..checkpoint import rounding
 from ..checkpoint.manifest import read_manifest
 from ..errors import ConfigError
 from ..packing import parametrize
-from ..packing.codec import Int8State, PackedWeight
+from ..packing.codec import PackedWeight
+from ..packing.meta import blank_weight
 
 
-def stand_in(
+def blank_packed_model(
     model: str | Path | PretrainedConfig, quantization_config: Any, *, trust_remote_code: bool
 ) -> tuple[nn.Module, rounding.Rounding]:
-    """The model on meta, packed as a load would pack it, and what is packed.
+    """Build a model on meta, packed as a load would pack it, and say what is packed.
 
     Args:
         model: A checkpoint folder, a hub id, a model type or a configuration.
@@ -62,22 +62,15 @@ def stand_in(
     if not isinstance(model, PretrainedConfig) and Path(model).is_dir():
         manifest = read_manifest(model)
         names = names if manifest is None else manifest.experts
-    # Anew: reading the settings above has replaced modules.
+    # Anew: `from_config` has replaced Linear layers.
     built: Any = build.build(source, trust_remote_code=trust_remote_code)
     built.tie_weights()
-    blanks: dict[nn.Parameter, PackedWeight] = {}  # tied stacks share one
+    blanks: dict[nn.Parameter, PackedWeight] = {}  # tied weights share one
     for name in names:
         owner, _, leaf = name.rpartition(".")
         module = built.get_submodule(owner)
-        if leaf in module._parameters:
-            weight = module._parameters[leaf]
-            parametrize.attach(module, leaf, blanks.setdefault(weight, _blank(weight)))
+        weight = module._parameters.get(leaf)
+        if weight is not None:
+            blank = blank_weight(tuple(weight.shape), weight.dtype, packed.settings)
+            parametrize.attach(module, leaf, blanks.setdefault(weight, blank))
     return built, packed
-
-
-def _blank(weight: Any) -> PackedWeight:
-    """A packed stack of this weight's shape; in 8 bit, where the codes have that shape too."""
-    codes = torch.empty(weight.shape, dtype=torch.int8, device="meta")
-    scales = torch.empty(weight.numel() // weight.shape[-1], device="meta")
-    state = Int8State(scales, weight.shape, weight.dtype)
-    return PackedWeight(codes, state, "int8", weight.shape, weight.dtype)

@@ -8,7 +8,7 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import testing
-from moe_qlora.lora import targets as peft_targets
+from moe_qlora.lora import names as lora_names
 
 BNB = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
@@ -39,6 +39,6 @@ def test_same_config(model_type):
             quantization_config=BNB,
         )
         assert said(unloaded) == said(loaded)
-        names = frozenset(peft_targets.packed_parameters(packed))
+        names = frozenset(lora_names.packed_parameters(packed))
         assert unloaded._packed.experts == names
         assert unloaded.to_dict()["target_modules"] == loaded.to_dict()["target_modules"]

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.lora.targets import ExactName
+from moe_qlora.lora.rewrite import ExactName
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -415,7 +415,7 @@ def test_stacks_of_more_dimensions_are_refused() -> None:
     toy.experts.down_proj = nn.Parameter(torch.randn(2, 3, 8, 16))
     stack = codec.pack(toy.experts.down_proj, settings.CodecSettings("nf4"))
     parametrize.attach(toy.experts, "down_proj", stack)
-    with pytest.raises(ConfigError, match=r"experts\.down_proj, a stack of shape \(2, 3, 8, 16\)"):
+    with pytest.raises(ConfigError, match=r"experts\.down_proj, a weight of shape \(2, 3, 8, 16\)"):
         moe_qlora.adapt_lora_config(toy, LoraConfig(target_parameters=["experts.down_proj"]))
 
 
@@ -424,14 +424,14 @@ def test_an_untested_version_is_named_once(monkeypatch: pytest.MonkeyPatch) -> N
 
     versions = {"peft": "0.22.0", "transformers": "5.23.0"}
     monkeypatch.setattr(ours, "version", versions.__getitem__)
-    ours._warn_untested.cache_clear()
+    ours.warn_untested.cache_clear()
     model, config = build("mixtral", packed=False), LoraConfig(target_modules=["q_proj"])
     with pytest.warns(UserWarning, match=r"peft 0\.22\.0 is not one of"):
         model = moe_qlora.get_peft_model(model, config)
     moe_qlora.get_peft_model(
         build("mixtral"), config
     )  # warnings are errors: it does not warn again
-    ours._warn_untested.cache_clear()
+    ours.warn_untested.cache_clear()
 
 
 @pytest.mark.parametrize("config", [{}, None, {"r": 8}, LoraConfig])

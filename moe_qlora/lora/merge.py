@@ -1,0 +1,77 @@
+"""Merging LoRA into packed weights, one expert at a time, and undoing it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..packing import codec, parametrize
+from ..packing.codec import PackedWeight, settings_of
+
+Product = tuple[Tensor, Tensor, float]
+"""`left` `(E, rows, r)`, `right` `(E, r, columns)` in the weight's layout, and their scaling."""
+
+
+def merged_weight(
+    packed: PackedWeight, products: Sequence[Product], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the decoded weight + the sum of the products, summed in fp32 and rounded once.
+
+    Beside the result, one expert's decoded weight is alive.
+
+    Args:
+        packed: The weight without any adapter.
+        products: On its device.
+        dtype: Of the result; None is the dtype that the weight had before packing.
+
+    Returns:
+        `packed.shape`, on its device.
+    """
+    out = torch.empty(packed.shape, dtype=dtype or packed.dtype, device=packed.device)
+    wide = torch.promote_types(packed.dtype, torch.float32)
+    with torch.no_grad():
+        products = [(left.to(wide), right.to(wide), scaling) for left, right, scaling in products]
+        if len(packed.shape) == 2:  # one matrix, whatever number of experts it stacks
+            total = codec.unpack(packed).to(wide)
+            for left, right, scaling in products:
+                total.addmm_(left[0], right[0], alpha=scaling)
+            return out.copy_(total)
+        for expert in range(packed.shape[0]):
+            total = codec.unpack_range(packed, expert, expert + 1, dtype=wide)[0]
+            for left, right, scaling in products:
+                total.addmm_(left[expert], right[expert], alpha=scaling)
+            out[expert].copy_(total)
+    return out
+
+
+def all_finite(weight: Tensor) -> bool:
+    """Tell whether no entry is NaN or inf; looks at one slice of the first dimension at a time."""
+    return all(bool(torch.isfinite(part).all()) for part in weight)
+
+
+def replace_parameter(
+    module: nn.Module, name: str, weight: Tensor, like: PackedWeight | None
+) -> None:
+    """Replace a parameter, packed or plain, by `weight`: plain, or packed the way `like` was."""
+    if parametrize.is_packed(module, name):
+        parametrize.detach(module, name, weight)
+    else:
+        module._parameters[name] = nn.Parameter(weight, requires_grad=False)
+    if like is not None:
+        parametrize.attach(module, name, codec.pack(weight, settings_of(like)))
+
+
+def restore_packed(module: nn.Module, name: str, packed: PackedWeight) -> None:
+    """Put a packed weight back, on the device where the module's parameter is now."""
+    if parametrize.is_packed(module, name):
+        device = parametrize.read_packed(module, name).device
+        parametrize.detach(module, name, torch.empty(0, device=device))
+    else:
+        device = module._parameters[name].device  # type: ignore[union-attr]
+    if packed.device != device:
+        packed.codes = packed.codes.to(device)
+        packed.state.to(device)
+        packed.owner = None
+    parametrize.attach(module, name, packed)

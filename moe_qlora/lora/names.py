@@ -1,0 +1,166 @@
+"""Names of packed experts, and the two kinds of values that PEFT matches names with.
+
+`target_modules`, `exclude_modules` and `target_parameters` hold either names, each of which matches
+full names and their ends after a dot, or one regular expression for `re.fullmatch`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from ..detection.detect import detect
+from ..errors import ConfigError
+from ..layout import unwrapped_name
+from ..packing.parametrize import packed_names
+
+Names: TypeAlias = "list[str] | tuple[str, ...] | set[str] | frozenset[str]"
+
+ALL_LINEAR = "all-linear"
+
+_LEADING_FLAGS = re.compile(r"\(\?([aimsux]+)\)")
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """Return the model inside a `PeftModel`, and any other model as it is."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) and hasattr(model, "base_model") else model
+
+
+def packed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module that owns packed experts, under the name it has without adapters."""
+    for name, module in base_model(model).named_modules():
+        if packed_names(module):
+            yield unwrapped_name(name), module
+
+
+def packed_parameters(model: nn.Module) -> dict[str, nn.Module]:
+    """Map the full name (without adapters) of each packed parameter to the module that owns it."""
+    return {
+        join(name, parameter): module
+        for name, module in packed_modules(model)
+        for parameter in packed_names(module)
+    }
+
+
+def expert_parameters(model: nn.Module, roles: bool | Collection[str] = True) -> list[str]:
+    """Return the full names of the packed parameters: of all, or of those with one of these roles.
+
+    Raises:
+        ConfigError: No packed parameter of this model has such a role.
+    """
+    packed = packed_parameters(model)
+    if roles is True:
+        return list(packed)
+    wanted = {roles} if isinstance(roles, str) else set(roles or ())
+    role_of = {
+        unwrapped_name(name): param.role
+        for param in detect(base_model(model))
+        for name in param.names
+        if unwrapped_name(name) in packed
+    }
+    unknown = sorted(wanted - set(role_of.values()))
+    if unknown:
+        raise ConfigError(
+            f"no packed expert parameter has the role {unknown[0]!r}; this model has "
+            f"{sorted(set(role_of.values()))}."
+        )
+    return [name for name in packed if role_of.get(name) in wanted]
+
+
+def packed_paths(model: nn.Module) -> list[str]:
+    """Return the path of each module with packed experts, and those of all modules inside it."""
+    return [
+        unwrapped_name(path)
+        for name, module in packed_modules(model)
+        for path, _ in module.named_modules(prefix=name)
+        if path
+    ]
+
+
+def join(module: str, parameter: str) -> str:
+    """Return the full name of a module's parameter; the model itself has the name ""."""
+    return f"{module}.{parameter}" if module else parameter
+
+
+def find_module(model: nn.Module, name: str) -> nn.Module | None:
+    """Return the module of this name; None where a bare parameter has it."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def names_parameter(target: str, name: str) -> bool:
+    """Tell whether PEFT takes `target` for this parameter: its full name, or the end of it."""
+    return name == target or name.endswith(f".{target}")
+
+
+def is_all_linear(config: Any) -> bool:
+    """Tell whether the caller asked for every Linear layer."""
+    target_modules = getattr(config, "target_modules", None)
+    return isinstance(target_modules, str) and target_modules.lower() == ALL_LINEAR
+
+
+def extend(setting: str, existing: str | Names | None, names: Iterable[str]) -> list[str] | str:
+    """Return what the caller's value of a setting or any of these names matches, as a new value.
+
+    Args:
+        setting: Its name, for messages.
+        existing: The caller's value; never changed.
+        names: Full names to add.
+
+    Returns:
+        One regex for a string, a new list for anything else.
+
+    Raises:
+        ConfigError: `existing` is no regex, or holds something else than names.
+    """
+    names = list(names)
+    if not isinstance(existing, str):
+        return list(dict.fromkeys([*as_names(setting, existing), *names]))
+    return _alternatives(setting, existing, map(re.escape, names)) if names else existing
+
+
+def as_names(setting: str, existing: Iterable[str] | None) -> list[str]:
+    """Return a new list of the caller's names, each once; a set's names are sorted.
+
+    Raises:
+        ConfigError: An entry is no string, or `existing` is no list, tuple or set.
+    """
+    if existing is None:
+        return []
+    if not isinstance(existing, (list, tuple, set, frozenset)):
+        raise ConfigError(
+            f"{setting} is a {type(existing).__name__}; expected None, a list, tuple or set of "
+            "names, or a regex string."
+        )
+    for entry in existing:
+        if not isinstance(entry, str):
+            raise ConfigError(f"{setting} holds {entry!r}, which is no string; pass names only.")
+    names = sorted(existing) if isinstance(existing, (set, frozenset)) else existing
+    return list(dict.fromkeys(names))
+
+
+def _alternatives(setting: str, existing: str, patterns: Iterable[str]) -> str:
+    """Return one regex for `re.fullmatch`: what `existing` or any of `patterns` matches."""
+    if not existing:
+        return "|".join(patterns)
+    group = f"(?:{existing})"
+    if flags := _LEADING_FLAGS.match(existing):
+        # `(?i)` may stand at the start of an expression only, `(?i:...)` anywhere; in verbose mode
+        # a comment on the last line would swallow the bracket.
+        end = "\n)" if "x" in flags[1] else ")"
+        group = f"(?{flags[1]}:{existing[flags.end() :]}{end}"
+    combined = "|".join([group, *patterns])
+    try:
+        re.compile(combined)
+    except re.error as error:
+        raise ConfigError(
+            f"{setting}={existing!r} is no regular expression ({error}); pass a valid one, or a "
+            "list of names."
+        ) from error
+    return combined

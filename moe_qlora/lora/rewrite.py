@@ -1,0 +1,164 @@
+"""PEFT's rewrite of target names, and a spelling of them that it leaves alone.
+
+PEFT 0.20 to 0.21.2 knows Mixture-of-Experts checkpoints of transformers v4, where experts were
+Linear layers. For 29 model types it rewrites `target_modules` such as "all-linear", `down_proj` or
+any regex into `target_parameters` for the fused experts and the router, and the Linear layers of
+shared experts and dense blocks, which have the same leaf names, lose their LoRA. The rewrite asks
+each target `target.endswith(".down_proj")`: `ExactName`, a string that answers no, spells the full
+name of a Linear layer in a way that PEFT matches and does not rewrite. PEFT itself is not patched.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from peft import PeftConfig, PeftType
+from peft.tuners.tuners_utils import (
+    BaseTunerLayer,
+    _maybe_include_all_linear_layers,
+    check_target_module_exists,
+)
+from torch import nn
+
+from ..layout import ModelLayout, name_pattern, unwrapped_name
+from .names import is_all_linear, names_parameter
+
+Config = TypeVar("Config", bound=PeftConfig)
+
+
+class ExactName(str):
+    """A module's full name, which PEFT matches as it stands and never rewrites."""
+
+    __slots__ = ()
+
+    def endswith(self, *args: Any) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class ExactTargets:
+    """The caller's `target_modules` in a spelling that PEFT does not rewrite.
+
+    Attributes:
+        modules: Full names of the modules that they reach.
+        router_weights: Full names of the router weights that they reach. transformers v5 keeps most
+            routers as a module with a bare `weight`, which PEFT adapts as a parameter.
+        note: One sentence where stock PEFT, given the saved config, would adapt something else, or
+            "".
+    """
+
+    modules: frozenset[ExactName]
+    router_weights: tuple[str, ...]
+    note: str
+
+
+def exact_targets(model: nn.Module, config: PeftConfig, layout: ModelLayout) -> ExactTargets | None:
+    """Return what the config's `target_modules` reach; None where PEFT would not rewrite them."""
+    if rewritten(model, config) is None:
+        return None
+    routers = {router.name for router in layout.routers}
+    modules: set[ExactName] = set()
+    router_weights = []
+    for name in reached_modules(model, config):
+        module = model.get_submodule(name)
+        weight = getattr(module, "weight", None)
+        if (
+            unwrapped_name(name) in routers
+            and not _is_adaptable(module)
+            and isinstance(weight, torch.Tensor)
+        ):
+            router_weights.append(f"{unwrapped_name(name)}.weight")
+        else:
+            modules.add(ExactName(name))
+    written = config
+    if is_all_linear(config):  # PEFT writes the names that the word stands for
+        written = changed(config, target_modules={str(name) for name in modules})
+    note = _reload_note(model, written, modules, router_weights)
+    return ExactTargets(frozenset(modules), tuple(router_weights), note)
+
+
+def rewritten(model: nn.Module, config: Config) -> Config | None:
+    """Return the config as PEFT would rewrite it for this model; None where no target changes.
+
+    A rewrite that raises (one of two fused projections named alone) counts as one that targets
+    nothing.
+    """
+    if config.peft_type != PeftType.LORA or not hasattr(
+        getattr(model, "config", None), "model_type"
+    ):
+        return None
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # a PEFT without the rewrite
+        return None
+    probe: Any = copy.deepcopy(config)
+    try:
+        convert_peft_config_for_transformers(probe, model=model, conversions=None)
+    except ValueError:
+        probe.target_modules, probe.target_parameters = set(), []
+        return cast(Config, probe)
+    same = all(
+        _as_comparable(getattr(config, field)) == _as_comparable(getattr(probe, field))
+        for field in ("target_modules", "target_parameters")
+    )
+    return None if same else cast(Config, probe)
+
+
+def reached_modules(model: nn.Module, config: Any) -> list[str]:
+    """Return the modules that PEFT matches with the config as it stands, adapters' own excepted."""
+    if is_all_linear(config):
+        config = _maybe_include_all_linear_layers(copy.copy(config), model)
+    if config.target_modules is None:
+        return []
+    inside_adapter: tuple[str, ...] = ()
+    names = []
+    for name, module in model.named_modules():
+        if not name or name.startswith(inside_adapter or "\0"):
+            continue
+        if isinstance(module, BaseTunerLayer):
+            inside_adapter += (name + ".",)
+        if check_target_module_exists(config, name):
+            names.append(name)
+    return names
+
+
+def changed(config: Config, **fields: Any) -> Config:
+    """Return a shallow copy of a config with other values of these fields."""
+    probe = copy.copy(config)
+    for field, value in fields.items():
+        setattr(probe, field, value)
+    return probe
+
+
+def _reload_note(
+    model: nn.Module, written: PeftConfig, modules: set[ExactName], router_weights: list[str]
+) -> str:
+    stock: Any = rewritten(model, written)
+    if stock is None:
+        return ""
+    added = set(stock.target_parameters or ()) - set(cast(Any, written).target_parameters or ())
+    wrong = {
+        target
+        for target in added
+        if not any(names_parameter(target, name) for name in router_weights)
+    }
+    reached = set(reached_modules(model, stock))
+    if not wrong and reached == modules:
+        return ""
+    lost = ", ".join(sorted({name_pattern(str(name)) for name in modules - reached}))
+    return (
+        "stock PEFT rewrites the target_modules of this adapter for its model type "
+        f"({cast(Any, model.config).model_type}) and would load {lost or 'its targets'} wrong; "
+        "load it with moe_qlora.load_adapter."
+    )
+
+
+def _as_comparable(value: Any) -> Any:
+    return value if isinstance(value, str) else set(value or ())
+
+
+def _is_adaptable(module: nn.Module) -> bool:
+    return isinstance(module, (BaseTunerLayer, nn.Linear, nn.Embedding, nn.modules.conv._ConvNd))
