@@ -100,6 +100,12 @@ def test_every_cell():
         assert float(last) < float(first) - 0.02
 
 
+def test_the_guide_shows_this_table():
+    guide = (ROOT / "moe_qlora/README.md").read_text(encoding="utf-8")
+    _, _, rest = guide.partition("| Scenario |")
+    assert cells(rest.partition("\n\n")[0])[2:] == TABLE
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "deepseek_v3"])
 def test_a_model_of_ones_own(tmp_path, family):
     tiny_model(family, dtype=torch.bfloat16).save_pretrained(tmp_path)
