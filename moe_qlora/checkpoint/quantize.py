@@ -32,7 +32,7 @@ from ..progress import Progress, reporting
 from . import save
 from .conversion import DiskLayout, Group
 from .integrity import open_checkpoint
-from .load_plan import LoadSpec, dtype_policy, plan_packing
+from .load_spec import LoadSpec, dtype_policy, packing_spec
 from .manifest import CONFIG, MANIFEST, Manifest, PackedEntry
 from .reader import read_header, read_json
 from .rounding import from_config
@@ -164,7 +164,7 @@ class _Job:
         self.device, self.config = device, config
         self.files = open_checkpoint(folder)
         dtype = model.dtype
-        self.plan: LoadSpec = plan_packing(model, config, dtype, None)
+        self.plan: LoadSpec = packing_spec(model, config, dtype, None)
         own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.policy = dtype_policy(model, dtype)
         # Replaces the Linear layers of the model that bitsandbytes packs.

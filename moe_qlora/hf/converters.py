@@ -1,14 +1,14 @@
-"""From tensors on disk to packed stacks, one expert at a time.
+"""Packs the checkpoint's tensors as transformers reads them, one expert at a time.
 
 transformers collects the checkpoint's tensors of one parameter in a `WeightConverter`, reads them
-all, and runs operations over them (merge E matrices to a stack, concatenate gate and up, transpose)
-before a quantizer sees the result: a whole stack in 16 bit, several times over. The converters here
-stand in the place of those. They run the very same operations, but on one expert's tensors, and
-pack what comes out before they read the next.
+all, and runs operations over them (merge E matrices into one weight, concatenate gate and up,
+transpose) before a quantizer sees the result: a whole fused weight in 16 bit, several times over.
+The converters here replace those. They run the same operations on one expert's tensors, and pack
+what comes out before they read the next.
 
     per expert on disk   one tensor of each source pattern, through the operations: `(1, out, in)`
     fused on disk        a few experts' slice of the file, through the operations: `(n, out, in)`
-    anything else        the whole stack through the operations, then packed
+    anything else        the whole weight through the operations, then packed
 
 The first two are taken only where every operation is known to treat experts apart.
 """
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from ..checkpoint.load_plan import LoadSpec
+from ..checkpoint.load_spec import LoadSpec
 from ..errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
 from ..layout import dtype_name
 from ..packing import parametrize
@@ -50,17 +50,17 @@ class Deferred:
 
 
 class PackingConverter(WeightConverter):
-    """A converter of transformers that packs the stacks of a plan while it converts.
+    """A converter of transformers that packs the weights of a spec while it converts.
 
-    For everything that the plan does not name it is the converter that it was made from.
+    For parameters that the spec does not name it does what the converter it replaces does.
     """
 
-    # The class it extends has slots; this one may hold anything.
-    plan: LoadSpec
+    # The class it extends has slots; this one has a `__dict__`.
+    spec: LoadSpec
 
     @classmethod
-    def standing_for(cls, converter: Any, plan: LoadSpec) -> PackingConverter:
-        """A converter with the patterns, scope and operations of another."""
+    def replacing(cls, converter: Any, spec: LoadSpec) -> PackingConverter:
+        """Return a converter with the patterns, scope and operations of another."""
         new = cls.__new__(cls)
         for base in type(converter).__mro__:
             for slot in getattr(base, "__slots__", ()):
@@ -68,39 +68,39 @@ class PackingConverter(WeightConverter):
                     object.__setattr__(new, slot, getattr(converter, slot))
         for name, value in getattr(converter, "__dict__", {}).items():
             object.__setattr__(new, name, value)
-        new.plan = plan
+        new.spec = spec
         return new
 
     @classmethod
-    def for_fused(cls, leaf: str, plan: LoadSpec) -> PackingConverter:
-        """A converter for stacks that lie on disk as the model holds them.
+    def for_fused(cls, leaf: str, spec: LoadSpec) -> PackingConverter:
+        """Return a converter for weights that lie on disk as the model holds them.
 
         Args:
             leaf: The end of their names, such as "experts.gate_up_proj".
-            plan: What is packed.
+            spec: What is packed.
         """
         new = cls([_whole_name(leaf)], [leaf], [Keep()])
-        new.plan = plan
+        new.spec = spec
         return new
 
     def add_tensor(
         self, target_key: str, source_key: str, source_pattern: str, future: Any
     ) -> None:
         """Note where a tensor lies, and keep transformers from reading it ahead."""
-        if self._names(target_key) & self.plan.params.keys():
-            files = self.plan.files
+        if self._names(target_key) & self.spec.params.keys():
+            files = self.spec.files
             if isinstance(future, Future) and files is not None and source_key in files:
                 future.cancel()
             future = Deferred(source_key, future)
         super().add_tensor(target_key, source_key, source_pattern, future)
 
     def convert(self, layer_name: str, model: Any = None, config: Any = None, **rest: Any) -> Any:
-        """What `WeightConverter.convert` gives, with packed parameters for the plan's stacks."""
-        if not self._names(layer_name) & self.plan.params.keys():
+        """Convert as `WeightConverter` does, with packed parameters for the spec's weights."""
+        if not self._names(layer_name) & self.spec.params.keys():
             return super().convert(layer_name, model=model, config=config, **rest)
         first = self.target_patterns[0]
         targets = {target: _filled(layer_name, first, target) for target in self.target_patterns}
-        packers = {n: StackPacker(n, self.plan) for n in targets.values() if n in self.plan.params}
+        packers = {n: WeightPacker(n, self.spec) for n in targets.values() if n in self.spec.params}
         result: dict[str, Any] = {}
         context = {"full_layer_name": layer_name, "model": model, "config": config}
         for pieces in self._pieces(layer_name, context, list(packers)):
@@ -114,7 +114,7 @@ class PackingConverter(WeightConverter):
         return result | {name: packer.finish() for name, packer in packers.items()}
 
     def _names(self, layer_name: str) -> set[str]:
-        """Full names of the parameters that are made from the tensors of `layer_name`."""
+        """Return the full names of the parameters that the tensors of `layer_name` make."""
         first = self.target_patterns[0]
         return {_filled(layer_name, first, target) for target in self.target_patterns}
 
@@ -124,12 +124,12 @@ class PackingConverter(WeightConverter):
         """Run the operations over the collected tensors, expert by expert where that can be."""
         collected: dict[str, list[Deferred]] = dict(self.collected_tensors)
         self.collected_tensors.clear()
-        reader = _Reader(self.plan, packed[0])
+        reader = _Reader(self.spec, packed[0])
         reader.expect(collected)
         steps = None
         if len(packed) == len(self.target_patterns):
-            shapes = [tuple(self.plan.params[name].shape) for name in packed]
-            steps = _steps(self.operations, collected, shapes, self.plan.files)
+            shapes = [tuple(self.spec.params[name].shape) for name in packed]
+            steps = _steps(self.operations, collected, shapes, self.spec.files)
         operations, batches = steps or (self.operations, iter([_whole(collected)]))
         for batch in batches:
             tensors: dict[str, Any]
@@ -153,19 +153,19 @@ class PackingConverter(WeightConverter):
 
 
 class PackedConverter(WeightConverter):
-    """Puts a packed stack together from its codes and statistics on disk."""
+    """Puts a packed weight together from its codes and statistics on disk."""
 
-    plan: LoadSpec
+    spec: LoadSpec
     parts: dict[str, str]
     keys: dict[str, str]
 
-    def __init__(self, leaf: str, plan: LoadSpec) -> None:
-        self.parts = {_whole_name(leaf + end): end for end in key_ends(plan.settings)}
+    def __init__(self, leaf: str, spec: LoadSpec) -> None:
+        self.parts = {_whole_name(leaf + end): end for end in key_ends(spec.settings)}
         super().__init__(list(self.parts), [leaf], [AsOnDisk()])
-        self.plan, self.keys = plan, {}
+        self.spec, self.keys = spec, {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedConverter:
-        return type(self)(self.target_patterns[0], self.plan)
+        return type(self)(self.target_patterns[0], self.spec)
 
     def add_tensor(
         self, target_key: str, source_key: str, source_pattern: str, future: Any
@@ -176,11 +176,11 @@ class PackedConverter(WeightConverter):
         super().add_tensor(target_key, source_key, source_pattern, future)
 
     def convert(self, layer_name: str, **rest: Any) -> Any:
-        """The packed parameter, under its full name."""
+        """Return the packed parameter, under its full name."""
         tensors = {self.parts[p]: t[0] for p, t in self.materialize_tensors().items()}
-        plan = self.plan
+        spec = self.spec
         codes = tensors.pop("", None)
-        if layer_name not in plan.params:
+        if layer_name not in spec.params:
             if codes is not None and not tensors and self._is_plain(layer_name, codes):
                 return {layer_name: codes}  # a layer that the user has skipped
             raise CheckpointError(
@@ -188,29 +188,29 @@ class PackedConverter(WeightConverter):
             )
         if codes is None:
             raise CheckpointError(f"{layer_name}: the checkpoint has statistics, but no codes.")
-        shape, dtype = plan.params[layer_name].shape, plan.dtypes[layer_name]
-        if codes.dtype != plan.settings.storage_dtype and plan.files is not None:
+        shape, dtype = spec.params[layer_name].shape, spec.dtypes[layer_name]
+        if codes.dtype != spec.settings.storage_dtype and spec.files is not None:
             # transformers before 5.22 casts codes that are stored as floats: read them again
-            codes = plan.files.read(self.keys[layer_name]).to(codes.device)
+            codes = spec.files.read(self.keys[layer_name]).to(codes.device)
         try:
-            packed = restore(codes, tensors, shape, dtype, plan.settings)
+            packed = restore(codes, tensors, shape, dtype, spec.settings)
         except ValueError as error:
             raise CheckpointError(f"{layer_name}: {error}.") from error
-        plan.keep(layer_name, packed)
+        spec.keep(layer_name, packed)
         return {layer_name: parametrize.hold(packed)}
 
     def _is_plain(self, name: str, tensor: Tensor) -> bool:
-        """Whether this is the stack itself, rather than codes of it."""
-        shapes = [p.shape for p in self.plan.layout.experts if name in p.names]
+        """Return whether this is the weight itself, rather than its codes."""
+        shapes = [p.shape for p in self.spec.layout.experts if name in p.names]
         return tensor.is_floating_point() and tuple(tensor.shape) in map(tuple, shapes)
 
 
-class StackPacker:
-    """Packs one stack of a plan from the pieces of it that come out of a converter."""
+class WeightPacker:
+    """Packs one weight of a spec from the pieces that come out of a converter."""
 
-    def __init__(self, name: str, plan: LoadSpec) -> None:
-        self.name, self.plan = name, plan
-        self.shape = tuple(plan.params[name].shape)
+    def __init__(self, name: str, spec: LoadSpec) -> None:
+        self.name, self.spec = name, spec
+        self.shape = tuple(spec.params[name].shape)
         self.rows = 0
         self.packer: Packer | None = None
         self.extremes: list[tuple[int, Tensor]] = []
@@ -219,7 +219,7 @@ class StackPacker:
         """Pack the next rows of the first dimension.
 
         Raises:
-            CheckpointError: The piece is of another shape than the stack's rows.
+            CheckpointError: The piece is of another shape than the weight's rows.
             UnsupportedWeightError: It is packed already, or of a dtype that cannot be.
         """
         if not piece.is_floating_point() or piece.element_size() == 1:
@@ -236,24 +236,24 @@ class StackPacker:
             )
         self.extremes.append((self.rows, torch.stack(torch.aminmax(piece))))
         if self.packer is None:
-            weights = self.plan.dtypes[self.name]
-            self.packer = Packer(self.shape, weights, piece.device, self.plan.settings)
+            weights = self.spec.dtypes[self.name]
+            self.packer = Packer(self.shape, weights, piece.device, self.spec.settings)
         self.packer.add(piece)
         self.rows += len(piece)
 
     def finish(self) -> nn.Parameter:
-        """The parameter that holds the codes; the plan has the stack.
+        """Return the parameter that holds the codes, and give the spec the packed weight.
 
         Raises:
             CheckpointError: Rows are missing.
-            NonFiniteWeightError: The stack holds NaN or inf.
+            NonFiniteWeightError: The weight holds NaN or inf.
         """
         if self.packer is None or self.rows != self.shape[0]:
             raise CheckpointError(
                 f"{self.name}: the checkpoint gives {self.rows} rows of its first dimension, the "
                 f"model's config asks for {self.shape[0]}: tensors are missing."
             )
-        # Once a stack: asking after each expert would wait for the device each time.
+        # Once a weight: asking after each expert would wait for the device each time.
         finite = torch.stack([extreme for _, extreme in self.extremes]).isfinite().all(1).tolist()
         if not all(finite):
             row = self.extremes[finite.index(False)][0]
@@ -262,7 +262,7 @@ class StackPacker:
                 "and a block with it could not be decoded: repair the checkpoint."
             )
         packed: PackedWeight = self.packer.finish()
-        self.plan.keep(self.name, packed)
+        self.spec.keep(self.name, packed)
         return parametrize.hold(packed)
 
 
@@ -270,18 +270,18 @@ class Keep(ConversionOps):
     """The operation of a tensor that lies on disk as the model holds it."""
 
     def convert(self, input_dict: dict[str, Any], **context: Any) -> dict[str, Any]:
-        """The one tensor, under its target's name."""
+        """Return the one tensor, under its target's name."""
         [value] = input_dict.values()
         return {context["target_patterns"][0]: value[0] if isinstance(value, list) else value}
 
     @property
     def reverse_op(self) -> Keep:
-        """Itself."""
+        """Return the same operation."""
         return Keep()
 
 
 class AsOnDisk(Keep):
-    """The same for packed tensors.
+    """The operation of packed tensors, which stay as they lie on disk.
 
     transformers casts no tensor of a converter that has an operation with this attribute.
     """
@@ -290,7 +290,7 @@ class AsOnDisk(Keep):
 
 
 class WholeNames(ConversionOps):
-    """An operation of bitsandbytes' Linear layers, whose keys were told apart by whole components.
+    """An operation of bitsandbytes' Linear layers whose keys match by whole components.
 
     The stock pattern "weight" also matches in the middle of `block_inject_weight.weight.absmax`,
     which is then lost, and with it the layer's statistics.
@@ -301,27 +301,27 @@ class WholeNames(ConversionOps):
         self.hf_quantizer = stock.hf_quantizer
 
     @classmethod
-    def converter(cls, theirs: Any) -> WeightConverter:
-        """A converter as `theirs`, but with patterns for whole components of a name."""
-        names = {_whole_name(pattern): pattern for pattern in theirs._original_source_patterns}
-        [stock] = theirs.operations
-        return WeightConverter(list(names), list(theirs.target_patterns), [cls(stock, names)])
+    def converter(cls, stock: Any) -> WeightConverter:
+        """Return a copy of a converter with patterns for whole components of a name."""
+        names = {_whole_name(pattern): pattern for pattern in stock._original_source_patterns}
+        [operation] = stock.operations
+        return WeightConverter(list(names), list(stock.target_patterns), [cls(operation, names)])
 
     def convert(self, input_dict: dict[str, Any], **context: Any) -> dict[str, Any]:
-        """What the stock operation gives for the same tensors under its own patterns."""
+        """Run the stock operation on the same tensors under its own patterns."""
         tensors = {self.names[pattern]: tensor for pattern, tensor in input_dict.items()}
         result: dict[str, Any] = self.stock.convert(tensors, **context)
         return result
 
 
 class _Reader:
-    """Reads tensors of one stack to its device, in the dtype it would be loaded in."""
+    """Reads tensors of one weight to its device, in the dtype it would be loaded in."""
 
-    def __init__(self, plan: LoadSpec, name: str) -> None:
-        self.files, self.dtype, self.device = plan.files, plan.dtypes[name], plan.device(name)
+    def __init__(self, spec: LoadSpec, name: str) -> None:
+        self.files, self.dtype, self.device = spec.files, spec.dtypes[name], spec.device(name)
 
     def expect(self, collected: dict[str, list[Deferred]]) -> None:
-        """Have the stack read ahead, in the order in which its experts are taken."""
+        """Read the weight ahead, in the order in which its experts are packed."""
         if self.files is not None:
             lists = zip_longest(*collected.values())
             self.files.expect([item.key for items in lists for item in items if item is not None])
@@ -334,7 +334,7 @@ class _Reader:
             return tensor
         tensor = self.files.read(item.key, start, stop)
         if not tensor.is_floating_point() or tensor.element_size() == 1:
-            return tensor  # refused, with the stack's name, by who packs it
+            return tensor  # refused by WeightPacker, with the weight's name
         return tensor.to(device=self.device, dtype=self.dtype)
 
 
@@ -347,12 +347,12 @@ def _steps(
     shapes: list[tuple[int, ...]],
     files: Any,
 ) -> tuple[Sequence[Any], Iterator[_Batch]] | None:
-    """Operations, and what to read for each step of them; None where experts cannot be told apart.
+    """Return operations, and what to read for each step; None where experts cannot be told apart.
 
     Args:
         operations: Of the converter.
         collected: Tensors by source pattern.
-        shapes: Of the stacks that come out.
+        shapes: Of the weights that come out.
         files: The checkpoint, or None.
     """
     rows = shapes[0][0]
@@ -379,7 +379,7 @@ def _whole(collected: dict[str, list[Deferred]]) -> _Batch:
 def _one_by_one(
     collected: dict[str, list[Deferred]], experts: int, groups: int
 ) -> Iterator[_Batch]:
-    """Expert by expert; where the lists hold several stacks one after the other, one of each."""
+    """Yield one expert of each list; of lists that hold several weights in turn, one of each."""
     for expert in range(experts):
         places = [expert + experts * group for group in range(groups)]
         yield {
@@ -395,14 +395,14 @@ def _slices(collected: dict[str, list[Deferred]], rows: int, nbytes: int) -> Ite
 
 
 def _name(operation: Any) -> str:
-    """The operation's class where transformers defines it, "" where somebody else does."""
+    """Return the operation's class name where transformers or this file defines it, else ""."""
     cls = type(operation)
-    ours = cls is Keep or cls.__module__ == "transformers.core_model_loading"
-    return cls.__name__ if ours else ""
+    known = cls is Keep or cls.__module__ == "transformers.core_model_loading"
+    return cls.__name__ if known else ""
 
 
 def _groups(operations: Sequence[Any], targets: int) -> int | None:
-    """How many stacks one list of per-expert tensors holds; None for what is not that."""
+    """Return how many weights one list of per-expert tensors holds; None if it is no such list."""
     first, *others = operations
     kind = _name(first)
     if kind == "MergeModulelist" and first.dim == 0 and all(map(_keeps_rows, others)):
@@ -415,7 +415,7 @@ def _groups(operations: Sequence[Any], targets: int) -> int | None:
 def _by_rows(
     operations: Sequence[Any], shape: tuple[int, ...], target: tuple[int, ...]
 ) -> Sequence[Any] | None:
-    """Operations that give for a slice of rows the same slice of the result; None if none do."""
+    """Return operations that make a slice of rows of the same slice; None if none do."""
     if len(operations) == 1 and getattr(operations[0], "check_dims", False):
         # It asks whether the tensor has the parameter's shape already, which a slice never has.
         [transpose] = operations
@@ -426,7 +426,7 @@ def _by_rows(
 
 
 def _keeps_rows(operation: Any) -> bool:
-    """Whether an operation works within the rows of the first dimension."""
+    """Return whether an operation works within the rows of the first dimension."""
     kind = _name(operation)
     if kind == "Keep":
         return True
@@ -438,10 +438,10 @@ def _keeps_rows(operation: Any) -> bool:
 
 
 def _filled(layer_name: str, first: str, target: str) -> str:
-    """The full name of another target of the converter that `layer_name` is the first of."""
+    """Return the full name of another target of the converter whose first is `layer_name`."""
     return layer_name if first == target else layer_name.replace(first, target, 1)
 
 
 def _whole_name(leaf: str) -> str:
-    """A pattern for names that end in these very components."""
+    """Return a pattern for names that end in these components."""
     return rf"(?<![^.]){re.escape(leaf)}$"

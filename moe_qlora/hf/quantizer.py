@@ -28,7 +28,7 @@ from transformers.integrations.accelerate import get_max_memory
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..checkpoint.integrity import FolderCheck
-from ..checkpoint.load_plan import LoadSpec, plan_packing, plan_reload, safetensors_files
+from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec, safetensors_files
 from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..errors import CheckpointError
 from ..packing import parametrize
@@ -139,7 +139,7 @@ class _Packing:
                     f"{folder} holds a manifest of moe_qlora, but its config.json does not say so: "
                     "it was overwritten; restore it, or pack the model again."
                 )
-            plan = plan_packing(model, self.quantization_config, dtype, place)
+            plan = packing_spec(model, self.quantization_config, dtype, place)
         else:
             if folder is None or files is None:
                 raise CheckpointError("A packed folder is loaded by its path, not by tensors.")
@@ -147,7 +147,7 @@ class _Packing:
             # transformers was sent to the first file only; the manifest knows them all.
             files[:] = [str(folder / name) for name in manifest.shards]
             model.config.__dict__.pop("transformers_weights", None)
-            plan = plan_reload(model, self.quantization_config, dtype, manifest, folder)
+            plan = reload_spec(model, self.quantization_config, dtype, manifest, folder)
         plan.files = safetensors_files(files)
         return plan
 
@@ -174,7 +174,7 @@ class _Packing:
         conversions = []
         for theirs in weight_conversions:
             if isinstance(theirs, WeightConverter):
-                ours = PackingConverter.standing_for(theirs, plan)
+                ours = PackingConverter.replacing(theirs, plan)
                 plan.replaced.append((ours, theirs))
                 conversions.append(ours)
             else:
@@ -220,7 +220,7 @@ class _Packing:
         places = [device for device, share in shares.items() if isinstance(device, int) and share]
         if len(places) < 2:
             return shares
-        even = dict(zip(places, _even_shares(self._plan.units, len(places)), strict=True))
+        even = dict(zip(places, _even_shares(self._plan.unit_nbytes, len(places)), strict=True))
         if all(shares[place] >= even[place] for place in places):
             shares |= {place: even[place] for place in places[:-1]}
         return shares
@@ -237,7 +237,7 @@ class _Packing:
             unit = next((owner for owner in above if owner in owners), name.rpartition(".")[0])
             size = parameter.numel() * self.param_element_size(model, name, parameter)
             units[unit] = units.get(unit, 0.0) + size
-        plan.units = tuple(units.values())
+        plan.unit_nbytes = tuple(units.values())
 
     def get_quantize_ops(self) -> Any:
         """The stock operation, kept from expert stacks: converters have packed these already."""
@@ -314,7 +314,7 @@ def finish(model: Any, plan: LoadSpec, config: Any) -> None:
     _restore_conversions(model, plan)
     if not plan.params:
         return
-    holders = {id(parametrize.hold(stack)): stack for stack in plan.stacks.values()}
+    holders = {id(parametrize.hold(stack)): stack for stack in plan.packed.values()}
     for name, param in plan.params.items():
         module, leaf = _owner(model, name)
         if parametrize.is_packed(module, leaf):

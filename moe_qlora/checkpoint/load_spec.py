@@ -1,4 +1,7 @@
-"""What one load packs: made on the meta model, read by the quantizer and its converters."""
+"""What one load packs: made from the meta model, read by the quantizer and its converters.
+
+`packing_spec` serves 16-bit checkpoints and `reload_spec` folders that this package packed.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +28,23 @@ from .reader import DTYPES, Checkpoint
 
 @dataclass
 class LoadSpec:
-    """The stacks that a load packs, and what it has packed so far.
+    """The expert weights that a load packs, and what it has packed so far.
 
-    Converters are deep-copied for every parameter that they make, and must all see one plan: a
-    copy of it is itself.
+    Converters are deep-copied for every parameter that they make, and must all see one spec: a copy
+    of it is itself.
 
     Attributes:
-        params: Stacks by name; a tied stack under each of its names.
+        params: Expert weights by name; a tied weight under each of its names.
         settings: What to pack into.
-        dtypes: What each stack would be loaded in, were it not packed.
+        dtypes: The dtype that each weight would be loaded in, were it not packed.
         layout: Of the whole model.
-        files: The checkpoint on disk, None where it is given as tensors or is no safetensors.
+        files: The checkpoint on disk; None where tensors are given, or files are not safetensors.
         manifest: Of a folder that this package packed, None otherwise.
         device_map: As transformers settled it.
-        units: Bytes, once loaded, of the model's blocks and of the layers outside of them.
-        stacks: What has been packed, by name.
-        replaced: Converters of transformers that the plan's own stand for: `(own, theirs)`.
+        unit_nbytes: Bytes, once loaded, of each of the model's blocks and of the layers outside
+            them, in order.
+        packed: What has been packed, by name.
+        replaced: Converters of the load, each as `(own, the stock one that it replaces or None)`.
     """
 
     params: dict[str, ExpertParam]
@@ -50,38 +54,37 @@ class LoadSpec:
     files: Checkpoint | None = None
     manifest: Manifest | None = None
     device_map: Any = None
-    units: tuple[float, ...] = ()
-    stacks: dict[str, PackedWeight] = field(default_factory=dict)
+    unit_nbytes: tuple[float, ...] = ()
+    packed: dict[str, PackedWeight] = field(default_factory=dict)
     replaced: list[tuple[Any, Any]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadSpec:
         return self
 
     def nbytes(self, name: str) -> int:
-        """Bytes of a stack once it is packed."""
+        """Return the bytes of a weight once it is packed."""
         return packed_nbytes(self.params[name].shape, self.settings)
 
     def device(self, name: str) -> torch.device:
-        """Where a stack is to be."""
+        """Return the device that a weight is loaded to."""
         from transformers.integrations.accelerate import get_device
 
         place = get_device(self.device_map or {"": "cpu"}, name, valid_torch_device=True)
         return torch.device("cpu" if place == "disk" else place)
 
     def keep(self, name: str, packed: PackedWeight) -> None:
-        """Note a packed stack under all its names."""
-        param = self.params[name]
-        for alias in param.names:
-            self.stacks[alias] = packed
+        """Note a packed weight under all its names."""
+        for alias in self.params[name].names:
+            self.packed[alias] = packed
 
     def leaves(self) -> list[str]:
-        """The stacks' names without layer numbers and what is before: "experts.gate_up_proj"."""
+        """Return the ends of the weights' names after layer numbers: "experts.gate_up_proj"."""
         names = {".".join(_tail(name)): None for name in self.params}
         return list(names)
 
 
 def _tail(name: str) -> list[str]:
-    """A stack's own name and its module's, with as much before as has no number in it."""
+    """Return the last two components of a name, or fewer where one before is a number."""
     parts = name.split(".")
     start = len(parts)
     while start > 0 and not parts[start - 1].isdigit() and len(parts) - start < 2:
@@ -89,10 +92,10 @@ def _tail(name: str) -> list[str]:
     return parts[start:]
 
 
-def plan_packing(
+def packing_spec(
     model: nn.Module, config: Any, dtype: torch.dtype | None, device_map: Any
 ) -> LoadSpec:
-    """Plan what to pack of a 16-bit checkpoint.
+    """Return what to pack of a 16-bit checkpoint.
 
     Args:
         model: On the meta device, as it was built.
@@ -101,16 +104,15 @@ def plan_packing(
         device_map: As far as it is known.
 
     Raises:
-        UnsupportedWeightError: A stack cannot be packed.
+        UnsupportedWeightError: An expert weight cannot be packed.
     """
     settings = CodecSettings.from_config(config)
     layout = _detect(model)
     dtypes = _dtypes(model, layout, dtype)
+    offload = getattr(config, "llm_int8_enable_fp32_cpu_offload", False)
     params: dict[str, ExpertParam] = {}
     for param in weights_to_pack(model, layout, config, settings):
-        if getattr(config, "llm_int8_enable_fp32_cpu_offload", False) and _offloaded(
-            param.name, device_map
-        ):
+        if offload and _offloaded(param.name, device_map):
             continue
         if hasattr(model.get_parameter(param.name), "device_mesh"):
             raise UnsupportedWeightError(
@@ -120,29 +122,59 @@ def plan_packing(
         reason = why_not_packed(param.shape, dtypes[param.name], settings)
         if reason is not None:
             raise UnsupportedWeightError(f"{param.name} {reason}. Nothing was loaded.")
-        for name in param.names:
-            params[name] = param
+        params |= dict.fromkeys(param.names, param)
     return LoadSpec(params, settings, dtypes, layout)
 
 
-def plan_reload(
+def reload_spec(
     model: nn.Module, config: Any, dtype: torch.dtype | None, manifest: Manifest, folder: Path
 ) -> LoadSpec:
-    """Plan the reload of a packed folder: what its manifest says is packed.
+    """Return what a packed folder holds packed, by its manifest.
+
+    Args:
+        model: On the meta device, as it was built.
+        config: The folder's `BitsAndBytesConfig`.
+        dtype: What the model is loaded in.
+        manifest: Of the folder.
+        folder: For messages.
 
     Raises:
-        CheckpointError: The folder's stacks or settings are not the model's or the config's.
+        CheckpointError: The folder's weights or settings are not the model's or the config's.
     """
     settings = CodecSettings.from_config(config)
     layout = _detect(model)
-    known = {name: param for param in layout.experts for name in param.names}
-    params: dict[str, ExpertParam] = {}
+    by_name = {name: param for param in layout.experts for name in param.names}
+    params = _packed_params(model, by_name, manifest, folder)
+    for name, param in by_name.items():
+        stored = manifest.tensors.get(name)
+        if name in params or stored is None:
+            continue
+        if stored.shape != tuple(param.shape) or not DTYPES[stored.dtype].is_floating_point:
+            raise CheckpointError(
+                f"{folder} holds {stored.dtype} of shape {stored.shape} as {name}, but its "
+                "manifest does not say that this stack is packed."
+            )
+    saved, asked = manifest.settings.to_dict(), settings.to_dict()
+    for key in ("kind", "double_quant", "blocksize", "storage_dtype"):
+        if params and saved[key] != asked[key]:
+            raise CheckpointError(
+                f"{folder}: the manifest says {key}={saved[key]!r}, config.json {asked[key]!r}: "
+                "one of them is not of this save."
+            )
+    return LoadSpec(params, settings, _dtypes(model, layout, dtype), layout, manifest=manifest)
+
+
+def _packed_params(
+    model: nn.Module, by_name: Mapping[str, ExpertParam], manifest: Manifest, folder: Path
+) -> dict[str, ExpertParam]:
+    """Return the model's expert weights that a manifest says are packed, by all their names."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
     def param_of(name: str) -> ExpertParam | None:
         names = (name, prefix + name, name.removeprefix(prefix))
-        return next((known[found] for found in names if found in known), None)
+        return next((by_name[other] for other in names if other in by_name), None)
 
+    params: dict[str, ExpertParam] = {}
     for name, entry in manifest.experts.items():
         param = param_of(name)
         if param is None:
@@ -155,27 +187,10 @@ def plan_reload(
                 f"{folder}: {name} was packed with the shape {tuple(entry.shape)}, the model's "
                 f"config gives {tuple(param.shape)}: config.json is not the one it was saved with."
             )
-        # Nothing is tied on the meta device yet: a stack's other names are parameters of their own.
+        # Nothing is tied on the meta device yet: a weight's aliases are parameters by themselves.
         for tied in (param, *filter(None, map(param_of, entry.aliases))):
-            for alias in tied.names:
-                params[alias] = tied
-    for name, param in known.items():
-        stored = manifest.tensors.get(name)
-        if name in params or stored is None:
-            continue
-        if stored.shape != tuple(param.shape) or not DTYPES[stored.dtype].is_floating_point:
-            raise CheckpointError(
-                f"{folder} holds {stored.dtype} of shape {stored.shape} as {name}, but its "
-                "manifest does not say that this stack is packed."
-            )
-    saved, asked = manifest.settings.to_dict(), settings.to_dict()
-    for key in saved.keys() - {"compute_dtype"}:
-        if params and saved[key] != asked[key]:
-            raise CheckpointError(
-                f"{folder}: the manifest says {key}={saved[key]!r}, config.json {asked[key]!r}: "
-                "one of them is not of this save."
-            )
-    return LoadSpec(params, settings, _dtypes(model, layout, dtype), layout, manifest=manifest)
+            params |= dict.fromkeys(tied.names, tied)
+    return params
 
 
 def _detect(model: nn.Module) -> ModelLayout:
@@ -196,24 +211,24 @@ def _dtypes(
     model: nn.Module, layout: ModelLayout, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     policy = dtype_policy(model, dtype)
-    found: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for param in layout.experts:
         wanted = policy(param.name, model.get_parameter(param.name).dtype)
-        found |= dict.fromkeys(param.names, wanted)
-    return found
+        dtypes |= dict.fromkeys(param.names, wanted)
+    return dtypes
 
 
 def dtype_policy(
     model: Any, dtype: torch.dtype | None
 ) -> Callable[[str, torch.dtype], torch.dtype]:
-    """What transformers loads a parameter in, by name and own dtype.
+    """Return a function from a parameter's name and own dtype to the dtype it is loaded in.
 
     That is its own dtype, unless the class keeps some of its parameters in another one.
     """
-    plan: Mapping[str, torch.dtype] = {}
+    by_glob: Mapping[str, torch.dtype] = {}
     if dtype is not None and hasattr(model, "_get_dtype_plan"):
-        plan = model._get_dtype_plan(dtype) or {}
-    patterns = [(re.compile(glob.replace("*", ".*")), wanted) for glob, wanted in plan.items()]
+        by_glob = model._get_dtype_plan(dtype) or {}
+    patterns = [(re.compile(glob.replace("*", ".*")), wanted) for glob, wanted in by_glob.items()]
 
     def policy(name: str, own: torch.dtype) -> torch.dtype:
         return next((wanted for pattern, wanted in patterns if pattern.search(name)), own)
@@ -222,7 +237,7 @@ def dtype_policy(
 
 
 def safetensors_files(files: Sequence[str] | None) -> Checkpoint | None:
-    """The checkpoint's files to read from, where they are safetensors."""
+    """Return the checkpoint's files to read from; None where they are not safetensors."""
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         return None
     return Checkpoint.of_files([Path(file) for file in files])
