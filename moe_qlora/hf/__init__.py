@@ -1,9 +1,12 @@
 """Packing while transformers loads: the only place that touches its loader.
 
+A `from_pretrained` call with a bitsandbytes config goes in, a model with packed experts comes out.
+Open switch.py first, which draws the path of one load:
+
 switch.py      which quantizer class serves bitsandbytes configs, and back
 quantizer.py   that class: what transformers asks a quantizer while it loads a model
-plan.py        what one load packs, and with what
-converters.py  from tensors on disk to packed stacks, one expert at a time
+converters.py  packs the checkpoint's tensors as they are read, one expert at a time
+model.py       the attributes and methods that make a model look to hosts as bitsandbytes loaded it
 """
 
 from .switch import disable, enable, enabled, is_enabled

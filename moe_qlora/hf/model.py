@@ -1,10 +1,10 @@
-"""Makes a model with packed experts look to its hosts as if bitsandbytes had loaded it.
+"""Marks a model with packed experts as one that bitsandbytes has loaded.
 
 Trainer, accelerate and PEFT ask the model, not its weights: `is_loaded_in_4bit`, `hf_quantizer`,
 `quantization_method`, `config.quantization_config`. Some methods are replaced on the instance,
 because the stock ones know Linear layers only: `dequantize`, `get_memory_footprint`,
 `save_pretrained`, `load_adapter` and `add_adapter`. They are bound methods in the model's
-`__dict__`, so that deepcopy binds the copy's to the copy, and `release` takes them off again.
+`__dict__`, so that deepcopy binds the copy's to the copy; `experts.restore.release` removes them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..packing.settings import CodecSettings
 
 
 def check_method(model: nn.Module, settings: CodecSettings) -> str | None:
-    """Why the model cannot become a bitsandbytes model of this kind; None where it can."""
+    """Return why the model cannot become a bitsandbytes model of this kind; None where it can."""
     method = getattr(model, "quantization_method", None)
     name = str(getattr(method, "value", method))
     if method is not None and not name.startswith("bitsandbytes"):
@@ -99,7 +99,7 @@ def mark_quantized(model: nn.Module, config: Any, settings: CodecSettings) -> No
 
 
 def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
-    """Bytes of the model: parameters, buffers, and the statistics of everything that is packed.
+    """Return the bytes of the model: parameters, buffers, and statistics of all that is packed.
 
     The stock method counts packed codes but no statistics, which sit on no parameter or buffer.
     """

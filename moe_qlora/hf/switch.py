@@ -1,7 +1,30 @@
 """The switch: while it is on, every `from_pretrained` with a bitsandbytes config packs experts.
 
-The one thing that it changes is which classes transformers' quantizer mapping names for
-bitsandbytes configs; turning it off puts back exactly what was there.
+It changes one thing only: which classes transformers' quantizer mapping names for bitsandbytes
+configs. Turning it off puts back exactly what was there. The path of one load:
+
+    with enabled(): from_pretrained(path, quantization_config=...)
+      |
+      |  AUTO_QUANTIZER_MAPPING[...]  ->  quantizer.packing_quantizer: the stock class, and on top
+      v
+    update_attn_implementation    is config.json that of a packed folder? then check the folder
+      v
+    preprocess_model              the model is on meta: detect its expert weights, and note in a
+      |                           LoadSpec (checkpoint/load_spec.py) what is packed, and how
+      |                             16-bit checkpoint  packing_spec   by the user's config
+      |                             packed folder      reload_spec    by the folder's manifest
+      v
+    update_weight_conversions     replace transformers' converters of those weights:
+      |                             16-bit checkpoint  PackingConverter   reads and packs an expert
+      |                                                                   at a time
+      |                             packed folder      PackedConverter    joins codes, statistics
+      v
+    (transformers reads the files; converters leave a parameter of codes on the module and the
+      |                           packed weight in the spec)
+      v
+    postprocess_model             attach packed weights (packing/parametrize.py), select the experts
+                                  forward, mark the model quantized (model.py), and leave the model
+                                  with a quantizer of the stock class
 """
 
 from __future__ import annotations
@@ -13,7 +36,7 @@ from contextlib import contextmanager
 _METHODS = ("bitsandbytes_4bit", "bitsandbytes_8bit")
 
 _lock = threading.RLock()
-_replaced: dict[str, tuple[type, type]] = {}  # method -> (theirs, ours)
+_replaced: dict[str, tuple[type, type]] = {}  # method -> (stock class, packing class)
 _blocks: list[tuple[str, ...]] = []  # what each open block leaves unpacked
 _always = False
 
@@ -63,13 +86,13 @@ def enabled(*, skip_modules: Sequence[str] = ()) -> Iterator[None]:
 
 
 def extra_skip_modules() -> tuple[str, ...]:
-    """What the open blocks leave unpacked on top of a load's own config, each pattern once."""
+    """Return the patterns that open blocks add to a load's own skips, each once."""
     with _lock:
         return tuple(dict.fromkeys(pattern for skips in _blocks for pattern in skips))
 
 
 def is_enabled() -> bool:
-    """Whether the switch is on."""
+    """Return whether the switch is on."""
     with _lock:
         return bool(_replaced)
 
@@ -81,11 +104,11 @@ def _install() -> None:
 
     if _replaced:
         return
-    ours = {
+    packing = {
         method: packing_quantizer(AUTO_QUANTIZER_MAPPING[method], extra_skip_modules)
         for method in _METHODS
     }
-    for method, cls in ours.items():
+    for method, cls in packing.items():
         _replaced[method] = (AUTO_QUANTIZER_MAPPING[method], cls)
         AUTO_QUANTIZER_MAPPING[method] = cls
 
@@ -95,8 +118,8 @@ def _restore() -> None:
 
     if _always or _blocks:
         return
-    for method, (theirs, ours) in _replaced.items():
-        # Somebody who has put a class of their own there since then keeps it.
-        if AUTO_QUANTIZER_MAPPING.get(method) is ours:
-            AUTO_QUANTIZER_MAPPING[method] = theirs
+    for method, (stock, packing) in _replaced.items():
+        # A class that somebody else has put there since then stays.
+        if AUTO_QUANTIZER_MAPPING.get(method) is packing:
+            AUTO_QUANTIZER_MAPPING[method] = stock
     _replaced.clear()
