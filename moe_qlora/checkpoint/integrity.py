@@ -11,7 +11,16 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..packing.format import packed_tensors
-from .manifest import CONFIG, CONFIG_KEY, MANIFEST, Manifest, ShardEntry, checksum, read_manifest
+from .manifest import (
+    CONFIG,
+    Manifest,
+    Mark,
+    ShardEntry,
+    checksum,
+    has_manifest,
+    is_packed,
+    read_manifest,
+)
 from .reader import (
     DTYPE_NAMES,
     DTYPES,
@@ -23,7 +32,6 @@ from .reader import (
     inside,
     read_header,
     read_index,
-    read_json,
 )
 from .reader import reading as reading_file
 
@@ -33,7 +41,7 @@ _SMALL = 1 << 16
 def check_folder(
     folder: str | Path, *, checksums: bool = True, workers: int | None = None
 ) -> Manifest:
-    """Check everything that can be checked without building the model.
+    """Check everything about a packed folder that can be checked without building the model.
 
     Args:
         folder: A packed folder.
@@ -43,40 +51,13 @@ def check_folder(
     Raises:
         CheckpointError: Something is missing, damaged or foreign; the message names it.
     """
-    check = FolderCheck(folder, workers, large=checksums)
+    check = FolderCheck(folder, workers=workers, large=checksums)
     check.finish()
-    _check_config(check.folder, check.manifest)
     return check.manifest
 
 
-def _check_config(folder: Path, manifest: Manifest) -> None:
-    """Refuse a config.json that says to be of another save; it may also be absent, or plain."""
-    if os.path.lexists(folder / CONFIG):
-        mark = read_json(folder / CONFIG).get(CONFIG_KEY)
-        if mark is not None and (not isinstance(mark, dict) or mark.get("id") != manifest.id):
-            raise CheckpointError(
-                f"{folder / CONFIG} and {MANIFEST} are of different saves: a save was interrupted, "
-                "or files were copied from elsewhere; save again."
-            )
-
-
-def packed_files(folder: Path) -> list[Path] | None:
-    """The files of a packed folder, None where it is another: config.json decides, if there is one.
-
-    Raises:
-        CheckpointError: It is packed, and something but large tensors' checksums does not fit.
-    """
-    config = folder / CONFIG
-    if os.path.lexists(config):
-        if CONFIG_KEY not in read_json(config):
-            return None
-    elif read_manifest(folder) is None:
-        return None
-    return [folder / name for name in check_folder(folder, checksums=False).shards]
-
-
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """The tensors of a folder: of the files that manifest or index name, or of its one file.
+    """Open a folder's tensors: of the files that manifest or index name, or of its one file.
 
     A packed folder's checksums are not compared, which takes as long as reading all of it.
 
@@ -88,16 +69,18 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     with reading_file(folder):
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
-    packed = packed_files(folder)
-    if packed is not None:
-        return Checkpoint(packed)
+    if is_packed(folder):
+        shards = check_folder(folder, checksums=False).shards
+        return Checkpoint([folder / name for name in shards])
+    if has_manifest(folder) and not (folder / CONFIG).exists():
+        raise CheckpointError(f"{folder / CONFIG} is missing: copy the whole folder.")
     index = index_of(folder)
     if index is None:
         with reading_file(folder):
-            found = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
-        single = [file for file in found if file.name == SINGLE] or found
+            files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+        single = [file for file in files if file.name == SINGLE] or files
         if len(single) != 1:
-            raise CheckpointError(f"{folder} holds {_what_is_there(folder, found)}.")
+            raise CheckpointError(f"{folder} holds {_what_is_there(folder, files)}.")
         return Checkpoint([inside(folder, single[0].name)])
     weight_map = read_index(index)
     checkpoint = Checkpoint([inside(folder, name) for name in dict.fromkeys(weight_map.values())])
@@ -107,9 +90,10 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     return checkpoint
 
 
-def _what_is_there(folder: Path, found: list[Path]) -> str:
-    if found:
-        return f"{len(found)} safetensors files and no index that says which belong together"
+def _what_is_there(folder: Path, files: list[Path]) -> str:
+    """Say why a folder's safetensors files are no checkpoint."""
+    if files:
+        return f"{len(files)} safetensors files and no index that says which belong together"
     pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
     if pickles:
         return (
@@ -126,6 +110,7 @@ class FolderCheck:
 
     Args:
         folder: A packed folder.
+        mark: What the model's config says of the manifest; None reads it from config.json.
         workers: Threads; None is up to 8.
         large: Whether to compare large tensors' checksums at all.
 
@@ -134,12 +119,19 @@ class FolderCheck:
     """
 
     def __init__(
-        self, folder: str | Path, workers: int | None = None, *, large: bool = True
+        self,
+        folder: str | Path,
+        mark: Mark | None = None,
+        *,
+        workers: int | None = None,
+        large: bool = True,
     ) -> None:
         self.folder = folder = Path(folder)
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, mark)
         if manifest is None:
-            raise CheckpointError(f"{folder} has no {MANIFEST}: it was not packed by moe_qlora.")
+            raise CheckpointError(
+                f"{folder} was not packed by moe_qlora: it has no {CONFIG} that names a manifest."
+            )
         self.manifest = manifest
         self._infos: dict[str, TensorInfo] = {}
         for name, shard in manifest.shards.items():

@@ -1,20 +1,14 @@
-"""The manifest of a packed folder: what belongs to it, what is packed, and how to know it is whole.
+"""The manifest of a packed folder: which files belong to it, and what is packed in them and how.
 
-A packed folder holds, besides what transformers writes:
+FORMAT.md, beside this file, has every file and key. In short:
 
-    config.json                      two more keys: `moe_qlora` (format_version, id, entry), and
-                                     `transformers_weights`, a sentence that stock transformers,
-                                     which cannot read the folder, quotes in its error
+    config.json             names the manifest (the "mark", under `moe_qlora`)
+    moe_qlora-<hash>.json   the manifest, named by a checksum of its content; names the shards
     model-<hash>-00001-of-0000N.safetensors
-                                     tensors under the model's own names; a packed stack has the
-                                     keys that bitsandbytes gives a packed Linear (`<name>`,
-                                     `<name>.absmax`, ...), or `<name>` and `<name>.SCB` for int8
-    moe_qlora.json                   this manifest
+                            the shards, named by a checksum of their content
 
-Shards are named after a checksum of all that is in them and of how it is cut, so that a second save
-into a folder never touches a file of the first. The next manifest is written beside the old one,
-then config.json is replaced, which decides, then the manifest. Between the two, the manifest beside
-is the one that config.json names.
+A file's name changes with its content, so that a save into a folder never touches a file of the
+model that is there. Renaming the new config.json over the old one turns the one into the other.
 """
 
 from __future__ import annotations
@@ -25,85 +19,98 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ..errors import CheckpointError
 from ..packing.settings import CodecSettings
-from .reader import DTYPE_NAMES, TensorInfo, header_bytes, inside, read_header, read_json
+from .reader import DTYPE_NAMES, TensorInfo, header_bytes, inside, parse_json, read_header, read_raw
 from .reader import reading as reading_file
-from .writer import beside, flush, replace_file
 
-MANIFEST = "moe_qlora.json"
-NEXT = beside(Path(MANIFEST)).name
-"""Where a save writes the manifest before it is renamed."""
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SENTENCE = (
     "The experts in this folder are packed by moe_qlora: pip install moe-qlora, and load it inside "
     "`with moe_qlora.enabled():`."
 )
 """What stock transformers quotes when it is asked to load a packed folder."""
 
+SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
+MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")
+
 _READ = 1 << 20
-_FLOATS = ("float32", "float16", "bfloat16")
-_MAX_DIMENSIONS = 64
+
+_T = TypeVar("_T")
+_Size = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+_Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
+_EXACT = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True, slots=True)
+def _check_codec(codec: dict[str, Any]) -> dict[str, Any]:
+    try:
+        known = CodecSettings.from_dict(codec).to_dict()
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]} is missing") from error
+    if codec != known:
+        raise ValueError(f"expected {known}")
+    return codec
+
+
+@dataclass(frozen=True, slots=True, config=_EXACT)
 class PackedEntry:
-    """A packed stack: shape and dtype name (as in "bfloat16") decoded, and its other names."""
+    """A packed expert weight: its decoded shape and dtype ("bfloat16"), and its tied names."""
 
-    shape: tuple[int, ...]
-    dtype: str
+    shape: Annotated[tuple[_Positive, ...], Field(min_length=2, max_length=64)]
+    dtype: Literal["float32", "float16", "bfloat16"]
     aliases: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_EXACT)
 class TensorEntry:
     """A stored tensor: its shard, dtype name of the safetensors format, shape, and checksum."""
 
     file: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[_Size, ...], Field(max_length=64)]
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_EXACT)
 class ShardEntry:
-    """A file of the folder: its size in bytes, and the checksum of its header."""
+    """A shard: its size in bytes, and the checksum of its header."""
 
-    nbytes: int
+    nbytes: _Size
     header_sha256: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_EXACT)
 class Manifest:
-    """What `moe_qlora.json` says; the module's docstring has the folder around it.
+    """The content of a manifest.
 
     Attributes:
-        id: Checksum of all tensors and of how they are packed.
+        id: Checksum of all tensors and of how they are packed, however they are cut into shards.
         written_by: Program and version.
         model_type: Of the config.
         codec: kind, double_quant, blocksize, storage_dtype, compute_dtype (None, or a name).
-        experts: Packed stacks by name.
-        shards: Files by name, in order.
+        experts: Packed expert weights by name.
+        shards: Shards by file name, in order.
         tensors: Stored tensors by key.
-        config_sha256: Of config.json.
-        source_config: The model's config as a dict.
+        config: config.json without what this package adds to it.
     """
 
     id: str
     written_by: str
     model_type: str
-    codec: dict[str, Any]
+    codec: Annotated[dict[str, Any], AfterValidator(_check_codec)]
     experts: dict[str, PackedEntry]
-    shards: dict[str, ShardEntry]
+    shards: Annotated[dict[str, ShardEntry], Field(min_length=1)]
     tensors: dict[str, TensorEntry]
-    config_sha256: str
-    source_config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any]
 
     @property
     def settings(self) -> CodecSettings:
@@ -112,39 +119,70 @@ class Manifest:
 
     @property
     def entry(self) -> str:
-        """The first shard's name, which config.json sends transformers to."""
+        """Return the first shard's name, to which config.json sends transformers."""
         return next(iter(self.shards))
 
     def to_bytes(self) -> bytes:
-        """The file's content, its own checksum included."""
+        """Return the file's content."""
         value = {"format_version": FORMAT_VERSION, **asdict(self)}
-        return (json.dumps(value | {"sha256": _sum(value)}, indent=1) + "\n").encode()
+        return (json.dumps(value, indent=1) + "\n").encode()
+
+    @property
+    def file_name(self) -> str:
+        """Return the name of the file, which its content decides."""
+        return manifest_name(self.to_bytes())
+
+    def config_bytes(self) -> bytes:
+        """Return the content of config.json, which names this manifest."""
+        mark = Mark(self.id, self.file_name, self.entry)
+        ours = {
+            CONFIG_KEY: {"format_version": FORMAT_VERSION, **asdict(mark)},
+            "transformers_weights": SENTENCE,
+        }
+        return (json.dumps(self.config | ours, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _sum(value: Mapping[str, Any]) -> str:
-    """Checksum of a JSON value in a form that whitespace and the order of keys do not change."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+@dataclass(frozen=True, slots=True, config=_EXACT)
+class Mark:
+    """What config.json says under `moe_qlora`.
+
+    Attributes:
+        id: Of the manifest.
+        manifest: Its file name.
+        entry: The first shard's file name, to which transformers is sent.
+    """
+
+    id: str
+    manifest: Annotated[str, Field(pattern=f"^{MANIFEST_NAME.pattern}$")]
+    entry: Annotated[str, Field(pattern=f"^{SHARD_NAME.pattern}$")]
+
+
+def manifest_name(content: bytes) -> str:
+    """Return the name of a manifest's file, given what is in it."""
+    return f"moe_qlora-{hashlib.sha256(content).hexdigest()[:16]}.json"
 
 
 def manifest_id(tensors: Mapping[str, TensorEntry], codec: Mapping[str, Any]) -> str:
-    """The id of a save: equal for equal tensors under equal names that were packed alike."""
+    """Return the id of a save: equal for equal tensors under equal names that were packed alike."""
     table = {key: [t.dtype, list(t.shape), t.sha256] for key, t in tensors.items()}
-    return _sum({"tensors": table, "codec": dict(codec)})
-
-
-SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
+    return _digest({"tensors": table, "codec": dict(codec)})
 
 
 def shard_names(identity: str, shards: Sequence[ShardEntry]) -> list[str]:
-    """Names of a save's shards: equal names for equal files, others for all others."""
-    tag = _sum({"id": identity, "shards": [asdict(shard) for shard in shards]})[:8]
+    """Return the names of a save's shards: equal names for equal files, others for all others."""
+    tag = _digest({"id": identity, "shards": [asdict(shard) for shard in shards]})[:8]
     of = len(shards)
     return [f"model-{tag}-{number:05d}-of-{of:05d}.safetensors" for number in range(1, of + 1)]
 
 
+def _digest(value: Mapping[str, Any]) -> str:
+    """Return the checksum of a JSON value; whitespace and the order of keys do not change it."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def tensor_entries(files: Sequence[Path], workers: int | None = None) -> dict[str, TensorEntry]:
-    """Read files and say what is in them, checksums included.
+    """Describe every tensor of some safetensors files, checksums included.
 
     Raises:
         CheckpointError: A file cannot be read, or two hold the same key.
@@ -155,21 +193,16 @@ def tensor_entries(files: Sequence[Path], workers: int | None = None) -> dict[st
             if key in infos:
                 raise CheckpointError(f"{file}: {key} is in {infos[key].file.name} as well.")
             infos[key] = info
-    sums = tensor_checksums(infos, workers)
-    return {
-        key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, sums[key])
-        for key, info in infos.items()
-    }
-
-
-def tensor_checksums(infos: Mapping[str, TensorInfo], workers: int | None = None) -> dict[str, str]:
-    """sha256 of each tensor's bytes, several at a time."""
     with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(infos, pool.map(checksum, infos.values()), strict=True))
+        sums = pool.map(checksum, infos.values())
+        return {
+            key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, digest)
+            for (key, info), digest in zip(infos.items(), sums, strict=True)
+        }
 
 
 def checksum(info: TensorInfo) -> str:
-    """sha256 of a tensor's bytes, read a piece at a time."""
+    """Return the sha256 of a tensor's bytes, which are read a piece at a time."""
     digest = hashlib.sha256()
     with reading_file(info.file), info.file.open("rb") as file:
         left, offset = info.nbytes, info.offset
@@ -184,145 +217,116 @@ def checksum(info: TensorInfo) -> str:
 
 
 def shard_entry(file: Path) -> ShardEntry:
-    """What the manifest says of a file."""
+    """Describe a shard as the manifest does."""
     header = header_bytes(file)
     with reading_file(file):
         return ShardEntry(file.stat().st_size, hashlib.sha256(header).hexdigest())
 
 
-def config_text(config: Mapping[str, Any], identity: str, entry: str) -> bytes:
-    """config.json of a packed folder: the model's, and what leads to the manifest."""
-    mark = {"format_version": FORMAT_VERSION, "id": identity, "entry": entry}
-    value = {**config, CONFIG_KEY: mark, "transformers_weights": SENTENCE}
-    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write or replace a folder's manifest, at once."""
-    replace_file(folder / MANIFEST, manifest.to_bytes())
-
-
-def read_manifest(folder: str | Path) -> Manifest | None:
-    """A folder's manifest, None where there is none.
+def read_mark(folder: str | Path) -> Mark | None:
+    """Return what a folder's config.json says of a manifest; None where it is absent or plain.
 
     Raises:
-        CheckpointError: It is damaged, of another format, or names files outside the folder.
+        CheckpointError: config.json is damaged, or the folder is of another format version.
+    """
+    if not os.path.lexists(Path(folder) / CONFIG):
+        return None
+    file = inside(Path(folder), CONFIG)
+    value = parse_json(file, read_raw(file))
+    return parse_mark(value[CONFIG_KEY], file) if CONFIG_KEY in value else None
+
+
+def parse_mark(value: Any, file: Path = Path(CONFIG)) -> Mark:
+    """Check what a config says under `moe_qlora`.
+
+    Raises:
+        CheckpointError: It is damaged, or of another format version.
+    """
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} is damaged: {CONFIG_KEY} is {value!r:.80}, and no object.")
+    return _parse(Mark, value, file, f"{CONFIG_KEY}.")
+
+
+def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | None:
+    """Return the manifest that a folder's config names; None where it names none.
+
+    Args:
+        folder: The folder.
+        mark: What the config says; None reads it from config.json.
+
+    Raises:
+        CheckpointError: The manifest is missing, damaged or of another format, or names files
+            outside the folder.
     """
     folder = Path(folder)
-    if os.path.lexists(folder / NEXT):
-        manifest = of_interrupted_save(folder)
-        if manifest is not None:
-            return manifest
-    return _read(folder, MANIFEST) if os.path.lexists(folder / MANIFEST) else None
-
-
-def finish_interrupted_save(folder: Path) -> None:
-    """Put the manifest beside in its place, where config.json is of its save already.
-
-    To be called before another one is written beside: that one would take the place of the only
-    manifest that the folder has.
-    """
-    if os.path.lexists(folder / NEXT) and of_interrupted_save(folder) is not None:
-        (folder / NEXT).replace(folder / MANIFEST)
-        flush(folder)
-
-
-def of_interrupted_save(folder: Path) -> Manifest | None:
-    """The manifest beside, where config.json is of its save already; None otherwise."""
-    try:
-        mark = read_json(inside(folder, CONFIG)).get(CONFIG_KEY)
-        manifest = _read(folder, NEXT)
-    except CheckpointError:
+    mark = mark or read_mark(folder)
+    if mark is None:
         return None
-    return manifest if isinstance(mark, dict) and mark.get("id") == manifest.id else None
+    file = inside(folder, mark.manifest)
+    raw = read_raw(file)
+    if manifest_name(raw) != mark.manifest:
+        raise CheckpointError(f"{file} is damaged: its name is not that of its content.")
+    manifest = _parse(Manifest, parse_json(file, raw), file)
+    _check(folder, file, manifest)
+    if (mark.id, mark.entry) != (manifest.id, manifest.entry):
+        raise CheckpointError(
+            f"{folder / CONFIG}: {CONFIG_KEY} has the id {mark.id!r:.80} and the entry "
+            f"{mark.entry!r}, which do not fit {mark.manifest}: copy the whole folder again."
+        )
+    return manifest
 
 
-def _read(folder: Path, name: str) -> Manifest:
-    file = inside(folder, name)
-    value = read_json(file)
-    version = value.get("format_version")
+def is_packed(folder: str | Path) -> bool:
+    """Whether a folder's config.json says that this package packed it.
+
+    Raises:
+        CheckpointError: config.json is damaged, or the folder is of another format version.
+    """
+    return read_mark(folder) is not None
+
+
+def has_manifest(folder: Path) -> bool:
+    """Whether a manifest lies in a folder, whatever config.json says."""
+    return any(MANIFEST_NAME.fullmatch(file.name) for file in folder.iterdir())
+
+
+def _parse(kind: type[_T], value: dict[str, Any], file: Path, prefix: str = "") -> _T:
+    """Build a mark or manifest from JSON, having checked its format version and every field."""
+    version = value.pop("format_version", None)
     if version != FORMAT_VERSION or isinstance(version, bool):
         raise CheckpointError(
-            f"{file} has format_version {version!r}, and this version of moe_qlora reads "
-            f"{FORMAT_VERSION}: install the version that wrote it ({value.get('written_by')!r})."
+            f"{file} has {prefix}format_version {version!r:.80}, and this version of moe_qlora "
+            f"reads {FORMAT_VERSION}: pack the model again, or install the version that wrote it."
         )
-    said = value.pop("sha256", None)
     with reading_file(file):
-        if said != _sum(value):
-            raise CheckpointError(f"{file} is damaged: its checksum does not fit.")
         try:
-            return _parse(folder, value)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            return TypeAdapter(kind).validate_python(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key = prefix + ".".join(str(part) for part in first["loc"])
+            if first["type"] == "missing":
+                raise CheckpointError(f"{file} is damaged: {key} is missing.") from error
             raise CheckpointError(
-                f"{file} is damaged: a field is missing or is of another type ({error!r})."
+                f"{file} is damaged: {key} is {first['input']!r:.80}: {first['msg']}."
             ) from error
 
 
-def _parse(folder: Path, value: dict[str, Any]) -> Manifest:
-    """The manifest in a JSON value; KeyError, TypeError or ValueError where it is none."""
-    experts = {name: _packed_entry(name, entry) for name, entry in value["experts"].items()}
-    shards = {
-        name: ShardEntry(_size(entry["nbytes"]), _text(entry["header_sha256"]))
-        for name, entry in value["shards"].items()
-    }
-    tensors = {
-        key: TensorEntry(
-            _text(e["file"]), _text(e["dtype"]), _shape(e["shape"]), _text(e["sha256"])
-        )
-        for key, e in value["tensors"].items()
-    }
-    file = folder / MANIFEST
-    for name in shards:
+def _check(folder: Path, file: Path, manifest: Manifest) -> None:
+    """Raise where the parts of a manifest contradict each other, or lead out of its folder."""
+    for name in manifest.shards:
         inside(folder, name)
-    if not shards:
-        raise CheckpointError(f"{file} names no file.")
-    for key, entry in tensors.items():
-        if entry.file not in shards:
-            raise CheckpointError(f"{file}: {key} is said to be in {entry.file!r}, no file of it.")
-    for name, packed in experts.items():
-        other = next((alias for alias in packed.aliases if alias in tensors.keys() - experts), None)
+    for key, tensor in manifest.tensors.items():
+        if tensor.file not in manifest.shards:
+            raise CheckpointError(
+                f"{file} is damaged: tensors.{key}.file is {tensor.file!r}, which is none of its "
+                "shards."
+            )
+    plain = manifest.tensors.keys() - manifest.experts
+    for name, expert in manifest.experts.items():
+        other = next((alias for alias in expert.aliases if alias in plain), None)
         if other is not None:
-            raise CheckpointError(f"{file}: {other} is a tensor, and said to be the stack {name}.")
-    CodecSettings.from_dict(value["codec"])
-    if not isinstance(value["source_config"], dict):
-        raise TypeError("source_config is no object")
-    if value["id"] != manifest_id(tensors, value["codec"]):
-        raise CheckpointError(f"{file} has the id of other tensors.")
-    return Manifest(
-        value["id"],
-        _text(value["written_by"]),
-        _text(value["model_type"]),
-        dict(value["codec"]),
-        experts,
-        shards,
-        tensors,
-        _text(value["config_sha256"]),
-        value["source_config"],
-    )
-
-
-def _packed_entry(name: str, value: dict[str, Any]) -> PackedEntry:
-    shape, dtype, aliases = _shape(value["shape"]), value["dtype"], value["aliases"]
-    if len(shape) < 2 or not all(shape) or dtype not in _FLOATS:
-        raise ValueError(f"{name} of shape {shape} and dtype {dtype!r} is no packed stack")
-    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-        raise ValueError(f"{name} is also called {aliases!r}, which are no names")
-    return PackedEntry(shape, dtype, tuple(aliases))
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
-        raise ValueError(f"{value!r:.80} is no shape")
-    return tuple(_size(size) for size in value)
-
-
-def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r:.80} is no size")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.80} is no text")
-    return value
+            raise CheckpointError(
+                f"{file} is damaged: {other} is a tensor, and an alias of the packed weight {name}."
+            )
+    if manifest.id != manifest_id(manifest.tensors, manifest.codec):
+        raise CheckpointError(f"{file} is damaged: id is not that of its tensors and codec.")

@@ -34,10 +34,10 @@ from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import Adapter, Resolver, Term, Updates, open_adapter
 from .base import FLOATS, INDEX, Base, OutFile, PackedBase, PlainBase, index_text
 from .conversion import Group
-from .manifest import CONFIG_KEY, MANIFEST
+from .manifest import CONFIG_KEY, is_packed
 from .reader import index_of, read_json
 from .rounding import Rounding
-from .save import copy_side_files
+from .save import copy_auxiliary_files
 from .tied_weights import Ties
 from .writer import ShardWriter, absolute, check_new, new_folder
 
@@ -130,7 +130,7 @@ def merge_adapter(
             reporting(progress, "Merging", "Merged", stderr=True) as tell,
         ):
             merge.write(folder, tell)
-            _side_files(source, folder, opened, merge, dtype)
+            _auxiliary_files(source, folder, opened, merge, dtype)
     return merge.report(target)
 
 
@@ -149,9 +149,8 @@ def _check_roles(base: Path, adapter: Path) -> None:
 def _builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Module]:
     """Makes the base's model on meta, tied; the same each time."""
     source = checkpoint_source.resolve(str(folder), trust_remote_code=trust_remote_code)
-    packed = (folder / MANIFEST).exists()
     quantized: Any = getattr(source.config, "quantization_config", None)
-    if quantized is not None and not packed:
+    if quantized is not None and not is_packed(folder):
         quantized = quantized if isinstance(quantized, Mapping) else quantized.to_dict()
         raise CheckpointError(
             f"The base {folder} is quantized ({quantized.get('quant_method') or 'bitsandbytes'}); "
@@ -170,7 +169,7 @@ def _builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Module]:
 
 
 def _open_base(folder: Path, model: nn.Module, max_shard_size: int | str) -> Base:
-    if (folder / MANIFEST).exists():
+    if is_packed(folder):
         return PackedBase(folder, model, max_shard_size)
     return PlainBase(folder, model)
 
@@ -421,11 +420,11 @@ def _dtypes(base: Base, model: nn.Module, dtype: torch.dtype | None) -> dict[str
     return own
 
 
-def _side_files(
+def _auxiliary_files(
     source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
 ) -> None:
     """Everything of the base but weights: configuration, tokenizer, index."""
-    copy_side_files(source, folder)
+    copy_auxiliary_files(source, folder)
     config = read_json(source / _CONFIG)
     if dtype is None and not any(name in config for name in _OURS):
         shutil.copyfile(source / _CONFIG, folder / _CONFIG)

@@ -33,10 +33,10 @@ from . import save
 from .conversion import DiskLayout, Group
 from .integrity import open_checkpoint
 from .load_spec import LoadSpec, dtype_policy, packing_spec
-from .manifest import CONFIG, MANIFEST, Manifest, PackedEntry
+from .manifest import CONFIG, Manifest, PackedEntry, is_packed
 from .reader import read_header, read_json
 from .rounding import from_config
-from .save import copy_side_files
+from .save import copy_auxiliary_files
 from .writer import GrowingShard, absolute, check_new, new_folder, plan_shards, replace_file
 
 _RUN = "run.json"
@@ -97,7 +97,7 @@ def quantize_checkpoint(
     ):
         job.resume(work, max_shard_size)
         shards = job.write(work, max_shard_size, tell)
-        _side_files(folder, work, model, config)
+        _auxiliary_files(folder, work, model, config)
         manifest = save.finish_packed(work, shards, job.experts(), job.codec(), [])
         (work / _RUN).unlink()
     return manifest
@@ -129,7 +129,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 def _model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
     """The checkpoint's model on meta."""
-    if (folder / MANIFEST).exists():
+    if is_packed(folder):
         raise CheckpointError(f"{folder} is packed already: name the 16-bit checkpoint.")
     source = build.resolve(str(folder), trust_remote_code=trust_remote_code)
     quantized = getattr(source.config, "quantization_config", None)
@@ -375,9 +375,9 @@ def _optional(model: Any, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def _side_files(folder: Path, work: Path, model: Any, config: Any) -> None:
+def _auxiliary_files(folder: Path, work: Path, model: Any, config: Any) -> None:
     """The configuration as a loaded model has it, and what else the checkpoint brings."""
-    copy_side_files(folder, work)
+    copy_auxiliary_files(folder, work)
     model.config.quantization_config = config
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(work)

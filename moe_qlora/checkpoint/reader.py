@@ -234,16 +234,34 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Return the JSON object that a file holds.
 
     Raises:
-        CheckpointError: It is missing, too long, no JSON, no object, names a key twice, or holds
-            half of a surrogate pair, which is no text.
+        CheckpointError: The file is missing or too long, or as `parse_json`.
+    """
+    return parse_json(file, read_raw(file))
+
+
+def read_raw(file: Path) -> bytes:
+    """Return the bytes of a JSON file.
+
+    Raises:
+        CheckpointError: The file is missing or too long.
     """
     with reading(file):
         if _size_of(file) > MAX_JSON:
             raise CheckpointError(f"{file} cannot be read: it is longer than {MAX_JSON} bytes.")
-        raw = file.read_bytes()
+        return file.read_bytes()
+
+
+def parse_json(file: Path, raw: bytes) -> dict[str, Any]:
+    """Return the JSON object in a file's bytes.
+
+    Raises:
+        CheckpointError: They are no JSON or no object, name a key twice, or hold half of a
+            surrogate pair, which is no text.
+    """
+    with reading(file):
         try:
             value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
             if _HALF.search(raw):

@@ -1,14 +1,20 @@
-"""`save_pretrained` of a model with packed experts: a packed folder (checkpoint/manifest.py).
+"""`save_pretrained` of a model with packed experts: a packed folder (FORMAT.md).
 
-Stock transformers would undo the fusing of experts on the way out, which packed codes do not stand,
-and replaces files in place. Here it writes everything but the weights; those are written tensor by
-tensor under the model's own names, and nothing that was in the folder is touched before all of it
-is on the disk.
+    save_pretrained
+      _tensors_to_save        the state dict, tied names left out
+      _target                 a folder to work in, moved to its place at the end
+        _write_auxiliary_files    config, generation config, code: by the stock method
+        write_packed              shards, tensor by tensor
+          finish_packed           their names, the manifest, config.json
+      _upload                 to the hub, in one commit
+
+The stock method undoes the fusing of experts on the way out, which packed codes do not stand, and
+replaces files in place. Here tensors are written under the model's own names, and nothing that the
+folder holds is touched before all of the new model is on the disk.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -30,22 +36,15 @@ from ..packing.codec import PackedWeight, settings_of
 from ..packing.skips import is_skipped
 from . import manifest as manifests
 from .integrity import check_stack
-from .manifest import CONFIG, MANIFEST, Manifest, PackedEntry
+from .manifest import CONFIG, CONFIG_KEY, MANIFEST_NAME, SHARD_NAME, Manifest, PackedEntry
 from .reader import INDEX_SUFFIX, SINGLE, read_json
-from .writer import (
-    ShardWriter,
-    absolute,
-    discard,
-    flush,
-    new_folder,
-    plan_shards,
-    replace_file,
-    write_beside,
-)
+from .writer import ShardWriter, absolute, discard, flush, new_folder, plan_shards
 
-_STAGING = ".moe_qlora.partial"
-# a save's shards, for the hub: only here do eight characters stand between "model" and the number
-_SHARDS = "model-????????-?????-of-?????.safetensors"
+STAGING = ".moe_qlora.partial"
+"""Where a save into an existing folder is prepared, inside of that folder."""
+# Patterns of the hub's client for a save's files: only here do eight characters stand between
+# "model" and the number, and sixteen after "moe_qlora-".
+_SHARDS, _MANIFESTS = "model-????????-?????-of-?????.safetensors", f"moe_qlora-{'?' * 16}.json"
 
 
 def save_pretrained(
@@ -61,15 +60,15 @@ def save_pretrained(
 ) -> None:
     """Save the model with its experts packed; `from_pretrained` under `enabled()` reads it back.
 
-    A new folder appears whole or not at all. In one that exists, what was there stays valid until
-    the new manifest replaces the old one, at the very end.
+    A new folder appears whole or not at all. In one that exists, the model that was there stays
+    valid until the new config.json replaces the old one, at the very end.
 
     Args:
         self: The model. With adapters that transformers itself has loaded, only these are saved, as
             the stock method does.
         save_directory: The folder.
         is_main_process: False writes nothing.
-        state_dict: What to save in the place of `self.state_dict()`.
+        state_dict: What to save instead of `self.state_dict()`.
         push_to_hub: Upload what was written, when all of it is.
         max_shard_size: Bytes, or such as "5GB".
         variant: Not supported.
@@ -99,21 +98,26 @@ def save_pretrained(
     for name, value in unsupported.items():
         if value:
             raise ConfigError(f"{name}={value!r} is not supported for a model with packed experts.")
-    tensors = _tensors(self, self.state_dict() if state_dict is None else state_dict)
+    tensors = _tensors_to_save(self, self.state_dict() if state_dict is None else state_dict)
     if not is_main_process:
         return
     folder = absolute(os.fspath(save_directory))
-    side = {key: kwargs[key] for key in ("save_peft_format",) if key in kwargs}
+    stock_kwargs = {key: kwargs[key] for key in ("save_peft_format",) if key in kwargs}
     with _target(folder) as work:
-        _write_side_files(self, work, side)
+        _write_auxiliary_files(self, work, stock_kwargs)
         write_packed(work, self, tensors, max_shard_size)
         written = [str(f.relative_to(work).as_posix()) for f in work.rglob("*") if f.is_file()]
     if push_to_hub:
         _upload(folder, sorted(written), token, kwargs)
 
 
-def _tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What is saved: without what is tied to something else, or is not to be saved."""
+def _tensors_to_save(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the state dict without tied names and what the model's class does not save.
+
+    Raises:
+        AdapterError: It holds adapters of PEFT.
+        CheckpointError: A value cannot be saved, or a packed weight is missing.
+    """
     host: Any = model
     tied: Mapping[str, str] = getattr(host, "all_tied_weights_keys", None) or {}
     ignored = getattr(host, "_keys_to_ignore_on_save", None) or ()
@@ -132,7 +136,7 @@ def _tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tenso
                 "model with moe_qlora.quantize_experts."
             )
         source = tied.get(key)
-        if source is not None and _same(value, state_dict.get(source)):
+        if source is not None and _share_storage(value, state_dict.get(source)):
             continue
         if key in ignored or any(key == name or key.startswith(f"{name}.") for name in aliases):
             continue
@@ -142,11 +146,12 @@ def _tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tenso
         kept[key] = value
     missing = packed - aliases - kept.keys()
     if missing:
-        raise CheckpointError(f"The state dict to save lacks the packed stack {min(missing)}.")
+        raise CheckpointError(f"The state dict to save lacks the packed weight {min(missing)}.")
     return kept
 
 
 def _why_not_saved(value: Any) -> str | None:
+    """Return why a value of a state dict cannot be saved; None where it can."""
     if not isinstance(value, Tensor):
         return f"is {type(value).__name__} and no tensor: leave it out of state_dict"
     if value.is_meta:
@@ -156,14 +161,14 @@ def _why_not_saved(value: Any) -> str | None:
     return None
 
 
-def _same(one: Any, other: Any) -> bool:
+def _share_storage(one: Any, other: Any) -> bool:
     both = isinstance(one, Tensor) and isinstance(other, Tensor)
     return both and one.shape == other.shape and one.data_ptr() == other.data_ptr()
 
 
 @contextmanager
 def _target(folder: Path) -> Iterator[Path]:
-    """A folder to write into, whose content is then moved to its place."""
+    """Give a folder to write into; move its content to its place at the end."""
     if folder.is_dir():
         folder = folder.resolve()
     elif folder.exists():
@@ -172,7 +177,7 @@ def _target(folder: Path) -> Iterator[Path]:
         with new_folder(folder) as work:
             yield work
         return
-    staging = folder / _STAGING
+    staging = folder / STAGING
     try:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
@@ -188,58 +193,51 @@ def _can_be_renamed_to(folder: Path) -> bool:
     """Whether a folder that is built beside this one can take its place."""
     if not folder.is_dir():
         return True
-    # A folder that somebody stands in would be pulled from under them.
+    # To rename over the current folder would pull it from under its process.
     fixed = folder.is_mount() or folder == Path.cwd() or not os.access(folder.parent, os.W_OK)
     return not fixed and not any(folder.iterdir())
 
 
 def _publish(staging: Path, folder: Path) -> None:
-    """Move a finished save into a folder.
+    """Move a finished save into a folder that holds something already.
 
-    What is new comes first, then config.json, at which the folder turns from the old save to the
-    new one, then the manifest. Where the system refuses a step before that turn, files that the
-    folder did not have go again.
+    The rename of config.json turns the old model into the new one. Where the system refuses it, or
+    a step before it, files that the folder did not have are removed again.
     """
     for file in staging.rglob("*"):
         flush(file)
-    manifests.finish_interrupted_save(folder)
-    fresh: list[Path] = []
+    names = {entry.name for entry in staging.iterdir()}
+    added: list[Path] = []
     try:
         for entry in sorted(staging.iterdir()):
             target = folder / entry.name
             if entry.is_dir():
                 shutil.copytree(entry, target, dirs_exist_ok=True)
-            elif entry.name not in (CONFIG, MANIFEST):
+            elif entry.name != CONFIG:
                 if not os.path.lexists(target):
-                    fresh.append(target)
+                    added.append(target)
                 entry.replace(target)
-        # flushes the folder too, and with it the names of the files above
-        manifest = write_beside(folder / MANIFEST, (staging / MANIFEST).read_bytes())
-        fresh.append(manifest)
-        config = write_beside(folder / CONFIG, (staging / CONFIG).read_bytes())
+        flush(folder)
+        (staging / CONFIG).replace(folder / CONFIG)
     except OSError:
-        discard(*fresh)
+        if (staging / CONFIG).exists():  # otherwise the folder holds the new model after all
+            discard(*added)
         raise
-    config.replace(folder / CONFIG)
     flush(folder)
-    manifest.replace(folder / MANIFEST)
-    flush(folder)
-    _remove_stale(folder)
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove shards of earlier saves, finished or not."""
-    manifest = manifests.read_manifest(folder)
     for file in folder.iterdir():
-        ours = manifests.SHARD_NAME.fullmatch(file.name)
-        if ours and manifest is not None and file.name not in manifest.shards:
+        if is_save_file(file.name) and file.name not in names:
             file.unlink(missing_ok=True)
 
 
-def _write_side_files(model: Any, work: Path, kwargs: dict[str, Any]) -> None:
-    """Everything that the stock method writes, but the weights."""
+def is_save_file(name: str) -> bool:
+    """Whether only a packed save gives a file such a name: a shard or a manifest."""
+    return bool(SHARD_NAME.fullmatch(name) or MANIFEST_NAME.fullmatch(name))
+
+
+def _write_auxiliary_files(model: Any, work: Path, kwargs: dict[str, Any]) -> None:
+    """Write everything that the stock method writes, but the weights."""
     quantizer = model.hf_quantizer
-    # It asks the quantizer for the state dict; a shadow on the instance gives it none.
+    # The stock method asks the quantizer for the state dict; this attribute hides the method.
     quantizer.get_state_dict_and_metadata = lambda model: ({}, {})
     try:
         type(model).save_pretrained(model, work, save_original_format=False, **kwargs)
@@ -248,7 +246,7 @@ def _write_side_files(model: Any, work: Path, kwargs: dict[str, Any]) -> None:
     (work / SINGLE).unlink(missing_ok=True)
     config = read_json(work / CONFIG)
     config["dtype"] = _main_dtype(model) or config.get("dtype")
-    replace_file(work / CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    (work / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
 
 def _main_dtype(model: Any) -> str | None:
@@ -297,41 +295,39 @@ def finish_packed(
     codec: Mapping[str, Any],
     plain: list[str],
 ) -> Manifest:
-    """Name the shards, and write config and manifest for them.
+    """Name the shards of a save, and write its manifest and config.json.
 
     Args:
         work: The folder; holds config.json as transformers writes it.
         files: Shards, in order; renamed here.
-        experts: Packed stacks by name.
+        experts: Packed expert weights by name.
         codec: As `Manifest.codec`.
-        plain: Linear layers that are not packed although the config would have it so.
+        plain: Linear layers that are not packed although the config asks for it.
     """
     tensors = manifests.tensor_entries(files)
     identity = manifests.manifest_id(tensors, codec)
     shards = [manifests.shard_entry(file) for file in files]
-    new_names = manifests.shard_names(identity, shards)
-    names = {file.name: new for file, new in zip(files, new_names, strict=True)}
-    entries = dict(zip(new_names, shards, strict=True))
-    for file in files:
-        file.rename(work / names[file.name])
-    source = read_json(work / CONFIG)
-    config = _with_skips(source, plain)
-    text = manifests.config_text(config, identity, next(iter(entries)))
-    replace_file(work / CONFIG, text)
+    names = manifests.shard_names(identity, shards)
+    for file, name in zip(files, names, strict=True):
+        file.rename(work / name)
+    new_name = {file.name: name for file, name in zip(files, names, strict=True)}
+    config = _with_skips(read_json(work / CONFIG), plain)
+    for key in (CONFIG_KEY, "transformers_weights"):
+        config.pop(key, None)
     manifest = Manifest(
         id=identity,
         written_by=f"moe_qlora {_installed_version()}",
-        model_type=str(source.get("model_type", "")),
+        model_type=str(config.get("model_type", "")),
         codec=dict(codec),
         experts=dict(experts),
-        shards=entries,
-        tensors={key: replace(entry, file=names[entry.file]) for key, entry in tensors.items()},
-        config_sha256=hashlib.sha256(text).hexdigest(),
-        source_config=source,
+        shards=dict(zip(names, shards, strict=True)),
+        tensors={key: replace(entry, file=new_name[entry.file]) for key, entry in tensors.items()},
+        config=config,
     )
     for name in experts:
         check_stack(work, name, manifest)
-    manifests.write_manifest(work, manifest)
+    (work / manifest.file_name).write_bytes(manifest.to_bytes())
+    (work / CONFIG).write_bytes(manifest.config_bytes())
     return manifest
 
 
@@ -400,7 +396,7 @@ def _with_skips(config: dict[str, Any], plain: list[str]) -> dict[str, Any]:
 def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]) -> None:
     """Upload a save in one commit: what it wrote, and nothing else that lies in the folder.
 
-    Shards of an earlier save leave the repository with it.
+    The same commit removes shards and manifests of an earlier save.
     """
     from huggingface_hub import HfApi
 
@@ -412,7 +408,7 @@ def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]
         repo_id=repository,
         folder_path=folder,
         allow_patterns=[_literal(file) for file in written],
-        delete_patterns=[_SHARDS],
+        delete_patterns=[_SHARDS, _MANIFESTS],
         commit_message=kwargs.get("commit_message") or "Upload model",
         create_pr=kwargs.get("create_pr", False),
     )
@@ -431,7 +427,7 @@ _NEVER = (
 _FOLDERS = ("additional_chat_templates",)
 
 
-def copy_side_files(source: Path, folder: Path) -> None:
+def copy_auxiliary_files(source: Path, folder: Path) -> None:
     """Copy everything but config.json, weights in any format, adapters and hidden files."""
     for file in sorted(source.iterdir()):
         name = file.name
@@ -440,7 +436,8 @@ def copy_side_files(source: Path, folder: Path) -> None:
                 shutil.copytree(file, folder / name, dirs_exist_ok=True)
         elif not (
             name.startswith((".", "adapter_"))
-            or name in (CONFIG, MANIFEST)
+            or name == CONFIG
+            or MANIFEST_NAME.fullmatch(name)
             or name.lower().endswith(_WEIGHTS + _NEVER)
         ):
             shutil.copyfile(file, folder / name)

@@ -10,7 +10,6 @@ packed from, a few experts at a time.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -31,21 +30,12 @@ from ..packing import codec
 from ..packing.format import packed_tensors
 from ..packing.settings import FLOAT_DTYPES
 from ..progress import Progress
-from . import manifest as manifests
 from .base import PackedWeights, PlainBase, packed_names
 from .conversion import Group
 from .integrity import check_folder, open_checkpoint
-from .manifest import (
-    CONFIG,
-    CONFIG_KEY,
-    MANIFEST,
-    NEXT,
-    SENTENCE,
-    SHARD_NAME,
-    Manifest,
-    of_interrupted_save,
-)
+from .manifest import CONFIG, Manifest, has_manifest, is_packed
 from .reader import INDEX_SUFFIX, Checkpoint, inside, read_json
+from .save import STAGING, is_save_file
 from .writer import partial_of
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -170,13 +160,12 @@ def _fields(report: VerifyReport) -> dict[str, Any]:
 
 
 def _is_packed(folder: Path) -> bool:
-    """Whether anything says so; damage to one of the two files must not hide it."""
-    if (folder / MANIFEST).exists() or (folder / NEXT).exists():
-        return True
+    """Whether a config or a manifest says so: damage to config.json must not hide the other."""
     try:
-        return CONFIG_KEY in read_json(folder / CONFIG)
+        packed = is_packed(folder)
     except CheckpointError:
-        return False
+        packed = False
+    return packed or has_manifest(folder)
 
 
 # --- packed folders -----------------------------------------------------------------------------
@@ -184,8 +173,8 @@ def _is_packed(folder: Path) -> bool:
 
 def _verify_packed(folder: Path, tell: Progress) -> tuple[VerifyReport, Manifest | None]:
     try:
-        if manifests.read_manifest(folder) is None:
-            raise CheckpointError(f"{folder / MANIFEST} is missing: copy the whole folder.")
+        if not is_packed(folder):
+            raise CheckpointError(_why_unmarked(folder / CONFIG))
         manifest = check_folder(folder)
     except CheckpointError as error:
         return VerifyReport(folder, "unknown", problems=(str(error),)), None
@@ -211,53 +200,30 @@ def _verify_packed(folder: Path, tell: Progress) -> tuple[VerifyReport, Manifest
             len(packed.keys() - manifest.experts.keys()),
             sum(checkpoint.info(key).nbytes for key in checkpoint),
             tuple(problems),
-            tuple(_leftovers(folder, set(manifest.shards))),
+            tuple(_leftovers(folder, manifest)),
         )
     return report, manifest
 
 
+def _why_unmarked(config: Path) -> str:
+    if not config.exists():
+        return f"{config} is missing: copy the whole folder."
+    return f"{config} does not say that the folder is packed: it was overwritten."
+
+
 def _config_problems(folder: Path, manifest: Manifest) -> list[str]:
-    file = folder / CONFIG
-    try:
-        config = read_json(inside(folder, CONFIG))
-    except CheckpointError as error:
-        return [str(error)]
-    problems = []
-    mark = config.get(CONFIG_KEY)
-    if mark is None:
-        problems.append(f"{file} does not say that the folder is packed: it was overwritten.")
-    elif not isinstance(mark, dict) or mark.get("id") != manifest.id:
-        problems.append(
-            f"{file} and {MANIFEST} are of different saves: a save was interrupted, or files were "
-            "copied from elsewhere; save again."
-        )
-    elif (mark.get("format_version"), mark.get("entry")) != (
-        *(manifests.FORMAT_VERSION, manifest.entry),
-    ):
-        problems.append(f"{file}: {CONFIG_KEY} is {mark!r}, which does not fit {MANIFEST}.")
-    if mark is not None and config.get("transformers_weights") != SENTENCE:
-        problems.append(
-            f"{file} lacks the sentence under transformers_weights that keeps stock transformers "
-            "from loading the folder."
-        )
-    if not problems and hashlib.sha256(file.read_bytes()).hexdigest() != manifest.config_sha256:
-        changed = _changes(manifest.source_config, config)
-        problems.append(
-            f"{file} is not the one that was written (its checksum differs): {changed}."
-        )
-    return problems
-
-
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Which fields of a config differ."""
-    # What a save adds itself, and the layers it may name.
-    ours = {CONFIG_KEY, "transformers_weights", "quantization_config"}
+    """What is wrong with config.json, whose every byte follows from the manifest."""
+    file = inside(folder, CONFIG)
+    if file.read_bytes() == manifest.config_bytes():
+        return []
+    written, config = json.loads(manifest.config_bytes()), read_json(file)
     names = [
         name
-        for name in sorted({*before, *now} - ours)
-        if before.get(name) != now.get(name) or (name in before) != (name in now)
+        for name in sorted({*written, *config})
+        if written.get(name) != config.get(name) or (name in written) != (name in config)
     ]
-    return f"it changed in {', '.join(names[:5])}" if names else "its layout, or the quantization"
+    changed = f"it changed in {', '.join(names[:5])}" if names else "its layout changed"
+    return [f"{file} is not the one that was written: {changed}."]
 
 
 def _statistics_problems(
@@ -331,21 +297,15 @@ def _record_problems(
     return []
 
 
-def _leftovers(folder: Path, shards: set[str]) -> Iterator[str]:
+def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
     """What lies in or beside a packed folder and does not belong to it."""
     if partial_of(folder).exists():
         yield f"{partial_of(folder)} is left of an interrupted save: remove it."
+    names = {*manifest.shards, manifest.file_name}
     for file in sorted(folder.iterdir()):
-        if file.name == NEXT and of_interrupted_save(folder) is not None:
-            yield (
-                f"{file} is the folder's manifest, whose save was interrupted at its last step: "
-                f"rename it to {MANIFEST}."
-            )
-        elif file.name.startswith(".") and file.name.endswith(".partial"):
-            yield f"{file} is left of an interrupted save: the next save removes it."
-        elif SHARD_NAME.fullmatch(file.name) and file.name not in shards:
-            yield f"{file} is a shard of another save: the next save removes it."
-        elif file.name not in shards and _is_weights(file.name):
+        if file.name == STAGING or (is_save_file(file.name) and file.name not in names):
+            yield f"{file} is left of another save: the next save removes it."
+        elif file.name not in names and _is_weights(file.name):
             yield f"{file} is no file of the packed model, and is not read."
 
 

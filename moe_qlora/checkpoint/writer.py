@@ -292,28 +292,17 @@ def check_new(destination: Path) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file at once: its readers see the old content or the new one."""
-    write_beside(path, content).replace(path)
-    flush(path.parent)
-
-
-def beside(path: Path) -> Path:
-    """Where a file's next content is written before it is renamed to it."""
-    return path.with_name(f".{path.name}.partial")
-
-
-def write_beside(path: Path, content: bytes) -> Path:
-    """Write a file's next content to the disk, and say where that is."""
-    temporary = beside(path)
+    temporary = path.with_name(f".{path.name}.partial")
     try:
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        flush(path.parent)
     except OSError:
         discard(temporary)
         raise
-    return temporary
+    temporary.replace(path)
+    flush(path.parent)
 
 
 def discard(*files: Path) -> None:

@@ -29,14 +29,12 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..checkpoint.integrity import FolderCheck
 from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec, safetensors_files
-from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
 from ..errors import CheckpointError
 from ..packing import parametrize
 from ..packing.codec import pack
 from .converters import PackedConverter, PackingConverter, WholeNames
 from .model import finish_packing
-
-_MARK = "moe_qlora"
 
 
 @cache
@@ -60,39 +58,25 @@ class _Packing:
     _extra_skip_modules: Callable[[], Sequence[str]]
     _plan: LoadSpec | None = None
     _device_map: Any = None
-    _entry: str | None = None
     _checked: FolderCheck | None = None
-    _mark: Any = None
+    _mark: Mark | None = None
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Recognise a packed folder by its config, and make transformers find its files."""
         config = super().update_attn_implementation(config)  # type: ignore[misc]
-        mark = config.__dict__.pop(_MARK, None)
-        if mark is None:
+        if CONFIG_KEY not in config.__dict__:
             return config
-        self._entry = _entry(mark)
-        config.transformers_weights = self._entry
+        self._mark = parse_mark(config.__dict__.pop(CONFIG_KEY))
+        config.transformers_weights = self._mark.entry
         folder = Path(getattr(config, "_name_or_path", None) or "")
         if str(folder) != "." and (folder / "config.json").is_file():
             # Before transformers looks for files, so that what is missing is named by us.
-            self._check(folder, mark)
-        self._mark = mark
+            self._check(folder, self._mark)
         return config
 
-    def _check(self, folder: Path, mark: Any) -> Manifest:
-        if self._checked is not None and self._checked.folder == folder:
-            return self._checked.manifest
-        if read_manifest(folder) is None:
-            raise CheckpointError(
-                f"{folder} was packed by moe_qlora, but its manifest {MANIFEST} is missing: copy "
-                "the whole folder, or pack the model again."
-            )
-        self._checked = FolderCheck(folder)
-        if not isinstance(mark, dict) or mark.get("id") != self._checked.manifest.id:
-            raise CheckpointError(
-                f"{folder}: config.json and {MANIFEST} are of different saves: a save was "
-                "interrupted, or files were copied from elsewhere; save again."
-            )
+    def _check(self, folder: Path, mark: Mark) -> Manifest:
+        if self._checked is None or self._checked.folder != folder:
+            self._checked = FolderCheck(folder, mark)
         return self._checked.manifest
 
     def update_device_map(self, device_map: Any) -> Any:
@@ -133,8 +117,8 @@ class _Packing:
 
     def _make_plan(self, model: Any, dtype: Any, files: list[str] | None, place: Any) -> LoadSpec:
         folder = Path(files[0]).parent if files else None
-        if self._entry is None:
-            if folder is not None and self.pre_quantized and (folder / MANIFEST).is_file():
+        if self._mark is None:
+            if self.pre_quantized and folder is not None and has_manifest(folder):
                 raise CheckpointError(
                     f"{folder} holds a manifest of moe_qlora, but its config.json does not say so: "
                     "it was overwritten; restore it, or pack the model again."
@@ -261,7 +245,7 @@ class _Packing:
         stock: Any = type(self).__mro__[2]
         quantizer = stock.__new__(stock)
         quantizer.__dict__.update(self.__dict__)
-        for name in ("_plan", "_device_map", "_entry", "_checked", "_mark"):
+        for name in ("_plan", "_device_map", "_checked", "_mark"):
             quantizer.__dict__.pop(name, None)
         return quantizer
 
@@ -354,21 +338,3 @@ def _restore_conversions(model: Any, plan: LoadSpec) -> None:
             kept.append(original)
     if "_weight_conversions" in model.__dict__:
         model._weight_conversions = kept
-
-
-def _entry(mark: Any) -> str:
-    """The file that a packed folder's config sends transformers to."""
-    version = mark.get("format_version") if isinstance(mark, dict) else None
-    entry = mark.get("entry") if isinstance(mark, dict) else None
-    if version != 1:
-        raise CheckpointError(
-            f"config.json says moe_qlora.format_version={version!r}, and this version of moe_qlora "
-            "reads format 1: install a newer one, or pack the model again."
-        )
-    named = isinstance(entry, str) and entry == Path(entry).name and entry.endswith(".safetensors")
-    if not named:
-        raise CheckpointError(
-            f"config.json says moe_qlora.entry={entry!r}, which is no safetensors file of its "
-            "folder: the file is damaged."
-        )
-    return str(entry)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import quantize_experts
-from moe_qlora.checkpoint.manifest import MANIFEST, _sum
+from moe_qlora.checkpoint.manifest import MANIFEST_NAME, TensorEntry, manifest_id, manifest_name
 from moe_qlora.errors import MoeQloraError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
@@ -53,6 +53,8 @@ class Victim:
         self.others = contents(folder.with_name("other"))
         self.shards = [name for name in self.files if name.endswith(".safetensors")]
         self.foreign = [name for name in self.others if name.endswith(".safetensors")]
+        self.manifest = next(filter(MANIFEST_NAME.fullmatch, self.files))
+        self.foreign_manifest = next(filter(MANIFEST_NAME.fullmatch, self.others))
         assert len(self.shards) > 3
 
     def restore(self) -> None:
@@ -63,6 +65,14 @@ class Victim:
                 file.unlink()
         for name, content in self.files.items():
             (self.folder / name).write_bytes(content)
+
+    def write_manifest(self, text: bytes, **mark: Any) -> None:
+        """Put another manifest in the place of the folder's, and have config.json name it."""
+        (self.folder / self.manifest).unlink()
+        (self.folder / manifest_name(text)).write_bytes(text)
+        config = json.loads(self.files["config.json"])
+        config["moe_qlora"] |= {"manifest": manifest_name(text), **mark}
+        (self.folder / "config.json").write_text(json.dumps(config))
 
     def load(self, cls: Any) -> str:
         """How loading ends: "refused", or "equal"; anything else raises."""
@@ -104,9 +114,9 @@ def victim(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
 
 def damage_file(victim: Victim, rng: random.Random) -> str:
     """Damage the bytes of a shard or of the manifest."""
-    name = rng.choice([MANIFEST, *victim.shards, *victim.shards])
+    name = rng.choice([victim.manifest, *victim.shards, *victim.shards])
     raw = bytearray(victim.files[name])
-    header = int.from_bytes(raw[:8], "little") + 8 if name != MANIFEST else len(raw)
+    header = int.from_bytes(raw[:8], "little") + 8 if name != victim.manifest else len(raw)
     # half of the damage to what comes first, which is parsed
     place = rng.choice(
         [rng.randrange(min(8, len(raw))), rng.randrange(header), rng.randrange(len(raw))]
@@ -150,6 +160,7 @@ def damage_folder(victim: Victim, rng: random.Random) -> str:
             "no manifest",
             "foreign manifest",
             "pending",
+            "named foreign manifest",
             "index",
         ]
     )
@@ -173,12 +184,15 @@ def damage_folder(victim: Victim, rng: random.Random) -> str:
             (folder / name).write_bytes(victim.others[name])
         (folder / "model.safetensors").write_bytes(victim.others[victim.foreign[0]])
     elif kind == "no manifest":
-        (folder / MANIFEST).unlink()
+        (folder / victim.manifest).unlink()
     elif kind == "foreign manifest":
-        (folder / MANIFEST).write_bytes(victim.others[MANIFEST])
+        (folder / victim.manifest).write_bytes(victim.others[victim.foreign_manifest])
     elif kind == "pending":
-        content = rng.choice([victim.others[MANIFEST], victim.files[MANIFEST], b"{", b""])
-        (folder / f".{MANIFEST}.partial").write_bytes(content)
+        content = rng.choice([victim.others[victim.foreign_manifest], b"{", b""])
+        (folder / victim.foreign_manifest).write_bytes(content)
+    elif kind == "named foreign manifest":
+        text = victim.others[victim.foreign_manifest]
+        victim.write_manifest(text, **rng.choice([{}, {"id": json.loads(text)["id"]}]))
     else:
         weight_map = {"x": rng.choice(["../x", "model.safetensors", one.name])}
         text = json.dumps({"weight_map": weight_map})
@@ -203,7 +217,7 @@ def owner(value: Any, path: tuple[Any, ...]) -> Any:
 def edit(value: dict[str, Any], rng: random.Random) -> str:
     """Change one place of a JSON value."""
     # by depth, so that the few fields at the top are met as often as the many below
-    every = list(places({k: v for k, v in value.items() if k != "source_config"}))
+    every = list(places({k: v for k, v in value.items() if k != "config"}))
     depth = rng.choice(sorted({len(path) for path in every}))
     path = rng.choice([path for path in every if len(path) == depth])
     holder, key = owner(value, path), path[-1]
@@ -227,32 +241,31 @@ def edit(value: dict[str, Any], rng: random.Random) -> str:
 
 
 def damage_manifest(victim: Victim, rng: random.Random) -> str:
-    """Edit the manifest's JSON, with its checksum put right where that is possible."""
-    value = json.loads(victim.files[MANIFEST])
-    signed = rng.random() < 0.8
-    if signed:
-        del value["sha256"]
+    """Edit the manifest's JSON, mostly with its name put right."""
+    value = json.loads(victim.files[victim.manifest])
+    named = rng.random() < 0.8
     what = edit(value, rng)
-    if signed:
-        value["sha256"] = _sum(value)
-    (victim.folder / MANIFEST).write_text(json.dumps(value))
-    return f"{what}, signed: {signed}"
+    text = json.dumps(value).encode()
+    if named:
+        victim.write_manifest(text)
+    else:
+        (victim.folder / victim.manifest).write_bytes(text)
+    return f"{what}, named: {named}"
 
 
 def damage_manifest_and_config(victim: Victim, rng: random.Random) -> str:
     """The same by somebody who gives the manifest, and config.json, the id that then fits."""
-    value = json.loads(victim.files[MANIFEST])
-    del value["sha256"]
+    value = json.loads(victim.files[victim.manifest])
     what = edit(value, rng)
     try:
-        table = {k: [t["dtype"], t["shape"], t["sha256"]] for k, t in value["tensors"].items()}
-        value["id"] = _sum({"tensors": table, "codec": value["codec"]})
-    except (AttributeError, KeyError, TypeError, IndexError):
+        tensors = {
+            key: TensorEntry(t["file"], t["dtype"], t["shape"], t["sha256"])
+            for key, t in value["tensors"].items()
+        }
+        value["id"] = manifest_id(tensors, value["codec"])
+    except (AttributeError, KeyError, TypeError, IndexError, ValueError):
         pass
-    config = json.loads(victim.files["config.json"])
-    config["moe_qlora"]["id"] = value.get("id")
-    (victim.folder / "config.json").write_text(json.dumps(config))
-    (victim.folder / MANIFEST).write_text(json.dumps(value | {"sha256": _sum(value)}))
+    victim.write_manifest(json.dumps(value).encode(), id=value.get("id"))
     return what
 
 
@@ -266,10 +279,10 @@ def damage_mark(victim: Victim, rng: random.Random) -> str:
 
 def damage_text(victim: Victim, rng: random.Random) -> str:
     """Make a manifest that is no JSON, or odd JSON."""
-    text = victim.files[MANIFEST]
+    text = victim.files[victim.manifest]
     middle = rng.randrange(1, len(text) - 1)
     options = {
-        "twice": b'{"format_version": 1,' + text[1:],
+        "twice": b'{"format_version": 2,' + text[1:],
         "inner twice": text.replace(b'"kind":', b'"kind": "int8", "kind":', 1),
         "deep": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
         "deep list": b"[" * 50_000,
@@ -279,16 +292,19 @@ def damage_text(victim: Victim, rng: random.Random) -> str:
         "utf-16": text.decode().encode("utf-16"),
         "bom": b"\xef\xbb\xbf" + text,
         "latin-1": text[:middle] + b"\xe9" + text[middle:],
-        "nan": text.replace(b'"format_version": 1', b'"format_version": NaN', 1),
-        "huge": text.replace(b'"format_version": 1', b'"format_version": 1' + b"0" * 5000, 1),
-        "version": text.replace(b'"format_version": 1', b'"format_version": 2', 1),
+        "nan": text.replace(b'"format_version": 2', b'"format_version": NaN', 1),
+        "huge": text.replace(b'"format_version": 2', b'"format_version": 2' + b"0" * 5000, 1),
+        "version": text.replace(b'"format_version": 2', b'"format_version": 3', 1),
         "twins": text + text,
         "half": text[:middle],
         "spaces": text.replace(b"\n", b"\r\n  "),
         "zeros": bytes(len(text)),
     }
     name = rng.choice(list(options))
-    (victim.folder / MANIFEST).write_bytes(options[name])
+    if rng.random() < 0.8:
+        victim.write_manifest(options[name])
+    else:
+        (victim.folder / victim.manifest).write_bytes(options[name])
     return name
 
 
@@ -326,10 +342,10 @@ def test_the_folder_itself_is_sound(victim):
     assert sum(DAMAGE.values()) * 3 >= 300
 
 
-def test_a_stack_that_the_manifest_forgets_is_refused(victim):
-    for name in json.loads(victim.files[MANIFEST])["experts"]:
+def test_a_packed_weight_that_the_manifest_forgets_is_refused(victim):
+    for name in json.loads(victim.files[victim.manifest])["experts"]:
         victim.restore()
-        value = json.loads(victim.files[MANIFEST])
-        del value["sha256"], value["experts"][name]
-        (victim.folder / MANIFEST).write_text(json.dumps(value | {"sha256": _sum(value)}))
+        value = json.loads(victim.files[victim.manifest])
+        del value["experts"][name]
+        victim.write_manifest(json.dumps(value).encode())
         assert victim.load(AutoModelForCausalLM) == victim.load(victim.cls) == "refused"

@@ -16,15 +16,16 @@ from safetensors.torch import save_file
 
 from moe_qlora.checkpoint.integrity import check_folder, open_checkpoint
 from moe_qlora.checkpoint.manifest import (
-    MANIFEST,
+    MANIFEST_NAME,
     Manifest,
     PackedEntry,
+    TensorEntry,
     manifest_id,
+    manifest_name,
     read_manifest,
     shard_entry,
     shard_names,
     tensor_entries,
-    write_manifest,
 )
 from moe_qlora.checkpoint.reader import INDEX_SUFFIX, SINGLE, read_header
 from moe_qlora.errors import CheckpointError
@@ -78,7 +79,7 @@ def two_shards(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def packed_folder(folder: Path) -> Manifest:
-    """An int8 stack `w` and a plain tensor `b`, in two shards; no config."""
+    """An int8 expert weight `w` and a plain tensor `b`, in two shards."""
     folder.mkdir(exist_ok=True)
     parts = ({"w": noise(torch.int8, 2, 3, 4)}, {"w.SCB": torch.ones(6), "b": torch.ones(3)})
     tables: dict = {}
@@ -101,19 +102,28 @@ def packed_folder(folder: Path) -> Manifest:
             key: type(entry)(names[entry.file], entry.dtype, entry.shape, entry.sha256)
             for key, entry in tables.items()
         },
-        "0" * 64,
         {"model_type": "toy"},
     )
-    write_manifest(folder, manifest)
+    (folder / manifest.file_name).write_bytes(manifest.to_bytes())
+    (folder / "config.json").write_bytes(manifest.config_bytes())
     return manifest
 
 
-def resigned(folder: Path, change) -> None:
-    """Change the manifest's JSON, and put the checksums right again."""
-    from moe_qlora.checkpoint.manifest import TensorEntry, _sum
+def manifest_of(folder: Path) -> Path:
+    [file] = [file for file in folder.iterdir() if MANIFEST_NAME.fullmatch(file.name)]
+    return file
 
-    value = json.loads((folder / MANIFEST).read_bytes())
-    value.pop("sha256")
+
+def remark(folder: Path, **changes: object) -> None:
+    """Change what config.json says of the manifest."""
+    config = json.loads((folder / "config.json").read_text())
+    config["moe_qlora"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def resigned(folder: Path, change) -> None:
+    """Change the manifest's JSON, and put its name, its id and config.json right again."""
+    value = json.loads(manifest_of(folder).read_bytes())
     change(value)
     try:
         entries = {
@@ -121,9 +131,12 @@ def resigned(folder: Path, change) -> None:
             for key, e in value["tensors"].items()
         }
         value["id"] = manifest_id(entries, value["codec"])
-    except (AttributeError, KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         pass
-    (folder / MANIFEST).write_text(json.dumps(value | {"sha256": _sum(value)}))
+    manifest_of(folder).unlink()
+    text = json.dumps(value).encode()
+    (folder / manifest_name(text)).write_bytes(text)
+    remark(folder, id=value["id"], manifest=manifest_name(text))
 
 
 def test_a_manifest_reads_back_equal_and_says_the_same_twice(tmp_path):
@@ -131,7 +144,9 @@ def test_a_manifest_reads_back_equal_and_says_the_same_twice(tmp_path):
     assert read_manifest(tmp_path / "a") == manifest == check_folder(tmp_path / "a")
     assert check_folder(tmp_path / "a", checksums=False) == manifest
     assert packed_folder(tmp_path / "b") == manifest
-    assert (tmp_path / "a" / MANIFEST).read_bytes() == (tmp_path / "b" / MANIFEST).read_bytes()
+    one, other = (manifest_of(tmp_path / name) for name in "ab")
+    assert one.name == other.name == manifest.file_name
+    assert one.read_bytes() == other.read_bytes()
     assert read_manifest(tmp_path) is None
     with pytest.raises(CheckpointError, match="not packed by moe_qlora"):
         check_folder(tmp_path)
@@ -160,22 +175,21 @@ def test_a_manifest_or_shard_that_is_a_link_elsewhere_is_not_read(tmp_path):
     (folder / manifest.entry).symlink_to(tmp_path / "away")
     with pytest.raises(CheckpointError, match="leads out"):
         check_folder(folder)
-    (folder / MANIFEST).rename(tmp_path / "away.json")
-    (folder / MANIFEST).symlink_to(tmp_path / "away.json")
+    file = manifest_of(folder)
+    file.rename(tmp_path / "away.json")
+    file.symlink_to(tmp_path / "away.json")
     with pytest.raises(CheckpointError, match="leads out"):
         read_manifest(folder)
 
 
-def test_a_packed_folder_opens_by_its_manifest(tmp_path):
+def test_a_packed_folder_opens_by_the_manifest_that_its_config_names(tmp_path):
     manifest = packed_folder(tmp_path)
-    save_file({"x": torch.ones(1)}, tmp_path / SINGLE)  # of nobody, as long as there is no config
-    for config in (None, {"moe_qlora": {"id": manifest.id}, "model_type": "toy"}):
-        if config is not None:
-            (tmp_path / "config.json").write_text(json.dumps(config))
-        with open_checkpoint(tmp_path) as checkpoint:
-            assert checkpoint.keys() == tuple(manifest.tensors)
-            assert [file.name for file in checkpoint.files] == list(manifest.shards)
-            assert same(checkpoint.read("w", 1), noise(torch.int8, 2, 3, 4)[1:])
+    save_file({"x": torch.ones(1)}, tmp_path / SINGLE)  # not named by anything
+    (tmp_path / "moe_qlora-0123456789abcdef.json").write_text("{")  # nor this
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.keys() == tuple(manifest.tensors)
+        assert [file.name for file in checkpoint.files] == list(manifest.shards)
+        assert same(checkpoint.read("w", 1), noise(torch.int8, 2, 3, 4)[1:])
 
 
 def test_a_plain_checkpoint_over_a_packed_one_opens_by_its_config(tmp_path):
@@ -185,39 +199,61 @@ def test_a_plain_checkpoint_over_a_packed_one_opens_by_its_config(tmp_path):
     assert open_checkpoint(tmp_path).keys() == ("x",)
 
 
-def test_a_packed_folder_that_does_not_fit_its_manifest_does_not_open(tmp_path):
+def test_a_packed_folder_that_lacks_a_file_does_not_open(tmp_path):
     manifest = packed_folder(tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for name in ("b", "c"):
+        shutil.copytree(tmp_path / "a", tmp_path / name)
     (tmp_path / "a" / list(manifest.shards)[1]).unlink()
-    with pytest.raises(CheckpointError, match="is missing"):
-        open_checkpoint(tmp_path / "a")
-    (tmp_path / "b" / "config.json").write_text('{"moe_qlora": {}}')
-    (tmp_path / "b" / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match=MANIFEST):
-        open_checkpoint(tmp_path / "b")
+    (tmp_path / "b" / manifest.file_name).unlink()
+    for name in "ab":
+        with pytest.raises(CheckpointError, match="is missing: copy the whole folder"):
+            open_checkpoint(tmp_path / name)
+    (tmp_path / "c" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json is missing: copy the whole folder"):
+        open_checkpoint(tmp_path / "c")
 
 
-@pytest.mark.parametrize("mark", [{"id": "0" * 64}, {}, [], "x", {"id": None}])
-def test_a_config_of_another_save_is_refused(tmp_path, mark):
-    manifest = packed_folder(tmp_path)
-    config = tmp_path / "config.json"
-    for fine in ({"moe_qlora": {"id": manifest.id}}, {"model_type": "toy"}):
-        config.write_text(json.dumps(fine))
-        assert check_folder(tmp_path) == manifest
-    config.write_text(json.dumps({"moe_qlora": mark}))
-    with pytest.raises(CheckpointError, match=r"config\.json and moe_qlora\.json are of different"):
-        check_folder(tmp_path)
+MARKS = {
+    "no object": ([], "moe_qlora is \\[\\], and no object"),
+    "text": ("x", "moe_qlora is 'x', and no object"),
+    "nothing": ({}, "moe_qlora.format_version None, and this version of moe_qlora reads 2"),
+    "older": ({"format_version": 1, "id": "x"}, "format_version 1, and .* pack the model again"),
+    "newer": ({"format_version": 3}, "format_version 3"),
+    "version as truth": ({"format_version": True}, "format_version True"),
+    "no id": ({"format_version": 2, "manifest": "m", "entry": "e"}, "moe_qlora.id is missing"),
+    "id of another": ({"id": "0" * 64}, "the id '0000"),
+    "id as number": ({"id": 1}, "moe_qlora.id is 1"),
+    "no entry": ({"entry": None}, "moe_qlora.entry is None"),
+    "another entry": ({"entry": "model-01234567-00001-of-00001.safetensors"}, "which do not fit"),
+    "entry elsewhere": ({"entry": "../model.safetensors"}, "moe_qlora.entry is '../model"),
+    "manifest elsewhere": ({"manifest": "../moe_qlora-x.json"}, "moe_qlora.manifest is '../"),
+    "another manifest": ({"manifest": f"moe_qlora-{'0' * 16}.json"}, "is missing"),
+    "another key": ({"x": 1}, "moe_qlora.x is 1"),
+}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_a_mark_that_does_not_fit_is_refused_by_its_key(tmp_path, name):
+    mark, pattern = MARKS[name]
+    packed_folder(tmp_path)
+    if isinstance(mark, dict) and mark and "format_version" not in mark:
+        remark(tmp_path, **mark)
+    else:
+        (tmp_path / "config.json").write_text(json.dumps({"moe_qlora": mark}))
+    for read in (check_folder, read_manifest, open_checkpoint):
+        with pytest.raises(CheckpointError, match=pattern):
+            read(tmp_path)
 
 
 RESIGNED = {
-    "version": (lambda v: v.update(format_version=2), "format_version 2"),
+    "version": (lambda v: v.update(format_version=3), "format_version 3"),
     "version as truth": (lambda v: v.update(format_version=True), "format_version True"),
-    "no shards": (lambda v: v.update(shards={}), MANIFEST),
-    "shards as list": (lambda v: v.update(shards=[]), MANIFEST),
+    "no shards": (lambda v: v.update(shards={}), r"shards is \{\}"),
+    "shards as list": (lambda v: v.update(shards=[]), r"shards is \[\]"),
     "unknown codec": (lambda v: v["codec"].update(kind="nf3"), "nf3"),
-    "no codec": (lambda v: v.pop("codec"), MANIFEST),
-    "no blocksize": (lambda v: v["codec"].update(kind="nf4", blocksize=0), MANIFEST),
-    "storage": (lambda v: v["codec"].update(kind="nf4", storage_dtype="nn"), MANIFEST),
+    "no codec": (lambda v: v.pop("codec"), "codec is missing"),
+    "no blocksize": (lambda v: v["codec"].update(kind="nf4", blocksize=0), "blocksize"),
+    "storage": (lambda v: v["codec"].update(kind="nf4", storage_dtype="nn"), "storage_dtype"),
     "missing statistic": (lambda v: v["tensors"].pop("w.SCB"), "w.SCB"),
     "missing tensor": (lambda v: v["tensors"].pop("b"), "holds b"),
     "a tensor too many": (
@@ -227,42 +263,72 @@ RESIGNED = {
     "dtype": (lambda v: v["tensors"]["b"].update(dtype="F16"), "b is"),
     "unknown dtype": (lambda v: v["tensors"]["b"].update(dtype="F13"), "b is"),
     "shape": (lambda v: v["tensors"]["b"].update(shape=[1, 3]), "b is"),
-    "shape as text": (lambda v: v["tensors"]["b"].update(shape="3"), "no shape"),
-    "negative shape": (lambda v: v["experts"]["w"].update(shape=[-2, -3, 4]), "no size"),
+    "shape as text": (lambda v: v["tensors"]["b"].update(shape="3"), r"tensors\.b\.shape is '3'"),
+    "negative shape": (
+        lambda v: v["experts"]["w"].update(shape=[-2, -3, 4]),
+        r"experts\.w\.shape\.0 is -2",
+    ),
     "stack's shape": (lambda v: v["experts"]["w"].update(shape=[3, 3, 4]), "w"),
-    "stack without a shape": (lambda v: v["experts"]["w"].update(shape=[]), "w"),
-    "stack of nothing": (lambda v: v["experts"]["w"].update(shape=[2, 3, 0]), "w"),
-    "stack's dtype": (lambda v: v["experts"]["w"].update(dtype="save"), "w"),
-    "stack's aliases": (lambda v: v["experts"]["w"].update(aliases=[1]), MANIFEST),
+    "stack without a shape": (
+        lambda v: v["experts"]["w"].update(shape=[]),
+        r"experts\.w\.shape is \[\]",
+    ),
+    "stack of nothing": (
+        lambda v: v["experts"]["w"].update(shape=[2, 3, 0]),
+        r"experts\.w\.shape\.2 is 0",
+    ),
+    "stack's dtype": (
+        lambda v: v["experts"]["w"].update(dtype="save"),
+        r"experts\.w\.dtype is 'save'.*'bfloat16'",
+    ),
+    "stack's aliases": (
+        lambda v: v["experts"]["w"].update(aliases=[1]),
+        r"experts\.w\.aliases\.0 is 1",
+    ),
     "unknown stack": (lambda v: v["experts"].update(x=dict(v["experts"]["w"])), "x"),
     "checksum": (lambda v: v["tensors"]["w"].update(sha256="0" * 64), "the bytes of w are not"),
     "file size": (lambda v: next(iter(v["shards"].values())).update(nbytes=8), "8 were written"),
-    "file size as text": (lambda v: next(iter(v["shards"].values())).update(nbytes="96"), MANIFEST),
-    "file size as truth": (lambda v: next(iter(v["shards"].values())).update(nbytes=True), "size"),
+    "file size as text": (
+        lambda v: next(iter(v["shards"].values())).update(nbytes="96"),
+        "nbytes is '96'",
+    ),
+    "file size as truth": (
+        lambda v: next(iter(v["shards"].values())).update(nbytes=True),
+        "nbytes is True",
+    ),
     "file size as fraction": (
         lambda v: next(iter(v["shards"].values())).update(nbytes=96.5),
-        "no size",
+        r"nbytes is 96\.5",
     ),
     "more dimensions than torch has": (
         lambda v: v["experts"]["w"].update(shape=[2**62] * 65),
-        "no shape",
+        "at most 64 items",
     ),
     "a size that no text holds": (
         lambda v: v["experts"]["w"].update(shape=[10**4000, 10**4000]),
-        "no size",
+        r"experts\.w\.shape\.0 is 1000",
     ),
     "half a character": (lambda v: v["experts"].update({"\ud800": v["experts"]["w"]}), "JSON"),
-    "aliases as text": (lambda v: v["experts"]["w"].update(aliases="xy"), MANIFEST),
+    "aliases as text": (
+        lambda v: v["experts"]["w"].update(aliases="xy"),
+        r"experts\.w\.aliases is 'xy'",
+    ),
     "alias of a tensor": (lambda v: v["experts"]["w"].update(aliases=["b"]), "b is a tensor"),
-    "type as list": (lambda v: v.update(model_type=[1]), MANIFEST),
-    "config as pairs": (lambda v: v.update(source_config=[["a", 1]]), MANIFEST),
-    "endless file": (lambda v: next(iter(v["shards"].values())).update(nbytes=1e999), MANIFEST),
+    "type as list": (lambda v: v.update(model_type=[1]), r"model_type is \[1\]"),
+    "config as pairs": (lambda v: v.update(config=[["a", 1]]), r"config is \[\['a'"),
+    "endless file": (
+        lambda v: next(iter(v["shards"].values())).update(nbytes=1e999),
+        "nbytes is inf",
+    ),
     "header": (
         lambda v: next(iter(v["shards"].values())).update(header_sha256="0"),
         "its header is not",
     ),
-    "experts as list": (lambda v: v.update(experts=[]), MANIFEST),
-    "config as list": (lambda v: v.update(source_config=[1]), MANIFEST),
+    "experts as list": (lambda v: v.update(experts=[]), r"experts is \[\]"),
+    "config as list": (lambda v: v.update(config=[1]), r"config is \[1\]"),
+    "a key that is not known": (lambda v: v.update(sha256="0"), "sha256 is '0'"),
+    "a key too many of a tensor": (lambda v: v["tensors"]["b"].update(x=1), r"tensors\.b\.x is 1"),
+    "a tensor in no shard": (lambda v: v["tensors"]["b"].update(file="x"), "none of its shards"),
 }
 
 
@@ -275,11 +341,11 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path, name):
         check_folder(tmp_path)
 
 
-def test_a_changed_manifest_is_refused_by_its_checksum(tmp_path):
+def test_a_changed_manifest_is_refused_by_its_name(tmp_path):
     packed_folder(tmp_path)
-    file = tmp_path / MANIFEST
+    file = manifest_of(tmp_path)
     file.write_bytes(file.read_bytes().replace(b"toy", b"top"))
-    with pytest.raises(CheckpointError, match="checksum does not fit"):
+    with pytest.raises(CheckpointError, match=f"{file.name} is damaged: its name is not that of"):
         read_manifest(tmp_path)
 
 
@@ -323,7 +389,7 @@ def test_pipes_are_not_waited_for(tmp_path):
         ("plain", "m-2.safetensors", open_checkpoint),
         ("plain", f"model{INDEX_SUFFIX}", open_checkpoint),
         ("packed", manifest.entry, check_folder),
-        ("packed", MANIFEST, read_manifest),
+        ("packed", manifest.file_name, read_manifest),
         ("packed", "config.json", open_checkpoint),
     ):
         file = tmp_path / folder / name

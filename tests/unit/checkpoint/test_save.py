@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import quantize_experts
-from moe_qlora.checkpoint import save
+from moe_qlora.checkpoint import save, writer
 from moe_qlora.checkpoint.integrity import check_folder
-from moe_qlora.checkpoint.manifest import MANIFEST, SHARD_NAME, read_manifest
+from moe_qlora.checkpoint.manifest import SHARD_NAME, has_manifest, read_manifest
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
@@ -192,12 +192,13 @@ def test_only_names_of_the_model_are_on_disk_and_they_are_all_of_it(tmp_path):
     assert stored.keys() == model.state_dict().keys()
     manifest = read_manifest(tmp_path)
     assert manifest is not None
-    assert manifest.source_config["model_type"] == manifest.model_type == "qwen3_moe"
+    assert manifest.config["model_type"] == manifest.model_type == "qwen3_moe"
     assert manifest.codec["kind"] == "nf4"
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["moe_qlora"] == {
-        "format_version": 1,
+        "format_version": 2,
         "id": manifest.id,
+        "manifest": manifest.file_name,
         "entry": manifest.entry,
     }
 
@@ -261,11 +262,11 @@ def test_a_plain_checkpoint_in_the_folder_gives_way(tmp_path):
 def test_a_stock_bitsandbytes_config_in_a_packed_folder_is_refused(tmp_path):
     model = packed()
     model.save_pretrained(tmp_path)
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
     config = json.loads((tmp_path / "config.json").read_text())
     del config["moe_qlora"], config["transformers_weights"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    manifest = read_manifest(tmp_path)
-    assert manifest is not None
     (tmp_path / manifest.entry).rename(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"its config\.json does not say so"):
         reload(tmp_path)
@@ -409,8 +410,6 @@ def test_a_save_changes_nothing_of_the_model(tmp_path):
     manifest = read_manifest(tmp_path)
     assert manifest is not None
     saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    # as it was in the manifest, and in config.json with the plain layers named
-    assert manifest.source_config["quantization_config"]["llm_int8_skip_modules"] is None
     linears = [n for n, m in model.named_modules() if type(m) is nn.Linear]
     assert saved["llm_int8_skip_modules"] == [rf"{re.escape(name)}$" for name in linears]
 
@@ -458,7 +457,7 @@ def test_a_decoded_model_is_saved_the_stock_way(tmp_path):
     model = packed()
     model.dequantize()
     model.save_pretrained(tmp_path)
-    assert not (tmp_path / MANIFEST).exists()
+    assert not has_manifest(tmp_path)
     assert bits(AutoModelForCausalLM.from_pretrained(tmp_path)) == bits(model)
 
 
@@ -472,18 +471,38 @@ def test_a_failed_save_leaves_the_folder_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_refused_save_takes_no_live_shards_with_it(tmp_path, monkeypatch, seed):
+@pytest.mark.parametrize("step", ["last flush", "last rename"])
+def test_a_refused_save_takes_no_live_shards_with_it(tmp_path, monkeypatch, seed, step):
     packed(seed=0).save_pretrained(tmp_path)
     before = files(tmp_path)
+    flush, rename = writer.flush, Path.replace
 
-    def full(path: Path, content: bytes) -> Path:
-        raise OSError(28, "No space left on device")
+    def full(path: Path, *target: Path) -> Any:
+        if path == tmp_path or target == (tmp_path / "config.json",):
+            raise OSError(28, "No space left on device")
+        return rename(path, *target) if target else flush(path)
 
     # the same model again has shards of the same names
-    monkeypatch.setattr(save, "write_beside", full)
+    if step == "last flush":
+        monkeypatch.setattr(save, "flush", full)
+    else:
+        monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(CheckpointError, match="No space left"):
         packed(seed=seed).save_pretrained(tmp_path)
     assert files(tmp_path) == before
+
+
+def test_a_save_removes_what_a_killed_one_has_left_and_nothing_else(tmp_path):
+    packed(seed=0).save_pretrained(tmp_path)
+    left = ("model-0123abcd-00001-of-00001.safetensors", "moe_qlora-0123456789abcdef.json")
+    kept = ("moe_qlora.json", "moe_qlora-0123.json", "model-00001-of-00001.safetensors")
+    for name in (*left, *kept):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / ".moe_qlora.partial").mkdir()
+    packed(seed=1).save_pretrained(tmp_path)
+    packed(seed=1).save_pretrained(tmp_path.with_name("fresh"))
+    assert files(tmp_path) == files(tmp_path.with_name("fresh")) | dict.fromkeys(kept, b"x")
+    assert not (tmp_path / ".moe_qlora.partial").exists()
 
 
 def test_an_empty_folder_and_a_link_to_one_are_filled(tmp_path):
@@ -523,7 +542,7 @@ def test_adapters_that_transformers_loaded_are_saved_its_own_way(tmp_path):
     model.save_pretrained(tmp_path / "again")
     names = {file.name for file in (tmp_path / "again").iterdir()}
     assert "adapter_model.safetensors" in names
-    assert MANIFEST not in names
+    assert not has_manifest(tmp_path / "again")
 
 
 @pytest.mark.parametrize("what", ["shard", "missing", "manifest"])
@@ -535,7 +554,7 @@ def test_ignoring_mismatches_does_not_ignore_damage(tmp_path, what):
     if what == "missing":
         file.unlink()
     elif what == "manifest":
-        (tmp_path / MANIFEST).unlink()
+        (tmp_path / manifest.file_name).unlink()
     else:
         raw = bytearray(file.read_bytes())
         raw[-1] ^= 1

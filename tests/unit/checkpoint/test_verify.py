@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import quantize_experts
 from moe_qlora.checkpoint import conversion
-from moe_qlora.checkpoint.manifest import MANIFEST, read_manifest
+from moe_qlora.checkpoint.manifest import read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli import heat_map
 from moe_qlora.cli.app import run
@@ -158,11 +158,15 @@ def test_every_change_of_config_json_is_found(cli, tmp_path):
         (lambda c: c.update(num_experts_per_tok=1), "it changed in num_experts_per_tok"),
         (lambda c: c.pop("rms_norm_eps"), "it changed in rms_norm_eps"),
         (lambda c: c.pop("moe_qlora"), "does not say that the folder is packed"),
-        (lambda c: c["moe_qlora"].update(id="0" * 64), "of different saves"),
-        (lambda c: c["moe_qlora"].update(entry="x.safetensors"), "does not fit"),
-        (lambda c: c["moe_qlora"].update(format_version=2), "does not fit"),
-        (lambda c: c.pop("transformers_weights"), "lacks the sentence"),
-        (lambda c: c["quantization_config"].update(load_in_4bit=False), "or the quantization"),
+        (lambda c: c["moe_qlora"].update(id="0" * 64), "do not fit moe_qlora-"),
+        (lambda c: c["moe_qlora"].update(entry="x.safetensors"), "moe_qlora.entry is 'x.safe"),
+        (lambda c: c["moe_qlora"].update(format_version=3), "moe_qlora.format_version 3"),
+        (lambda c: c["moe_qlora"].pop("manifest"), "moe_qlora.manifest is missing"),
+        (lambda c: c.pop("transformers_weights"), "it changed in transformers_weights"),
+        (
+            lambda c: c["quantization_config"].update(load_in_4bit=False),
+            "it changed in quantization_config",
+        ),
     ],
 )
 def test_what_changed_in_config_json_is_named(cli, tmp_path, change, part):
@@ -189,10 +193,10 @@ def test_damage_is_named(cli, tmp_path, what):
     elif what == "missing":
         shard.unlink()
     elif what == "manifest":
-        name = MANIFEST
-        (tmp_path / MANIFEST).write_bytes((tmp_path / MANIFEST).read_bytes()[:-40])
+        name = manifest.file_name
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-40])
     else:
-        name = MANIFEST if what == "no manifest" else "config.json"
+        name = manifest.file_name if what == "no manifest" else "config.json"
         (tmp_path / name).unlink()
     check_damaged(cli(tmp_path), name)
     found = json.loads(cli(tmp_path, "--json")[1])
@@ -263,30 +267,20 @@ def test_leftovers_are_warnings(cli, tmp_path):
     folder = tmp_path / "packed"
     small().save_pretrained(folder)
     stray = "model-0123abcd-00001-of-00001.safetensors"
-    names = [stray, "model.safetensors", "pytorch_model.bin", ".config.json.partial"]
+    names = [stray, "model.safetensors", "pytorch_model.bin", "moe_qlora-0123456789abcdef.json"]
     for name in names:
         (folder / name).write_bytes(b"")
+    (folder / ".moe_qlora.partial").mkdir()
     (folder / "training_args.bin").write_bytes(b"")
     (tmp_path / ".packed.partial").mkdir()
     report = verify(folder)
     assert report.good
-    assert len(report.warnings) == 5
-    for name in [*names, ".packed.partial"]:
+    assert len(report.warnings) == 6
+    for name in [*names, ".moe_qlora.partial", ".packed.partial"]:
         assert any(name in warning for warning in report.warnings)
     code, out, _ = cli(folder)
     assert code == 0
-    assert out.count("warning:") == 5
-
-
-def test_a_save_that_was_interrupted_at_its_last_step_is_good(cli, tmp_path):
-    small().save_pretrained(tmp_path)
-    (tmp_path / MANIFEST).rename(tmp_path / f".{MANIFEST}.partial")
-    report = verify(tmp_path)
-    assert report.good
-    [warning] = report.warnings
-    assert "rename it to moe_qlora.json" in warning
-    (tmp_path / f".{MANIFEST}.partial").rename(tmp_path / MANIFEST)
-    assert verify(tmp_path).warnings == ()
+    assert out.count("warning:") == 6
 
 
 # --- plain folders ------------------------------------------------------------------------------
