@@ -1,1 +1,16 @@
-"""To be described."""
+"""Checkpoint folders: reading, packing, saving, merging, verifying. Start at FORMAT.md.
+
+What goes in: a 16-bit folder, a packed folder, a packed model or an adapter folder. What comes out:
+a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit folder
+(`merge_adapter`), or a report (`verify`). Files that may be damaged are read by `reader` only.
+
+    reader, writer    safetensors and JSON files; folders that appear whole or not at all
+    manifest          the manifest of a packed folder, named by config.json
+    integrity         a packed folder against its manifest; any folder as a `Checkpoint`
+    conversion        tensors on disk <-> a model's parameters, by transformers' own conversions
+    load_plan         what one load packs
+    save, quantize    write a packed folder: from a packed model, from a 16-bit folder
+    adapter, tied_weights    an adapter as deltas to weights; tied weights
+    base, rounding, merge    the base's weights; rounding as in training; the merged folder
+    verify            is a folder whole, and what did packing cost its weights
+"""

@@ -1,35 +1,39 @@
-"""A LoRA adapter folder as PEFT writes it, read as sums to be added to a model's parameters.
+"""A LoRA adapter folder as PEFT writes it, read as deltas to a model's parameters.
 
-Names follow from structure, not from `target_modules`: the file says which modules carry LoRA. What
-is inside is told from the path: PEFT wraps a module once for each of its parameters that
+    open_adapter        adapter_config.json checked, adapter_model.safetensors opened
+    Resolver.resolve    each tensor's parameter in the model, or its key on disk: `Updates`
+
+Names follow from structure, not from `target_modules`: the file says which modules carry LoRA, and
+the path says which parameter of a module is meant. PEFT wraps a module once for each parameter that
 `target_parameters` names, in registration order, so that of n pairs on one module the one with the
-most `base_layer` in its path belongs to the first.
+most `base_layer` in its path belongs to the first parameter.
 
     <path>.lora_A.weight, .lora_B.weight      (r, in), (out, r) of a Linear layer
-    <path>[.base_layer ...].lora_A.weight     (E r, in), expert slowest, of an expert stack, and
+    <path>[.base_layer ...].lora_A.weight     (E r, in), expert slowest, of a fused expert weight
     <path>[.base_layer ...].lora_B.weight     (out, r E), expert fastest
     <path>.lora_embedding_A, .lora_embedding_B    (r, rows), (columns, r) of an Embedding
-    anything else                             a tensor in full, from `modules_to_save` or `bias`
+    anything else                             a whole tensor, from `modules_to_save` or `bias`
 
 A path may also be one that only the checkpoint on disk has: adapters from transformers v4 carry a
-pair for each single expert. Those are added to that very tensor.
+pair for each single expert. Those deltas are added to that very tensor on disk.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
 from ..errors import AdapterError, CheckpointError
-from .reader import Checkpoint
+from .reader import Checkpoint, parse_fields, read_json
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -62,15 +66,15 @@ _UNMERGEABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 @dataclass(frozen=True)
-class Term:
-    """s L R, to be added to one weight; L and R are read from the adapter's file when needed.
+class LoraDelta:
+    """The product s L R that is added to one weight; L and R are read when they are needed.
 
     Attributes:
-        a, b: Keys in the adapter's file.
+        a, b: Keys of the factors in the adapter's file.
         scaling: s, alpha / r or alpha / sqrt(r).
-        experts: E of a stack `(E, ...)`, 0 for a weight that is one matrix.
-        flip: The weight is `(in, out)`: an embedding, Conv1D, or a transposed stack.
-        bias: b is a bias, and all there is.
+        experts: E of a fused expert weight `(E, ...)`, 0 for a weight that is one matrix.
+        flip: The weight is `(in, out)`: an embedding, Conv1D, or transposed fused experts.
+        bias: b is a bias, which is added as it is.
     """
 
     a: str
@@ -81,7 +85,7 @@ class Term:
     bias: bool = False
 
     def factors(self, file: Checkpoint, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """L `(rows, r)` and R `(r, columns)`, or with E before both, in `dtype`; a bias twice."""
+        """Return L `(rows, r)` and R `(r, columns)`, with E before both; a bias twice."""
         a, b = file.read(self.a).to(dtype), file.read(self.b).to(dtype)
         if self.bias:
             return b, b
@@ -93,7 +97,7 @@ class Term:
         return (a.mT, b.mT) if self.flip else (b, a)
 
     def add_rows(self, factors: tuple[Tensor, Tensor], total: Tensor, start: int) -> None:
-        """Add the rows from `start` on to `total`, which holds as many of the weight, in place."""
+        """Add the delta's rows from `start` on to `total`, which holds as many, in place."""
         left, right = factors
         stop = start + len(total)
         if self.bias:
@@ -110,16 +114,47 @@ class Updates:
     """What an adapter changes.
 
     Attributes:
-        terms: To be added, by the model's parameter.
-        disk: To be added, by the key on disk, for names that the model does not have.
-        values: Keys in the adapter's file that replace a parameter or buffer, by its name.
+        deltas: To be added, by the model's parameter.
+        disk_deltas: To be added, by the key on disk, for names that the model does not have.
+        replacements: Keys in the adapter's file that replace a parameter or buffer, by its name.
         tied: Names of the model that are on disk under another name of the same tensor.
     """
 
-    terms: dict[str, list[Term]] = field(default_factory=dict)
-    disk: dict[str, list[Term]] = field(default_factory=dict)
-    values: dict[str, str] = field(default_factory=dict)
+    deltas: dict[str, list[LoraDelta]] = field(default_factory=dict)
+    disk_deltas: dict[str, list[LoraDelta]] = field(default_factory=dict)
+    replacements: dict[str, str] = field(default_factory=dict)
     tied: set[str] = field(default_factory=set)
+
+
+_Rank = Annotated[int, Field(strict=True, ge=0)]
+_Alpha = Annotated[float, Field(strict=True, ge=0)]
+
+
+@checked(frozen=True)
+class LoraSettings:
+    """The fields of adapter_config.json that decide sums and names."""
+
+    r: _Rank = 8
+    lora_alpha: _Alpha = 8
+    rank_pattern: dict[re.Pattern[str], _Rank] | None = None
+    alpha_pattern: dict[re.Pattern[str], _Alpha] | None = None
+    use_rslora: bool | None = None
+    target_parameters: list[str] | str | None = None
+
+    def rank_and_scaling(self, name: str) -> tuple[int, float]:
+        """Return rank and scaling of one target, by PEFT's rule: the first matching pattern."""
+        rank = _first_match(self.rank_pattern, name, self.r)
+        alpha = _first_match(self.alpha_pattern, name, self.lora_alpha)
+        return int(rank), alpha / max(math.sqrt(rank) if self.use_rslora else rank, 1)
+
+
+def _first_match(
+    patterns: Mapping[re.Pattern[str], float] | None, name: str, default: float
+) -> float:
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern.pattern})$", name):
+            return value
+    return default
 
 
 @dataclass(frozen=True)
@@ -127,7 +162,7 @@ class Adapter:
     """An adapter folder, its configuration checked; a context manager that closes its file."""
 
     folder: Path
-    config: Mapping[str, Any]
+    settings: LoraSettings
     file: Checkpoint
 
     def __enter__(self) -> Adapter:
@@ -153,14 +188,9 @@ def open_adapter(folder: Path) -> Adapter:
             f"The adapter folder {folder} {kind}: it has no {CONFIG}; name the folder that PEFT "
             "saved the adapter to."
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: it cannot be read as JSON ({error}).") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds no JSON object, so it is no adapter's configuration.")
-    _check_types(path, config)
-    _refuse(folder, config)
+    config = read_json(path)
+    settings = parse_fields(LoraSettings, config, path)
+    _refuse_unmergeable(folder, config)
     if not (folder / WEIGHTS).is_file():
         if (folder / PICKLE).exists():
             raise CheckpointError(
@@ -168,40 +198,10 @@ def open_adapter(folder: Path) -> Adapter:
                 "with PEFT and save it again, which writes safetensors."
             )
         raise CheckpointError(f"{folder} has no {WEIGHTS}.")
-    return Adapter(folder, config, Checkpoint.of_files([folder / WEIGHTS]))
+    return Adapter(folder, settings, Checkpoint([folder / WEIGHTS]))
 
 
-def _check_types(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise where a setting that decides sums or names is not of its type."""
-    for name in ("r", "lora_alpha"):
-        value = config.get(name, 8)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-            raise CheckpointError(f"{path} is damaged: {name} is {value!r}, which is no number.")
-    for name in ("rank_pattern", "alpha_pattern"):
-        for pattern, value in dict(_typed(path, config, name, Mapping) or {}).items():
-            try:
-                re.compile(pattern)
-                usable = not isinstance(value, bool) and float(value) >= 0
-            except (re.error, TypeError, ValueError):
-                usable = False
-            if not usable:
-                raise CheckpointError(
-                    f"{path} is damaged: {name} maps {pattern!r} to {value!r}; expected a regex "
-                    "and a number."
-                )
-    names = _typed(path, config, "target_parameters", (list, str)) or []
-    if not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{path} is damaged: target_parameters holds more than names.")
-
-
-def _typed(path: Path, config: Mapping[str, Any], name: str, kinds: Any) -> Any:
-    value = config.get(name)
-    if value is not None and not isinstance(value, kinds):
-        raise CheckpointError(f"{path} is damaged: {name} is {value!r}.")
-    return value
-
-
-def _refuse(folder: Path, config: Mapping[str, Any]) -> None:
+def _refuse_unmergeable(folder: Path, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise AdapterError(f"{folder} holds a {kind} adapter; only LORA adapters can be merged.")
@@ -215,189 +215,200 @@ def _refuse(folder: Path, config: Mapping[str, Any]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class _Pair:
+    """The keys of one LoRA layer by part: "Aweight", "Bweight", "Bbias", "Aembedding", ..."""
+
+    path: str
+    keys: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.keys.values()))
+
+    @property
+    def embeds(self) -> bool:
+        return "Aembedding" in self.keys
+
+
 class Resolver:
     """Finds the places of an adapter's tensors in a model and on its disk.
 
     Args:
         model: On the meta device, tied.
         disk: Shape of each tensor of the base by its key.
+        adapter: The adapter.
     """
 
-    def __init__(self, model: nn.Module, disk: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, model: nn.Module, disk: Mapping[str, tuple[int, ...]], adapter: Adapter
+    ) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._shapes = {name: tuple(one.shape) for name, one in model.state_dict().items()}
+        self._shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
         self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
         self._disk = disk
+        self._adapter = adapter
+        wanted = adapter.settings.target_parameters or ()
+        self._targets = [wanted] if isinstance(wanted, str) else list(wanted)
+        self._matched: set[str] = set()
         self._faults: list[str] = []
-        self._used: set[str] = set()
+        self._updates = Updates()
 
-    def resolve(self, adapter: Adapter) -> Updates:
-        """The places of all tensors of the adapter.
+    def resolve(self) -> Updates:
+        """Return the places of all tensors of the adapter.
 
         Raises:
             AdapterError: A tensor has no place in the base, or another shape than it needs.
         """
-        updates = Updates()
-        self._faults = []
-        pairs = self._pairs(adapter, updates)
-        for path, chain in pairs.items():
-            self._place(adapter, path, chain, updates)
-        missing = self._missing(adapter)
-        if missing:
-            self._faults.append(missing)
+        for path, by_depth in self._pairs().items():
+            self._place(path, by_depth)
+        unmatched = sorted(set(self._targets) - self._matched)
+        if unmatched:
+            self._faults.append(
+                f"target_parameters names {unmatched[0]}, for which the file has no tensor"
+            )
         if self._faults:
             more = len(self._faults) - 3
             raise AdapterError(
-                f"{adapter.folder} does not fit the base: {'; '.join(self._faults[:3])}"
+                f"{self._adapter.folder} does not fit the base: {'; '.join(self._faults[:3])}"
                 + (f"; and {more} more" if more > 0 else "")
                 + ". Merge it into the model that it was trained on."
             )
-        if not (updates.terms or updates.disk or updates.values):
-            raise AdapterError(f"{adapter.folder / WEIGHTS} holds no tensor.")
+        updates = self._updates
+        if not (updates.deltas or updates.disk_deltas or updates.replacements):
+            raise AdapterError(f"{self._adapter.folder / WEIGHTS} holds no tensor.")
         return updates
 
-    def _pairs(self, adapter: Adapter, updates: Updates) -> dict[str, dict[int, dict[str, str]]]:
-        """LoRA keys by plain path, depth of wrapping, and part; others go into `updates`."""
-        pairs: dict[str, dict[int, dict[str, str]]] = {}
-        for key in adapter.file:
+    def _pairs(self) -> dict[str, dict[int, _Pair]]:
+        """Return LoRA pairs by plain path and depth of wrapping; note whole tensors on the way."""
+        pairs: dict[str, dict[int, _Pair]] = {}
+        for key in self._adapter.file:
             name = key.removeprefix(_PREFIX)
             match = _PAIR.match(name)
             part = "" if match is None else match["half"] + match["leaf"]
             if match is None and (match := _EMBEDDING.match(name)) is not None:
                 part = match["half"] + "embedding"
             if match is None:
-                self._whole(adapter, key, name, updates)
+                self._replace(key, name)
                 continue
             path, depth = match["path"], 0
             while path.endswith(_WRAPPED):
                 path, depth = path.removesuffix(_WRAPPED), depth + 1
-            path = path.replace(_WRAPPED + ".", ".")
-            pairs.setdefault(path, {}).setdefault(depth, {})[part] = key
+            path = _plain(path)
+            pairs.setdefault(path, {}).setdefault(depth, _Pair(path)).keys[part] = key
         return pairs
 
-    def _whole(self, adapter: Adapter, key: str, name: str, updates: Updates) -> None:
-        """A tensor that stands for itself."""
-        found = self._known(name.replace(_WRAPPED + ".", "."), self._shapes)
-        shape = adapter.file.info(key).shape
-        if "lora_" in key or found is None:
-            self._faults.append(f"{key} {tuple(shape)} has no place")
-        elif self._shapes[found] != tuple(shape):
-            self._faults.append(
-                f"{key} {tuple(shape)} replaces a tensor of shape {self._shapes[found]}"
-            )
+    def _replace(self, key: str, name: str) -> None:
+        """Note a tensor that replaces one of the model's."""
+        target = self._known(_plain(name), self._shapes)
+        shape = tuple(self._adapter.file.info(key).shape)
+        if "lora_" in key or target is None:
+            self._faults.append(f"{key} {shape} has no place")
+        elif self._shapes[target] != shape:
+            self._faults.append(f"{key} {shape} replaces a tensor of shape {self._shapes[target]}")
         else:
-            updates.values[found] = key
+            self._updates.replacements[target] = key
 
     def _known(self, name: str, names: Iterable[str]) -> str | None:
-        """The name as the model has it: as it stands, or with the body's prefix put on or off."""
-        for one in (name, self._prefix + name, name.removeprefix(self._prefix)):
-            if one in names:
-                return one
-        return None
+        """Return the name as the model has it, with or without the prefix of the model's body."""
+        candidates = (name, self._prefix + name, name.removeprefix(self._prefix))
+        return next((candidate for candidate in candidates if candidate in names), None)
 
-    def _place(
-        self,
-        adapter: Adapter,
-        path: str,
-        chain: dict[int, dict[str, str]],
-        updates: Updates,
-    ) -> None:
-        found = self._known(path, self._modules)
-        if found is None:
+    def _place(self, path: str, by_depth: dict[int, _Pair]) -> None:
+        """Note the deltas of one module's pairs."""
+        pairs = [by_depth[depth] for depth in sorted(by_depth, reverse=True)]
+        module_name = self._known(path, self._modules)
+        if module_name is None:
             key = self._known(f"{path}.weight", self._disk)
-            if key is None or list(chain) != [0]:
-                some = next(iter(chain[min(chain)].values()))
-                shape = tuple(adapter.file.info(some).shape)
-                self._faults.append(f"{some} {shape} belongs to a module that it does not have")
-                return
-            self._add(adapter, chain[0], path, self._disk[key], None, updates.disk, key)
+            if key is None or list(by_depth) != [0]:
+                first = pairs[-1].first
+                shape = tuple(self._adapter.file.info(first).shape)
+                self._faults.append(f"{first} {shape} belongs to a module that it does not have")
+            else:
+                self._add(pairs[0], path, None, key)
             return
-        module = self._modules[found]
-        named = self._parameters(adapter, path, found)
-        targets = named
-        if len(chain) == 1 and len(named) != 1 and _is_layer(module):
-            targets = ["weight"]
-        if len(targets) != len(chain):
-            some = next(iter(chain[min(chain)].values()))
+        module = self._modules[module_name]
+        named = self._target_parameters(path, module_name)
+        parameters = named
+        if len(pairs) == 1 and len(named) != 1 and _is_layer(module):
+            parameters = ["weight"]
+        if len(parameters) != len(pairs):
             self._faults.append(
-                f"{some} is one of {len(chain)} LoRA layers on {path}, of which target_parameters "
-                f"names {named or 'no parameter'}"
+                f"{pairs[-1].first} is one of {len(pairs)} LoRA layers on {path}, of which "
+                f"target_parameters names {named or 'no parameter'}"
             )
             return
-        for depth, parameter in zip(sorted(chain, reverse=True), targets, strict=True):
-            name = f"{found}.{parameter}"
-            said = f"{path}.{parameter}" if parameter in named else path
-            shape = self._shapes[name]
-            self._add(adapter, chain[depth], said, shape, module, updates.terms, name)
+        for pair, parameter in zip(pairs, parameters, strict=True):
+            target = f"{path}.{parameter}" if parameter in named else path
+            self._add(pair, target, module, f"{module_name}.{parameter}")
 
-    def _parameters(self, adapter: Adapter, path: str, found: str) -> list[str]:
-        """The module's own parameters that `target_parameters` names, in registration order."""
-        asked = adapter.config.get("target_parameters") or ()
+    def _target_parameters(self, path: str, module_name: str) -> list[str]:
+        """Return the module's parameters that `target_parameters` names, in registration order."""
+        is_regex = isinstance(self._adapter.settings.target_parameters, str)
         chosen = []
-        for name, _ in self._modules[found].named_parameters(recurse=False):
+        for name, _ in self._modules[module_name].named_parameters(recurse=False):
             full = f"{path}.{name}"
-            if isinstance(asked, str):
-                hit = [asked] if re.fullmatch(asked, full) else []
-            else:
-                hit = [one for one in asked if full == one or full.endswith(f".{one}")]
-            if hit and f"{found}.{name}" in self._shapes:
+            hits = [
+                target
+                for target in self._targets
+                if (re.fullmatch(target, full) if is_regex else f".{full}".endswith(f".{target}"))
+            ]
+            if hits and f"{module_name}.{name}" in self._shapes:
                 chosen.append(name)
-                self._used.update(hit)
+                self._matched.update(hits)
         return chosen
 
-    def _add(
-        self,
-        adapter: Adapter,
-        part: dict[str, str],
-        said: str,
-        shape: tuple[int, ...],
-        module: nn.Module | None,
-        into: dict[str, list[Term]],
-        name: str,
-    ) -> None:
-        """One pair for one weight, or a fault; `said` is what patterns are matched with."""
-        leaf = "embedding" if "Aembedding" in part else "weight"
-        a, b = part.get(f"A{leaf}"), part.get(f"B{leaf}")
+    def _add(self, pair: _Pair, target: str, module: nn.Module | None, name: str) -> None:
+        """Note one pair's delta to one weight, or what is wrong with it.
+
+        Args:
+            pair: The factors.
+            target: What the patterns of the adapter's config are matched with.
+            module: Whose parameter the weight is; None where it is a key on disk.
+            name: Of the weight.
+        """
+        leaf = "embedding" if pair.embeds else "weight"
+        a, b = pair.keys.get(f"A{leaf}"), pair.keys.get(f"B{leaf}")
         if a is None or b is None:
-            self._faults.append(f"{a or b or next(iter(part.values()))} lacks its other half")
+            self._faults.append(f"{a or b or pair.first} lacks its other half")
             return
-        rank, scaling = _settings(adapter.config, said)
+        rank, scaling = self._adapter.settings.rank_and_scaling(target)
         if rank < 1:
             self._faults.append(f"{a} has the rank {rank} by the adapter's own settings")
             return
+        shapes, deltas = self._shapes, self._updates.deltas
+        if module is None:
+            shapes, deltas = dict(self._disk), self._updates.disk_deltas
+        shape = shapes[name]
         convolves = isinstance(module, nn.modules.conv._ConvNd)
         experts = shape[0] if len(shape) == 3 and not convolves else 0
-        flip = leaf == "embedding" or type(module).__name__ == "Conv1D"
+        flip = pair.embeds or type(module).__name__ == "Conv1D"
         if experts:
             flip = bool(getattr(module, "is_transposed", False))
         if len(shape) < 2 or (convolves and getattr(module, "groups", 1) != 1):
             self._faults.append(f"{a} adapts {name} of shape {shape}, which cannot be merged")
             return
-        wanted = _needed(shape, rank, experts, flip)
-        seen = tuple(adapter.file.info(key).shape for key in (a, b))
-        if tuple(_flat(one) for one in seen) != wanted:
+        wanted = _factor_shapes(shape, rank, experts, flip)
+        stored = tuple(tuple(self._adapter.file.info(key).shape) for key in (a, b))
+        if tuple(map(_flat, stored)) != wanted:
             self._faults.append(
-                f"{a} {tuple(seen[0])} and its lora_B {tuple(seen[1])} do not fit {name} of shape "
+                f"{a} {stored[0]} and its lora_B {stored[1]} do not fit {name} of shape "
                 f"{shape}, which needs {wanted[0]} and {wanted[1]} at rank {rank}"
             )
             return
-        into.setdefault(name, []).append(Term(a, b, scaling, experts, flip))
-        bias = part.get("Bbias")
+        deltas.setdefault(name, []).append(LoraDelta(a, b, scaling, experts, flip))
+        bias = pair.keys.get("Bbias")
         if bias is not None:
             other = f"{name.removesuffix('.weight')}.bias"
-            there = self._shapes if module is not None else self._disk
-            if there.get(other) != tuple(adapter.file.info(bias).shape):
+            if shapes.get(other) != tuple(self._adapter.file.info(bias).shape):
                 self._faults.append(f"{bias} needs {other} of its own shape, which is not there")
                 return
-            into.setdefault(other, []).append(Term(bias, bias, scaling, bias=True))
+            deltas.setdefault(other, []).append(LoraDelta(bias, bias, scaling, bias=True))
 
-    def _missing(self, adapter: Adapter) -> str:
-        """What `target_parameters` names and the file has nothing for."""
-        asked = adapter.config.get("target_parameters") or ()
-        lost = sorted(({asked} if isinstance(asked, str) else set(asked)) - self._used)
-        if not lost:
-            return ""
-        return f"target_parameters names {lost[0]}, for which the file has no tensor"
+
+def _plain(path: str) -> str:
+    """Return a path without PEFT's wrappers inside of it."""
+    return path.replace(_WRAPPED + ".", ".")
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -405,32 +416,18 @@ def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, layers) or type(module).__name__ == "Conv1D"
 
 
-def _settings(config: Mapping[str, Any], name: str) -> tuple[int, float]:
-    """Rank and scaling of one target, by PEFT's rule: the first pattern that matches counts."""
-    rank = int(_pattern(config.get("rank_pattern"), name, config.get("r", 8)))
-    alpha = _pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
-    return rank, alpha / max(math.sqrt(rank) if config.get("use_rslora") else rank, 1)
-
-
-def _pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return default
-
-
-def _needed(
+def _factor_shapes(
     shape: tuple[int, ...], rank: int, experts: int, flip: bool
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shapes of lora_A and lora_B, further dimensions flattened."""
+    """Return the shapes that lora_A and lora_B need, further dimensions flattened."""
     if experts:
         rows, columns = shape[1:]
-        out, inner = (columns, rows) if flip else (rows, columns)
-        return (experts * rank, inner), (out, rank * experts)
-    rows, columns = shape[0], math.prod(shape[1:])
+    else:
+        rows, columns = shape[0], math.prod(shape[1:])
     out, inner = (columns, rows) if flip else (rows, columns)
-    return (rank, inner), (out, rank)
+    count = max(experts, 1)
+    return (count * rank, inner), (out, rank * count)
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else tuple(shape)
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape

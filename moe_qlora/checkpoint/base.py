@@ -1,7 +1,7 @@
 """The two kinds of base that an adapter is merged into: a 16-bit folder, and a packed one.
 
-Both give a model's parameters slice by slice, and say what the merged folder holds: of a 16-bit
-base the very files that it has, of a packed one what transformers would save.
+Both give a model's parameters slice by slice, and say what files the merged folder holds: for a
+16-bit base the files that it has, for a packed one those that transformers would save.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers.core_model_loading import dot_natural_key
 from ..errors import CheckpointError
 from ..packing import codec
 from ..packing.codec import PackedWeight
+from ..packing.format import RECORD, SCALES
 from .conversion import DiskLayout, Group, revert, same_bits
 from .integrity import check_folder, open_checkpoint
 from .manifest import Manifest
@@ -28,9 +29,7 @@ from .writer import plan_shards
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-_QUANT_STATE = ".quant_state.bitsandbytes__"
-_SCALES = ".SCB"
-_INT8_FORMAT = ".weight_format"
+_INT8_FORMAT = ".weight_format"  # of bitsandbytes' Linear layers, beside their weight
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,12 @@ class OutFile:
 
 
 class Base(ABC):
-    """Attributes common to both kinds.
+    """A base to merge into.
 
     Attributes:
         disk: Shape and dtype of each tensor of the plain folder by its key.
-        layout: How these are the model's parameters.
-        rounded: Whether packed weights have lost already what they lose in training.
+        layout: How these make the model's parameters.
+        rounded: Whether weights that were packed in training are rounded by it already.
     """
 
     disk: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -57,26 +56,26 @@ class Base(ABC):
 
     @abstractmethod
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
-        """The files of the merged folder, given each key's dtype there."""
+        """Return the files of the merged folder, given each key's dtype there."""
 
     @abstractmethod
     def values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
-        """Rows of the group's parameters, having seen that the way to the disk and back is exact.
+        """Return rows of the group's parameters, having seen that they can be written back exactly.
 
         Raises:
-            CheckpointError: It is not, or a tensor cannot be read.
+            CheckpointError: They cannot, or a tensor cannot be read.
         """
 
     @abstractmethod
     def read(self, key: str, start: int, stop: int | None) -> Tensor:
-        """Rows of a tensor that is in no parameter, or is one as it lies."""
+        """Return rows of a tensor as it is on disk."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
 
-    def check_way_back(self, group: Group) -> CheckpointError:
-        """What to raise where restoring a group does not give what was read."""
+    def not_one_to_one(self, group: Group) -> CheckpointError:
+        """Return the error for a group whose restored tensors are not those that were read."""
         return CheckpointError(
             f"{group.target} cannot be written back as the base has it on disk "
             f"({', '.join(group.keys[:2])}, ...): transformers' conversion of it is not one to one."
@@ -104,7 +103,7 @@ class PlainBase(Base):
         return [OutFile(file.name, tuple(keys), _metadata(file)) for file, keys in by_file.items()]
 
     def parameters(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
-        """Rows of the group's parameters, however they would be written."""
+        """Return rows of the group's parameters, whether or not they can be written back."""
         return self.layout.convert(group, self._tensors(group, start, stop))
 
     def _tensors(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
@@ -119,7 +118,7 @@ class PlainBase(Base):
             if back.keys() != set(parts.values()) or not all(
                 same_bits(back[parts[key]].to(tensor.dtype), tensor) for key, tensor in read.items()
             ):
-                raise self.check_way_back(group)
+                raise self.not_one_to_one(group)
         return values
 
     def read(self, key: str, start: int, stop: int | None) -> Tensor:
@@ -132,15 +131,15 @@ class PlainBase(Base):
 
 
 def _metadata(file: Path) -> dict[str, str]:
-    found = json.loads(header_bytes(file)).get("__metadata__")
-    return dict(found) if isinstance(found, dict) else {}
+    metadata = json.loads(header_bytes(file)).get("__metadata__")
+    return dict(metadata) if isinstance(metadata, dict) else {}
 
 
 class PackedWeights:
-    """The packed weights of a folder: expert stacks and Linear layers, one in memory at a time.
+    """The packed weights of a folder, experts' and Linear layers', one in memory at a time.
 
     Args:
-        folder: Holds a manifest, and has been checked.
+        folder: A packed folder that has been checked.
         manifest: Its manifest.
         checkpoint: Its files.
         model: Its model on meta, which knows the shapes of Linear layers.
@@ -155,10 +154,10 @@ class PackedWeights:
         self._folder, self._manifest, self._checkpoint = folder, manifest, checkpoint
         self._plain = model.state_dict()
         self.keys = packed_names(manifest)
-        self._held: tuple[str, PackedWeight] | None = None
+        self._last: tuple[str, PackedWeight] | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the decoded weight.
+        """Return the shape of the decoded weight.
 
         Raises:
             CheckpointError: The model has no such weight.
@@ -171,29 +170,29 @@ class PackedWeights:
             )
         return tuple(entry.shape if entry else self._plain[name].shape)
 
-    def stack(self, name: str) -> PackedWeight:
-        """A packed weight; the last one is kept, for its next slice.
+    def weight(self, name: str) -> PackedWeight:
+        """Return a packed weight; the last one is kept, for its next slice.
 
         Raises:
             CheckpointError: Its tensors do not belong together.
         """
-        if self._held is not None and self._held[0] == name:
-            return self._held[1]
+        if self._last is not None and self._last[0] == name:
+            return self._last[1]
         shape, entry = self.shape(name), self._manifest.experts.get(name)
         settings = self._manifest.settings
         keys = [key for key in self.keys[name] if not key.endswith(_INT8_FORMAT)]
         stats = {
-            _SCALES if key.endswith(_SCALES) else key.removeprefix(name): self._checkpoint.read(key)
+            SCALES if key.endswith(SCALES) else key.removeprefix(name): self._checkpoint.read(key)
             for key in keys
             if key != name
         }
         dtype = getattr(torch, entry.dtype) if entry else self._plain[name].dtype
         try:
-            stack = codec.restore(self._checkpoint.read(name), stats, shape, dtype, settings)
+            weight = codec.restore(self._checkpoint.read(name), stats, shape, dtype, settings)
         except ValueError as error:
             raise CheckpointError(f"{self._folder}: {name}: {error}.") from error
-        self._held = (name, stack)
-        return stack
+        self._last = (name, weight)
+        return weight
 
 
 class PackedBase(Base):
@@ -210,24 +209,22 @@ class PackedBase(Base):
     def __init__(self, folder: Path, model: nn.Module, max_shard_size: int | str) -> None:
         self.manifest = check_folder(folder)
         self._limit = max_shard_size
-        self.checkpoint = Checkpoint.of_files(
-            [inside(folder, name) for name in self.manifest.shards]
-        )
+        self.checkpoint = Checkpoint([inside(folder, name) for name in self.manifest.shards])
         self._folder = folder
         self._model: Any = model
         self._weights = PackedWeights(folder, self.manifest, self.checkpoint, model)
         self.params = self._parameters()
-        shown = {
+        blank = {
             name: torch.empty(shape, dtype=dtype, device="meta")
             for name, (shape, dtype) in self.params.items()
         }
-        made = revert(model, shown, type(model).__name__)
+        on_disk = revert(model, blank, type(model).__name__)
         self.disk = {
-            key: (tuple(made[key].shape), made[key].dtype)
-            for key in sorted(made, key=dot_natural_key)
+            key: (tuple(on_disk[key].shape), on_disk[key].dtype)
+            for key in sorted(on_disk, key=dot_natural_key)
         }
         self.layout = DiskLayout(model, self.disk)
-        lost = self.params.keys() - {name for one in self.layout.groups for name in one.shapes}
+        lost = self.params.keys() - {name for group in self.layout.groups for name in group.shapes}
         if lost:
             raise CheckpointError(
                 f"{folder}: {sorted(lost)[0]} of the packed model has no name in the original "
@@ -235,26 +232,24 @@ class PackedBase(Base):
             )
 
     def _parameters(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each decoded parameter and buffer."""
+        """Return shape and dtype of each decoded parameter and buffer."""
         parts = {key for keys in self._weights.keys.values() for key in keys}
-        found = {}
-        state = self._model.state_dict()
+        params = {}
         for key in self.checkpoint:
             if key in self._weights.keys:
                 entry = self.manifest.experts.get(key)
-                shape = tuple(entry.shape if entry else state[key].shape)
-                dtype = getattr(torch, entry.dtype) if entry else self._weights.stack(key).dtype
-                found[key] = (shape, dtype)
+                dtype = getattr(torch, entry.dtype) if entry else self._weights.weight(key).dtype
+                params[key] = (self._weights.shape(key), dtype)
             elif key not in parts:
                 info = self.checkpoint.info(key)
-                found[key] = (info.shape, info.dtype)
-        unknown = found.keys() - state.keys()
+                params[key] = (info.shape, info.dtype)
+        unknown = params.keys() - self._model.state_dict().keys()
         if unknown:
             raise CheckpointError(
                 f"{self._folder}: {sorted(unknown)[0]} is no tensor of a "
                 f"{type(self._model).__name__}: config.json is not the one it was saved with."
             )
-        return found
+        return params
 
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
         sizes = {
@@ -281,7 +276,7 @@ class PackedBase(Base):
             if again.keys() != values.keys() or not all(
                 same_bits(again[name], value) for name, value in values.items()
             ):
-                raise self.check_way_back(group)
+                raise self.not_one_to_one(group)
         return values
 
     def _rows(self, name: str, start: int, stop: int | None) -> Tensor:
@@ -289,37 +284,37 @@ class PackedBase(Base):
             if stop is None:
                 return self.checkpoint.read(name)
             return self.checkpoint.read(name, start, stop)
-        stack = self._weights.stack(name)
-        return codec.unpack_range(stack, start, stack.shape[0] if stop is None else stop)
+        weight = self._weights.weight(name)
+        return codec.unpack_range(weight, start, weight.shape[0] if stop is None else stop)
 
     def read(self, key: str, start: int, stop: int | None) -> Tensor:
-        raise AssertionError(f"{key} is in no parameter of a packed model")
+        raise AssertionError(f"{key} of a packed base is not on disk as it is written")
 
     def close(self) -> None:
         self.checkpoint.close()
 
 
 def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
-    """Each packed weight, expert stack or Linear, and the keys that hold it."""
+    """Return the keys that hold each packed weight, experts' or Linear layers', by its name."""
     keys = manifest.tensors
     owners = set(manifest.experts)
     for key in keys:
-        if _QUANT_STATE in key:
-            owners.add(key.partition(_QUANT_STATE)[0])
-        elif key.endswith(_SCALES) and key.removesuffix(_SCALES) not in owners:
-            owners.add(f"{key.removesuffix(_SCALES)}.weight")
-    found = {}
+        if RECORD in key:
+            owners.add(key.partition(RECORD)[0])
+        elif key.endswith(SCALES) and key.removesuffix(SCALES) not in owners:
+            owners.add(f"{key.removesuffix(SCALES)}.weight")
+    names = {}
     for name in owners & keys.keys():
         module = name.removesuffix(".weight")
-        beside = {module + _SCALES, module + _INT8_FORMAT} if module != name else set()
-        found[name] = tuple(
+        beside = {module + SCALES, module + _INT8_FORMAT} if module != name else set()
+        names[name] = tuple(
             key for key in keys if key == name or key.startswith(f"{name}.") or key in beside
         )
-    return found
+    return names
 
 
 def index_text(files: list[OutFile], total: int) -> bytes:
-    """An index file over several safetensors files, as transformers writes it."""
+    """Return the content of an index over several files, as transformers writes it."""
     weight_map = {key: file.name for file in files for key in file.keys}
     value = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

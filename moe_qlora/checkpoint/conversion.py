@@ -1,13 +1,17 @@
-"""How the tensors of a checkpoint on disk become a model's parameters, and how they go back.
+"""Conversion of the tensors of a checkpoint on disk into a model's parameters, and back.
+
+    DiskLayout.groups     which tensors make which parameters
+    DiskLayout.convert    tensors of a group, or of a slice of its experts -> parameters
+    DiskLayout.restore    parameters -> tensors
 
 transformers renames, stacks, concatenates and transposes what it reads, and undoes it when it
 saves. Here the same conversions serve one parameter at a time: a `Group` is the smallest set of
 tensors on disk that make whole parameters, mostly one tensor and one parameter, or the 128 x 2
-projections of a layer's experts and their one stack. Groups of experts are converted a few experts
-at a time.
+projections of a layer's experts and their fused weight. Groups of experts are converted a few
+experts at a time.
 
-Nothing is trusted: whoever writes what `restore` gives must have seen that it gives back the
-untouched tensors bit for bit.
+transformers' conversions are not all one to one: whoever writes what `restore` gives must have seen
+that it gives back the tensors that were read, bit for bit.
 """
 
 from __future__ import annotations
@@ -47,12 +51,12 @@ class Group:
     """Tensors on disk, and the parameters that they make.
 
     Attributes:
-        keys: On disk, in the order of conversion.
-        shapes: Of the parameters by name; empty where the model has no place for the tensor.
+        keys: Keys on disk, in the order of conversion.
+        shapes: Shapes of the parameters by name; empty where the model has no such parameter.
         sources: The keys by the converter's pattern; empty for one tensor that is one parameter.
-        target: Name that transformers collects the group under.
+        target: Name under which transformers collects the group.
         converter: transformers' `WeightConverter`, None for one tensor that is one parameter.
-        swap: Two dimensions that the disk has the other way round, and all there is to convert.
+        swap: Two dimensions to transpose, where that is the whole conversion.
         unit: What one step along the parameters' first dimension is on disk: "key" (each tensor is
             one expert), "row" (the tensors have the same first dimension), or "" where the group
             converts as a whole only.
@@ -67,7 +71,7 @@ class Group:
     unit: str = "row"
 
     def slices(self) -> Iterator[tuple[int, int | None]]:
-        """Ranges of the first dimension to work on in turn; (0, None) is everything."""
+        """Yield ranges of the first dimension to work on in turn; (0, None) is everything."""
         shapes = list(self.shapes.values())
         if not self.unit or not shapes or not shapes[0] or not all(shapes):
             yield 0, None
@@ -79,7 +83,7 @@ class Group:
             yield start, min(start + step, rows)
 
     def part(self, start: int, stop: int | None) -> dict[str, str]:
-        """Keys of a slice, each with the key that it stands in for during conversion.
+        """Return the keys of a slice, each with the key that it stands in for during conversion.
 
         A slice of experts is converted as if they were the first ones.
         """
@@ -93,7 +97,7 @@ class Group:
 
 
 class DiskLayout:
-    """A model's parameters as they lie on disk.
+    """The correspondence between a model's parameters and the tensors on disk.
 
     Args:
         model: On the meta device.
@@ -111,7 +115,7 @@ class DiskLayout:
         mapping = get_model_conversion_mapping(self._model)
         self.groups = self._groups(mapping)
         self._places = {name: group for group in self.groups for name in group.shapes}
-        # What was used to read is what has to be undone, as `from_pretrained` keeps it.
+        # `from_pretrained` notes the conversions that it used here, and saving undoes these.
         self._model.__dict__["_weight_conversions"] = [one for one in mapping if one.was_used()]
 
     def _groups(self, mapping: list[Any]) -> tuple[Group, ...]:
@@ -142,17 +146,17 @@ class DiskLayout:
         group = Group(
             keys,
             {},
-            {pattern: tuple(found) for pattern, found in sources.items()},
+            {pattern: tuple(matches) for pattern, matches in sources.items()},
             name,
             converter,
             unit="",
         )
-        shown = {
+        blank = {
             key: torch.empty(self._disk[key][0], dtype=self._disk[key][1], device="meta")
             for key in keys
         }
-        made = self.convert(group, shown)
-        shapes = {param: tuple(tensor.shape) for param, tensor in made.items()}
+        params = self.convert(group, blank)
+        shapes = {param: tuple(tensor.shape) for param, tensor in params.items()}
         operation = converter.operations[0]
         if len(converter.operations) == 1 and getattr(operation, "check_dims", False):
             # transformers swaps where the shapes ask for it, and never swaps back.
@@ -163,7 +167,7 @@ class DiskLayout:
         return Group(keys, shapes, group.sources, name, converter, unit=unit)
 
     def _unit(self, group: Group, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """See `Group.unit`; what is unknown is converted as a whole."""
+        """Return the group's `unit`; unknown operations are converted as a whole."""
         operations = list(group.converter.operations)
         counts = {len(keys) for keys in group.sources.values()}
         rows = {shape[0] if len(shape) > 2 else 0 for shape in shapes.values()}
@@ -197,10 +201,10 @@ class DiskLayout:
         return True
 
     def convert(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by key on disk -> parameters by name, as a load does it.
+        """Convert tensors by key on disk to parameters by name, as a load does.
 
         Args:
-            group: What they belong to.
+            group: The tensors' group.
             tensors: All keys of the group, or those of a slice (`Group.part`).
 
         Raises:
@@ -214,16 +218,16 @@ class DiskLayout:
                 if key in tensors:
                     converter.add_tensor(group.target, key, pattern, tensors[key])
         try:
-            made = converter.convert(group.target, model=self._model, config=self._model.config)
+            params = converter.convert(group.target, model=self._model, config=self._model.config)
         except Exception as error:
             raise CheckpointError(
                 f"{group.keys[0]} and {len(group.keys) - 1} other tensors do not make the "
                 f"parameter {group.target}: {error}"
             ) from error
-        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+        return {name: p[0] if isinstance(p, list) else p for name, p in params.items()}
 
     def restore(self, group: Group, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters by name -> tensors by key on disk, as a save does it.
+        """Convert parameters by name to tensors by key on disk, as a save does.
 
         Of a slice of experts, the keys are those of the first ones (`Group.part`).
 
@@ -237,14 +241,14 @@ class DiskLayout:
 
 
 def revert(model: Any, values: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """`revert_weight_conversion`, whose failures name what failed."""
+    """Call `revert_weight_conversion`; the error of a failure names what failed."""
     try:
-        made: dict[str, Tensor] = revert_weight_conversion(model, dict(values))
+        tensors: dict[str, Tensor] = revert_weight_conversion(model, dict(values))
     except Exception as error:
         raise CheckpointError(
             f"transformers cannot write {name} as {type(model).__name__} has it on disk ({error})."
         ) from error
-    return made
+    return tensors
 
 
 def _swapped(tensor: Tensor, dims: tuple[int, int] | None) -> Tensor:
@@ -262,6 +266,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def _leaves_first_alone(operation: Any) -> bool:
+    """Whether an operation works on dimensions after the first only."""
     if not isinstance(operation, _WITHIN) or getattr(operation, "check_dims", False):
         return False
     if isinstance(operation, Transpose):

@@ -1,4 +1,9 @@
-"""Whether a packed folder is whole, and what its manifest says of it is true of its files."""
+"""Checks of a packed folder against its manifest, and the way to open any checkpoint folder.
+
+open_checkpoint   plain or packed folder -> Checkpoint
+check_folder      packed folder -> Manifest, all checked
+FolderCheck       the same for a loader: large checksums in threads, while it loads
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from ..errors import CheckpointError
 from ..packing.format import packed_tensors
 from .manifest import (
     CONFIG,
+    SHARD_NAME,
     Manifest,
     Mark,
     ShardEntry,
@@ -72,13 +78,14 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     if is_packed(folder):
         shards = check_folder(folder, checksums=False).shards
         return Checkpoint([folder / name for name in shards])
-    if has_manifest(folder) and not (folder / CONFIG).exists():
-        raise CheckpointError(f"{folder / CONFIG} is missing: copy the whole folder.")
     index = index_of(folder)
     if index is None:
         with reading_file(folder):
             files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+        files = [file for file in files if not SHARD_NAME.fullmatch(file.name)]
         single = [file for file in files if file.name == SINGLE] or files
+        if not files and has_manifest(folder) and not (folder / CONFIG).exists():
+            raise CheckpointError(f"{folder / CONFIG} is missing: copy the whole folder.")
         if len(single) != 1:
             raise CheckpointError(f"{folder} holds {_what_is_there(folder, files)}.")
         return Checkpoint([inside(folder, single[0].name)])
@@ -140,35 +147,38 @@ class FolderCheck:
             if key not in self._infos:
                 raise CheckpointError(f"{folder / manifest.tensors[key].file} lacks {key}.")
         for name in manifest.experts:
-            check_stack(folder, name, manifest)
-        small = {k: info for k, info in self._infos.items() if info.nbytes <= _SMALL}
-        for key, info in small.items():
-            self._compare(key, checksum(info))
-        self._pool = ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1))
-        rest = {k: i for k, i in self._infos.items() if large and k not in small}
+            check_packed_weight(folder, name, manifest)
         # largest first, so that none is left over at the end
-        order = sorted(rest, key=lambda key: -rest[key].nbytes)
-        self._sums = {key: self._pool.submit(checksum, rest[key]) for key in order}
+        order = sorted(self._infos.items(), key=lambda item: -item[1].nbytes)
+        for key, info in order:
+            if info.nbytes <= _SMALL:
+                self._compare(key, checksum(info))
+        self._pool = ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1))
+        self._sums = {
+            key: self._pool.submit(checksum, info)
+            for key, info in order
+            if large and info.nbytes > _SMALL
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FolderCheck:
         return self  # transformers copies its quantizer for every tensor
 
-    def _compare(self, key: str, found: str) -> None:
-        if found != self.manifest.tensors[key].sha256:
+    def _compare(self, key: str, digest: str) -> None:
+        if digest != self.manifest.tensors[key].sha256:
             raise CheckpointError(
                 f"{self._infos[key].file}: the bytes of {key} are not those that were written "
                 "(their checksum differs): copy the file again."
             )
 
     def finish(self) -> None:
-        """Wait for the rest.
+        """Wait for the checksums of large tensors.
 
         Raises:
             CheckpointError: A checksum differs.
         """
         try:
-            for key, found in self._sums.items():
-                self._compare(key, found.result())
+            for key, digest in self._sums.items():
+                self._compare(key, digest.result())
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -176,6 +186,7 @@ class FolderCheck:
 def _check_shard(
     folder: Path, name: str, shard: ShardEntry, manifest: Manifest
 ) -> dict[str, TensorInfo]:
+    """Return what a shard holds, having compared it with the manifest."""
     file = inside(folder, name)
     with reading_file(file):
         size = file.stat().st_size
@@ -198,7 +209,7 @@ def _check_shard(
     return infos
 
 
-def check_stack(folder: Path, name: str, manifest: Manifest) -> None:
+def check_packed_weight(folder: Path, name: str, manifest: Manifest) -> None:
     """Check that a packed weight has the codes and statistics that its shape needs.
 
     Raises:
@@ -208,10 +219,10 @@ def check_stack(folder: Path, name: str, manifest: Manifest) -> None:
     for end, spec in packed_tensors(shape, manifest.settings).items():
         entry = manifest.tensors.get(name + end)
         if entry is None:
-            raise CheckpointError(f"{folder}: the packed stack {name} lacks {name + end}.")
+            raise CheckpointError(f"{folder}: the packed weight {name} lacks {name + end}.")
         dtype = DTYPE_NAMES[spec.dtype]
         if entry.dtype != dtype or spec.numel not in (None, math.prod(entry.shape)):
             raise CheckpointError(
-                f"{folder}: {name + end} is {entry.dtype} of shape {entry.shape}; a stack of "
-                f"shape {shape} has {spec.numel} of {dtype} there."
+                f"{folder}: {name + end} is {entry.dtype} of shape {entry.shape}; a packed "
+                f"weight of shape {shape} has {spec.numel} of {dtype} there."
             )

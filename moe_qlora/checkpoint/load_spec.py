@@ -240,4 +240,4 @@ def safetensors_files(files: Sequence[str] | None) -> Checkpoint | None:
     """Return the checkpoint's files to read from; None where they are not safetensors."""
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         return None
-    return Checkpoint.of_files([Path(file) for file in files])
+    return Checkpoint([Path(file) for file in files])

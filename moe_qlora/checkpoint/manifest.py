@@ -23,12 +23,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from ..errors import CheckpointError
 from ..packing.settings import CodecSettings
-from .reader import DTYPE_NAMES, TensorInfo, header_bytes, inside, parse_json, read_header, read_raw
+from .reader import (
+    DTYPE_NAMES,
+    TensorInfo,
+    header_bytes,
+    inside,
+    parse_fields,
+    parse_json,
+    read_header,
+    read_json,
+    read_raw,
+)
 from .reader import reading as reading_file
 
 CONFIG = "config.json"
@@ -52,10 +62,7 @@ _EXACT = ConfigDict(extra="forbid")
 
 
 def _check_codec(codec: dict[str, Any]) -> dict[str, Any]:
-    try:
-        known = CodecSettings.from_dict(codec).to_dict()
-    except KeyError as error:
-        raise ValueError(f"{error.args[0]} is missing") from error
+    known = CodecSettings.from_dict(codec).to_dict()
     if codec != known:
         raise ValueError(f"expected {known}")
     return codec
@@ -232,7 +239,7 @@ def read_mark(folder: str | Path) -> Mark | None:
     if not os.path.lexists(Path(folder) / CONFIG):
         return None
     file = inside(Path(folder), CONFIG)
-    value = parse_json(file, read_raw(file))
+    value = read_json(file)
     return parse_mark(value[CONFIG_KEY], file) if CONFIG_KEY in value else None
 
 
@@ -298,17 +305,7 @@ def _parse(kind: type[_T], value: dict[str, Any], file: Path, prefix: str = "") 
             f"{file} has {prefix}format_version {version!r:.80}, and this version of moe_qlora "
             f"reads {FORMAT_VERSION}: pack the model again, or install the version that wrote it."
         )
-    with reading_file(file):
-        try:
-            return TypeAdapter(kind).validate_python(value)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            key = prefix + ".".join(str(part) for part in first["loc"])
-            if first["type"] == "missing":
-                raise CheckpointError(f"{file} is damaged: {key} is missing.") from error
-            raise CheckpointError(
-                f"{file} is damaged: {key} is {first['input']!r:.80}: {first['msg']}."
-            ) from error
+    return parse_fields(kind, value, file, prefix)
 
 
 def _check(folder: Path, file: Path, manifest: Manifest) -> None:

@@ -1,19 +1,24 @@
-"""Merging a LoRA adapter into a checkpoint folder, one slice of experts at a time.
+"""Merging of a LoRA adapter into a checkpoint folder, one slice of experts at a time.
 
     base W, on disk --convert--> parameter --(+ s B A, fp32)--> rounded once --restore--> on disk
 
+    open_adapter, _open_base    adapter.py, base.py: the two folders, checked
+    Resolver.resolve            which weight each of the adapter's tensors changes
+    _rounding                   rounding.py: what was packed in training, for `like_training`
+    _Merge.write                group by group (conversion.py), slice by slice
+
 The merged folder has the layout of the original checkpoint: the same files, keys, shapes and
-dtypes, so that whatever loads the base loads it. No model is built but on the meta device. Beside
-one slice (`checkpoint_names.SLICE_ELEMENTS` weights, or one expert) and the LoRA factors of its
-parameter nothing is held; a parameter that transformers can convert as a whole only is whole. What
-the adapter does not touch is copied byte for byte.
+dtypes, so that whatever loads the base loads it. The model is built on the meta device only. Memory
+holds one slice (`conversion.SLICE_ELEMENTS` weights, or one expert) and the LoRA factors of its
+parameter; a parameter that transformers converts as a whole only is held whole. Tensors that the
+adapter does not change are copied byte for byte.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,18 +36,18 @@ from ..packing.codec import PackedWeight
 from ..progress import Progress, reporting
 from . import rounding
 from .adapter import CONFIG as ADAPTER_CONFIG
-from .adapter import Adapter, Resolver, Term, Updates, open_adapter
+from .adapter import Adapter, LoraDelta, Resolver, Updates, open_adapter
 from .base import FLOATS, INDEX, Base, OutFile, PackedBase, PlainBase, index_text
 from .conversion import Group
-from .manifest import CONFIG_KEY, is_packed
+from .manifest import CONFIG, CONFIG_KEY, is_packed
 from .reader import index_of, read_json
 from .rounding import Rounding
 from .save import copy_auxiliary_files
-from .tied_weights import Ties
+from .tied_weights import TiedWeights
 from .writer import ShardWriter, absolute, check_new, new_folder
 
-_CONFIG = "config.json"
-_OURS = ("quantization_config", "transformers_weights", CONFIG_KEY)
+# Keys of config.json that a plain folder does not have.
+_PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
 
 
 @dataclass(frozen=True)
@@ -118,36 +123,36 @@ def merge_adapter(
     check_new(target)
     with ExitStack() as stack:
         lora = stack.enter_context(open_adapter(absolute(adapter)))
-        build = _builder(source, trust_remote_code)
-        model = build()
+        build_model = _model_builder(source, trust_remote_code)
+        model = build_model()
         opened = stack.enter_context(closing(_open_base(source, model, max_shard_size)))
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
-        updates = Resolver(model, shapes).resolve(lora)
-        lossy = _rounding(opened, lora, build, like_training, quantization_config)
-        merge = _Merge(opened, lora, updates, model, lossy, dtype)
+        updates = Resolver(model, shapes, lora).resolve()
+        training = _rounding(opened, lora, build_model, like_training, quantization_config)
+        merge = _Merge(opened, lora, updates, model, training, dtype)
         with (
             new_folder(target) as folder,
             reporting(progress, "Merging", "Merged", stderr=True) as tell,
         ):
             merge.write(folder, tell)
-            _auxiliary_files(source, folder, opened, merge, dtype)
+            _write_auxiliary_files(source, folder, opened, merge, dtype)
     return merge.report(target)
 
 
 def _check_roles(base: Path, adapter: Path) -> None:
-    """Tell apart what was mixed up."""
+    """Raise where base and adapter are swapped, or the base is no checkpoint folder."""
     if not base.is_dir():
         raise CheckpointError(f"The base {base} is no folder; name a checkpoint folder.")
-    if (base / ADAPTER_CONFIG).is_file() and not (base / _CONFIG).is_file():
+    if (base / ADAPTER_CONFIG).is_file() and not (base / CONFIG).is_file():
         swapped = adapter.is_dir() and not (adapter / ADAPTER_CONFIG).is_file()
         hint = "the order is BASE ADAPTER OUT" if swapped else "name the model it was trained on"
         raise CheckpointError(f"The base {base} is an adapter and no model; {hint}.")
-    if not (base / _CONFIG).is_file():
+    if not (base / CONFIG).is_file():
         raise CheckpointError(f"The base {base} has no config.json; name a checkpoint folder.")
 
 
-def _builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Module]:
-    """Makes the base's model on meta, tied; the same each time."""
+def _model_builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Module]:
+    """Return a function that builds the base's model on meta, tied; the same each time."""
     source = checkpoint_source.resolve(str(folder), trust_remote_code=trust_remote_code)
     quantized: Any = getattr(source.config, "quantization_config", None)
     if quantized is not None and not is_packed(folder):
@@ -156,16 +161,16 @@ def _builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Module]:
             f"The base {folder} is quantized ({quantized.get('quant_method') or 'bitsandbytes'}); "
             "name the 16-bit checkpoint, or a folder that moe_qlora packed."
         )
-    for name in _OURS:
+    for name in _PACKED_KEYS:
         source.config.__dict__.pop(name, None)
 
-    def make() -> nn.Module:
+    def build_model() -> nn.Module:
         model: Any = checkpoint_source.build(source, trust_remote_code=trust_remote_code)
         if hasattr(model, "tie_weights"):
             model.tie_weights()
         return model
 
-    return make
+    return build_model
 
 
 def _open_base(folder: Path, model: nn.Module, max_shard_size: int | str) -> Base:
@@ -177,20 +182,30 @@ def _open_base(folder: Path, model: nn.Module, max_shard_size: int | str) -> Bas
 def _rounding(
     base: Base,
     adapter: Adapter,
-    build: Callable[[], nn.Module],
+    build_model: Callable[[], nn.Module],
     like_training: bool,
     config: Any,
 ) -> Rounding | None:
+    """Return what was packed in training, where the base is to be rounded like that."""
     if not like_training or base.rounded:
         if config is not None:
             raise ConfigError("The base is packed, so it says itself how; leave the codec out.")
         return None
-    given = None if config is None else rounding.from_config(build(), config)
-    return rounding.choose(adapter.folder, given)
+    by_config = None if config is None else rounding.from_config(build_model(), config)
+    return rounding.choose(adapter.folder, by_config)
 
 
 class _Merge:
-    """One merge: what is changed, group by group, and where it is written."""
+    """One merge: what changes, group by group, and where it is written.
+
+    Args:
+        base: The opened base.
+        adapter: The opened adapter.
+        updates: What the adapter changes.
+        model: Of the base, on meta.
+        training: What was packed in training, and is rounded before the deltas are added.
+        dtype: As for `merge_adapter`.
+    """
 
     def __init__(
         self,
@@ -198,12 +213,13 @@ class _Merge:
         adapter: Adapter,
         updates: Updates,
         model: nn.Module,
-        lossy: Rounding | None,
+        training: Rounding | None,
         dtype: torch.dtype | None,
     ) -> None:
-        self._base, self._adapter, self._lossy = base, adapter, lossy
-        self._updates = Ties(model, base, adapter).settle(updates)
-        self._factors: dict[Term, tuple[Tensor, Tensor]] = {}
+        self._base, self._adapter, self._training = base, adapter, training
+        TiedWeights(model, base, adapter).move_to_stored_names(updates)
+        self._updates = updates
+        self._factors: dict[LoraDelta, tuple[Tensor, Tensor]] = {}
         self._changed: set[str] = set()
         self._rounded: set[str] = set()
         self.dtypes = _dtypes(base, model, dtype)
@@ -215,45 +231,42 @@ class _Merge:
         self._check_reached()
 
     def _check_reached(self) -> None:
-        """Everything the adapter changes, and what is rounded, must lie on the base's disk."""
+        """Raise where a weight that is changed or rounded is not on disk, or not in floats."""
         holds, updates = self._base.layout.holds, self._updates
-        lost = [name for name in (*updates.terms, *updates.values) if not holds(name)]
-        if lost:
-            raise AdapterError(
-                f"{self._adapter.folder} changes {lost[0]}, which the base's files do not hold."
-            )
-        if self._lossy is not None:
-            packed = sorted(self._lossy.experts | self._lossy.linears)
-            strange = [name for name in packed if not holds(name) and name not in updates.tied]
-            if strange:
-                raise CheckpointError(
-                    f"{strange[0]} was packed in training, and the base's files do not hold it."
+        for name in (*updates.deltas, *updates.replacements):
+            if not holds(name):
+                raise AdapterError(
+                    f"{self._adapter.folder} changes {name}, which the base's files do not hold."
                 )
+        if self._training is not None:
+            for name in sorted(self._training.experts | self._training.linears):
+                if not holds(name) and name not in updates.tied:
+                    raise CheckpointError(
+                        f"{name} was packed in training, and the base's files do not hold it."
+                    )
+        for group in filter(self._changes, self._base.layout.groups):
+            for key in group.keys:
+                dtype = self._base.disk[key][1]
+                if dtype not in FLOATS:
+                    raise CheckpointError(
+                        f"{key} is {dtype}, which an adapter cannot be added to: name a base in "
+                        "16 bit."
+                    )
 
-        strange = [
-            key
-            for group in self._base.layout.groups
-            for key in group.keys
-            if self._touches(group) and self._base.disk[key][1] not in FLOATS
-        ]
-        if strange:
-            raise CheckpointError(
-                f"{strange[0]} is {self._base.disk[strange[0]][1]}, which an adapter cannot be "
-                "added to: name a base in 16 bit."
-            )
-
-    def _touches(self, group: Group) -> bool:
+    def _changes(self, group: Group) -> bool:
         """Whether the adapter changes anything of a group."""
         updates = self._updates
-        named = any(name in updates.terms or name in updates.values for name in group.shapes)
-        return named or any(key in updates.disk for key in group.keys)
+        return any(
+            name in updates.deltas or name in updates.replacements for name in group.shapes
+        ) or any(key in updates.disk_deltas for key in group.keys)
 
     def report(self, folder: Path) -> MergeReport:
+        """Return what was written, to `folder`."""
         tensors = len(self._base.disk)
         return MergeReport(folder, tensors, len(self._changed), len(self._rounded), self.nbytes)
 
     def write(self, folder: Path, tell: Progress) -> None:
-        """Write all safetensors files into `folder`."""
+        """Write all safetensors files of the merged folder."""
         groups = {key: group for group in self._base.layout.groups for key in group.keys}
         writers = _Writers(folder, self.files, self._base.disk, self.dtypes)
         with writers:
@@ -263,35 +276,36 @@ class _Merge:
                     if key in done:
                         continue
                     tell(len(done), len(groups), key)
-                    self._group(groups[key], writers)
+                    self._write_group(groups[key], writers)
                     done.update(groups[key].keys)
                     writers.finish(done)
         tell(len(groups), len(groups), "")
 
-    def _group(self, group: Group, writers: _Writers) -> None:
-        touched = self._touches(group)
-        packed = {} if self._lossy is None else self._pack(group, self._lossy)
-        if not touched and not packed:
+    def _write_group(self, group: Group, writers: _Writers) -> None:
+        changes, packed = self._changes(group), self._pack(group)
+        if not changes and not packed:
             self._copy(group, writers)
             return
         self._factors = {}
         for start, stop in group.slices():
             values = self._base.values(group, start, stop)
-            for name, stack in packed.items():
-                last = stack.shape[0] if stop is None else stop
-                values[name] = codec.unpack_range(stack, start, last)
-            summed = {name: self._sum(name, value, start, stop) for name, value in values.items()}
-            made = self._base.layout.restore(group, summed)
+            for name, weight in packed.items():
+                last = weight.shape[0] if stop is None else stop
+                values[name] = codec.unpack_range(weight, start, last)
+            sums = {name: self._sum(name, value, start, stop) for name, value in values.items()}
+            on_disk = self._base.layout.restore(group, sums)
             for key, stand_in in group.part(start, stop).items():
-                self._put(group, key, made[stand_in], start, stop, writers)
-        if touched:
+                rows = start if stop is not None and group.unit == "row" else None
+                self._write_changed(key, on_disk[stand_in], rows, writers)
+        if changes:
             self._changed.update(group.keys)
         self._factors = {}
 
-    def _pack(self, group: Group, lossy: Rounding) -> dict[str, PackedWeight]:
-        """The group's parameters that were packed in training, packed."""
-        names = [name for name in group.shapes if name in lossy]
-        if not names:
+    def _pack(self, group: Group) -> dict[str, PackedWeight]:
+        """Pack the group's parameters that were packed in training."""
+        training = self._training
+        names = [] if training is None else [name for name in group.shapes if name in training]
+        if training is None or not names:
             return {}
         packers: dict[str, Any] = {}
         dtypes: dict[str, torch.dtype] = {}
@@ -299,14 +313,14 @@ class _Merge:
             for name, value in self._base.values(group, start, stop).items():
                 if name in names:
                     if name not in packers:
-                        packers[name] = lossy.packer(name, group.shapes[name], value.dtype)
+                        packers[name] = training.packer(name, group.shapes[name], value.dtype)
                         dtypes[name] = value.dtype
                     packers[name].add(value)
         self._rounded.update(names)
-        return {name: rounding.finish(one, dtypes[name]) for name, one in packers.items()}
+        return {name: rounding.finish(packers[name], dtypes[name]) for name in packers}
 
     def _copy(self, group: Group, writers: _Writers) -> None:
-        """What nobody changes: as it is, or in another dtype."""
+        """Write a group that does not change, in its own dtype or the merge's."""
         if isinstance(self._base, PlainBase):
             for key in group.keys:
                 shape = self._base.disk[key][0]
@@ -317,49 +331,44 @@ class _Merge:
             return
         for start, stop in group.slices():
             values = self._base.values(group, start, stop)
-            made = self._base.layout.restore(group, values)
+            on_disk = self._base.layout.restore(group, values)
             for key, stand_in in group.part(start, stop).items():
                 rows = stop is not None and group.unit == "row"
-                writers.write(key, made[stand_in], start if rows else None)
+                writers.write(key, on_disk[stand_in], start if rows else None)
 
     def _sum(self, name: str, value: Tensor, start: int, stop: int | None) -> Tensor:
-        """Rows of a parameter with the adapter's changes, in fp32 or finer."""
-        whole = self._updates.values.get(name)
-        if whole is not None:
+        """Return rows of a parameter with the adapter's changes, in fp32 or finer."""
+        replacement = self._updates.replacements.get(name)
+        if replacement is not None:
             file = self._adapter.file
-            value = file.read(whole) if stop is None else file.read(whole, start, stop)
-        terms = self._updates.terms.get(name, ())
-        return self._added(value, terms, start) if terms else value
+            value = file.read(replacement) if stop is None else file.read(replacement, start, stop)
+        return self._add_deltas(value, self._updates.deltas.get(name, ()), start)
 
-    def _added(self, value: Tensor, terms: list[Term] | tuple[Term, ...], start: int) -> Tensor:
+    def _add_deltas(self, value: Tensor, deltas: Sequence[LoraDelta], start: int) -> Tensor:
+        """Return rows of a weight, from `start` on, with deltas added in fp32 or finer."""
+        if not deltas:
+            return value
         wide = torch.promote_types(value.dtype, torch.float32)
         total = value.to(wide, copy=True).contiguous()
-        for term in terms:
-            if term not in self._factors:
-                self._factors[term] = term.factors(self._adapter.file, wide)
-            term.add_rows(self._factors[term], total, start)
+        for delta in deltas:
+            if delta not in self._factors:
+                self._factors[delta] = delta.factors(self._adapter.file, wide)
+            delta.add_rows(self._factors[delta], total, start)
         return total
 
-    def _put(
-        self,
-        group: Group,
-        key: str,
-        tensor: Tensor,
-        start: int,
-        stop: int | None,
-        writers: _Writers,
+    def _write_changed(
+        self, key: str, tensor: Tensor, start: int | None, writers: _Writers
     ) -> None:
-        rows = stop is not None and group.unit == "row"
-        terms = self._updates.disk.get(key, ())
-        if terms:
-            tensor = self._added(tensor, terms, start if rows else 0)
+        """Write a changed tensor, or its rows from `start` on, having seen that it is finite."""
+        deltas = self._updates.disk_deltas.get(key, ())
+        tensor = self._add_deltas(tensor, deltas, start or 0)
         tensor = tensor.to(self.dtypes[key])
         if codec.first_nonfinite(tensor) is not None:
             raise AdapterError(
                 f"Merged, {key} holds NaN or inf in {self.dtypes[key]}: the adapter, or the base, "
                 "is broken, or the dtype too narrow."
             )
-        writers.write(key, tensor, start if rows else None)
+        writers.write(key, tensor, start)
 
 
 class _Writers:
@@ -382,7 +391,7 @@ class _Writers:
         name = self._home[key]
         if name not in self._open:
             file = self._files[name]
-            tensors = {one: (self._dtypes[one], self._disk[one][0]) for one in file.keys}
+            tensors = {k: (self._dtypes[k], self._disk[k][0]) for k in file.keys}
             self._open[name] = ShardWriter(self._folder / name, tensors, file.metadata)
         tensor = tensor.to(self._dtypes[key])
         if start is None:
@@ -405,12 +414,12 @@ class _Writers:
 
 
 def _dtypes(base: Base, model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """What each tensor is written in; transformers' own exceptions stay in fp32."""
+    """Return what each tensor is written in; transformers' own exceptions stay in fp32."""
     own = {key: kind for key, (_, kind) in base.disk.items()}
     if dtype is None:
         return own
-    ask: Any = getattr(model, "_get_dtype_plan", None)
-    plan: dict[str, torch.dtype] = {} if ask is None else ask(dtype) or {}
+    dtype_plan: Any = getattr(model, "_get_dtype_plan", None)
+    plan: dict[str, torch.dtype] = {} if dtype_plan is None else dtype_plan(dtype) or {}
     kept = build_glob_alternation(list(plan))[0] if plan else None
     for group in base.layout.groups:
         exempt = kept is not None and any(kept.search(name) for name in group.shapes)
@@ -420,21 +429,21 @@ def _dtypes(base: Base, model: nn.Module, dtype: torch.dtype | None) -> dict[str
     return own
 
 
-def _auxiliary_files(
+def _write_auxiliary_files(
     source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
 ) -> None:
-    """Everything of the base but weights: configuration, tokenizer, index."""
+    """Write everything of the base but weights: configuration, tokenizer, index."""
     copy_auxiliary_files(source, folder)
-    config = read_json(source / _CONFIG)
-    if dtype is None and not any(name in config for name in _OURS):
-        shutil.copyfile(source / _CONFIG, folder / _CONFIG)
+    config = read_json(source / CONFIG)
+    if dtype is None and not any(name in config for name in _PACKED_KEYS):
+        shutil.copyfile(source / CONFIG, folder / CONFIG)
     else:
-        for name in _OURS:
+        for name in _PACKED_KEYS:
             config.pop(name, None)
         if dtype is not None:
             _set_dtype(config, dtype_name(dtype))
-        (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _index(source, folder, base, merge, dtype)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _write_index(source, folder, base, merge, dtype)
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
@@ -445,19 +454,20 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
             _set_dtype(value, dtype)
 
 
-def _index(
+def _write_index(
     source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
 ) -> None:
+    """Write the index of the merged files: the base's own, or for a packed base a new one."""
     if isinstance(base, PackedBase):
         if len(merge.files) > 1:
             (folder / INDEX).write_bytes(index_text(merge.files, merge.nbytes))
         return
-    found = index_of(source)
-    if found is None:
+    index = index_of(source)
+    if index is None:
         return
     if dtype is None:
-        shutil.copyfile(found, folder / found.name)
+        shutil.copyfile(index, folder / index.name)
         return
-    content = read_json(found)
+    content = read_json(index)
     content["metadata"] = {**(content.get("metadata") or {}), "total_size": merge.nbytes}
-    (folder / found.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,8 +1,15 @@
-"""From a 16-bit checkpoint to a packed folder, parameter by parameter: the model is never held.
+"""Packing of a 16-bit checkpoint into a packed folder, parameter by parameter.
 
-What is written equals what a load under `enabled()` and `save_pretrained` would write, but for the
-places where shards are cut. A shard counts as done once it has its name; an interrupted run goes
-on after the last one, and gives the same folder as one that was not interrupted.
+    _build_model    the checkpoint's model on meta: which parameters there are
+    _Job            what is packed (load_plan.py), and how tensors on disk make parameters
+                    (conversion.py)
+      resume        keep the finished shards of an interrupted run
+      write         convert, pack and write group by group; the model is never in memory
+    save.finish_packed    names of shards, manifest, config.json
+
+The folder equals what a load under `enabled()` and `save_pretrained` would write, but for where
+shards are cut. A shard counts as done once it has its name; an interrupted run goes on after the
+last one, and gives the same folder as one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
 from ..layout import dtype_name
 from ..packing.codec import PackedWeight, Packer, first_nonfinite
-from ..packing.format import key_ends
+from ..packing.format import SCALES, key_ends
 from ..packing.sizes import packed_nbytes
 from ..progress import Progress, reporting
 from . import save
@@ -55,8 +62,9 @@ def quantize_checkpoint(
 ) -> Manifest:
     """Pack a 16-bit checkpoint into a new folder, which loads under `enabled()`.
 
-    Holds one parameter at a time, and of a stack of experts a few experts and the packed form. When
-    it is interrupted, what is done is kept beside the destination, and the same call goes on there.
+    Memory holds one parameter at a time, and of a fused expert weight a few experts and the packed
+    form. When it is interrupted, what is done is kept beside the destination, and the same call
+    goes on there.
 
     Args:
         source: Folder of the 16-bit checkpoint, safetensors.
@@ -76,8 +84,8 @@ def quantize_checkpoint(
         CheckpointError: The source is no 16-bit checkpoint or is damaged, parameters are missing,
             or the destination exists.
         ConfigError: The config cannot be followed.
-        NonFiniteWeightError: A stack of experts holds NaN or inf.
-        UnsupportedWeightError: A stack cannot be packed.
+        NonFiniteWeightError: An expert weight holds NaN or inf.
+        UnsupportedWeightError: An expert weight cannot be packed.
     """
     folder, out = absolute(source), absolute(destination)
     if not folder.exists():
@@ -86,10 +94,9 @@ def quantize_checkpoint(
             "first, with huggingface_hub.snapshot_download)."
         )
     check_new(out)
-    config = _config(quantization_config)
-    place = _device(device)
-    model = _model(folder, dtype, trust_remote_code)
-    job = _Job(folder, model, config, place)
+    config = _own_config(quantization_config)
+    model = _build_model(folder, dtype, trust_remote_code)
+    job = _Job(folder, model, config, _usable_device(device))
     with (
         job.files,
         new_folder(out, keep_partial=True) as work,
@@ -97,13 +104,14 @@ def quantize_checkpoint(
     ):
         job.resume(work, max_shard_size)
         shards = job.write(work, max_shard_size, tell)
-        _auxiliary_files(folder, work, model, config)
-        manifest = save.finish_packed(work, shards, job.experts(), job.codec(), [])
+        _write_auxiliary_files(folder, work, model, config)
+        manifest = save.finish_packed(work, shards, job.experts(), job.spec.settings, [])
         (work / _RUN).unlink()
     return manifest
 
 
-def _config(config: Any) -> Any:
+def _own_config(config: Any) -> Any:
+    """Return a copy of the caller's config, as a `BitsAndBytesConfig`."""
     from transformers import BitsAndBytesConfig
 
     if isinstance(config, Mapping):
@@ -115,20 +123,20 @@ def _config(config: Any) -> Any:
     return copy.deepcopy(config)
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def _usable_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
+        usable = torch.device(device)
+        torch.empty(0, device=usable)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error
-    return place
+    return usable
 
 
-def _model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
-    """The checkpoint's model on meta."""
+def _build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
+    """Build the checkpoint's model on meta."""
     if is_packed(folder):
         raise CheckpointError(f"{folder} is packed already: name the 16-bit checkpoint.")
     source = build.resolve(str(folder), trust_remote_code=trust_remote_code)
@@ -151,7 +159,7 @@ def _model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> 
 
 @dataclass(frozen=True)
 class _Step:
-    """A group of tensors on disk, and which of the parameters that it makes are written."""
+    """A group of tensors on disk, and the names of its parameters that are written."""
 
     group: Group
     names: tuple[str, ...]
@@ -164,13 +172,13 @@ class _Job:
         self.device, self.config = device, config
         self.files = open_checkpoint(folder)
         dtype = model.dtype
-        self.plan: LoadSpec = packing_spec(model, config, dtype, None)
+        self.spec: LoadSpec = packing_spec(model, config, dtype, None)
         own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.policy = dtype_policy(model, dtype)
         # Replaces the Linear layers of the model that bitsandbytes packs.
         self.linears = from_config(model, config).linears
         model.tie_weights()
-        self.turned = {n for n in self.linears if _is_turned(model.get_submodule(n[:-7]))}
+        self.transposed = {n for n in self.linears if _is_transposed(model.get_submodule(n[:-7]))}
         self.dtypes = own | dict.fromkeys(self.linears & own.keys(), dtype)
         disk = {key: (self.files.info(key).shape, self.files.info(key).dtype) for key in self.files}
         self.layout = DiskLayout(model, disk)
@@ -179,55 +187,56 @@ class _Job:
     def _steps(self, model: Any) -> list[_Step]:
         tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         self.tied = tied
-        made = {name for group in self.layout.groups for name in group.shapes}
-        left_out = {name for name, source in tied.items() if source in made}
+        on_disk = {name for group in self.layout.groups for name in group.shapes}
+        left_out = {name for name, source in tied.items() if source in on_disk}
         left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         steps = []
         for group in self.layout.groups:
             names = tuple(name for name in group.shapes if name not in left_out)
             if names:
                 steps.append(_Step(group, names))
-        expected = {name for name in model.state_dict() if not _optional(model, name)}
-        missing = sorted(expected - made - left_out - tied.keys())
+        optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        expected = {
+            name
+            for name in model.state_dict()
+            if not any(re.search(pattern, name) for pattern in optional)
+        }
+        missing = sorted(expected - on_disk - left_out - tied.keys())
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise CheckpointError(
                 f"{self.files.files[0].parent} has no tensor for {', '.join(missing[:3])}{more}, "
                 f"which a {type(model).__name__} needs: config.json is of another model."
             )
-        if not any(name in self.plan.params for step in steps for name in step.names):
-            raise CheckpointError(self._nothing(model))
+        if not any(name in self.spec.params for step in steps for name in step.names):
+            raise CheckpointError(self._why_nothing_to_pack(model))
         return steps
 
-    def _nothing(self, model: Any) -> str:
-        """Why no stack of experts would be packed, and what to do."""
+    def _why_nothing_to_pack(self, model: Any) -> str:
+        """Say why no expert weight would be packed, and what to do."""
         folder, skipped = self.files.files[0].parent, self.config.llm_int8_skip_modules
         if skipped and len(detect(model)):
             return (
-                f"{folder}: llm_int8_skip_modules ({', '.join(skipped)}) leaves every stack of "
-                "experts unpacked; name fewer."
+                f"{folder}: llm_int8_skip_modules ({', '.join(skipped)}) leaves every expert "
+                "weight unpacked; name fewer."
             )
         return (
-            f"{folder}: a {type(model).__name__} has no stack of experts to pack; load it with "
+            f"{folder}: a {type(model).__name__} has no expert weights to pack; load it with "
             "transformers and its own bitsandbytes settings."
         )
 
     def experts(self) -> dict[str, PackedEntry]:
-        """Packed stacks, as the manifest names them."""
+        """Return the packed expert weights as the manifest has them."""
         entries = {}
         for step in self.steps:
             for name in step.names:
-                if name in self.plan.params:
-                    param = self.plan.params[name]
+                if name in self.spec.params:
+                    param = self.spec.params[name]
                     dtype = dtype_name(self._dtype(name))
                     others = {*param.names} - {name}
                     others |= {alias for alias, source in self.tied.items() if source == name}
                     entries[name] = PackedEntry(tuple(param.shape), dtype, tuple(sorted(others)))
         return entries
-
-    def codec(self) -> dict[str, Any]:
-        """How stacks are packed, as the manifest says it."""
-        return self.plan.settings.to_dict()
 
     def resume(self, work: Path, max_shard_size: int | str) -> None:
         """Keep the shards of an interrupted run of the very same job, and nothing else."""
@@ -241,31 +250,31 @@ class _Job:
         }
         text = json.dumps(job, sort_keys=True, default=str)
         mark = json.dumps({"job": hashlib.sha256(text.encode()).hexdigest()}).encode()
-        same = (work / _RUN).is_file() and (work / _RUN).read_bytes() == mark
+        same_job = (work / _RUN).is_file() and (work / _RUN).read_bytes() == mark
         for entry in work.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)
-            elif entry.name != _RUN and not (same and _is_shard(entry)):
+            elif entry.name != _RUN and not (same_job and _is_shard(entry)):
                 entry.unlink()
-        if not same:
+        if not same_job:
             replace_file(work / _RUN, mark)
 
     def write(self, work: Path, max_shard_size: int | str, tell: Progress) -> list[Path]:
-        """Write the shards that are not there yet; all of them, in order."""
-        sizes = {str(place): self._nbytes(step) for place, step in enumerate(self.steps)}
+        """Write the shards that are not there yet, and return all of them, in order."""
+        sizes = {str(index): self._nbytes(step) for index, step in enumerate(self.steps)}
         shards = []
-        for number, places in enumerate(plan_shards(sizes, max_shard_size), 1):
+        for number, indices in enumerate(plan_shards(sizes, max_shard_size), 1):
             path = work / f"shard-{number:05d}.safetensors"
             shards.append(path)
             if path.exists():
                 read_header(path)
                 continue
-            steps = [(int(place), self.steps[int(place)]) for place in places]
+            steps = [(int(index), self.steps[int(index)]) for index in indices]
             keys = [key for _, step in steps for name in step.names for key in self._keys(name)]
             shard = GrowingShard(path.with_suffix(".partial"), keys, {"format": "pt"})
             try:
-                for place, step in steps:
-                    tell(place, len(self.steps), step.names[0])
+                for index, step in steps:
+                    tell(index, len(self.steps), step.names[0])
                     for key, tensor in self._tensors(step):
                         shard.add(key, tensor)
             except BaseException:
@@ -277,33 +286,33 @@ class _Job:
         return shards
 
     def _dtype(self, name: str) -> torch.dtype:
-        return self.plan.dtypes.get(name) or self.policy(name, self.dtypes[name])
+        return self.spec.dtypes.get(name) or self.policy(name, self.dtypes[name])
 
     def _nbytes(self, step: _Step) -> int:
         total = 0
         for name in step.names:
             shape = step.group.shapes[name]
-            if name in self.plan.params or name in self.linears:
-                total += packed_nbytes(shape, self.plan.settings)
+            if name in self.spec.params or name in self.linears:
+                total += packed_nbytes(shape, self.spec.settings)
             else:
                 total += torch.Size(shape).numel() * self._dtype(name).itemsize
         return total
 
     def _keys(self, name: str) -> list[str]:
-        """Every key that `_tensors` may give for a parameter."""
-        ends = key_ends(self.plan.settings)
+        """Return every key that `_tensors` may give for a parameter."""
+        ends = key_ends(self.spec.settings)
         module = name.rpartition(".")[0]
-        return [*(name + end for end in ends), f"{module}.SCB", f"{module}.weight_format"]
+        return [*(name + end for end in ends), f"{module}{SCALES}", f"{module}.weight_format"]
 
     def _tensors(self, step: _Step) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of one group as they are stored."""
+        """Yield the tensors of one group as they are stored."""
         packers: dict[str, Packer] = {}
         plain: dict[str, list[Tensor]] = {}
         for start, stop in step.group.slices():
             for name, value in self._values(step.group, start, stop).items():
                 if name not in step.names:
                     continue
-                if name in self.plan.params or name in self.linears:
+                if name in self.spec.params or name in self.linears:
                     if name not in packers:
                         packers[name] = self._packer(name, step.group.shapes[name])
                     self._add(packers[name], name, value, start)
@@ -325,43 +334,43 @@ class _Job:
 
     def _packer(self, name: str, shape: tuple[int, ...]) -> Packer:
         dtype = self._dtype(name)
-        if name in self.linears and self.plan.settings.kind == "int8":
+        if name in self.linears and self.spec.settings.kind == "int8":
             dtype = torch.float16  # what bitsandbytes' own 8-bit Linear layers are cast to
-        if name in self.turned:
+        if name in self.transposed:
             shape = (shape[1], shape[0])
-        return Packer(shape, dtype, self.device, self.plan.settings)
+        return Packer(shape, dtype, self.device, self.spec.settings)
 
     def _add(self, packer: Packer, name: str, value: Tensor, start: int) -> None:
-        if name in self.turned:
+        if name in self.transposed:
             value = value.T
         value = value.to(device=self.device, dtype=self._dtype(name))
-        index = first_nonfinite(value) if name in self.plan.params else None
+        index = first_nonfinite(value) if name in self.spec.params else None
         if index is not None:
-            place = [start + index[0], *index[1:]]
+            position = [start + index[0], *index[1:]]
             raise NonFiniteWeightError(
-                f"{name} holds {float(value[index])} at index {place}, and a block with it could "
-                "not be decoded: repair the checkpoint."
+                f"{name} holds {float(value[index])} at index {position}, and a block with it "
+                "could not be decoded: repair the checkpoint."
             )
         packer.add(value)
 
-    def _packed(self, name: str, stack: PackedWeight) -> Iterator[tuple[str, Tensor]]:
-        """What a state dict holds for a packed stack or Linear layer."""
-        yield name, stack.codes
-        if stack.kind != "int8":
-            stack.state.dtype = self._dtype(name)
-            for part, value in stack.state.as_dict(packed=True).items():
+    def _packed(self, name: str, weight: PackedWeight) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a state dict holds for a packed weight of experts or a Linear layer."""
+        yield name, weight.codes
+        if weight.kind != "int8":
+            weight.state.dtype = self._dtype(name)
+            for part, value in weight.state.as_dict(packed=True).items():
                 yield f"{name}.{part}", value
-        elif name in self.plan.params:
-            yield f"{name}.SCB", stack.state.scales
+        elif name in self.spec.params:
+            yield f"{name}{SCALES}", weight.state.scales
         else:
             module = name.rpartition(".")[0]
-            yield f"{module}.SCB", stack.state.scales
+            yield f"{module}{SCALES}", weight.state.scales
             # bitsandbytes' number for rows as they are
             yield f"{module}.weight_format", torch.tensor(0, dtype=torch.uint8)
 
 
-def _is_turned(module: nn.Module) -> bool:
-    """Whether a packed layer stands for one that stores its weight `(in, out)`."""
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether a packed layer replaces one that stores its weight `(in, out)`."""
     return not issubclass(getattr(module, "source_cls", nn.Linear), nn.Linear)
 
 
@@ -369,14 +378,8 @@ def _is_shard(file: Path) -> bool:
     return file.name.startswith("shard-") and file.suffix == ".safetensors"
 
 
-def _optional(model: Any, name: str) -> bool:
-    """Whether a load does without a tensor for this name."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    return any(re.search(pattern, name) for pattern in patterns)
-
-
-def _auxiliary_files(folder: Path, work: Path, model: Any, config: Any) -> None:
-    """The configuration as a loaded model has it, and what else the checkpoint brings."""
+def _write_auxiliary_files(folder: Path, work: Path, model: Any, config: Any) -> None:
+    """Write the config as a loaded model has it, and copy the checkpoint's other files."""
     copy_auxiliary_files(folder, work)
     model.config.quantization_config = config
     model.config.architectures = [type(model).__name__]

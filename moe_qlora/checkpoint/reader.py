@@ -1,9 +1,13 @@
-"""What a checkpoint folder is on disk, read without trust.
+"""Reading of safetensors and JSON files that may be damaged.
 
-A folder holds safetensors files: one, or several that an index (`*.safetensors.index.json`) or this
-package's manifest (checkpoint/manifest.py) lists. Files are mapped, not read: a tensor costs memory
-when it is used. Whatever is wrong with a folder is a `CheckpointError` that names the file and,
-where there is one, the key; no other exception leaves this room.
+    Checkpoint             tensors of several safetensors files, by key
+    read_header            what a safetensors file holds
+    index_of, read_index   the index of a plain folder (`*.safetensors.index.json`)
+    read_json              a JSON object; `parse_fields` checks its keys and values
+    inside                 a file of a folder, by a name that may lead elsewhere
+
+Files are mapped, not read: a tensor costs memory when it is used. Whatever is wrong with a file
+raises a `CheckpointError` that names the file and, where there is one, the key.
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -32,6 +37,8 @@ MAX_HEADER = 100 << 20
 """Longest header that the safetensors format allows, in bytes."""
 MAX_JSON = 512 << 20
 """Longest JSON file that is read, in bytes; the index of a million tensors has a quarter of it."""
+
+_T = TypeVar("_T")
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -61,15 +68,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies, and what it is.
-
-    Attributes:
-        file: Of the folder.
-        dtype: Of the stored tensor.
-        shape: Of the stored tensor.
-        offset: Of its first byte in the file.
-        nbytes: Its length.
-    """
+    """A stored tensor: its file, dtype, shape, offset of its first byte, and length in bytes."""
 
     file: Path
     dtype: torch.dtype
@@ -94,17 +93,12 @@ class Checkpoint:
                     raise CheckpointError(f"{file}: {key} is in {other} as well.")
                 self._infos[key] = info
         self._stack = ExitStack()
-        weakref.finalize(self, self._stack.close)  # for who forgets to, as a failed load does
+        weakref.finalize(self, self._stack.close)  # a failed load does not close it
         self._open: dict[Path, Any] = {}
         self._handles: dict[Path, int] = {}
 
-    @classmethod
-    def of_files(cls, files: Sequence[Path]) -> Checkpoint:
-        """The tensors of these files, all together."""
-        return cls(files)
-
     def keys(self) -> tuple[str, ...]:
-        """Names of all tensors."""
+        """Return the keys of all tensors."""
         return tuple(self._infos)
 
     def __iter__(self) -> Iterator[str]:
@@ -117,7 +111,7 @@ class Checkpoint:
         return key in self._infos
 
     def info(self, key: str) -> TensorInfo:
-        """What is known of a tensor without reading it.
+        """Return what is known of a tensor without reading it.
 
         Raises:
             CheckpointError: There is no such tensor.
@@ -129,7 +123,7 @@ class Checkpoint:
             raise CheckpointError(f"{place} has no tensor {key}.") from None
 
     def read(self, key: str, start: int | None = None, stop: int | None = None) -> Tensor:
-        """A tensor, or its rows `[start, stop)` of the first dimension; on the CPU.
+        """Read a tensor, or its rows `[start, stop)` of the first dimension, to the CPU.
 
         Raises:
             CheckpointError: There is no such tensor, or it cannot be read.
@@ -145,7 +139,7 @@ class Checkpoint:
             return tensor
 
     def expect(self, keys: Sequence[str]) -> None:
-        """Have the system read these tensors ahead, in the background and in its own memory."""
+        """Ask the system to read these tensors ahead, in the background."""
         for key in keys:
             info = self._infos.get(key)
             if info is None or not hasattr(os, "posix_fadvise"):
@@ -158,7 +152,7 @@ class Checkpoint:
             os.posix_fadvise(*place, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._handles.clear()
         self._open.clear()
         self._stack.close()
@@ -191,7 +185,7 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """A file of a folder by its bare name; links may lead to where a cache keeps its blobs.
+    """Return a file of a folder by its bare name; links may lead to the blobs of the hub's cache.
 
     Raises:
         CheckpointError: The name is a path, is absolute, or leads elsewhere.
@@ -223,11 +217,11 @@ def _in_cache(folder: Path, link: Path) -> bool:
 
 
 def _size_of(file: Path) -> int:
-    """Bytes of a file, which must be one: to open a pipe would wait for its writer."""
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
+    """Return the bytes of a regular file; opening a pipe would wait for its writer."""
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{file} cannot be read: it is no regular file.")
-    return found.st_size
+    return status.st_size
 
 
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -273,31 +267,54 @@ def parse_json(file: Path, raw: bytes) -> dict[str, Any]:
     return value
 
 
+def parse_fields(kind: type[_T], value: Any, file: Path, prefix: str = "") -> _T:
+    """Build a pydantic dataclass from JSON, having checked every field.
+
+    Args:
+        kind: The dataclass.
+        value: Parsed JSON.
+        file: Where it comes from, for errors.
+        prefix: Key of the value in the file, with a dot at its end.
+
+    Raises:
+        CheckpointError: A key is missing or unknown, or its value is none of those allowed.
+    """
+    with reading(file):
+        try:
+            return TypeAdapter(kind).validate_python(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key = prefix + ".".join(str(part) for part in first["loc"])
+            seen = "missing" if first["type"] == "missing" else f"{first['input']!r:.80}"
+            allowed = "" if first["type"] == "missing" else f": {first['msg']}"
+            raise CheckpointError(f"{file} is damaged: {key} is {seen}{allowed}.") from error
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    value = dict(pairs)
+    if len(value) != len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return value
 
 
 def index_of(folder: Path) -> Path | None:
-    """The folder's index file, None where it has none.
+    """Return the folder's index file, None where it has none.
 
     Raises:
         CheckpointError: It has several.
     """
-    found = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
-    named = [file for file in found if file.name == f"model{INDEX_SUFFIX}"] or found
-    if len(named) > 1:
-        raise CheckpointError(f"{folder} holds {len(named)} index files: leave one.")
-    return named[0] if named else None
+    files = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
+    files = [file for file in files if file.name == f"model{INDEX_SUFFIX}"] or files
+    if len(files) > 1:
+        raise CheckpointError(f"{folder} holds {len(files)} index files: leave one.")
+    return files[0] if files else None
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """The `weight_map` of an index: key -> file name.
+    """Return the `weight_map` of an index: key -> file name.
 
     Raises:
-        CheckpointError: It has none, or another type.
+        CheckpointError: It has none, or one of another type.
     """
     weight_map = read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -309,7 +326,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def header_bytes(file: Path) -> bytes:
-    """The JSON header of a safetensors file, its length not included.
+    """Return the JSON header of a safetensors file, its length not included.
 
     Raises:
         CheckpointError: The file is missing, too short, or says a length that it cannot have.
@@ -325,7 +342,7 @@ def header_bytes(file: Path) -> bytes:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """What a safetensors file holds, by key in the order of the header.
+    """Return what a safetensors file holds, by key in the order of the header.
 
     Raises:
         CheckpointError: The file is missing, cut off or damaged.

@@ -1,9 +1,9 @@
-"""What a 16-bit base loses in the codec that its adapter was trained on.
+"""Rounding of a 16-bit base through the codec that its adapter was trained on.
 
-An adapter trained over packed weights has learnt to correct their rounding too. Merged into the
-exact weights it sits beside what it was trained for; `like_training=True` rounds the base first.
-Which weights were packed, and how, comes from a packed base (whose decoded weights are rounded
-already), from the caller, or from the note that this package leaves beside an adapter
+An adapter trained over packed weights has learnt to correct their rounding too, which the exact
+weights do not have; `like_training=True` rounds the base before the adapter is merged. Which
+weights were packed, and how, comes from a packed base (whose decoded weights are rounded already),
+from the caller, or from the note that this package writes beside an adapter
 (`moe_qlora_adapter.json`); it is never guessed.
 """
 
@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator
+from pydantic.dataclasses import dataclass as checked
 from torch import nn
 
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
-from ..packing import codec as codec_
 from ..packing import parametrize
-from ..packing.codec import PackedWeight, Packer
+from ..packing.codec import PackedWeight, Packer, settings_of
 from ..packing.linear import is_packed_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
-from .reader import read_json
+from .reader import parse_fields, read_json
 from .writer import replace_file
 
 NOTE = "moe_qlora_adapter.json"
@@ -40,7 +41,7 @@ class Rounding:
 
     Attributes:
         settings: Of the codec.
-        experts: Names of expert stacks.
+        experts: Names of expert weights.
         linears: Names of the weights of Linear layers.
     """
 
@@ -52,22 +53,22 @@ class Rounding:
         return name in self.experts or name in self.linears
 
     def packer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Packer:
-        """Packs this parameter as it was packed in training."""
+        """Return a packer that packs this parameter as in training."""
         if self.settings.kind == "int8" and name in self.linears:
             dtype = torch.float16  # what bitsandbytes' own 8-bit Linear layers are cast to
         return Packer(shape, dtype, torch.device("cpu"), self.settings)
 
 
 def finish(packer: Packer, dtype: torch.dtype) -> PackedWeight:
-    """The packed stack, which decodes to `dtype`."""
-    stack = packer.finish()
-    if stack.dtype != dtype:
-        stack.dtype = stack.state.dtype = dtype
-    return stack
+    """Return the packed weight, which decodes to `dtype`."""
+    weight = packer.finish()
+    if weight.dtype != dtype:
+        weight.dtype = weight.state.dtype = dtype
+    return weight
 
 
 def from_config(model: nn.Module, config: Any) -> Rounding:
-    """What a load with this `BitsAndBytesConfig` packs.
+    """Return what a load with this `BitsAndBytesConfig` packs.
 
     Args:
         model: On the meta device; its Linear layers are replaced.
@@ -82,46 +83,54 @@ def from_config(model: nn.Module, config: Any) -> Rounding:
     settings = CodecSettings.from_config(config)
     if isinstance(config, Mapping):
         config = BitsAndBytesConfig.from_dict(dict(config))
-    stacks = weights_to_pack(model, detect(model), config, settings)
-    experts = {name for one in stacks for name in one.names}
+    params = weights_to_pack(model, detect(model), config, settings)
+    experts = frozenset(name for param in params for name in param.names)
     quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
-    linears = {
-        f"{name}.weight"
-        for name, module in model.named_modules(remove_duplicate=False)
-        if is_packed_linear(module)
-    }
-    return Rounding(settings, frozenset(experts), frozenset(linears))
+    return Rounding(settings, experts, _packed_linears(model))
 
 
 def from_packed(model: nn.Module) -> Rounding | None:
-    """What of a packed model is packed; None where no expert is.
+    """Return what of a packed model is packed; None where no expert is.
 
     Args:
         model: Without PEFT's wrappers, or with them inside.
     """
-    stacks = {
-        f"{owner}.{name}" if owner else name: parametrize.read_packed(module, name)
-        for owner, module, name in parametrize.iter_packed(model)
-    }
-    if not stacks:
+    packed = list(parametrize.iter_packed(model))
+    if not packed:
         return None
-    linears = {
-        f"{name}.weight"
+    _, module, leaf = packed[0]
+    experts = frozenset(_plain(f"{owner}.{name}".lstrip(".")) for owner, _, name in packed)
+    settings = settings_of(parametrize.read_packed(module, leaf))
+    return Rounding(settings, experts, _packed_linears(model))
+
+
+def _packed_linears(model: nn.Module) -> frozenset[str]:
+    """Return the names of weights that bitsandbytes' Linear layers hold."""
+    return frozenset(
+        _plain(f"{name}.weight")
         for name, module in model.named_modules(remove_duplicate=False)
         if is_packed_linear(module)
-    }
-    settings = codec_.settings_of(next(iter(stacks.values())))
-    return Rounding(settings, _plain(stacks), _plain(linears))
+    )
 
 
-def _plain(names: Iterable[str]) -> frozenset[str]:
-    """The names that modules had before PEFT wrapped them."""
-    return frozenset(name.replace(".base_layer", "") for name in names)
+def _plain(name: str) -> str:
+    """Return the name that a parameter had before PEFT wrapped its module."""
+    return name.replace(".base_layer", "")
+
+
+@checked
+class _Note:
+    """The note beside an adapter."""
+
+    format_version: int
+    codec: Annotated[dict[str, Any], AfterValidator(CodecSettings.from_dict)]
+    experts: list[str]
+    linears: list[str]
 
 
 def write_note(folder: Path, packed: Rounding) -> None:
-    """Leave a note of what was packed in training beside an adapter."""
+    """Write a note of what was packed in training beside an adapter."""
     settings = packed.settings.to_dict()
     codec = {key: settings[key] for key in ("kind", "double_quant", "blocksize")}
     note = {
@@ -134,7 +143,7 @@ def write_note(folder: Path, packed: Rounding) -> None:
 
 
 def from_note(folder: Path) -> Rounding | None:
-    """What the note beside an adapter says; None where there is none.
+    """Return what the note beside an adapter says; None where there is none.
 
     Raises:
         CheckpointError: It is damaged, or of another format version.
@@ -148,39 +157,34 @@ def from_note(folder: Path) -> Rounding | None:
             f"{file} has the format version {note.get('format_version')!r}; this moe_qlora reads "
             f"{NOTE_VERSION}."
         )
-    try:
-        settings = CodecSettings.from_dict(note["codec"])
-        experts, linears = (
-            frozenset(str(name) for name in note[kind]) for kind in ("experts", "linears")
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file} is damaged: {error!r}.") from error
-    return Rounding(settings, experts, linears)
+    fields = parse_fields(_Note, note, file)
+    settings: Any = fields.codec
+    return Rounding(settings, frozenset(fields.experts), frozenset(fields.linears))
 
 
-def choose(adapter: Path, given: Rounding | None) -> Rounding:
-    """The caller's, or the note's; they must agree where there are both.
+def choose(adapter: Path, by_config: Rounding | None) -> Rounding:
+    """Return the caller's or the note's; they must agree where there are both.
 
     Raises:
         ConfigError: There is neither, or they differ.
     """
     noted = from_note(adapter)
-    if given is None and noted is None:
+    if by_config is None and noted is None:
         raise ConfigError(
             f"like_training needs the codec that {adapter} was trained on, which its files do not "
             "say: pass quantization_config (--quant nf4, fp4 or int8, with --double-quant where it "
             "was used), or merge into the packed base folder."
         )
-    if given is not None and noted is not None and _told(given) != _told(noted):
+    if by_config is not None and noted is not None and _label(by_config) != _label(noted):
         raise ConfigError(
-            f"quantization_config asks for {_told(given)}, and {adapter / NOTE} says that the "
-            f"adapter was trained on {_told(noted)}; leave quantization_config out."
+            f"quantization_config asks for {_label(by_config)}, and {adapter / NOTE} says that the "
+            f"adapter was trained on {_label(noted)}; leave quantization_config out."
         )
-    found = noted if noted is not None else given
-    assert found is not None
-    return found
+    chosen = noted if noted is not None else by_config
+    assert chosen is not None
+    return chosen
 
 
-def _told(rounding: Rounding) -> str:
+def _label(rounding: Rounding) -> str:
     double = " with double quantization" if rounding.settings.double_quant else ""
     return rounding.settings.kind + double

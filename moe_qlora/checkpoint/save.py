@@ -33,9 +33,10 @@ from ..errors import AdapterError, CheckpointError, ConfigError
 from ..layout import dtype_name
 from ..packing import parametrize
 from ..packing.codec import PackedWeight, settings_of
+from ..packing.settings import CodecSettings
 from ..packing.skips import is_skipped
 from . import manifest as manifests
-from .integrity import check_stack
+from .integrity import check_packed_weight
 from .manifest import CONFIG, CONFIG_KEY, MANIFEST_NAME, SHARD_NAME, Manifest, PackedEntry
 from .reader import INDEX_SUFFIX, SINGLE, read_json
 from .writer import ShardWriter, absolute, discard, flush, new_folder, plan_shards
@@ -80,19 +81,9 @@ def save_pretrained(
         CheckpointError: The folder cannot be written, or a weight is on no device or sharded.
         ConfigError: `variant` or `distributed_checkpoint` is asked for.
     """
-    stock = type(self).save_pretrained
     if getattr(self, "_hf_peft_config_loaded", False):
-        stock(
-            self,
-            save_directory,
-            is_main_process=is_main_process,
-            state_dict=state_dict,
-            push_to_hub=push_to_hub,
-            max_shard_size=max_shard_size,
-            variant=variant,
-            token=token,
-            **kwargs,
-        )
+        options = (is_main_process, state_dict, push_to_hub, max_shard_size, variant, token)
+        type(self).save_pretrained(self, save_directory, *options, **kwargs)
         return
     unsupported = {"variant": variant, "distributed": kwargs.get("distributed_checkpoint")}
     for name, value in unsupported.items():
@@ -250,9 +241,9 @@ def _write_auxiliary_files(model: Any, work: Path, kwargs: dict[str, Any]) -> No
 
 
 def _main_dtype(model: Any) -> str | None:
-    """The dtype of most plain weights, those that their class always keeps in fp32 left out.
+    """Return the dtype of most plain weights, but for those that their class keeps in fp32.
 
-    The stock method notes the first parameter's, whatever it is: a reload would cast all others.
+    The stock method notes the first parameter's dtype, to which a reload would cast all others.
     """
     kept = model._get_dtype_plan(torch.bfloat16) or {}
     patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept]
@@ -284,15 +275,15 @@ def write_packed(
         with ShardWriter(files[-1], shapes, {"format": "pt"}) as writer:
             for key in keys:
                 writer.write(key, tensors[key])
-    experts = {name: entry for name, entry in _experts(model) if name in tensors}
-    finish_packed(work, files, experts, codec_of(model), plain_linears(model))
+    experts = {name: e for name, e in _packed_entries(model).items() if name in tensors}
+    finish_packed(work, files, experts, _common_settings(model), _plain_linears(model))
 
 
 def finish_packed(
     work: Path,
     files: list[Path],
     experts: Mapping[str, PackedEntry],
-    codec: Mapping[str, Any],
+    settings: CodecSettings,
     plain: list[str],
 ) -> Manifest:
     """Name the shards of a save, and write its manifest and config.json.
@@ -301,9 +292,10 @@ def finish_packed(
         work: The folder; holds config.json as transformers writes it.
         files: Shards, in order; renamed here.
         experts: Packed expert weights by name.
-        codec: As `Manifest.codec`.
+        settings: How they are packed.
         plain: Linear layers that are not packed although the config asks for it.
     """
+    codec = settings.to_dict()
     tensors = manifests.tensor_entries(files)
     identity = manifests.manifest_id(tensors, codec)
     shards = [manifests.shard_entry(file) for file in files]
@@ -318,60 +310,62 @@ def finish_packed(
         id=identity,
         written_by=f"moe_qlora {_installed_version()}",
         model_type=str(config.get("model_type", "")),
-        codec=dict(codec),
+        codec=codec,
         experts=dict(experts),
         shards=dict(zip(names, shards, strict=True)),
         tensors={key: replace(entry, file=new_name[entry.file]) for key, entry in tensors.items()},
         config=config,
     )
     for name in experts:
-        check_stack(work, name, manifest)
+        check_packed_weight(work, name, manifest)
     (work / manifest.file_name).write_bytes(manifest.to_bytes())
     (work / CONFIG).write_bytes(manifest.config_bytes())
     return manifest
 
 
-def _experts(model: nn.Module) -> Iterator[tuple[str, PackedEntry]]:
-    names: dict[int, list[tuple[str, PackedWeight]]] = {}
+def _packed_entries(model: nn.Module) -> dict[str, PackedEntry]:
+    """Describe each packed expert weight as the manifest does, tied ones by each name."""
+    names: dict[int, list[str]] = {}
+    weights: dict[int, PackedWeight] = {}
     for module_name, module, leaf in parametrize.iter_packed(model):
         key = id(parametrize.original_of(module, leaf))
-        name = f"{module_name}.{leaf}".lstrip(".")
-        names.setdefault(key, []).append((name, parametrize.read_packed(module, leaf)))
-    for group in names.values():
-        every = [name for name, _ in group]
-        for name, stack in group:
-            dtype = dtype_name(stack.dtype)
-            aliases = tuple(other for other in every if other != name)
-            yield name, PackedEntry(tuple(stack.shape), dtype, aliases)
+        names.setdefault(key, []).append(f"{module_name}.{leaf}".lstrip("."))
+        weights[key] = parametrize.read_packed(module, leaf)
+    return {
+        name: PackedEntry(
+            tuple(weights[key].shape),
+            dtype_name(weights[key].dtype),
+            tuple(other for other in tied if other != name),
+        )
+        for key, tied in names.items()
+        for name in tied
+    }
 
 
-def codec_of(model: nn.Module) -> dict[str, Any]:
-    """How the model's experts are packed, as a manifest says it.
+def _common_settings(model: nn.Module) -> CodecSettings:
+    """Return how the model's experts are packed.
 
     Raises:
-        CheckpointError: Not all alike.
+        CheckpointError: Not all are packed alike.
     """
-    found: dict[str, dict[str, Any]] = {}
+    first: CodecSettings | None = None
     for module_name, module, leaf in parametrize.iter_packed(model):
-        codec = stack_codec(parametrize.read_packed(module, leaf))
-        found.setdefault(json.dumps(codec), codec)
-        if len(found) > 1:
+        settings = settings_of(parametrize.read_packed(module, leaf))
+        first = first or settings
+        if settings != first:
             raise CheckpointError(
-                f"{module_name}.{leaf} is packed otherwise than the stacks before it "
-                f"({' and '.join(found)}), and a folder holds one kind: pack the model again."
+                f"{module_name}.{leaf} is packed otherwise than the weights before it "
+                f"({settings.to_dict()} and {first.to_dict()}), and a folder holds one kind: pack "
+                "the model again."
             )
-    return next(iter(found.values()))
+    assert first is not None, "only packed models get this method"
+    return first
 
 
-def stack_codec(stack: PackedWeight) -> dict[str, Any]:
-    """How a stack is packed, as a manifest says it."""
-    return settings_of(stack).to_dict()
+def _plain_linears(model: Any) -> list[str]:
+    """Return the names of Linear layers that a reload would pack, and that are not packed.
 
-
-def plain_linears(model: Any) -> list[str]:
-    """Linear layers that a reload would pack, and that are not packed: full names.
-
-    They are those of a model that was loaded in 16 bit, of which only the experts were packed.
+    A model that was loaded in 16 bit has them where only its experts were packed afterwards.
     """
     config = model.hf_quantizer.quantization_config
     skips = model.hf_quantizer.get_modules_to_not_convert(
@@ -384,7 +378,7 @@ def plain_linears(model: Any) -> list[str]:
 
 
 def _with_skips(config: dict[str, Any], plain: list[str]) -> dict[str, Any]:
-    """The config with layers named that a reload must not expect packed."""
+    """Return the config with layers named that a reload must not expect packed."""
     settings = dict(config.get("quantization_config") or {})
     if plain:
         old = [item for item in settings.get("llm_int8_skip_modules") or [] if item not in plain]
@@ -415,7 +409,7 @@ def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]
 
 
 def _literal(name: str) -> str:
-    """A pattern that is this name only."""
+    """Return a pattern that matches this name only."""
     return re.sub(r"([*?[])", r"[\1]", name)
 
 

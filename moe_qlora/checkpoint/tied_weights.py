@@ -1,4 +1,4 @@
-"""Weights that a model ties: one tensor under several names, which an adapter may tell apart."""
+"""Tied weights: one tensor under several names, which an adapter may change in different ways."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .base import Base
 from .conversion import same_bits
 
 
-class Ties:
-    """Tied weights: one tensor under several names, of which the disk mostly has one.
+class TiedWeights:
+    """The tied weights of a model: one tensor under several names, mostly one of them on disk.
 
     Args:
         model: On meta, tied.
@@ -24,55 +24,43 @@ class Ties:
 
     def __init__(self, model: nn.Module, base: Base, adapter: Adapter) -> None:
         self._base, self._adapter = base, adapter
-        self._names: dict[int, list[str]] = {}
+        names: dict[int, list[str]] = {}
         for name, tensor in model.named_parameters(remove_duplicate=False):
-            self._names.setdefault(id(tensor), []).append(name)
+            names.setdefault(id(tensor), []).append(name)
+        self._tied = [group for group in names.values() if len(group) > 1]
         self._groups = {name: group for group in base.layout.groups for name in group.shapes}
 
-    def settle(self, updates: Updates) -> Updates:
-        """The same changes, by the names that lie on disk.
+    def move_to_stored_names(self, updates: Updates) -> None:
+        """Put each change of a tied weight under the names that lie on disk, in place.
 
         Raises:
             AdapterError: Two names of one tensor are changed in different ways.
         """
         shared: list[tuple[str, str]] = []
-        for names in self._names.values():
-            if len(names) < 2:
-                continue
+        for names in self._tied:
             stored = [name for name in names if name in self._groups]
             updates.tied.update(set(names) - set(stored))
             for name in names:  # PEFT saves the base's own embeddings beside LoRA on them
-                if name in updates.values and stored and self._unchanged(updates, name, stored[0]):
-                    del updates.values[name]
-            asked = [n for n in names if n in updates.terms or n in updates.values]
-            if not asked or self._differ(stored):
+                key = updates.replacements.get(name)
+                if key is not None and stored and self._unchanged(key, stored[0]):
+                    del updates.replacements[name]
+            changed = [n for n in names if n in updates.deltas or n in updates.replacements]
+            if not changed or self._stored_apart(stored):
                 continue
-            first, *others = asked
-            for other in others:
-                if not self._same(updates, first, other):
-                    raise AdapterError(
-                        f"{self._adapter.folder} changes {first} and {other} in different ways, "
-                        "and the base ties them: one tensor on disk cannot hold both; untie them "
-                        "in the base first."
-                    )
-            if updates.values.get(first) and len(others) + 1 < len(names):
-                left = next(name for name in names if name not in asked)
-                raise AdapterError(
-                    f"{self._adapter.folder} holds {first} trained in full, which the base ties "
-                    f"to {left}, which was not: one tensor on disk cannot hold both; untie them in "
-                    "the base first."
-                )
-            if first in updates.terms and len(asked) < len(names):
-                shared.append((first, next(name for name in names if name not in asked)))
-            terms, value = updates.terms.get(first), updates.values.get(first)
-            for name in asked:
-                updates.terms.pop(name, None)
-                updates.values.pop(name, None)
+            self._check_agreement(updates, names, changed)
+            others = [name for name in names if name not in changed]
+            deltas = updates.deltas.get(changed[0])
+            replacement = updates.replacements.get(changed[0])
+            if deltas is not None and others:
+                shared.append((changed[0], others[0]))
+            for name in changed:
+                updates.deltas.pop(name, None)
+                updates.replacements.pop(name, None)
             for name in stored:
-                if terms is not None:
-                    updates.terms[name] = terms
-                if value is not None:
-                    updates.values[name] = value
+                if deltas is not None:
+                    updates.deltas[name] = deltas
+                if replacement is not None:
+                    updates.replacements[name] = replacement
         if shared:
             name, other = shared[0]
             more = f" (and {len(shared) - 1} more such pairs)" if len(shared) > 1 else ""
@@ -82,11 +70,10 @@ class Ties:
                 UserWarning,
                 stacklevel=4,
             )
-        return updates
 
-    def _unchanged(self, updates: Updates, name: str, stored: str) -> bool:
-        """Whether what is said to be trained in full has the base's values."""
-        group, key = self._groups[stored], updates.values[name]
+    def _unchanged(self, key: str, stored: str) -> bool:
+        """Whether a weight that the adapter holds in full has the base's values."""
+        group = self._groups[stored]
         for start, stop in group.slices():
             old = self._base.values(group, start, stop)[stored]
             new = self._adapter.file.read(key)[start:stop]
@@ -94,8 +81,8 @@ class Ties:
                 return False
         return True
 
-    def _differ(self, stored: list[str]) -> bool:
-        """Whether the base has several and they are not equal: transformers then unties them."""
+    def _stored_apart(self, stored: list[str]) -> bool:
+        """Whether the base stores several that are not equal: transformers then unties them."""
         if len(stored) < 2:
             return False
         first = self._groups[stored[0]]
@@ -107,15 +94,33 @@ class Ties:
                     return True
         return False
 
-    def _same(self, updates: Updates, left: str, right: str) -> bool:
+    def _check_agreement(self, updates: Updates, names: list[str], changed: list[str]) -> None:
+        """Raise where one tensor on disk cannot hold what becomes of all its names."""
+        first, *others = changed
+        for other in others:
+            if not self._same_change(updates, first, other):
+                raise AdapterError(
+                    f"{self._adapter.folder} changes {first} and {other} in different ways, "
+                    "and the base ties them: one tensor on disk cannot hold both; untie them "
+                    "in the base first."
+                )
+        left = next((name for name in names if name not in changed), None)
+        if left is not None and first in updates.replacements:
+            raise AdapterError(
+                f"{self._adapter.folder} holds {first} trained in full, which the base ties "
+                f"to {left}, which was not: one tensor on disk cannot hold both; untie them in "
+                "the base first."
+            )
+
+    def _same_change(self, updates: Updates, left: str, right: str) -> bool:
         file = self._adapter.file
-        values = [updates.values.get(name) for name in (left, right)]
-        if (values[0] is None) != (values[1] is None):
+        keys = [updates.replacements.get(name) for name in (left, right)]
+        if (keys[0] is None) != (keys[1] is None):
             return False
-        if values[0] and values[1] and not same_bits(file.read(values[0]), file.read(values[1])):
+        if keys[0] and keys[1] and not same_bits(file.read(keys[0]), file.read(keys[1])):
             return False
-        terms = [updates.terms.get(name, []) for name in (left, right)]
-        if len(terms[0]) != len(terms[1]):
+        deltas = [updates.deltas.get(name, []) for name in (left, right)]
+        if len(deltas[0]) != len(deltas[1]):
             return False
         return all(
             one.scaling == other.scaling
@@ -127,5 +132,5 @@ class Ties:
                     strict=True,
                 )
             )
-            for one, other in zip(*terms, strict=True)
+            for one, other in zip(*deltas, strict=True)
         )

@@ -1,44 +1,50 @@
-"""Is a checkpoint folder whole, and what did packing cost its weights?
+"""Verification of a checkpoint folder: is it whole, and what did packing cost its weights?
 
     packed folder   manifest, config.json, checksums, shapes, and what no checksum can tell: whether
                     the statistics of every packed weight are such as bitsandbytes writes
     plain folder    index, headers, and that all weights are finite
 
-With the 16-bit source at hand, each packed weight is decoded and compared with the one that it was
-packed from, a few experts at a time.
+Given the 16-bit source, each packed weight is decoded and compared with the one that it was packed
+from, a few experts at a time.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import dot_natural_key
 
 from .. import build
 from ..detection.detect import detect
 from ..errors import CheckpointError
 from ..layout import dtype_name
 from ..packing import codec
-from ..packing.format import packed_tensors
-from ..packing.settings import FLOAT_DTYPES
+from ..packing.format import (
+    ABSMAX,
+    NESTED_ABSMAX,
+    NESTED_TABLE,
+    RECORD,
+    SCALES,
+    TABLE,
+    packed_tensors,
+)
+from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from ..progress import Progress
 from .base import PackedWeights, PlainBase, packed_names
 from .conversion import Group
 from .integrity import check_folder, open_checkpoint
 from .manifest import CONFIG, Manifest, has_manifest, is_packed
-from .reader import INDEX_SUFFIX, Checkpoint, inside, read_json
+from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside, read_json
 from .save import STAGING, is_save_file
 from .writer import partial_of
-
-_STATE = ".quant_state.bitsandbytes__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class WeightError:
 
     Attributes:
         name: Of the parameter.
-        expert: Whether it is a stack of experts; otherwise it is a Linear layer's weight.
+        expert: Whether it is a fused expert weight; otherwise it is a Linear layer's weight.
         shape: Decoded.
         relative: Error of the whole.
         experts: Error of each expert; of a Linear layer, of the whole.
@@ -78,7 +84,7 @@ class VerifyReport:
         kind: "nf4", "fp4", "int8", or "plain".
         files: Safetensors files that belong to the checkpoint.
         tensors: Stored tensors.
-        experts: Packed stacks of experts.
+        experts: Packed expert weights.
         linears: Packed Linear layers.
         nbytes: Of all stored tensors.
         problems: What is damaged, a sentence each.
@@ -103,12 +109,12 @@ class VerifyReport:
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for `json.dumps`; an infinite error is None."""
+        """Return everything, for `json.dumps`; an infinite error is None."""
         value = asdict(self) | {"folder": str(self.folder), "good": self.good}
         for entry, error in zip(value["errors"], self.errors, strict=True):
             entry["worst"] = error.worst
             entry["relative"] = _finite(error.relative)
-            entry["experts"] = [_finite(one) for one in error.experts]
+            entry["experts"] = [_finite(value) for value in error.experts]
         return value
 
 
@@ -150,22 +156,17 @@ def verify(
     report, manifest = _verify_packed(folder, tell)
     if against is None or manifest is None or report.problems:
         return report
-    source = Path(against)
-    errors = tuple(_errors(folder, manifest, source, trust_remote_code, tell))
-    return VerifyReport(**{**_fields(report), "errors": errors})
-
-
-def _fields(report: VerifyReport) -> dict[str, Any]:
-    return {name: getattr(report, name) for name in report.__dataclass_fields__}
+    errors = tuple(_errors(folder, manifest, Path(against), trust_remote_code, tell))
+    return replace(report, errors=errors)
 
 
 def _is_packed(folder: Path) -> bool:
-    """Whether a config or a manifest says so: damage to config.json must not hide the other."""
+    """Whether config.json says so or, where it is damaged or no weights are plain, a manifest."""
     try:
-        packed = is_packed(folder)
+        plain = index_of(folder) is not None or (folder / SINGLE).exists()
+        return is_packed(folder) or (has_manifest(folder) and not plain)
     except CheckpointError:
-        packed = False
-    return packed or has_manifest(folder)
+        return has_manifest(folder)
 
 
 # --- packed folders -----------------------------------------------------------------------------
@@ -181,7 +182,7 @@ def _verify_packed(folder: Path, tell: Progress) -> tuple[VerifyReport, Manifest
     problems = _config_problems(folder, manifest)
     packed = packed_names(manifest)
     files = [inside(folder, name) for name in manifest.shards]
-    with Checkpoint.of_files(files) as checkpoint:
+    with Checkpoint(files) as checkpoint:
         owned = {key for keys in packed.values() for key in keys}
         steps = [*packed, *(key for key in checkpoint if key not in owned)]
         for number, name in enumerate(steps):
@@ -212,7 +213,7 @@ def _why_unmarked(config: Path) -> str:
 
 
 def _config_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with config.json, whose every byte follows from the manifest."""
+    """Say what changed in config.json, whose every byte follows from the manifest."""
     file = inside(folder, CONFIG)
     if file.read_bytes() == manifest.config_bytes():
         return []
@@ -229,37 +230,39 @@ def _config_problems(folder: Path, manifest: Manifest) -> list[str]:
 def _statistics_problems(
     checkpoint: Checkpoint, manifest: Manifest, name: str, keys: tuple[str, ...]
 ) -> list[str]:
-    """What of a packed weight's statistics bitsandbytes would not have written."""
+    """Say what of a packed weight's statistics bitsandbytes would not have written."""
     where = f"{checkpoint.info(name).file}: {name}"
-    parts = {key.removeprefix(name): key for key in keys}
-    scales = [key for key in keys if key.endswith(".SCB")]
-    if manifest.codec["kind"] == "int8":
+    settings = manifest.settings
+    if settings.kind == "int8":
+        scales = [key for key in keys if key.endswith(SCALES)]
         if not scales:
             return [f"{where} has no scales."]
         return _scale_problems(where, "scale", checkpoint.read(scales[0]))
+    specs = packed_tensors((1, 2), settings)
+    missing = next((end for end in specs if name + end not in keys), None)
+    if missing is not None:
+        return [f"{where} lacks {name}{missing}."]
     problems = []
-    wanted = packed_tensors((1, 2), manifest.settings)
-    lacking = [end for end in wanted if end not in parts]
-    if lacking:
-        return [f"{where} lacks {name}{lacking[0]}."]
-    absmax = checkpoint.read(parts[".absmax"])
-    if absmax.dtype != wanted[".absmax"].dtype:
-        problems.append(f"{where} has absmax of {absmax.dtype}, not {wanted['.absmax'].dtype}.")
+    absmax = checkpoint.read(name + ABSMAX)
+    if absmax.dtype != specs[ABSMAX].dtype:
+        problems.append(f"{where} has absmax of {absmax.dtype}, not {specs[ABSMAX].dtype}.")
     if absmax.is_floating_point():
         problems += _scale_problems(where, "absmax", absmax)
-    for end, table in _tables(manifest.codec).items():
-        if not torch.equal(checkpoint.read(parts[end]), table):
-            problems.append(f"{where}{end} is not the code table of bitsandbytes.")
-    if ".nested_absmax" in wanted:
-        nested = checkpoint.read(parts[".nested_absmax"])
+    tables = {TABLE: codec.bnb.get_4bit_type(settings.kind, device=torch.device("cpu"))}
+    if settings.double_quant:
+        nested = checkpoint.read(name + NESTED_ABSMAX)
         problems += _scale_problems(where, "nested absmax", nested)
-    record = checkpoint.read(parts[f"{_STATE}{manifest.codec['kind']}"])
+        tables[NESTED_TABLE] = codec.bnb.create_dynamic_map()
+    for end, table in tables.items():
+        if not torch.equal(checkpoint.read(name + end), table):
+            problems.append(f"{where}{end} is not the code table of bitsandbytes.")
+    record = checkpoint.read(name + RECORD + settings.kind)
     shape = manifest.experts[name].shape if name in manifest.experts else None
-    return problems + _record_problems(where, record, manifest, shape)
+    return problems + _record_problems(where, record, settings, shape)
 
 
 def _scale_problems(where: str, what: str, scales: Tensor) -> list[str]:
-    """A scale of 0 is that of a block of zeros."""
+    """Say which scale is negative or not finite; that of a block of zeros is 0."""
     bad = ~(scales.isfinite() & (scales >= 0))
     if not bool(bad.any()):
         return []
@@ -268,37 +271,28 @@ def _scale_problems(where: str, what: str, scales: Tensor) -> list[str]:
     return [f"{where} has the {what} {value} at {first}, which is not finite and 0 or more."]
 
 
-def _tables(settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """bitsandbytes' code tables, by the end of their key."""
-    cpu = torch.device("cpu")
-    tables = {".quant_map": codec.bnb.get_4bit_type(settings["kind"], device=cpu)}
-    if settings["double_quant"]:
-        tables[".nested_quant_map"] = codec.bnb.create_dynamic_map()
-    return tables
-
-
 def _record_problems(
-    where: str, record: Tensor, manifest: Manifest, shape: tuple[int, ...] | None
+    where: str, record: Tensor, settings: CodecSettings, shape: tuple[int, ...] | None
 ) -> list[str]:
-    """bitsandbytes' record of what is no tensor: JSON in bytes."""
+    """Say what is wrong with bitsandbytes' record of a packed weight: JSON in bytes."""
     try:
-        said = json.loads(bytes(record.tolist()).decode("utf-8"))
-        found = (said["quant_type"], said["blocksize"], said["dtype"])
-        offset = float(said["nested_offset"]) if manifest.codec["double_quant"] else 0.0
-        other_shape = shape is not None and tuple(said["shape"]) != shape
+        value = json.loads(bytes(record.tolist()).decode("utf-8"))
+        kind, blocksize, dtype = value["quant_type"], value["blocksize"], value["dtype"]
+        offset = float(value["nested_offset"]) if settings.double_quant else 0.0
+        misshapen = shape is not None and tuple(value["shape"]) != shape
     except (ValueError, KeyError, TypeError) as error:
         return [f"{where} has a record of its settings that cannot be read ({error!r})."]
-    known = {dtype_name(dtype) for dtype in FLOAT_DTYPES}
-    saved = (manifest.codec["kind"], manifest.codec["blocksize"])
-    if found[:2] != saved or found[2] not in known or other_shape:
-        return [f"{where} says of itself {said!r}, the manifest {saved} {shape or ''}."]
+    saved = (settings.kind, settings.blocksize)
+    known = dtype in map(dtype_name, FLOAT_DTYPES)
+    if (kind, blocksize) != saved or not known or misshapen:
+        return [f"{where} says of itself {value!r}, the manifest {saved} {shape or ''}."]
     if not math.isfinite(offset):
         return [f"{where} has the nested offset {offset}."]
     return []
 
 
 def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """What lies in or beside a packed folder and does not belong to it."""
+    """Say what lies in or beside a packed folder and does not belong to it."""
     if partial_of(folder).exists():
         yield f"{partial_of(folder)} is left of an interrupted save: remove it."
     names = {*manifest.shards, manifest.file_name}
@@ -371,15 +365,15 @@ def _errors(
 ) -> Iterator[WeightError]:
     if not source.is_dir() or _is_packed(source):
         raise CheckpointError(f"{source} is no 16-bit checkpoint folder to compare with.")
-    found = build.resolve(str(source), trust_remote_code=trust_remote_code)
-    model: Any = build.build(found, trust_remote_code=trust_remote_code)
+    resolved = build.resolve(str(source), trust_remote_code=trust_remote_code)
+    model: Any = build.build(resolved, trust_remote_code=trust_remote_code)
     counts = {name: param.num_experts for param in detect(model).experts for name in param.names}
     files = [inside(folder, name) for name in manifest.shards]
-    with Checkpoint.of_files(files) as checkpoint, closing(PlainBase(source, model)) as base:
+    with Checkpoint(files) as checkpoint, closing(PlainBase(source, model)) as base:
         weights = PackedWeights(folder, manifest, checkpoint, model)
         groups = {name: group for group in base.layout.groups for name in group.shapes}
         names = {name: _source_name(name, manifest, groups, source) for name in weights.keys}
-        order = sorted(weights.keys, key=_natural)
+        order = sorted(weights.keys, key=dot_natural_key)
         for number, name in enumerate(order):
             tell(number, len(order), name)
             other = names[name]
@@ -389,17 +383,19 @@ def _errors(
 
 
 def _source_name(name: str, manifest: Manifest, groups: Mapping[str, Group], source: Path) -> str:
-    """A packed weight's name in the source, which may hold a tied one by another name."""
+    """Return a packed weight's name in the source, which may hold a tied one by another name."""
     entry = manifest.experts.get(name)
-    found = next((n for n in (name, *(entry.aliases if entry else ())) if n in groups), None)
-    if found is None:
+    names = (name, *(entry.aliases if entry else ()))
+    source_name = next((n for n in names if n in groups), None)
+    if source_name is None:
         raise CheckpointError(f"{source} does not hold {name}: it is of another model.")
-    if entry is not None and tuple(groups[found].shapes[found]) != entry.shape:
+    shape = tuple(groups[source_name].shapes[source_name])
+    if entry is not None and shape != entry.shape:
         raise CheckpointError(
-            f"{source} holds {found} of shape {tuple(groups[found].shapes[found])}, and it was "
-            f"packed with {entry.shape}: it is of another model."
+            f"{source} holds {source_name} of shape {shape}, and it was packed with {entry.shape}: "
+            "it is of another model."
         )
-    return found
+    return source_name
 
 
 def _weight_error(
@@ -410,34 +406,33 @@ def _weight_error(
     name: str,
     experts: int | None,
 ) -> WeightError:
-    """Decode and compare slice by slice; sums are kept for each row of the first dimension."""
-    stack = weights.stack(name)
-    rows = stack.shape[0]
-    wrong = torch.zeros(rows, dtype=torch.float64)
-    right = torch.zeros(rows, dtype=torch.float64)
+    """Compare a decoded weight with its source slice by slice, summing over each row."""
+    packed = weights.weight(name)
+    rows = packed.shape[0]
+    wrong = torch.zeros(rows, dtype=torch.float64)  # squares of the differences
+    right = torch.zeros(rows, dtype=torch.float64)  # squares of the source
     largest = 0.0
     for start, stop in group.slices():
         last = rows if stop is None else stop
         value = base.parameters(group, start, stop)[source_name].float()
-        decoded = codec.unpack_range(stack, start, last, dtype=torch.float32)
+        decoded = codec.unpack_range(packed, start, last, dtype=torch.float32)
         difference = (decoded - value).reshape(last - start, -1)
         wrong[start:last] = difference.double().square().sum(1)
         right[start:last] = value.reshape(last - start, -1).double().square().sum(1)
         largest = max(largest, float(difference.abs().max()))
     count = experts if experts and rows % experts == 0 else 1
-    each = (wrong.view(count, -1).sum(1), right.view(count, -1).sum(1))
-    ratios = [_ratio(float(top), float(below)) for top, below in zip(*each, strict=True)]
-    whole = _ratio(float(wrong.sum()), float(right.sum()))
-    return WeightError(name, experts is not None, tuple(stack.shape), whole, tuple(ratios), largest)
+    each = zip(wrong.view(count, -1).sum(1), right.view(count, -1).sum(1), strict=True)
+    return WeightError(
+        name,
+        expert=experts is not None,
+        shape=tuple(packed.shape),
+        relative=_ratio(float(wrong.sum()), float(right.sum())),
+        experts=tuple(_ratio(float(one), float(other)) for one, other in each),
+        max_abs=largest,
+    )
 
 
 def _ratio(wrong: float, right: float) -> float:
     if not wrong:
         return 0.0
     return math.sqrt(wrong / right) if right else math.inf
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key by which layer 10 follows layer 9."""
-    parts = re.split(r"(\d+)", name)
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]

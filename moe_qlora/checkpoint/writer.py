@@ -1,8 +1,11 @@
-"""Writing of checkpoint folders, so that a crash at any moment loses nothing.
+"""Writing of safetensors files and checkpoint folders, so that a crash loses nothing.
 
-A new folder is built beside its destination and renamed when it is whole. A file is replaced by
-writing another beside it and renaming that. Everything is flushed to the disk before the rename
-that makes it visible.
+    ShardWriter     a safetensors file whose tensors are known beforehand
+    GrowingShard    one whose tensors become known one after the other
+    new_folder      a folder built beside its destination and renamed when it is whole
+    replace_file    a file written beside its destination and renamed
+
+Everything is flushed to the disk before the rename that makes it visible.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class ShardWriter:
-    """Writes a safetensors file tensor by tensor; only one need be in memory at a time.
+    """A safetensors file that is written tensor by tensor; one at a time is in memory.
 
     The file equals what `safetensors.torch.save_file` writes for the same tensors, but for the
     order of keys, which is the caller's.
@@ -135,14 +138,14 @@ class ShardWriter:
 
 
 class GrowingShard:
-    """Writes a safetensors file whose tensors become known one after the other.
+    """A safetensors file that is written while its tensors become known one after the other.
 
-    The header, which comes first in the file, gets its room beforehand and is written last; what it
-    does not fill are spaces, which the format allows.
+    Room for the header, which comes first in the file, is reserved beforehand; the header is
+    written last and filled up with spaces, which the format allows.
 
     Args:
         path: The file; must not exist.
-        keys: Every key that may come, to reckon the header's room.
+        keys: Every key that may come; they decide how much room the header gets.
         metadata: Of the file.
     """
 
@@ -196,10 +199,10 @@ def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
 
 
 def shard_bytes(size: int | str) -> int:
-    """Bytes of a `max_shard_size` such as "5GB", "500MiB" or a number.
+    """Return the bytes of a `max_shard_size` such as "5GB", "500MiB" or a number.
 
     Raises:
-        CheckpointError: It is none.
+        CheckpointError: It is no size.
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", size.upper())
@@ -212,7 +215,7 @@ def shard_bytes(size: int | str) -> int:
 
 
 def plan_shards(nbytes: Mapping[str, int], max_shard_size: int | str) -> list[list[str]]:
-    """Cut keys, in their order, into shards of at most so many bytes; a larger one is alone."""
+    """Cut keys, in their order, into shards of at most so many bytes; a larger tensor is alone."""
     limit = shard_bytes(max_shard_size)
     shards: list[list[str]] = []
     room = 0
@@ -226,7 +229,7 @@ def plan_shards(nbytes: Mapping[str, int], max_shard_size: int | str) -> list[li
 
 
 def partial_of(destination: Path) -> Path:
-    """Where a folder is built before it is renamed to its destination."""
+    """Return where a folder is built before it is renamed to its destination."""
     return destination.with_name(f".{destination.name}.partial")
 
 
@@ -234,13 +237,13 @@ def partial_of(destination: Path) -> Path:
 def new_folder(destination: str | Path, *, keep_partial: bool = False) -> Iterator[Path]:
     """Build a folder that appears whole or not at all.
 
-    Gives the folder to write into; when the block ends without an exception it is renamed to its
-    destination.
+    The context's value is the folder to write into; when the block ends without an exception it is
+    renamed to its destination.
 
     Args:
         destination: Must not exist, or be an empty folder.
-        keep_partial: Go on with what an interrupted build has left, and leave it when this one is
-            interrupted as well; otherwise a leftover is removed first, and removed on an exception.
+        keep_partial: Keep what an interrupted build has left, and leave it again on an exception;
+            otherwise it is removed in both cases.
 
     Raises:
         CheckpointError: The destination is there already, or cannot be written.
@@ -271,15 +274,15 @@ def new_folder(destination: str | Path, *, keep_partial: bool = False) -> Iterat
 
 
 def absolute(path: str | Path) -> Path:
-    """The path, absolute and without a trailing slash."""
+    """Return the path, absolute and without a trailing slash."""
     return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links stay as they are
 
 
 def check_new(destination: Path) -> None:
-    """Raise where a folder cannot be made because something is there.
+    """Check that a new folder can be renamed to its destination.
 
     Raises:
-        CheckpointError: It exists and is no empty folder.
+        CheckpointError: The destination exists and is no empty folder.
     """
     if destination.is_dir() and not destination.is_symlink():
         if any(destination.iterdir()):

@@ -33,6 +33,7 @@ from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, pars
 from ..errors import CheckpointError
 from ..packing import parametrize
 from ..packing.codec import pack
+from ..packing.format import ABSMAX, SCALES
 from .converters import PackedConverter, PackingConverter, WholeNames
 from .model import finish_packing
 
@@ -118,11 +119,6 @@ class _Packing:
     def _make_plan(self, model: Any, dtype: Any, files: list[str] | None, place: Any) -> LoadSpec:
         folder = Path(files[0]).parent if files else None
         if self._mark is None:
-            if self.pre_quantized and folder is not None and has_manifest(folder):
-                raise CheckpointError(
-                    f"{folder} holds a manifest of moe_qlora, but its config.json does not say so: "
-                    "it was overwritten; restore it, or pack the model again."
-                )
             plan = packing_spec(model, self.quantization_config, dtype, place)
         else:
             if folder is None or files is None:
@@ -133,6 +129,13 @@ class _Packing:
             model.config.__dict__.pop("transformers_weights", None)
             plan = reload_spec(model, self.quantization_config, dtype, manifest, folder)
         plan.files = safetensors_files(files)
+        if self._mark is None and self.pre_quantized and folder and has_manifest(folder):
+            ends = (ABSMAX, SCALES)
+            if any(f"{name}{end}" in (plan.files or ()) for name in plan.params for end in ends):
+                raise CheckpointError(
+                    f"{folder} holds a manifest of moe_qlora, but its config.json does not say so: "
+                    "it was overwritten; restore it, or pack the model again."
+                )
         return plan
 
     def _convert_model_for_quantization(self, model: Any) -> None:

@@ -106,19 +106,29 @@ class CodecSettings:
         """Read what `to_dict` gave; the two dtypes may be left out.
 
         Raises:
-            KeyError: A key is missing.
-            ValueError: A value is none that `to_dict` gives.
+            ValueError: A key is missing, or a value is none that `to_dict` gives.
         """
-        kind, double, blocksize = values["kind"], values["double_quant"], values["blocksize"]
-        storage, compute = values.get("storage_dtype", "uint8"), values.get("compute_dtype")
-        if kind not in KINDS:
-            raise ValueError(f"the codec {kind!r} is unknown")
-        if type(blocksize) is not int or blocksize < 1 or not isinstance(double, bool):
-            raise ValueError(f"{values!r} is no codec")
-        if storage not in _STORAGE_NAMES or compute not in (None, *_FLOAT_NAMES):
-            raise ValueError(f"{values!r} is no codec")
+        options: dict[str, tuple[Any, ...]] = {
+            "kind": KINDS,
+            "double_quant": (False, True),
+            "storage_dtype": tuple(_STORAGE_NAMES),
+            "compute_dtype": (None, *_FLOAT_NAMES),
+        }
+        values = {"storage_dtype": "uint8", "compute_dtype": None, **values}
+        for key in ("blocksize", *options):
+            if key not in values:
+                raise ValueError(f"{key} is missing")
+        for key, allowed in options.items():
+            value = values[key]
+            if not any(value == one and type(value) is type(one) for one in allowed):
+                shown = ", ".join(map(repr, allowed))
+                raise ValueError(f"{key} is {value!r:.80}; expected one of {shown}")
+        blocksize, compute = values["blocksize"], values["compute_dtype"]
+        if type(blocksize) is not int or blocksize < 1:
+            raise ValueError(f"blocksize is {blocksize!r:.80}; expected a positive integer")
         compute_dtype = None if compute is None else _FLOAT_NAMES[compute]
-        return cls(kind, double, _STORAGE_NAMES[storage], compute_dtype, blocksize)
+        storage = _STORAGE_NAMES[values["storage_dtype"]]
+        return cls(values["kind"], values["double_quant"], storage, compute_dtype, blocksize)
 
 
 def _skip_modules(patterns: Any) -> tuple[str, ...]:

@@ -647,7 +647,7 @@ KILL = textwrap.dedent(
     import torch
     torch.set_num_threads(1)
     import transformers.conversion_mapping
-    from moe_qlora import checkpoint_merge, folder_write
+    from moe_qlora.checkpoint import merge
 
     base, adapter, root = map(Path, sys.argv[1:])
     die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
@@ -664,7 +664,7 @@ KILL = textwrap.dedent(
             if moment == "renamed":
                 Path.rename = lambda *paths: (rename(*paths), die())
             progress = at(moment) if isinstance(moment, float) else None
-            checkpoint_merge.merge_adapter(base, adapter, root / str(number), progress=progress)
+            merge.merge_adapter(base, adapter, root / str(number), progress=progress)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (moment, status)

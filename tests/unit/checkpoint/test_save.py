@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import quantize_experts
 from moe_qlora.checkpoint import save, writer
-from moe_qlora.checkpoint.integrity import check_folder
+from moe_qlora.checkpoint.integrity import check_folder, open_checkpoint
 from moe_qlora.checkpoint.manifest import SHARD_NAME, has_manifest, read_manifest
+from moe_qlora.checkpoint.save import is_save_file
+from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
@@ -503,6 +505,25 @@ def test_a_save_removes_what_a_killed_one_has_left_and_nothing_else(tmp_path):
     packed(seed=1).save_pretrained(tmp_path.with_name("fresh"))
     assert files(tmp_path) == files(tmp_path.with_name("fresh")) | dict.fromkeys(kept, b"x")
     assert not (tmp_path / ".moe_qlora.partial").exists()
+
+
+def test_what_a_killed_save_has_left_in_a_plain_folder_is_without_effect(tmp_path):
+    plain = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path / "plain")
+    packed(seed=1).save_pretrained(tmp_path / "packed")
+    for file in (tmp_path / "packed").iterdir():  # killed just before config.json is renamed
+        if is_save_file(file.name):
+            file.rename(tmp_path / "plain" / file.name)
+    assert has_manifest(tmp_path / "plain")
+    assert bits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")) == bits(plain)
+    assert bits(reload(tmp_path / "plain")) == bits(plain)
+    for config in (True, False):
+        if not config:
+            (tmp_path / "plain" / "config.json").unlink()
+        with open_checkpoint(tmp_path / "plain") as checkpoint:
+            assert set(checkpoint) == set(load_file(tmp_path / "plain" / "model.safetensors"))
+        report = verify(tmp_path / "plain")
+        assert (report.good, report.kind) == (True, "plain")
 
 
 def test_an_empty_folder_and_a_link_to_one_are_filled(tmp_path):
