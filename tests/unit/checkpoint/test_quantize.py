@@ -255,11 +255,11 @@ def test_infinite_weights_are_named(source: Path, tmp_path: Path) -> None:
             lambda s, t: moe_qlora.quantize_checkpoint(
                 s, t / "o", NF4 | {"llm_int8_skip_modules": ["experts"]}
             ),
-            r"qwen3_moe: llm_int8_skip_modules \(experts\) leaves every stack of experts unpacked",
+            r"qwen3_moe: llm_int8_skip_modules \(experts\) leaves every expert weight unpacked",
         ),
         (
             lambda s, t: moe_qlora.quantize_checkpoint(dense(t / "dense"), t / "o", NF4),
-            "dense: a LlamaForCausalLM has no stack of experts to pack",
+            "dense: a LlamaForCausalLM has no expert weights to pack",
         ),
         (
             lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", NF4, max_shard_size="much"),
