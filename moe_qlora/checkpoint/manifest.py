@@ -294,7 +294,7 @@ def is_packed(folder: str | Path) -> bool:
 
 def has_manifest(folder: Path) -> bool:
     """Whether a manifest lies in a folder, whatever config.json says."""
-    return any(MANIFEST_NAME.fullmatch(file.name) for file in folder.iterdir())
+    return any(MANIFEST_NAME.fullmatch(file.name) for file in folder.glob("moe_qlora-*.json"))
 
 
 def _parse(kind: type[_T], value: dict[str, Any], file: Path, prefix: str = "") -> _T:
