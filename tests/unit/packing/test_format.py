@@ -88,17 +88,25 @@ def test_keys_of_settings() -> None:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"kind": "nf3"}, "'nf3' is unknown"),
-        ({"blocksize": 0}, "no codec"),
-        ({"blocksize": True}, "no codec"),
-        ({"double_quant": 1}, "no codec"),
-        ({"storage_dtype": "nn"}, "no codec"),
-        ({"compute_dtype": "int8"}, "no codec"),
+        ({"kind": "nf3"}, "kind is 'nf3'; expected one of 'nf4', 'fp4', 'int8'"),
+        ({"blocksize": 0}, "blocksize is 0; expected a positive integer"),
+        ({"blocksize": True}, "blocksize is True"),
+        ({"double_quant": 1}, "double_quant is 1; expected one of False, True"),
+        ({"storage_dtype": "nn"}, "storage_dtype is 'nn'"),
+        ({"compute_dtype": "int8"}, "compute_dtype is 'int8'"),
     ],
 )
 def test_settings_that_are_none(change: dict[str, object], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         CodecSettings.from_dict(CodecSettings("nf4").to_dict() | change)
+
+
+@pytest.mark.parametrize("key", ["kind", "double_quant", "blocksize"])
+def test_a_missing_setting_is_named(key: str) -> None:
+    values = CodecSettings("nf4").to_dict()
+    del values[key]
+    with pytest.raises(ValueError, match=f"{key} is missing"):
+        CodecSettings.from_dict(values)
 
 
 def test_unknown_kind() -> None:
