@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -73,7 +73,7 @@ class PackedEntry:
     """A packed expert weight: its decoded shape and dtype ("bfloat16"), and its tied names."""
 
     shape: Annotated[tuple[_Positive, ...], Field(min_length=2, max_length=64)]
-    dtype: Literal["float32", "float16", "bfloat16"]
+    dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
     aliases: tuple[str, ...] = ()
 
 

@@ -279,7 +279,7 @@ RESIGNED = {
     ),
     "stack's dtype": (
         lambda v: v["experts"]["w"].update(dtype="save"),
-        r"experts\.w\.dtype is 'save'.*'bfloat16'",
+        r"experts\.w\.dtype is 'save'.*bfloat16",
     ),
     "stack's aliases": (
         lambda v: v["experts"]["w"].update(aliases=[1]),
