@@ -8,7 +8,7 @@ a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit fold
     manifest          the manifest of a packed folder, named by config.json
     integrity         a packed folder against its manifest; any folder as a `Checkpoint`
     conversion        tensors on disk <-> a model's parameters, by transformers' own conversions
-    load_plan         what one load packs
+    load_spec         what one load packs
     save, quantize    write a packed folder: from a packed model, from a 16-bit folder
     adapter, tied_weights    an adapter as deltas to weights; tied weights
     base, rounding, merge    the base's weights; rounding as in training; the merged folder

@@ -1,7 +1,7 @@
 """Packing of a 16-bit checkpoint into a packed folder, parameter by parameter.
 
     _build_model    the checkpoint's model on meta: which parameters there are
-    _Job            what is packed (load_plan.py), and how tensors on disk make parameters
+    _Job            what is packed (load_spec.py), and how tensors on disk make parameters
                     (conversion.py)
       resume        keep the finished shards of an interrupted run
       write         convert, pack and write group by group; the model is never in memory
