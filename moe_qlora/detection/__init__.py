@@ -1,14 +1,17 @@
-"""How expert tensors are found: by shapes, by their router, and by what the forward does.
+"""Find expert parameters: an `nn.Module` goes in, a `ModelLayout` (layout.py) comes out.
 
-    tensors.py    the model as a tree of modules and tensors, packed ones seen as what they decode
-    to shapes.py     do these matrices chain as one expert's projections do, and which way round are
-    they routers.py    what could choose among E experts, and which stacks stand under it
-    banks.py      which stacks belong together
-    shadow.py     a copy of one block whose big weights allocate nothing, and inputs to run it on
-    trace.py      the dispatch mode that watches such a run: what is contracted, what is chosen
-    linear.py     experts that are lists of Linear modules
-    judge.py      the verdict on each candidate, and the words for it
-    walk.py       all of it, in order -> ModelLayout
+Open detect.py first; `detect` calls the rest in this order:
 
-No name, class or model type takes part in a decision; names appear in messages only.
+    tree.py         show the model as a tree of modules and tensors, packed ones as they decode
+    rules.py        classify every candidate, with the words for why; it calls
+      groups.py       group the candidates that belong together, each group under its router
+      routers.py      find what could choose among E experts
+      shapes.py       decide whether matrices chain as gate, up and down do
+      dry_run.py      run a copy of the group's block whose big weights allocate nothing
+      trace.py        watch that run: which weights are contracted, what is ranked
+      low_rank.py     tell LoRA factors from experts
+      orientation.py  tell role and orientation of an accepted parameter
+    linear.py       find experts that are lists of Linear modules
+
+Structure decides alone: names, classes and model types appear in messages only.
 """

@@ -1,6 +1,8 @@
-"""Experts that are still lists of Linear modules: bitsandbytes packs these as any other Linear."""
+"""Find experts that are lists of Linear modules, which bitsandbytes packs as any other Linear."""
 
 from __future__ import annotations
+
+import itertools
 
 from torch import nn
 
@@ -13,8 +15,8 @@ from .tree import Leaf, Node
 def find_linear_experts(
     root: Node, index: RouterIndex
 ) -> tuple[tuple[LinearExperts, ...], tuple[Leaf, ...]]:
-    """Lists of E alike modules of chaining Linears beside a router, and those routers."""
-    found: list[LinearExperts] = []
+    """Return every list of E alike modules of chaining Linears beside a router, and the routers."""
+    experts: list[LinearExperts] = []
     routers: list[Leaf] = []
     for node in root.subtree():
         # A dropout or an activation may stand in the list too.
@@ -30,9 +32,9 @@ def find_linear_experts(
             continue
         prefix = len(items[0].name) + 1
         names = tuple(leaf.node.name[prefix:] for leaf in linears)
-        found.append(LinearExperts(node.name, len(items), names))
+        experts.append(LinearExperts(node.name, len(items), names))
         routers.append(router)
-    return tuple(found), tuple(routers)
+    return tuple(experts), tuple(routers)
 
 
 def _linears(node: Node) -> list[Leaf]:
@@ -44,6 +46,7 @@ def _signature(node: Node) -> tuple[tuple[int, ...], ...]:
 
 
 def _uniform(node: Node, items: list[Node]) -> bool:
+    """Return whether a list's items are of one class, with tensors of the same shapes."""
     if not is_list(node) and (node.leaves or isinstance(node.module, nn.Sequential)):
         return False
     kind, signature = type(items[0].module), _signature(items[0])
@@ -53,15 +56,11 @@ def _uniform(node: Node, items: list[Node]) -> bool:
 
 
 def _router(node: Node, index: RouterIndex, count: int) -> Leaf | None:
-    steps = 0
-    for above in node.ancestors():
-        if above is node or is_list(above):
-            continue
-        for leaf in index.visible(above):
+    """Return the (E, hidden) matrix in the two modules around the list that stands nearest."""
+    blocks = (above for above in node.ancestors() if above is not node and not is_list(above))
+    for block in itertools.islice(blocks, 2):
+        for leaf in index.visible(block):
             matrix = leaf.kind in ("linear", "bare") and len(leaf.shape) == 2
             if matrix and leaf.shape[0] == count and not node.holds(leaf.node):
                 return leaf
-        steps += 1
-        if steps == 2:
-            return None
     return None

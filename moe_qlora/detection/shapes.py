@@ -1,7 +1,7 @@
-"""Do matrices chain as one expert's projections do (H -> I -> H), and which way round are they.
+"""Decide by sizes alone whether matrices chain as one expert's projections do (H -> I -> H).
 
-Pure arithmetic on sizes. An expert's matrices, whatever their orientation, are `{H, I}` (non-gated
-input, gate, up or output projection) or `{H, 2 I}` (gate and up in one); H is common to all.
+Whatever its orientation, an expert's matrix has the sizes `{H, I}` (non-gated input, gate, up or
+output projection) or `{H, 2 I}` (gate and up in one), and H is common to all of its matrices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..layout import DOWN, GATE, GATE_UP, UP
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One expert's slice of a stack: `rows x cols`, in the order in which they are stored."""
+    """One expert's slice of a parameter, `rows x cols` as stored; `key` says which parameter's."""
 
     key: int
     rows: int
@@ -27,10 +27,20 @@ class Matrix:
     def has(self, first: int, second: int) -> bool:
         return (self.rows, self.cols) in ((first, second), (second, first))
 
+    def other(self, size: int) -> int:
+        """Return the side that is not `size`."""
+        return self.cols if self.rows == size else self.rows
+
+    def transposed(self, in_features: int, out_features: int) -> bool | None:
+        """Return whether it is stored `(in, out)`; None for a square matrix."""
+        if self.rows == self.cols:
+            return None
+        return (self.rows, self.cols) == (in_features, out_features)
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What shapes alone say of one matrix: its role, and is it stored (in, out); None: unknown."""
+    """The role and orientation of one matrix as far as shapes tell; None where they do not."""
 
     role: str | None
     transposed: bool | None
@@ -38,7 +48,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Matrices that chain: hidden size, intermediate size, and what is known of each matrix."""
+    """Matrices that chain: the two sizes, and the role and orientation of each matrix by key."""
 
     hidden: int
     intermediate: int
@@ -46,44 +56,59 @@ class Chain:
     fits: dict[int, Fit]
 
     def describe(self) -> str:
-        """The chain in words, as in "64 -> 2 x 32 -> 64"."""
+        """Return the chain in words, as in "64 -> 2 x 32 -> 64"."""
         middle = f"2 x {self.intermediate}" if self.gated else f"{self.intermediate}"
         return f"{self.hidden} -> {middle} -> {self.hidden}"
 
 
-def _oriented(matrix: Matrix, in_features: int, out_features: int) -> bool | None:
-    if matrix.rows == matrix.cols:
+def chain(matrices: Sequence[Matrix], hidden_hints: Iterable[int] = ()) -> Chain | None:
+    """Return how two or more matrices chain; None where they do not.
+
+    `hidden_hints` are sizes that are the hidden size for sure (the router's input); they settle
+    which of two sizes is which.
+    """
+    if len(matrices) < 2 or any(min(m.rows, m.cols) < 2 for m in matrices):
         return None
-    return (matrix.rows, matrix.cols) == (in_features, out_features)
-
-
-def _agree(flags: Iterable[bool | None]) -> bool | None:
-    known = {flag for flag in flags if flag is not None}
-    return known.pop() if len(known) == 1 else None
+    hints = set(hidden_hints)
+    common = set.intersection(*(set(m.sizes) for m in matrices))
+    sizes = sorted(common, key=lambda size: (size not in hints, -size))
+    for hidden in sizes:
+        others = {m.other(hidden) for m in matrices}
+        if len(others) == 2 and (fused := _fused(matrices, hidden, min(others))) is not None:
+            return fused
+    for hidden in sizes:
+        others = {m.other(hidden) for m in matrices}
+        if len(others) == 1 and len(matrices) <= 3:
+            return _separate(matrices, hidden, others.pop(), hidden in hints)
+    return None
 
 
 def _fused(matrices: Sequence[Matrix], hidden: int, inner: int) -> Chain | None:
+    """Return the chain of as many {H, 2 I} as {H, I} matrices: gate and up in one, and down."""
     wide = [m for m in matrices if m.has(hidden, 2 * inner)]
     narrow = [m for m in matrices if m not in wide and m.has(hidden, inner)]
-    if (
-        not wide
-        or not narrow
-        or len(wide) + len(narrow) != len(matrices)
-        or len(wide) != len(narrow)
-    ):
+    if not wide or len(wide) != len(narrow) or len(wide) + len(narrow) != len(matrices):
         return None
-    flags = {m.key: _oriented(m, hidden, 2 * inner) for m in wide}
-    flags |= {m.key: _oriented(m, inner, hidden) for m in narrow}
-    common = _agree(flags.values())
-    fits = {m.key: Fit(GATE_UP, flags[m.key] if flags[m.key] is not None else common) for m in wide}
-    fits |= {m.key: Fit(DOWN, flags[m.key] if flags[m.key] is not None else common) for m in narrow}
+    transposed = {m.key: m.transposed(hidden, 2 * inner) for m in wide}
+    transposed |= {m.key: m.transposed(inner, hidden) for m in narrow}
+    known = {flag for flag in transposed.values() if flag is not None}
+    common = known.pop() if len(known) == 1 else None
+
+    def fit(role: str, matrix: Matrix) -> Fit:
+        own = transposed[matrix.key]
+        return Fit(role, common if own is None else own)
+
+    fits = {m.key: fit(GATE_UP, m) for m in wide} | {m.key: fit(DOWN, m) for m in narrow}
     return Chain(hidden, inner, True, fits)
 
 
 def _separate(
     matrices: Sequence[Matrix], hidden: int, inner: int, known_hidden: bool
 ) -> Chain | None:
-    """Every matrix is {H, I}; of three, the two stored alike are gate and up if H is known."""
+    """Return the chain of {H, I} matrices; of three, the two stored alike are gate and up.
+
+    Roles are told only where `hidden` is known to be the hidden size.
+    """
     fits = {m.key: Fit(None, None) for m in matrices}
     stored: dict[tuple[int, int], list[Matrix]] = {}
     for matrix in matrices:
@@ -94,45 +119,3 @@ def _separate(
             fits[matrix.key] = Fit(role, matrix.rows == hidden)
         fits[single[0].key] = Fit(DOWN, single[0].cols == hidden)
     return Chain(hidden, inner, len(matrices) == 3, fits)
-
-
-def chain(matrices: Sequence[Matrix], hidden_hints: Iterable[int] = ()) -> Chain | None:
-    """Whether two or more matrices chain, and what their shapes say of each.
-
-    `hidden_hints` are sizes that are the hidden size for sure (the router's input); they settle
-    which of two sizes is which. Returns None where the matrices do not chain.
-    """
-    if len(matrices) < 2 or any(min(m.rows, m.cols) < 2 for m in matrices):
-        return None
-    hints = set(hidden_hints)
-    sizes = sorted(
-        set.intersection(*(set(m.sizes) for m in matrices)), key=lambda s: (s not in hints, -s)
-    )
-    for hidden in sizes:
-        others = {_other(m, hidden) for m in matrices}
-        inner = min(others)
-        if len(others) == 2:
-            found = _fused(matrices, hidden, inner)
-            if found is not None:
-                return found
-    for hidden in sizes:
-        others = {_other(m, hidden) for m in matrices}
-        if len(others) == 1 and len(matrices) <= 3:
-            return _separate(matrices, hidden, others.pop(), hidden in hints)
-    return None
-
-
-def _other(matrix: Matrix, size: int) -> int:
-    return matrix.cols if matrix.rows == size else matrix.rows
-
-
-def low_rank_pair(first: Matrix, second: Matrix, base: tuple[int, int], least: int) -> bool:
-    """Whether two matrices are the factors of a low-rank update of a `base` (out, in) matrix.
-
-    Their rank must be at most 1/`least` of either side of `base`.
-    """
-    for a, b in ((first, second), (second, first)):
-        for rank in a.sizes & b.sizes:
-            if {_other(a, rank), _other(b, rank)} == set(base) and rank * least <= min(base):
-                return True
-    return False

@@ -1,54 +1,38 @@
-"""Watch one block's forward: which stacks are contracted along which side, what is chosen.
+"""Watch one block's forward: which weights are contracted along which side, what is ranked.
 
-The block runs as a shadow (shadow.py): activations and small tensors are real numbers on the CPU,
-so that routing, `nonzero` and `.item()` have answers; big weights are meta tensors. This mode sits
-between the two. A view of a weight stays a meta view, whose strides tell rows from columns; an
-operation that mixes a weight with an activation is run on meta for its shape and answered with
-random numbers.
+The block runs as a copy (dry_run.py): activations and small tensors are real numbers on the CPU, so
+that routing, `nonzero` and `.item()` have answers; big weights are meta tensors. This mode sits
+between the two:
+
+    weights alone          stay on meta; the strides of a view still tell rows from columns
+    activations alone      are computed; what they come from is followed from tensor to tensor
+    weight and activation  run on meta for the shape of the result, which is filled with random
+                           numbers; a matrix product is recorded as a Contraction
 """
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
 
-# Position of the weight operand's contracted dimension in matrix products, for each operand slot.
-# None: no matrix.
+# Names of operations. For a product, the positions of its two operands.
+# fmt: off
 _PRODUCTS: dict[str, tuple[int, int]] = {
-    # name: (index of the left operand, index of the right operand) among the positional arguments
-    "mm": (0, 1),
-    "bmm": (0, 1),
-    "mv": (0, 1),
-    "addmm": (1, 2),
-    "baddbmm": (1, 2),
-    "addbmm": (1, 2),
-    "addmv": (1, 2),
-    "_grouped_mm": (0, 1),
-    "grouped_mm_fallback": (0, 1),
-    "matmul": (0, 1),
+    **dict.fromkeys(("mm", "bmm", "mv", "matmul", "_grouped_mm", "grouped_mm_fallback"), (0, 1)),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv"), (1, 2)),
 }
-_CHOICES = {
-    "topk",
-    "argmax",
-    "sort",
-    "argsort",
-    "softmax",
-    "_softmax",
-    "max",
-    "kthvalue",
-    "msort",
-    "amax",
+_RANKINGS = {
+    "topk", "argmax", "sort", "argsort", "softmax", "_softmax", "max", "kthvalue", "msort", "amax",
 }
 _PICKS = {"index", "index_select", "gather", "take"}
 _SUMS = {"sum", "mean"}
-# fmt: off
 _NONLINEAR = {
     "silu", "gelu", "relu", "sigmoid", "tanh", "hardswish", "hardsigmoid", "softplus", "mish",
     "elu", "leaky_relu", "celu", "selu", "pow", "exp", "erf", "square", "log_sigmoid",
@@ -57,39 +41,41 @@ _NONLINEAR = {
 }
 # fmt: on
 
+# Weights that something was computed from, by key, each with whether something nonlinear lay
+# between.
+Upstream = frozenset[tuple[int, bool]]
+
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """One product of an activation with (a slice of) a stack.
+    """One product of an activation with a weight, or with a slice of it.
 
     Attributes:
-        stack: Key of the stack.
-        axis: Dimension of the whole stack that was summed over; None where its strides no longer
+        weight: Key of the weight.
+        axis: Dimension of the whole weight that was summed over; None where its strides no longer
             tell.
         size: How many elements were summed over.
         others: Size of the slice's other matrix dimension (what came out).
-        upstream: Keys of stacks that the activation comes from, each with whether something
-            nonlinear lay between.
-        chosen: Sizes of the dimensions along which something was chosen on the way to the
-            activation.
+        upstream: Weights that the activation was computed from.
+        ranked: Sizes along which something was ranked on the way to the activation.
         picked: Whether the activation's rows were picked by the router's scores.
     """
 
-    stack: int
+    weight: int
     axis: int | None
     size: int
     others: int
-    upstream: frozenset[tuple[int, bool]]
-    chosen: frozenset[int] = frozenset()
+    upstream: Upstream
+    ranked: frozenset[int] = frozenset()
     picked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Ranking:
     """One operation that ranks or normalizes input-dependent numbers along `size` of them."""
 
     size: int
-    upstream: frozenset[tuple[int, bool]]
+    upstream: Upstream
 
 
 @dataclass(slots=True)
@@ -97,79 +83,81 @@ class Trace:
     """What one run showed.
 
     Attributes:
-        contractions: Products of activations with stacks, in order.
-        choices: What was ranked or normalized.
-        applied: Keys of stacks whose slices were summed into one matrix that then met an activation
-            in a product.
+        contractions: Products of activations with weights, in order.
+        rankings: What was ranked or normalized.
+        applied: Keys of weights whose slices were summed into one matrix that was then multiplied
+            by an activation.
         completed: Whether the forward returned.
         error: What it raised.
     """
 
     contractions: list[Contraction] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
+    rankings: list[Ranking] = field(default_factory=list)
     applied: set[int] = field(default_factory=set)
     completed: bool = False
     error: str = ""
 
+    def links(self) -> dict[int, dict[int, bool]]:
+        """Return which weights feed each weight, and whether something nonlinear lies between."""
+        links: dict[int, dict[int, bool]] = {}
+        for contraction in self.contractions:
+            sources: dict[int, bool] = {}
+            for key, nonlinear in contraction.upstream:
+                if key != contraction.weight:
+                    sources[key] = sources.get(key, False) or nonlinear
+            if sources:
+                links.setdefault(contraction.weight, sources)
+        return links
+
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    """What is known of a tensor: does it depend on the input, and which stacks did it pass.
+class _History:
+    """What is known of a tensor.
 
-    `scores`: it is a router's weight, or the scores computed from it, each expert's still apart.
-    `picked`: its rows were picked by such scores. `merged`: stacks whose slices were summed to it.
+    Attributes:
+        from_input: It depends on the block's input.
+        upstream: Weights that it was computed from.
+        ranked: Sizes along which something was ranked on the way.
+        scores: It is a router's weight, or the scores computed from it, each expert's still apart.
+        picked: Its rows were picked by such scores.
+        merged: Weights whose slices were summed to it.
     """
 
     from_input: bool = False
-    passed: frozenset[tuple[int, bool]] = frozenset()
-    chosen: frozenset[int] = frozenset()
+    upstream: Upstream = frozenset()
+    ranked: frozenset[int] = frozenset()
     scores: bool = False
     picked: bool = False
     merged: frozenset[int] = frozenset()
 
-    def join(self, other: _Mark) -> _Mark:
-        return _Mark(
+    def join(self, other: _History) -> _History:
+        return _History(
             self.from_input or other.from_input,
-            self.passed | other.passed,
-            self.chosen | other.chosen,
+            self.upstream | other.upstream,
+            self.ranked | other.ranked,
             self.scores or other.scores,
             self.picked or other.picked,
             self.merged | other.merged,
         )
 
-    def bent(self) -> _Mark:
-        return replace(self, passed=frozenset((key, True) for key, _ in self.passed))
+    def after_nonlinearity(self) -> _History:
+        return replace(self, upstream=frozenset((key, True) for key, _ in self.upstream))
 
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """The stack that a weight comes from, and which of its dimensions each stride steps along."""
+    """The weight that a meta tensor comes from, and the dimension that each stride steps along."""
 
-    stack: int
+    weight: int
     axes: dict[int, int]
 
     def axis(self, tensor: torch.Tensor, dim: int) -> int | None:
         return self.axes.get(tensor.stride()[dim]) if tensor.shape[dim] > 1 else None
 
 
-def _strides_of(tensor: torch.Tensor, axes: list[int | None]) -> dict[int, int]:
+def _axes_by_stride(tensor: torch.Tensor, axes: list[int | None]) -> dict[int, int]:
     dims = zip(tensor.shape, tensor.stride(), axes, strict=True)
     return {stride: axis for n, stride, axis in dims if n > 1 and stride > 0 and axis is not None}
-
-
-class _Memory:
-    """Marks for live tensors, by identity."""
-
-    def __init__(self) -> None:
-        self._marks: dict[int, tuple[Any, Any]] = {}
-
-    def get(self, tensor: torch.Tensor) -> Any:
-        entry = self._marks.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
-
-    def set(self, tensor: torch.Tensor, mark: Any) -> None:
-        key = id(tensor)
-        self._marks[key] = (weakref.ref(tensor), mark)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -177,42 +165,46 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class BlockTrace(TorchDispatchMode):
-    """Records contractions and choices while a shadow block runs.
+    """The mode that records contractions and rankings while the copy of a block runs.
 
     Args:
-        stacks: The meta parameters that stand for the candidate stacks, by key.
+        weights: The meta parameters that stand for the candidates, by key.
         generator: Source of the random numbers that stand for activations.
     """
 
-    def __init__(self, stacks: dict[int, torch.Tensor], generator: torch.Generator) -> None:
+    def __init__(self, weights: dict[int, torch.Tensor], generator: torch.Generator) -> None:
         super().__init__()
         self.trace = Trace()
         self._generator = generator
-        self._of_stack = _Memory()
-        self._marks = _Memory()
-        for key, tensor in stacks.items():
-            self._of_stack.set(tensor, _Origin(key, _strides_of(tensor, list(range(tensor.dim())))))
+        self._origins = WeakIdKeyDictionary()
+        self._histories = WeakIdKeyDictionary()
+        for key, weight in weights.items():
+            axes = _axes_by_stride(weight, list(range(weight.dim())))
+            self._origins[weight] = _Origin(key, axes)
 
     def mark_input(self, tensor: torch.Tensor) -> None:
-        self._marks.set(tensor, _Mark(from_input=True))
+        """Follow what is computed from a tensor as depending on the input."""
+        self._histories[tensor] = _History(from_input=True)
 
     def mark_router(self, tensor: torch.Tensor) -> None:
-        self._marks.set(tensor, _Mark(scores=True))
+        """Follow what is computed from a tensor as a router's scores."""
+        self._histories[tensor] = _History(scores=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
-        given = _tensors((args, kwargs))
-        if not given or not all(t.is_meta for t in given):
-            self._keep_on_cpu(func, kwargs, bool(given))
-        weights = [t for t in given if t.is_meta]
+        tensors = _tensors((args, kwargs))
+        weights = [t for t in tensors if t.is_meta]
+        activations = [t for t in tensors if not t.is_meta]
+        if activations or not weights:
+            self._keep_on_cpu(func, kwargs, bool(tensors))
         if not weights:
             out = func(*args, **kwargs)
-            self._follow(name, func, args, given, out)
+            self._follow(name, args, activations, out)
             return out
-        if len(weights) == len(given):
+        if not activations:
             return self._weights_only(name, func, args, kwargs, weights)
-        return self._mixed(name, func, args, kwargs, given, weights)
+        return self._mixed(name, func, args, kwargs, activations)
 
     @staticmethod
     def _keep_on_cpu(func: Any, kwargs: dict[str, Any], has_tensors: bool) -> None:
@@ -222,7 +214,7 @@ class BlockTrace(TorchDispatchMode):
         if to_meta or (device is None and not has_tensors and "device" in str(func._schema)):
             kwargs["device"] = torch.device("cpu")
 
-    # Weights alone: views, casts, slices. They stay meta.
+    # Weights alone: views, casts and slices, which stay on meta.
 
     def _weights_only(
         self, name: str, func: Any, args: Any, kwargs: Any, weights: list[torch.Tensor]
@@ -230,12 +222,10 @@ class BlockTrace(TorchDispatchMode):
         if name == "_local_scalar_dense":
             return 1
         out = func(*args, **kwargs)
-        for weight in weights:
-            origin = self._of_stack.get(weight)
-            if origin is not None:
-                for tensor in _tensors(out):
-                    self._of_stack.set(tensor, self._inherit(origin, weight, tensor))
-                break
+        source = next((weight for weight in weights if weight in self._origins), None)
+        if source is not None:
+            for tensor in _tensors(out):
+                self._origins[tensor] = self._inherit(self._origins[source], source, tensor)
         return out
 
     @staticmethod
@@ -244,111 +234,99 @@ class BlockTrace(TorchDispatchMode):
             return origin
         if result.shape == source.shape:
             axes = [origin.axis(source, dim) for dim in range(source.dim())]
-            return _Origin(origin.stack, _strides_of(result, axes))
-        return _Origin(origin.stack, {})
+            return _Origin(origin.weight, _axes_by_stride(result, axes))
+        return _Origin(origin.weight, {})
 
     # Activations alone: real numbers, followed from the input.
 
-    def _joined(self, given: list[torch.Tensor]) -> _Mark:
-        mark = _Mark()
-        for tensor in given:
-            found = self._marks.get(tensor)
-            if found is not None:
-                mark = mark.join(found)
-        return mark
+    def _joined(self, tensors: list[torch.Tensor]) -> _History:
+        history = _History()
+        for tensor in tensors:
+            if tensor in self._histories:
+                history = history.join(self._histories[tensor])
+        return history
 
-    def _follow(self, name: str, func: Any, args: Any, given: list[torch.Tensor], out: Any) -> None:
-        mark = self._joined(given)
+    def _follow(self, name: str, args: Any, activations: list[torch.Tensor], out: Any) -> None:
+        history = self._joined(activations)
         if name in _NONLINEAR:
-            mark = mark.bent()
+            history = history.after_nonlinearity()
         elif name in _PRODUCTS:
-            mark = self._follow_product(name, args, mark)
+            history = self._follow_product(name, args, history)
         elif name in _SUMS:
-            mark = replace(mark, scores=False)
+            history = replace(history, scores=False)
         elif name in _PICKS:
             index = self._joined(_tensors(args[1:]))
-            mark = replace(mark, picked=mark.picked or (index.from_input and index.scores))
-        if mark.from_input and name in _CHOICES and args and isinstance(args[0], torch.Tensor):
-            mark = replace(mark, chosen=mark.chosen | self._record_choice(args, mark))
-        if mark.from_input or mark.passed or mark.scores:
+            by_scores = index.from_input and index.scores
+            history = replace(history, picked=history.picked or by_scores)
+        if history.from_input and name in _RANKINGS and args and isinstance(args[0], torch.Tensor):
+            sizes = self._record_ranking(args, history)
+            history = replace(history, ranked=history.ranked | sizes)
+        if history.from_input or history.upstream or history.scores:
             for tensor in _tensors(out):
-                self._marks.set(tensor, mark)
+                self._histories[tensor] = history
 
-    def _follow_product(self, name: str, args: Any, mark: _Mark) -> _Mark:
-        """A product of two activations: it ends scores, and applies what was merged before."""
+    def _follow_product(self, name: str, args: Any, history: _History) -> _History:
+        """Follow a product of two activations: scores end there, and what was merged is applied."""
         slots = _PRODUCTS[name]
         if len(args) <= max(slots):
-            return mark
-        left, right = (self._marks.get(args[slot]) or _Mark() for slot in slots)
+            return history
+        left, right = (self._histories.get(args[slot], _History()) for slot in slots)
         for merged, other in ((left, right), (right, left)):
             if other.from_input:
-                known = {stack for stack, _ in other.passed}
-                self.trace.applied |= merged.merged - known
+                self.trace.applied |= merged.merged - {key for key, _ in other.upstream}
         fresh = any(side.scores and not side.from_input for side in (left, right))
-        return replace(mark, scores=fresh, merged=frozenset())
+        return replace(history, scores=fresh, merged=frozenset())
 
-    def _record_choice(self, args: Any, mark: _Mark) -> frozenset[int]:
-        source: torch.Tensor = args[0]
-        sizes = list(source.shape)
-        dims = [
-            a
-            for a in args[1:]
-            if isinstance(a, int) and not isinstance(a, bool) and -len(sizes) <= a < len(sizes)
-        ]
-        along = {sizes[d] for d in dims} or set(sizes[-1:])
-        self.trace.choices.extend(Choice(size, mark.passed) for size in along)
+    def _record_ranking(self, args: Any, history: _History) -> frozenset[int]:
+        sizes = list(args[0].shape)
+        dims = [a for a in args[1:] if type(a) is int and -len(sizes) <= a < len(sizes)]
+        along = {sizes[dim] for dim in dims} or set(sizes[-1:])
+        self.trace.rankings.extend(Ranking(size, history.upstream) for size in along)
         return frozenset(along)
 
     # A weight meets an activation.
 
     def _mixed(
-        self,
-        name: str,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        given: list[torch.Tensor],
-        weights: list[torch.Tensor],
+        self, name: str, func: Any, args: Any, kwargs: Any, activations: list[torch.Tensor]
     ) -> Any:
         if name in _PICKS and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             return self._pick(name, args)
+        history = self._joined(activations)
         if func._schema.is_mutable:
-            return self._mutate(args, given)
-        out = func(*self._to_meta(args), **self._to_meta(kwargs))
-        mark = self._joined([t for t in given if not t.is_meta])
-        stack = self._record_product(name, args, mark)
-        if stack is not None:
-            merged = {stack} if self.trace.contractions[-1].axis == 0 else set()
-            passed = frozenset({(stack, False)}) | mark.passed
-            mark = replace(mark, passed=passed, scores=False, merged=frozenset(merged))
+            target = args[0]
+            if isinstance(target, torch.Tensor) and not target.is_meta:
+                self._histories[target] = history
+            return target
+        out = func(*_to_meta(args), **_to_meta(kwargs))
+        contraction = self._record_product(name, args, history)
+        if contraction is not None:
+            key = contraction.weight
+            history = replace(
+                history,
+                upstream=history.upstream | {(key, False)},
+                scores=False,
+                merged=frozenset({key} if contraction.axis == 0 else ()),
+            )
         if name in _NONLINEAR:
-            mark = mark.bent()
+            history = history.after_nonlinearity()
 
         def answer(item: Any) -> Any:
             if not isinstance(item, torch.Tensor):
                 return item
-            real = self._real(item)
-            self._marks.set(real, mark)
-            return real
+            numbers = self._random_like(item)
+            self._histories[numbers] = history
+            return numbers
 
         return tree_map(answer, out)
 
-    def _mutate(self, args: Any, given: list[torch.Tensor]) -> Any:
-        target = args[0]
-        mark = self._joined([t for t in given if not t.is_meta])
-        if isinstance(target, torch.Tensor) and not target.is_meta:
-            self._marks.set(target, mark)
-        return target
-
     def _pick(self, name: str, args: Any) -> torch.Tensor:
-        """Slices of a weight chosen by a real index: still a weight."""
+        """Return slices of a weight picked by a real index, still as a weight."""
         source: torch.Tensor = args[0]
-        origin = self._of_stack.get(source)
-        rest = 0
+        rest = 0  # the first dimension of the weight that is left as it was, where that is known
         if name == "index_select" and args[1] == 0:
             lead, rest = tuple(args[2].shape), 1
         elif name == "index":
-            positions = [i for i in args[1] if i is not None]
+            positions = [index for index in args[1] if index is not None]
             if len(positions) == 1 and args[1][0] is not None:
                 index = positions[0]
                 mask = index.dtype in (torch.bool, torch.uint8)
@@ -359,50 +337,52 @@ class BlockTrace(TorchDispatchMode):
             out = aten.index(source, [None if i is None else i.to("meta") for i in args[1]])
         else:
             out = torch.empty_like(args[-1], dtype=source.dtype, device="meta")
+        origin = self._origins.get(source)
         if origin is not None:
-            axes = (
-                [None] * len(lead) + [origin.axis(source, d) for d in range(rest, source.dim())]
-                if rest
-                else []
-            )
-            self._of_stack.set(out, _Origin(origin.stack, _strides_of(out, axes) if rest else {}))
+            axes: dict[int, int] = {}
+            if rest:
+                kept = [origin.axis(source, dim) for dim in range(rest, source.dim())]
+                axes = _axes_by_stride(out, [None] * len(lead) + kept)
+            self._origins[out] = _Origin(origin.weight, axes)
         return out
 
-    def _record_product(self, name: str, args: Any, mark: _Mark) -> int | None:
+    def _record_product(self, name: str, args: Any, history: _History) -> Contraction | None:
         slots = _PRODUCTS.get(name)
         if slots is None or len(args) <= max(slots):
             return None
         for slot, side in zip(slots, (-1, -2), strict=True):
             weight = args[slot]
-            origin = (
-                self._of_stack.get(weight)
-                if isinstance(weight, torch.Tensor) and weight.is_meta
-                else None
-            )
+            origin = self._origins.get(weight) if isinstance(weight, torch.Tensor) else None
             if origin is None:
                 continue
-            flat = weight.dim() < 2
-            dim = -1 if flat else side
-            other = 1 if flat else weight.shape[-1 if side == -2 else -2]
-            axis, size = origin.axis(weight, dim), weight.shape[dim]
-            self.trace.contractions.append(
-                Contraction(origin.stack, axis, size, other, mark.passed, mark.chosen, mark.picked)
+            vector = weight.dim() < 2
+            dim = -1 if vector else side
+            contraction = Contraction(
+                origin.weight,
+                origin.axis(weight, dim),
+                weight.shape[dim],
+                1 if vector else weight.shape[-3 - side],
+                history.upstream,
+                history.ranked,
+                history.picked,
             )
-            return int(origin.stack)
+            self.trace.contractions.append(contraction)
+            return contraction
         return None
 
-    def _to_meta(self, tree: Any) -> Any:
-        def move(item: Any) -> Any:
-            if not isinstance(item, torch.Tensor) or item.is_meta:
-                return item
-            return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+    def _random_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype.is_floating_point:
+            return torch.randn(tensor.shape, generator=self._generator).to(tensor.dtype)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
-        moved = tree_map(move, tree)
-        if isinstance(moved, dict) and "device" in moved:
-            moved["device"] = torch.device("meta")
-        return moved
 
-    def _real(self, like: torch.Tensor) -> torch.Tensor:
-        if like.dtype.is_floating_point:
-            return torch.randn(like.shape, generator=self._generator).to(like.dtype)
-        return torch.zeros(like.shape, dtype=like.dtype)
+def _to_meta(tree: Any) -> Any:
+    def move(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor) or item.is_meta:
+            return item
+        return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+
+    moved = tree_map(move, tree)
+    if isinstance(moved, dict) and "device" in moved:
+        moved["device"] = torch.device("meta")
+    return moved

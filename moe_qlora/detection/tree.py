@@ -1,4 +1,4 @@
-"""A model as a tree of modules and tensors, without touching any weight."""
+"""Show a model as a tree of modules and tensors, without touching any weight."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Torch's own building blocks whose tensors have one fixed meaning. A convolution kernel is one by
-# its module's behaviour, whatever it is called.
+# Torch's own building blocks: what their tensors mean follows from the class, not from a name.
 CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 TORCH_LAYERS = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear)
 LOOKUP_TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -19,11 +18,11 @@ LOOKUP_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 @dataclass(eq=False, slots=True)
 class Leaf:
-    """One parameter or buffer as the model's code sees it: packed ones with their decoded shape.
+    """One parameter or buffer as the model's code sees it, packed weights with their decoded shape.
 
     `kind` is "linear" (weight of an nn.Linear or of a subclass), "conv", "table" (embedding),
-    "layer" (another layer of torch's own), "bare" (a parameter that a module of the model's own
-    owns) or "buffer".
+    "layer" (weight of another layer of torch), "bare" (a parameter on a module that the model
+    defines itself) or "buffer".
     """
 
     name: str
@@ -41,10 +40,15 @@ class Leaf:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def shape_text(self) -> str:
+        """The shape as in "4x64x32"."""
+        return "x".join(map(str, self.shape))
+
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One module with its own tensors."""
+    """One module with the tensors that it owns directly."""
 
     name: str
     module: nn.Module
@@ -54,27 +58,25 @@ class Node:
     leaves: list[Leaf] = field(default_factory=list)
 
     def subtree(self) -> Iterator[Node]:
-        """This node and all below it, parents first."""
-        stack = [self]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(reversed(node.children))
+        """Yield this node and all below it, parents first."""
+        yield self
+        for child in self.children:
+            yield from child.subtree()
 
     def ancestors(self) -> Iterator[Node]:
-        """This node and all above it, nearest first."""
+        """Yield this node and all above it, nearest first."""
         node: Node | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def holds(self, other: Node) -> bool:
-        """Whether `other` is this node or stands below it."""
+        """Return whether `other` is this node or stands below it."""
         return any(node is self for node in other.ancestors())
 
 
 def common_ancestor(first: Node, second: Node) -> Node:
-    """The lowest node that holds both."""
+    """Return the lowest node that holds both."""
     while first.depth > second.depth:
         first = first.parent or first
     while second.depth > first.depth:
@@ -85,32 +87,17 @@ def common_ancestor(first: Node, second: Node) -> Node:
 
 
 def join(prefix: str, name: str) -> str:
-    """Dotted name of `name` on the module `prefix`."""
+    """Return the dotted name of `name` on the module `prefix`."""
     return f"{prefix}.{name}" if prefix else name
 
 
-def _size(tensor: torch.Tensor) -> tuple[int, ...]:
-    # DeepSpeed's ZeRO-3 leaves an empty tensor behind and keeps the true shape beside it.
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
-
-
-def _is_parametrization_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.utils.parametrize.ParametrizationList)
-
-
-def decoded_view(parametrization: nn.Module) -> tuple[tuple[int, ...], torch.dtype, str] | None:
-    """Shape, dtype and packed type that a quantizing parametrization decodes; None for others."""
+def _decoded_view(parametrization: nn.Module) -> tuple[tuple[int, ...], torch.dtype, str] | None:
+    """Return shape, dtype and packed type that a parametrization decodes; None if it packs none."""
     state: Any = getattr(parametrization, "quant_state", None)
     shape, dtype = getattr(state, "shape", None), getattr(state, "dtype", None)
     if shape is None or dtype is None:
         return None
     return tuple(shape), dtype, str(getattr(state, "quant_type", "packed"))
-
-
-def _parametrized(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    bank = module._modules.get("parametrizations")
-    if isinstance(bank, nn.ModuleDict):
-        yield from bank.items()
 
 
 def _kind(module: nn.Module, attribute: str) -> str:
@@ -126,7 +113,9 @@ def _kind(module: nn.Module, attribute: str) -> str:
 
 
 def _leaf(node: Node, attribute: str, tensor: torch.Tensor, kind: str) -> Leaf:
-    shape, dtype, packed = _size(tensor), tensor.dtype, None
+    # DeepSpeed's ZeRO-3 leaves an empty tensor behind and keeps the true shape beside it.
+    shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+    dtype, packed = tensor.dtype, None
     state: Any = getattr(tensor, "quant_state", None)
     if kind == "linear" and isinstance(node.module, nn.Linear):
         # A packed Linear's weight has lost its shape; the module still knows it.
@@ -160,12 +149,13 @@ def _own_leaves(node: Node, seen: dict[int, Leaf]) -> None:
     for attribute, parameter in module._parameters.items():
         if parameter is not None:
             add(_leaf(node, attribute, parameter, _kind(module, attribute)))
-    for attribute, stack in _parametrized(module):
-        original: Any = getattr(stack, "original", None)
-        views = [view for p in stack.children() if (view := decoded_view(p)) is not None]
+    parametrized = module._modules.get("parametrizations")
+    for attribute, steps in parametrized.items() if isinstance(parametrized, nn.ModuleDict) else ():
+        original: Any = getattr(steps, "original", None)
         if not isinstance(original, torch.Tensor):
             continue
         leaf = _leaf(node, attribute, original, "bare")
+        views = [view for step in steps.children() if (view := _decoded_view(step)) is not None]
         if views:
             leaf.shape, leaf.dtype, leaf.packed = views[0]
         add(leaf)
@@ -175,7 +165,7 @@ def _own_leaves(node: Node, seen: dict[int, Leaf]) -> None:
 
 
 def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
-    """The model as a tree, and its distinct tensors in the order of `named_parameters`.
+    """Return the model as a tree, and its distinct tensors in the order of `named_parameters`.
 
     A tensor that several modules share is one Leaf, under its first name, with the others as
     `aliases`. Modules that exist only to parametrize others are left out.
@@ -190,7 +180,7 @@ def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
         leaves.extend(node.leaves)
         visited.add(id(module))
         for child_name, child in module._modules.items():
-            if child is None or _is_parametrization_list(child) or child_name == "parametrizations":
+            if child is None or child_name == "parametrizations":
                 continue
             path = join(name, child_name)
             if id(child) in visited:

@@ -1,0 +1,87 @@
+"""Tell the role and the orientation of an expert parameter, by a dry run first, else by shapes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ..layout import DOWN, EXPERT, GATE, GATE_UP, UP
+from .shapes import Chain
+from .trace import Trace
+from .tree import Leaf
+
+
+class Orientation(NamedTuple):
+    """How a parameter's matrices are applied, and how that was found; None where unknown."""
+
+    transposed: bool | None
+    in_features: int | None
+    out_features: int | None
+    evidence: str
+
+
+def slice_size(leaf: Leaf, axis: int, count: int) -> int:
+    """Return the number of weights in one expert's matrix."""
+    return leaf.numel // count if len(leaf.shape) == 2 else math.prod(leaf.shape[axis + 1 :])
+
+
+def orientation_of(
+    leaf: Leaf, key: int, axis: int, count: int, links: Chain | None, trace: Trace
+) -> Orientation:
+    """Return how a parameter's matrices are applied.
+
+    Args:
+        leaf: The parameter.
+        key: Its key in `links` and `trace`.
+        axis: The dimension that counts experts.
+        count: How many experts it holds.
+        links: How one expert's matrices chain.
+        trace: What a dry run showed.
+    """
+    numel = slice_size(leaf, axis, count)
+    last = len(leaf.shape) - 1
+    uses = [c for c in trace.contractions if c.weight == key and c.axis is not None and c.size > 1]
+    uses = [c for c in uses if c.axis != axis or len(leaf.shape) == 2]
+    ways = {(c.axis == last, c.size) for c in uses}
+    if len(ways) == 1:
+        is_last, size = ways.pop()
+        evidence = f"a dry run of the block sums over the {size} of dimension {uses[0].axis}"
+        return Orientation(not is_last, size, numel // size, evidence)
+    fit = links.fits.get(key) if links is not None else None
+    if fit is not None and fit.transposed is not None:
+        rows, columns = numel // leaf.shape[-1], leaf.shape[-1]
+        sides = (rows, columns) if fit.transposed else (columns, rows)
+        evidence = "the sizes of its siblings leave one orientation"
+        return Orientation(fit.transposed, *sides, evidence)
+    if ways:
+        evidence = "undecided: the forward uses it both ways round"
+    else:
+        why = trace.error or "the dry run did not use it"
+        evidence = f"undecided: its shapes fit both ways round, and {why}"
+    return Orientation(None, None, None, evidence)
+
+
+def role_of(key: int, links: Chain | None, trace: Trace, number: int) -> str:
+    """Return what one of `number` members of a group does, as `ExpertParam.role` names it."""
+    fit = links.fits.get(key) if links is not None else None
+    if fit is not None and fit.role == GATE_UP:
+        return GATE_UP
+    if links is None:
+        return EXPERT
+    fed = trace.links()
+    if key in fed:
+        return DOWN
+    downs = [weight for weight, sources in fed.items() if key in sources]
+    if downs:
+        if number == 2:
+            return UP
+        sources = fed[downs[0]]
+        others = [nonlinear for weight, nonlinear in sources.items() if weight != key]
+        if others and sources[key] != others[0]:
+            return GATE if sources[key] else UP
+        return GATE if key == min(sources) else UP
+    if fit is not None and fit.role is not None:
+        return fit.role
+    if number == 2:
+        return UP if key == 0 else DOWN
+    return (GATE, UP, DOWN)[key] if number == 3 else EXPERT
