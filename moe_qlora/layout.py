@@ -7,7 +7,7 @@ everything that packs, plans, excludes or prints works from it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,13 @@ def human_bytes(count: int) -> str:
             return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def listed(items: Sequence[str], most: int = 3, separator: str = ", ") -> str:
+    """Return the first items, and how many there are besides: `a, b, c and 4 more`."""
+    text = separator.join(items[:most])
+    rest = len(items) - most
+    return f"{text} and {rest} more" if rest > 0 else text
 
 
 @dataclass(frozen=True, slots=True)

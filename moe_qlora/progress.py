@@ -1,4 +1,4 @@
-"""How long work tells how far it is: a caller's function, a bar, or nothing."""
+"""Tell how far long work is: to a caller's function, by a bar, or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def reporting(
     stderr: bool = False,
     transient: bool = False,
 ) -> Iterator[Progress]:
-    """What a `progress` argument asks for, as a function.
+    """Yield the function that a `progress` argument asks for.
 
     Args:
         progress: A function; True for a bar; None or False for nothing.

@@ -29,7 +29,15 @@ from .errors import (
     UnsupportedWeightError,
 )
 from .hf.model import check_method, finish_packing
-from .layout import ExpertParam, LinearExperts, ModelLayout, Router, human_bytes, name_pattern
+from .layout import (
+    ExpertParam,
+    LinearExperts,
+    ModelLayout,
+    Router,
+    human_bytes,
+    listed,
+    name_pattern,
+)
 from .packing import parametrize
 from .packing.codec import PackedWeight, first_nonfinite, pack
 from .packing.selection import (
@@ -242,15 +250,13 @@ def _nothing_found(layout: ModelLayout, missing_ok: bool) -> QuantizationReport:
     if missing_ok:
         return QuantizationReport(linear_experts=layout.linear_experts)
     if layout.linear_experts:
-        names = ", ".join(experts.name for experts in layout.linear_experts[:3])
+        names = listed([experts.name for experts in layout.linear_experts])
         raise DetectionError(
             f"The model's experts are lists of Linear layers ({names}), which bitsandbytes packs "
             "itself: load the model with the BitsAndBytesConfig, and do not call this."
         )
-    seen = "; ".join(f"{item.name}: {item.reason}" for item in layout.rejected[:3])
-    more = len(layout.rejected) - 3
-    looked = f" What looked like one: {seen}" if seen else ""
-    looked += f" (and {more} more)." if more > 0 else ("." if seen else "")
+    seen = listed([f"{item.name}: {item.reason}" for item in layout.rejected], separator="; ")
+    looked = f" What looked like one: {seen}." if seen else ""
     raise DetectionError(
         "The model holds no expert weights; pass missing_ok=True where that is expected." + looked
     )

@@ -33,6 +33,7 @@ from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
 from ..errors import AdapterError, CheckpointError
+from ..layout import listed
 from .reader import Checkpoint, parse_fields, read_json
 
 CONFIG = "adapter_config.json"
@@ -268,11 +269,10 @@ class Resolver:
                 f"target_parameters names {unmatched[0]}, for which the file has no tensor"
             )
         if self._faults:
-            more = len(self._faults) - 3
             raise AdapterError(
-                f"{self._adapter.folder} does not fit the base: {'; '.join(self._faults[:3])}"
-                + (f"; and {more} more" if more > 0 else "")
-                + ". Merge it into the model that it was trained on."
+                f"{self._adapter.folder} does not fit the base: "
+                f"{listed(self._faults, separator='; ')}. "
+                "Merge it into the model that it was trained on."
             )
         updates = self._updates
         if not (updates.deltas or updates.disk_deltas or updates.replacements):

@@ -31,7 +31,7 @@ from transformers import initialization as init
 from .. import build
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
-from ..layout import dtype_name
+from ..layout import dtype_name, listed
 from ..packing.codec import PackedWeight, Packer, first_nonfinite
 from ..packing.format import SCALES, key_ends
 from ..packing.sizes import packed_nbytes
@@ -203,9 +203,8 @@ class _Job:
         }
         missing = sorted(expected - on_disk - left_out - tied.keys())
         if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise CheckpointError(
-                f"{self.files.files[0].parent} has no tensor for {', '.join(missing[:3])}{more}, "
+                f"{self.files.files[0].parent} has no tensor for {listed(missing)}, "
                 f"which a {type(model).__name__} needs: config.json is of another model."
             )
         if not any(name in self.spec.params for step in steps for name in step.names):

@@ -25,7 +25,7 @@ from transformers.core_model_loading import dot_natural_key
 from .. import build
 from ..detection.detect import detect
 from ..errors import CheckpointError
-from ..layout import dtype_name
+from ..layout import dtype_name, listed
 from ..packing import codec
 from ..packing.format import (
     ABSMAX,
@@ -223,7 +223,7 @@ def _config_problems(folder: Path, manifest: Manifest) -> list[str]:
         for name in sorted({*written, *config})
         if written.get(name) != config.get(name) or (name in written) != (name in config)
     ]
-    changed = f"it changed in {', '.join(names[:5])}" if names else "its layout changed"
+    changed = f"it changed in {listed(names, 5)}" if names else "its layout changed"
     return [f"{file} is not the one that was written: {changed}."]
 
 
