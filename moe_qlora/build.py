@@ -1,4 +1,4 @@
-"""From what a person names to a model on the meta device.
+"""Build what a person names as a model on the meta device.
 
 MODEL is read as, in this order:
 
@@ -92,7 +92,7 @@ def resolve(model: str, *, trust_remote_code: bool = False) -> Source:
 
 
 def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
-    """The model of `source` on the meta device, in the dtype that its configuration states.
+    """Return the model of `source` on the meta device, in the dtype of its configuration.
 
     Raises:
         CheckpointError: transformers cannot build a model from this configuration.
@@ -115,7 +115,7 @@ def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
 
 
 def of_config(config: PretrainedConfig) -> Source:
-    """The source that a configuration is."""
+    """Return the source that a configuration is."""
     return _with_own_settings(Source(config.name_or_path or config.model_type, config))
 
 
@@ -196,7 +196,7 @@ def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
 
 
 def _trainer_settings(content: Mapping[str, Any]) -> tuple[CodecSettings | None, list[str]]:
-    """What an axolotl-style file asks for: its own defaults are nf4 and double quantization."""
+    """Return what an axolotl-style file asks for; its defaults are nf4 and double quantization."""
     four = content.get("load_in_4bit")
     if four is None:
         four = content.get("adapter") == "qlora" and not content.get("load_in_8bit")
@@ -238,7 +238,7 @@ def _from_registry(model_type: str) -> Source | None:
 
 
 def _model_class(config: PretrainedConfig) -> Any:
-    """The class that the configuration names, else the one that the registry knows; None else."""
+    """Return the class that the configuration names, else the registry's; None without either."""
     names = list(config.architectures or ())
     if config.model_type in registry.model_types():
         names.append(registry.load(config.model_type).class_name)
@@ -247,11 +247,11 @@ def _model_class(config: PretrainedConfig) -> Any:
         return None
     modeling = home.replace(".configuration_", ".modeling_")
     for name in names:
-        found = getattr(transformers, name, None)
-        if found is None and modeling != home:
-            found = getattr(import_module(modeling), name, None)
-        if isinstance(config, getattr(found, "config_class", None) or ()):
-            return found
+        candidate = getattr(transformers, name, None)
+        if candidate is None and modeling != home:
+            candidate = getattr(import_module(modeling), name, None)
+        if isinstance(config, getattr(candidate, "config_class", None) or ()):
+            return candidate
     return None
 
 

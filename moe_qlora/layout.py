@@ -1,11 +1,12 @@
-"""What a model's experts look like: frozen records, free of torch.
+"""Describe a model's experts in frozen records, without an import of torch.
 
-`detect` makes a `ModelLayout` from a live model and `registry` makes one from a JSON file;
-everything that packs, plans, excludes or prints works from it.
+`detect` makes a `ModelLayout` from a live model; everything that packs, plans, excludes or prints
+works from it.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
 def name_pattern(name: str) -> str:
-    """The name with each all-digit component as `*`: `layers.3.mlp` becomes `layers.*.mlp`."""
+    """Return a name with `*` for each number in it: `layers.*.mlp` for `layers.3.mlp`."""
     return _NUMBER.sub("*", name)
 
 
@@ -58,7 +59,7 @@ def listed(items: Sequence[str], most: int = 3, separator: str = ", ") -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExpertParam:
-    """One parameter that stacks the weight matrices of a layer's experts.
+    """One fused expert weight: a parameter that stacks the matrices of a layer's experts.
 
     Attributes:
         name: Full dotted name, `module_name` + "." + `parameter_name`, as `named_parameters` gives
@@ -67,14 +68,14 @@ class ExpertParam:
         parameter_name: Name on that module.
         shape: Shape of the decoded tensor: `(E, out, in)`, `(E, in, out)`, `(E * rows, columns)`,
             or with further leading dimensions.
-        num_experts: E, the number of matrices in the stack.
+        num_experts: E, the number of experts whose matrices it holds.
         in_features, out_features: Of one expert's matrix as it is applied; None where the
             orientation is unknown.
         transposed: True for `(E, in, out)`, False for `(E, out, in)`, None where neither shapes
             nor the forward tell.
         role: What the matrix does: "gate_up" (both halves of a gated input projection), "gate",
             "up", "down" (for non-gated experts "up" is the first projection and "down" the second,
-            attention experts included); "expert" for a stack that stands alone.
+            attention experts included); "expert" for a weight that stands alone.
         dtype: torch.dtype of the decoded tensor, or its name ("bfloat16") where the layout comes
             from the registry.
         nbytes: Bytes that the tensor holds now (16-bit weights, or packed codes without their
@@ -108,11 +109,8 @@ class ExpertParam:
 
     @property
     def numel(self) -> int:
-        """Number of weights in the decoded stack."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        """Number of weights in the decoded tensor."""
+        return math.prod(self.shape)
 
     @property
     def dtype_name(self) -> str:
@@ -127,7 +125,7 @@ class ExpertParam:
 
 @dataclass(frozen=True, slots=True)
 class RejectedParam:
-    """A parameter with three or more dimensions that is no expert stack, and why.
+    """A parameter with three or more dimensions that is not an expert weight, and why.
 
     Attributes:
         name: Full dotted name.
@@ -148,7 +146,7 @@ class Router:
 
     Attributes:
         name: Dotted name of the module, or of the parameter where it is a bare one.
-        num_choices: How many it chooses among (E, or more where some choices are no experts).
+        num_choices: How many it chooses among (E, or more where some choices are not experts).
         plain_linear: True where it is exactly an `nn.Linear`, which bitsandbytes packs with all
             others unless it is named in `llm_int8_skip_modules`.
         packed: True where bitsandbytes has already packed it.
@@ -162,14 +160,14 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsModule:
-    """One module that owns expert stacks.
+    """One module that owns fused expert weights.
 
     Attributes:
         name: Dotted name ("" for the model itself).
         class_name: Its Python class, for messages only.
-        num_experts: E of its largest stack.
-        parameters: Its expert stacks, in registration order.
-        router: Its router, None where none is beside it (stacked shared experts).
+        num_experts: E of its largest expert weight.
+        parameters: Its expert weights, in registration order.
+        router: Its router; None where there is none beside it (stacked shared experts).
         dispatches: True where its forward goes through transformers' experts interface, so that a
             registered experts forward can replace it.
         bias_names: Parameters of the module that hold a bias for each expert, `(E, out)`.
@@ -201,14 +199,14 @@ class LinearExperts:
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """Every expert stack of a model, everything that looked like one, and what chooses among them.
+    """Every expert weight of a model, everything that looked like one, and the routers.
 
     Attributes:
         experts: One entry for each distinct expert tensor, in the model's own parameter order.
         rejected: Every other parameter with three or more dimensions, with the reason.
         modules: The modules that own `experts`, with their routers.
         linear_experts: Experts that are lists of Linear layers, which bitsandbytes packs itself.
-        routers: The routers found, in order, each once.
+        routers: Every router, in the model's order.
         model_type: `config.model_type` where the model has one, for messages only.
     """
 
@@ -230,16 +228,16 @@ class ModelLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all expert stacks hold now; tied stacks count once."""
+        """Bytes that all expert weights hold now; tied weights count once."""
         return sum(param.nbytes for param in self.experts)
 
     @property
     def packed(self) -> tuple[ExpertParam, ...]:
-        """The stacks that are packed already."""
+        """The expert weights that are packed already."""
         return tuple(param for param in self.experts if param.packed is not None)
 
     def find(self, name: str) -> ExpertParam | None:
-        """The stack with this full name, or with this alias; None where there is none."""
+        """Return the expert weight with this full name or alias; None where there is none."""
         for param in self.experts:
             if param.name == name or name in param.aliases:
                 return param

@@ -1,4 +1,4 @@
-"""Helpers for tests, ours and other people's: tiny models of every architecture, marks, processes.
+"""Help tests, of this project and of others: tiny models of every architecture, marks, processes.
 
     model = tiny_model("qwen3_moe", seed=1)
     logits = model(**tiny_inputs(model)).logits
@@ -35,12 +35,12 @@ _FED_HIDDEN_STATES = {"Qwen3OmniMoeTalkerModel"}
 
 
 def registry_families() -> tuple[str, ...]:
-    """Every model type that `tiny_model` can build, sorted."""
+    """Return every model type that `tiny_model` can build, sorted."""
     return registry.model_types()
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
-    """A configuration of this architecture that builds in milliseconds.
+    """Return a configuration of this architecture that builds in milliseconds.
 
     Args:
         model_type: One of `registry_families()`.
@@ -58,18 +58,16 @@ def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
 
 
 def _merged(kwargs: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    both = dict(kwargs)
+    merged = dict(kwargs)
     for name, value in more.items():
-        held = both.get(name)
-        if isinstance(held, dict) and isinstance(value, dict):
-            both[name] = _merged(held, value)
-        else:
-            both[name] = value
-    return both
+        part = merged.get(name)
+        nested = isinstance(part, dict) and isinstance(value, dict)
+        merged[name] = _merged(part, value) if nested else value
+    return merged
 
 
 def model_class(model_type: str) -> Any:
-    """The transformers class that the registry names for this architecture.
+    """Return the transformers class that the registry names for this architecture.
 
     Raises:
         CheckpointError: The installed transformers has no such class.
@@ -80,9 +78,9 @@ def model_class(model_type: str) -> Any:
     folder, _, _ = CONFIG_MAPPING[model_type].__module__.rpartition(".")
     package = Path(str(importlib.import_module(folder).__file__)).parent
     for path in sorted(package.glob("modeling_*.py")):
-        found = getattr(importlib.import_module(f"{folder}.{path.stem}"), name, None)
-        if found is not None:
-            return found
+        modeling = importlib.import_module(f"{folder}.{path.stem}")
+        if hasattr(modeling, name):
+            return getattr(modeling, name)
     raise CheckpointError(f"the installed transformers has no class {name} for {model_type!r}.")
 
 
@@ -94,10 +92,10 @@ def tiny_model(
     device: torch.device | str = "cpu",
     **overrides: Any,
 ) -> nn.Module:
-    """A small model of this architecture with random weights, tied, in eval mode.
+    """Return a small model of this architecture with random weights, tied, in eval mode.
 
-    Every weight is set: what transformers leaves uninitialised or zero (expert stacks and routers
-    of some classes) is drawn from a normal distribution too. The same seed gives the same model,
+    Every weight is set: what transformers leaves uninitialised or zero (experts and routers of some
+    classes) is drawn from a normal distribution too. The same seed gives the same model,
     and the caller's random state is left as it was.
 
     Args:
@@ -128,7 +126,7 @@ def tiny_model(
 
 @contextmanager
 def _marked_memory() -> Iterator[None]:
-    """Uninitialised floating memory reads as NaN within, so that nothing unset goes unseen."""
+    """Fill uninitialised floating-point memory with NaN, so that it shows what was not set."""
     import torch
 
     was, warn = (
@@ -161,7 +159,7 @@ def _initialise(model: nn.Module, config: PretrainedConfig) -> None:
 
 
 def tiny_inputs(model: nn.Module, *, batch: int = 2, seed: int = 0) -> dict[str, Any]:
-    """Keyword arguments for a forward of a tiny model, through text alone where it takes text.
+    """Return keyword arguments for a forward of a tiny model that takes text.
 
     Returns:
         `input_ids` (batch, 12) int64 on the model's device; `inputs_embeds` (batch, 12, hidden)
@@ -190,7 +188,7 @@ def tiny_inputs(model: nn.Module, *, batch: int = 2, seed: int = 0) -> dict[str,
 
 
 def _embedding(model: Any) -> nn.Module | None:
-    """The table of its input tokens; None where the model is fed hidden states."""
+    """Return the table of input tokens; None where the model is fed hidden states."""
     if type(model).__name__ in _FED_HIDDEN_STATES:
         return None
     try:
@@ -200,13 +198,13 @@ def _embedding(model: Any) -> nn.Module | None:
 
 
 def requires_gpu(count: int = 1) -> Callable[[Any], Any]:
-    """Mark a test as needing CUDA devices: `gpu` (or `multi_gpu`), and skipped without them."""
+    """Return a decorator that marks a test `gpu` (or `multi_gpu`) and skips it without devices."""
     import pytest
     import torch
 
     mark = pytest.mark.gpu if count == 1 else pytest.mark.multi_gpu
-    there = torch.cuda.device_count()
-    skip = pytest.mark.skipif(there < count, reason=f"needs {count} CUDA devices, {there} here")
+    here = torch.cuda.device_count()
+    skip = pytest.mark.skipif(here < count, reason=f"needs {count} CUDA devices, {here} here")
 
     def decorate(test: Any) -> Any:
         return mark(skip(test))

@@ -35,7 +35,7 @@ def _quiet() -> None:
 
 
 def text_of(model_type: str) -> tuple[str, str | None, str | None]:
-    """The model type, its file's text (None: no experts), and what went wrong (None: nothing)."""
+    """Return the model type, its file's text (None: no experts), and the error (None: none)."""
     _quiet()
     from tools.registry.describe import describe
 
@@ -49,7 +49,7 @@ def text_of(model_type: str) -> tuple[str, str | None, str | None]:
 
 
 def drift(path: Path, text: str | None) -> str:
-    """A unified diff from the file as it is to `text`; empty where they agree."""
+    """Return a unified diff from the file as it is to `text`; empty where they agree."""
     before = path.read_text(encoding="utf-8") if path.is_file() else ""
     lines = difflib.unified_diff(
         before.splitlines(),

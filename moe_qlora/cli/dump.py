@@ -36,23 +36,24 @@ def dump(
     where there are none, 2 where MODEL cannot be read.
     """
     from ..errors import ConfigError
-    from . import findings, render
+    from . import render, render_dump
+    from .findings import inspect_model
 
     if as_json + peft + yaml > 1:
         raise ConfigError("--json, --peft and --yaml exclude each other; give one of them.")
-    found = findings.inspect_model(
+    findings = inspect_model(
         model,
         kind=None if quant is None else quant.value,
         double_quant=double_quant,
         trust_remote_code=trust_remote_code,
     )
     if as_json:
-        sys.stdout.write(json.dumps(render.as_dict(found), indent=2) + "\n")
-    elif peft and found.layout:
-        sys.stdout.write(render.as_python(found))
-    elif yaml and found.layout:
-        sys.stdout.write(render.as_yaml(found))
+        sys.stdout.write(json.dumps(render_dump.as_dict(findings), indent=2) + "\n")
+    elif peft and findings.layout:
+        sys.stdout.write(render_dump.as_python(findings))
+    elif yaml and findings.layout:
+        sys.stdout.write(render_dump.as_yaml(findings))
     else:
-        render.show(found, render.console(color.value), why=why)
-    if not found.layout:
+        render_dump.show(findings, render.console(color.value), why=why)
+    if not findings.layout:
         raise typer.Exit(NO_EXPERTS)

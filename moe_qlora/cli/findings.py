@@ -1,4 +1,4 @@
-"""What `moe-qlora dump` finds out: a model's layout, what packing saves, and the lists for PEFT."""
+"""Find what `moe-qlora dump` prints: a model's layout, what packing saves, the lists for PEFT."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..packing.skips import skipping_pattern
 
 
 @dataclass(frozen=True)
-class Group:
+class ParamGroup:
     """Expert parameters that differ in nothing but their layer.
 
     Attributes:
@@ -55,7 +55,7 @@ class Findings:
     layout: ModelLayout
     kind: str
     double_quant: bool
-    groups: tuple[Group, ...]
+    groups: tuple[ParamGroup, ...]
     exclude_modules: tuple[str, ...]
     target_parameters: tuple[str, ...]
 
@@ -73,7 +73,7 @@ class Findings:
 def inspect_model(
     model: str, *, kind: str | None, double_quant: bool | None, trust_remote_code: bool
 ) -> Findings:
-    """Build `model` on the meta device and look at it.
+    """Build `model` on the meta device, and detect its experts.
 
     Args:
         model: As `source.resolve` takes it.
@@ -85,17 +85,17 @@ def inspect_model(
         CheckpointError: There is no such model, or it cannot be built.
         ConfigError: Its quantization settings cannot be followed.
     """
-    found = source.resolve(model, trust_remote_code=trust_remote_code)
-    settings = found.settings or CodecSettings("nf4", double_quant=True)
+    named = source.resolve(model, trust_remote_code=trust_remote_code)
+    settings = named.settings or CodecSettings("nf4", double_quant=True)
     kind = kind or settings.kind
     double = settings.double_quant if double_quant is None else double_quant
     codec = CodecSettings(kind, double)
-    built = source.build(found, trust_remote_code=trust_remote_code)
+    built = source.build(named, trust_remote_code=trust_remote_code)
     layout = detect(built)
     groups = _groups(layout, codec, settings.skip_modules)
     packed = [param for group in groups if group.skipped is None for param in group.params]
     return Findings(
-        found,
+        named,
         layout,
         codec.kind,
         codec.double_quant,
@@ -106,7 +106,7 @@ def inspect_model(
 
 
 def exclude_paths(model: nn.Module, params: list[ExpertParam]) -> list[str]:
-    """What `moe_qlora.exclude_modules` will give for `model` once `params` are packed.
+    """Return what `moe_qlora.exclude_modules` will give for `model` once `params` are packed.
 
     For each module that owns one of them: its own path, that of each module inside it, and those
     that the bitsandbytes parametrization will add.
@@ -129,7 +129,7 @@ def exclude_paths(model: nn.Module, params: list[ExpertParam]) -> list[str]:
 
 def _groups(
     layout: ModelLayout, settings: CodecSettings, skip: tuple[str, ...]
-) -> tuple[Group, ...]:
+) -> tuple[ParamGroup, ...]:
     alike: dict[tuple[object, ...], tuple[str | None, list[ExpertParam]]] = {}
     for param in layout.experts:
         skipped = skipping_pattern(param, skip)
@@ -143,5 +143,5 @@ def _groups(
             else packed_nbytes(param.shape, settings)
             for param in params
         )
-        groups.append(Group(params[0].pattern, tuple(params), sum(sizes), skipped))
+        groups.append(ParamGroup(params[0].pattern, tuple(params), sum(sizes), skipped))
     return tuple(groups)

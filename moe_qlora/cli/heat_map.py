@@ -1,4 +1,4 @@
-"""The heat map of `moe-qlora verify --heat-map FILE`; matplotlib comes in when it is drawn."""
+"""Draw the heat map of `moe-qlora verify --heat-map FILE`; only then is matplotlib imported."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..layout import name_pattern
 
 
 def draw(report: VerifyReport, file: Path) -> None:
-    """Write one map for each kind of stack: layers down, experts across, relative error in colour.
+    """Write one map for each kind of expert weight: layers down, experts across, error in colour.
 
     Raises:
-        CheckpointError: No stack of experts was compared.
+        CheckpointError: No expert weights were compared.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -52,17 +52,17 @@ def draw(report: VerifyReport, file: Path) -> None:
 
 
 def grids(errors: tuple[WeightError, ...]) -> dict[str, tuple[list[str], list[list[float]]]]:
-    """By kind of stack, the layers' numbers and a row of experts' errors for each.
+    """Return, for each kind of expert weight, its layers and a row of its experts' errors for each.
 
-    Stacks of one name but of different numbers of experts are told apart.
+    Weights of one name but of different numbers of experts are of different kinds.
     """
-    found: dict[str, tuple[list[str], list[list[float]]]] = {}
+    panels: dict[str, tuple[list[str], list[list[float]]]] = {}
     for error in errors:
         if not error.expert:
             continue
         pattern = f"{name_pattern(error.name)} ({len(error.experts)} experts)"
-        layers, grid = found.setdefault(pattern, ([], []))
+        layers, grid = panels.setdefault(pattern, ([], []))
         numbers = re.findall(r"(?<![^.])\d+(?![^.])", error.name)
         layers.append(".".join(numbers) or "-")
         grid.append(list(error.experts))
-    return found
+    return panels

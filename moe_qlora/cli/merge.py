@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import Float, Quant
+from .options import Float, Quant, bnb_settings
 
 
 def merge(
@@ -72,22 +72,13 @@ def merge(
 
 
 def _config(quant: Quant | None, double_quant: bool, skip: list[str] | None) -> Any:
-    """The `BitsAndBytesConfig` that the options stand for, None without `--quant`."""
+    """Return the settings that the options stand for; None without `--quant`."""
     from ..errors import ConfigError
 
     if quant is None:
         if double_quant or skip:
             raise ConfigError("--double-quant and --skip go with --quant; give the packed type.")
         return None
-    four = quant is not Quant.int8
-    if double_quant and not four:
+    if double_quant and quant is Quant.int8:
         raise ConfigError("--double-quant is for nf4 and fp4; leave it out with int8.")
-    config: dict[str, Any] = {"load_in_4bit": four, "load_in_8bit": not four}
-    if skip:
-        config["llm_int8_skip_modules"] = list(skip)
-    if four:
-        config |= {
-            "bnb_4bit_quant_type": quant.value,
-            "bnb_4bit_use_double_quant": double_quant,
-        }
-    return config
+    return bnb_settings(quant, double_quant, skip)

@@ -1,9 +1,9 @@
-"""Options that several subcommands take."""
+"""Options that several subcommands take, and what they stand for."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,6 +30,20 @@ class Color(StrEnum):
     auto = "auto"
     always = "always"
     never = "never"
+
+
+def bnb_settings(quant: Quant, double_quant: bool, skip: list[str] | None) -> dict[str, Any]:
+    """Return the arguments of the `BitsAndBytesConfig` that the options stand for."""
+    settings: dict[str, Any] = {"load_in_8bit": True}
+    if quant is not Quant.int8:
+        settings = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": quant.value,
+            "bnb_4bit_use_double_quant": double_quant,
+        }
+    if skip:
+        settings["llm_int8_skip_modules"] = skip
+    return settings
 
 
 Model = Annotated[

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from .options import Float, Quant
+from .options import Float, Quant, bnb_settings
 
 
 class Storage(StrEnum):
@@ -56,17 +56,10 @@ def quantize(
 
     from ..checkpoint.quantize import quantize_checkpoint
 
-    settings: dict[str, Any] = {"load_in_8bit": True}
-    if quant != Quant.int8:
-        settings = {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": quant.value,
-            "bnb_4bit_use_double_quant": double_quant,
-            "bnb_4bit_compute_dtype": getattr(torch, compute_dtype.value),
-            "bnb_4bit_quant_storage": getattr(torch, storage.value),
-        }
-    if skip:
-        settings["llm_int8_skip_modules"] = skip
+    settings = bnb_settings(quant, double_quant, skip)
+    if quant is not Quant.int8:
+        settings["bnb_4bit_compute_dtype"] = getattr(torch, compute_dtype.value)
+        settings["bnb_4bit_quant_storage"] = getattr(torch, storage.value)
     manifest = quantize_checkpoint(
         src,
         dst,

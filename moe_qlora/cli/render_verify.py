@@ -1,4 +1,4 @@
-"""How `moe-qlora verify` prints what it found."""
+"""Print what `moe-qlora verify` found."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich.table import Table
 
 from ..checkpoint.verify import VerifyReport, WeightError
 from ..layout import human_bytes, name_pattern
+from .render import table
 
 
 def show(report: VerifyReport, out: Console) -> None:
@@ -30,17 +31,14 @@ def show(report: VerifyReport, out: Console) -> None:
 
 
 def _table(report: VerifyReport) -> Table:
-    table = Table(
-        title=f"{escape(str(report.folder))}: error of {report.kind}, relative (Frobenius)"
+    rows = table(
+        f"{escape(str(report.folder))}: error of {report.kind}, relative (Frobenius)",
+        ("parameter", "count", "shape", "error", "worst", "where", "largest difference"),
+        right=("count", "error", "worst", "largest difference"),
     )
-    for heading in ("parameter", "count", "shape", "error", "worst", "where", "largest difference"):
-        right = heading in ("count", "error", "worst", "largest difference")
-        table.add_column(
-            heading, justify="right" if right else "left", overflow="fold", no_wrap=right
-        )
     for error in report.errors:
         if error.expert:
-            table.add_row(
+            rows.add_row(
                 escape(error.name),
                 "1",
                 "x".join(map(str, error.shape)),
@@ -49,11 +47,11 @@ def _table(report: VerifyReport) -> Table:
                 f"expert {error.worst}",
                 f"{error.max_abs:.3g}",
             )
-    table.add_section()
+    rows.add_section()
     for pattern, errors in _linears(report).items():
         worst = max(errors, key=lambda error: error.relative)
         shapes = {"x".join(map(str, error.shape)) for error in errors}
-        table.add_row(
+        rows.add_row(
             escape(pattern),
             str(len(errors)),
             shapes.pop() if len(shapes) == 1 else "various",
@@ -62,15 +60,15 @@ def _table(report: VerifyReport) -> Table:
             escape(worst.name),
             f"{max(error.max_abs for error in errors):.3g}",
         )
-    return table
+    return rows
 
 
 def _linears(report: VerifyReport) -> dict[str, list[WeightError]]:
-    found: dict[str, list[WeightError]] = {}
+    by_pattern: dict[str, list[WeightError]] = {}
     for error in report.errors:
         if not error.expert:
-            found.setdefault(name_pattern(error.name), []).append(error)
-    return found
+            by_pattern.setdefault(name_pattern(error.name), []).append(error)
+    return by_pattern
 
 
 def _percent(value: float) -> str:

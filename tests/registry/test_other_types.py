@@ -17,8 +17,7 @@ from transformers import initialization
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import moe_qlora
-from moe_qlora import registry
-from moe_qlora.testing import registry_families, tiny_config
+from moe_qlora.testing import registry_families, tiny_config, tiny_model
 
 ROOT = Path(__file__).parents[2]
 OTHERS = sorted(set(CONFIG_MAPPING.keys()) - set(registry_families()))
@@ -103,7 +102,7 @@ def test_text_experts_inside_a_composite_model(outer, inner, tools):
     kwargs[part] = {**tiny_config(inner).to_dict(), "model_type": inner}
     layout = moe_qlora.detect(build(classes.model_class(config_class), config_class(**kwargs)))
 
-    alone = registry.layout(inner, "tiny")
+    alone = moe_qlora.detect(tiny_model(inner, device="meta"))
     assert len(layout) == len(alone) > 0
     for param, expected in zip(layout, alone, strict=True):
         tail = (

@@ -30,7 +30,7 @@ def test_routers_and_shared_experts_are_there(model_type):
     model = tiny_model(model_type, device="meta")
     modules = {name_pattern(name): module for name, module in model.named_modules()}
     weights = {name_pattern(name) for name, _ in model.named_parameters()}
-    owners = {name_pattern(param.module_name) for param in registry.layout(model_type, "tiny")}
+    owners = {param.pattern.rpartition(".")[0] for param in registry.load(model_type).params}
     shared = set()
     for param in registry.load(model_type).params:
         if param.router is not None:

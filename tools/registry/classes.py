@@ -1,4 +1,4 @@
-"""Which model types can hold expert stacks, and the class that a user trains for each."""
+"""Tell which model types can hold fused experts, and the class that a user trains for each."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "Model")
 
 
 def folder_of(config_class: type) -> str:
-    """The folder under transformers' models/ that defines a configuration."""
+    """Return the folder under transformers' models/ that defines a configuration."""
     return config_class.__module__.split(".")[-2]
 
 
 def candidates() -> Iterator[str]:
-    """Model types whose own folder, or a part's, defines an experts class."""
+    """Yield model types whose own folder, or a part's, defines an experts class."""
     folders = {module.split(".")[0] for module in definitions(MODELS)}
     known = sorted(CONFIG_MAPPING.keys())
     direct = {name for name in known if folder_of(CONFIG_MAPPING[name]) in folders}
@@ -45,7 +45,7 @@ def candidates() -> Iterator[str]:
 
 
 def _parts(config_class: Any) -> Iterator[str]:
-    """Model types of the parts that a composite configuration has by default."""
+    """Yield model types of the parts that a composite configuration has by default."""
     if not getattr(config_class, "sub_configs", None):
         return
     try:
@@ -59,20 +59,20 @@ def _parts(config_class: Any) -> Iterator[str]:
 
 
 def model_class(config_class: Any) -> type[PreTrainedModel] | None:
-    """The class to build for a configuration: from the auto mappings, else from its own module."""
+    """Return the class to build: from the auto mappings, else from the configuration's module."""
     composite = "text_config" in (getattr(config_class, "sub_configs", None) or {})
     for name in _MAPPINGS[1:] + _MAPPINGS[:1] if composite else _MAPPINGS:
         mapping = getattr(modeling_auto, name, None)
         if mapping is None or config_class not in mapping:
             continue
-        found = mapping[config_class]
-        return found[0] if isinstance(found, tuple) else found
+        classes = mapping[config_class]
+        return classes[0] if isinstance(classes, tuple) else classes
     modules = [
         importlib.import_module(f"transformers.models.{entry}")
         for entry in definitions(MODELS)
         if entry.split(".")[0] == folder_of(config_class)
     ]
-    classes = [
+    own_classes = [
         item
         for module in modules
         for _, item in inspect.getmembers(module, inspect.isclass)
@@ -81,7 +81,7 @@ def model_class(config_class: Any) -> type[PreTrainedModel] | None:
         and getattr(item, "config_class", None) is config_class
     ]
     for ending in _ENDINGS:
-        for item in classes:
+        for item in own_classes:
             if item.__name__.endswith(ending) and not item.__name__.endswith("PreTrainedModel"):
                 return item
     return None

@@ -1,4 +1,4 @@
-"""What transformers' own source says about expert weights, read without running any model.
+"""Read what transformers' own source says about expert weights, without running any model.
 
 An experts class is one that transformers decorates with `use_experts_implementation`, or one whose
 `__init__` makes an `nn.Parameter` of three or more dimensions whose first is written as a number
@@ -29,17 +29,17 @@ class Definition:
 
     Attributes:
         class_name: Name of the class.
-        stacks: Its parameters that stack expert matrices, in the order of the source.
+        weights: Its parameters that stack expert matrices, in the order of the source.
         biases: Its parameters that hold one vector for each expert.
         flags: `DECORATOR_DEFAULTS` as this class sets them.
         dispatches: Whether it goes through transformers' experts interface.
-        packed_rows: Whether experts are stacked along the rows of a 2-D parameter.
+        packed_rows: Whether experts lie one below the other in a 2-D parameter.
         attributes: Names read from the configuration by the class.
-        roles: Role of a stack where its name does not tell.
+        roles: Role of a weight where its name does not tell.
     """
 
     class_name: str
-    stacks: tuple[str, ...]
+    weights: tuple[str, ...]
     biases: tuple[str, ...] = ()
     flags: dict[str, bool] = field(default_factory=lambda: dict(DECORATOR_DEFAULTS))
     dispatches: bool = False
@@ -52,29 +52,29 @@ class Definition:
 UNUSUAL: dict[str, dict[str, object]] = {
     # (E * ffn, hidden): `w2` is used as it lies, `w1` and `v1` transposed.
     "DbrxExpertGLU": {
-        "stacks": ("w1", "v1", "w2"),
+        "weights": ("w1", "v1", "w2"),
         "packed_rows": True,
         "roles": {"w1": "gate", "v1": "up", "w2": "down"},
     },
-    # One stack on each module: what it does is told by the name that its owner gives the module.
-    "JetMoeParallelExperts": {"stacks": ("weight",)},
+    # One weight on each module: what it does is told by the name that its owner gives the module.
+    "JetMoeParallelExperts": {"weights": ("weight",)},
     # Computes `input @ weight` and says so nowhere.
     "Llama4TextExperts": {"flags": {"is_transposed": True}},
 }
 
 
 def _parameters(node: ast.ClassDef) -> Iterator[tuple[str, list[str]]]:
-    """Name and written sizes of every `self.<name> = nn.Parameter(torch.<make>(sizes...))`."""
+    """Yield name and sizes of every `self.<name> = nn.Parameter(torch.<make>(sizes...))`."""
     for item in ast.walk(node):
         if not (isinstance(item, ast.Assign) and isinstance(item.value, ast.Call)):
             continue
         target, call = item.targets[0], item.value
         if not (isinstance(target, ast.Attribute) and ast.unparse(call.func).endswith("Parameter")):
             continue
-        made = call.args[0] if call.args else None
-        if not isinstance(made, ast.Call):
+        constructor = call.args[0] if call.args else None
+        if not isinstance(constructor, ast.Call):
             continue
-        sizes: list[ast.expr] = list(made.args)
+        sizes: list[ast.expr] = list(constructor.args)
         if len(sizes) == 1 and isinstance(sizes[0], ast.Tuple | ast.List):
             sizes = list(sizes[0].elts)
         yield target.attr, [ast.unparse(size) for size in sizes]
@@ -106,21 +106,21 @@ def _definition(node: ast.ClassDef) -> Definition | None:
     parameters = list(_parameters(node))
     flags = _decorator_flags(node)
     unusual = UNUSUAL.get(node.name, {})
-    stacks = [
+    weights = [
         name
         for name, sizes in parameters
         if len(sizes) >= 3 and (flags is not None or "experts" in sizes[0])
     ]
-    stacks = list(unusual.get("stacks", stacks))  # type: ignore[call-overload]
-    if not stacks:
+    weights = list(unusual.get("weights", weights))  # type: ignore[call-overload]
+    if not weights:
         return None
-    biases = [name for name, sizes in parameters if name not in stacks and len(sizes) == 2]
+    biases = [name for name, sizes in parameters if name not in weights and len(sizes) == 2]
     merged = {**DECORATOR_DEFAULTS, **(flags or {}), **unusual.get("flags", {})}  # type: ignore[dict-item]
     if flags is None:
         merged["has_bias"] = bool(biases)
     return Definition(
         class_name=node.name,
-        stacks=tuple(stacks),
+        weights=tuple(weights),
         biases=tuple(biases),
         flags=merged,
         dispatches=flags is not None,
@@ -132,8 +132,8 @@ def _definition(node: ast.ClassDef) -> Definition | None:
 
 @cache
 def definitions(models: Path) -> dict[str, dict[str, Definition]]:
-    """Every experts class under transformers' `models` folder: module folder -> class -> entry."""
-    found: dict[str, dict[str, Definition]] = {}
+    """Return every experts class under transformers' `models`: module -> class -> definition."""
+    by_module: dict[str, dict[str, Definition]] = {}
     for path in sorted(models.glob("*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
         if "xpert" not in text:
@@ -141,12 +141,12 @@ def definitions(models: Path) -> dict[str, dict[str, Definition]]:
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef) and (entry := _definition(node)) is not None:
                 module = f"{path.parent.name}.{path.stem}"
-                found.setdefault(module, {})[node.name] = entry
-    return found
+                by_module.setdefault(module, {})[node.name] = entry
+    return by_module
 
 
 def definition_of(module: object, models: Path) -> Definition | None:
-    """The definition of a live module's class or of the nearest base that has one."""
+    """Return the definition of a live module's class, or of the nearest base that has one."""
     known = definitions(models)
     for base in type(module).__mro__:
         folder = ".".join(base.__module__.split(".")[-2:])

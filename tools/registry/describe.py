@@ -1,4 +1,4 @@
-"""One model type, described: its expert stacks, and what surrounds them, as plain JSON values."""
+"""Describe one model type in plain JSON values: its expert weights, and what surrounds them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_qlora.layout import name_pattern
+from moe_qlora.registry import FORMAT_VERSION
 
 from .checkpoints import CHECKPOINTS
 from .classes import MODELS, model_class
 from .definitions import Definition, definition_of
 from .tiny import TINY_EXPERTS, default_of, published_kwargs, tiny_kwargs
 
-FORMAT_VERSION = 1
 _ROUTER_NAMES = ("router", "gate")
 _ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
 
 
 @dataclass(frozen=True)
-class Stack:
-    """One expert stack of a built model."""
+class ExpertWeight:
+    """One fused expert weight of a built model."""
 
     name: str
     owner: nn.Module
@@ -51,7 +51,7 @@ class Stack:
 
 
 def build(model_type: str, kwargs: dict[str, Any]) -> PreTrainedModel:
-    """The model on the meta device, tied as `from_pretrained` would tie it."""
+    """Return the model on the meta device, tied as `from_pretrained` would tie it."""
     config_class = CONFIG_MAPPING[model_type]
     maker = model_class(config_class)
     if maker is None:
@@ -62,44 +62,44 @@ def build(model_type: str, kwargs: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-def stacks_of(model: nn.Module) -> list[Stack]:
-    """Expert stacks in the model's own order; tied ones once, with their other names."""
+def expert_weights(model: nn.Module) -> list[ExpertWeight]:
+    """Return expert weights in the model's own order; tied ones once, with their other names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    found: dict[int, Stack] = {}
+    weights: dict[int, ExpertWeight] = {}
     for owner_name, owner in model.named_modules():
         definition = definition_of(owner, MODELS)
-        for parameter_name in definition.stacks if definition else ():
+        for parameter_name in definition.weights if definition else ():
             assert definition is not None
             parameter = owner.get_parameter(parameter_name)
-            if id(parameter) in found:
+            if id(parameter) in weights:
                 continue
             first, *others = names[id(parameter)]
-            found[id(parameter)] = Stack(
+            weights[id(parameter)] = ExpertWeight(
                 first, owner, owner_name, definition, tuple(parameter.shape), tuple(others)
             )
-    return list(found.values())
+    return list(weights.values())
 
 
-def _role(stack: Stack) -> str:
-    """What the stack does, from its own name or from the name that its owner has."""
-    if stack.parameter in stack.definition.roles:
-        return stack.definition.roles[stack.parameter]
+def _role(weight: ExpertWeight) -> str:
+    """Return what the weight does, by its own name or by the name of its owner."""
+    if weight.parameter in weight.definition.roles:
+        return weight.definition.roles[weight.parameter]
     by_name = {"gate_up_proj": "gate_up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-    if stack.parameter in by_name:
-        return by_name[stack.parameter]
-    owner = stack.owner_name.rpartition(".")[2]
+    if weight.parameter in by_name:
+        return by_name[weight.parameter]
+    owner = weight.owner_name.rpartition(".")[2]
     if owner == "output_linear":
         return "down"
     # JetMoE: the input projection of its feed-forward experts holds both halves of a gated unit,
     # that of its attention experts is a plain query projection.
-    return "up" if "attention" in stack.owner_name else "gate_up"
+    return "up" if "attention" in weight.owner_name else "gate_up"
 
 
-def _config_of(stack: Stack, model: PreTrainedModel) -> tuple[str, Any]:
-    """Path in the configuration of the part that the stack belongs to ("" for the whole)."""
-    parts = stack.owner_name.split(".")
+def _config_of(weight: ExpertWeight, model: PreTrainedModel) -> tuple[str, Any]:
+    """Return the part of the configuration that the weight belongs to, and its path ("": whole)."""
+    parts = weight.owner_name.split(".")
     for length in range(len(parts), -1, -1):
         module = model.get_submodule(".".join(parts[:length]))
         config = getattr(module, "config", None)
@@ -123,24 +123,24 @@ def _walk(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def integers(config: Any) -> dict[str, int]:
-    """Integer attributes of a configuration, with lists as `name[i]` and parts as `part.name`."""
-    found: dict[str, int] = {}
+    """Return integer attributes of a configuration, lists as `name[i]`, parts as `part.name`."""
+    values: dict[str, int] = {}
     for name, value in sorted(vars(config).items()):
         if name.startswith("_") or isinstance(value, bool):
             continue
         if isinstance(value, int):
-            found[name] = value
+            values[name] = value
         elif isinstance(value, list | tuple) and len(value) <= 4:
-            found |= {f"{name}[{i}]": v for i, v in enumerate(value) if type(v) is int}
+            values |= {f"{name}[{i}]": v for i, v in enumerate(value) if type(v) is int}
         elif name in (getattr(config, "sub_configs", None) or {}) and value is not None:
-            found |= {f"{name}.{key}": v for key, v in integers(value).items()}
-    return found
+            values |= {f"{name}.{key}": v for key, v in integers(value).items()}
+    return values
 
 
 def symbol(
     sizes: list[int], values: list[dict[str, int]], preferred: tuple[str, ...]
 ) -> str | None:
-    """How one size follows from the configuration, the same in every build; None if in no way.
+    """Return how one size follows from the configuration in every build; None if it does not.
 
     Args:
         sizes: The size in each build.
@@ -151,16 +151,16 @@ def symbol(
     names.sort(key=lambda name: (*_rank(name, preferred), name))
 
     def fits(value: Any) -> bool:
-        return all(value(held) == size for held, size in zip(values, sizes, strict=True))
+        return all(value(config) == size for config, size in zip(values, sizes, strict=True))
 
     for factor in (1, 2):
         for name in names:
-            if fits(lambda held, n=name, f=factor: f * held[n]):
+            if fits(lambda config, n=name, f=factor: f * config[n]):
                 return name if factor == 1 else f"{factor}*{name}"
     sized = [name for name in names if _rank(name, preferred)[0] < 2]
     for first, second in combinations_with_replacement(sized, 2):
         for sign, combine in (("*", int.__mul__), ("+", int.__add__)):
-            if fits(lambda held, a=first, b=second, c=combine: c(held[a], held[b])):
+            if fits(lambda config, a=first, b=second, c=combine: c(config[a], config[b])):
                 return f"{first}{sign}{second}"
     return None
 
@@ -174,7 +174,7 @@ def _rank(name: str, preferred: tuple[str, ...]) -> tuple[int, int]:
 
 
 def _ranges(indices: list[int]) -> str:
-    """`0-3,5` for [0, 1, 2, 3, 5]."""
+    """Return `0-3,5` for [0, 1, 2, 3, 5]."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][1] + 1:
@@ -188,13 +188,13 @@ def _numbers(name: str) -> tuple[int, ...]:
     return tuple(int(part) for part in name.split(".") if part.isdigit())
 
 
-def instances(stacks: list[Stack]) -> dict[str, Any]:
-    """Where the stacks of one pattern are and how large: shape -> the numbers at `*`."""
+def instances(weights: list[ExpertWeight]) -> dict[str, Any]:
+    """Return where the weights of one pattern are, and how large: shape -> the numbers at `*`."""
     groups: dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]] = {}
-    for stack in stacks:
-        groups.setdefault((stack.shape, stack.num_experts), []).append(_numbers(stack.name))
+    for weight in weights:
+        groups.setdefault((weight.shape, weight.num_experts), []).append(_numbers(weight.name))
     return {
-        "count": len(stacks),
+        "count": len(weights),
         "groups": [
             {
                 "experts": experts,
@@ -208,16 +208,17 @@ def instances(stacks: list[Stack]) -> dict[str, Any]:
     }
 
 
-def by_pattern(stacks: list[Stack]) -> dict[str, list[Stack]]:
-    found: dict[str, list[Stack]] = {}
-    for stack in stacks:
-        found.setdefault(name_pattern(stack.name), []).append(stack)
-    return found
+def by_pattern(weights: list[ExpertWeight]) -> dict[str, list[ExpertWeight]]:
+    """Return the weights by their name with `*` for numbers."""
+    grouped: dict[str, list[ExpertWeight]] = {}
+    for weight in weights:
+        grouped.setdefault(name_pattern(weight.name), []).append(weight)
+    return grouped
 
 
-def _router(stack: Stack, model: nn.Module) -> dict[str, Any] | None:
-    """The router nearest to an experts module: beside it, or beside what holds it."""
-    parts = stack.owner_name.split(".")
+def _router(weight: ExpertWeight, model: nn.Module) -> dict[str, Any] | None:
+    """Return the router nearest to an experts module: beside it, or beside what holds it."""
+    parts = weight.owner_name.split(".")
     for length in range(len(parts) - 1, max(len(parts) - 4, -1), -1):
         prefix = ".".join(parts[:length])
         for name, child in model.get_submodule(prefix).named_children():
@@ -234,7 +235,7 @@ def _router(stack: Stack, model: nn.Module) -> dict[str, Any] | None:
 
 
 def _router_weight(router: nn.Module, name: str) -> str:
-    """The last Linear layer of a router, which scores the experts, or its bare parameter."""
+    """Return the last Linear layer of a router, which scores the experts, or its parameter."""
     linears = [path for path, module in router.named_modules() if isinstance(module, nn.Linear)]
     if linears:
         return f"{name}.{linears[-1]}".rstrip(".")
@@ -242,9 +243,9 @@ def _router_weight(router: nn.Module, name: str) -> str:
     return f"{name}.{bare[0]}"
 
 
-def _shared(stack: Stack, model: nn.Module) -> dict[str, Any]:
-    """The shared experts of a stack's block: beside the stack, or beside what holds it."""
-    parts = stack.owner_name.split(".")
+def _shared(weight: ExpertWeight, model: nn.Module) -> dict[str, Any]:
+    """Return the shared experts beside a weight's module, or beside what holds it."""
+    parts = weight.owner_name.split(".")
     for length in range(len(parts) - 1, max(len(parts) - 3, -1), -1):
         prefix = ".".join(parts[:length])
         for name, child in model.get_submodule(prefix).named_children():
@@ -257,33 +258,35 @@ def _shared(stack: Stack, model: nn.Module) -> dict[str, Any]:
     return {"kind": "none", "module": None}
 
 
-def _checkpoint_keys(stack: Stack, model: PreTrainedModel, siblings: list[Stack]) -> dict[str, Any]:
-    """Keys that hold the stack in a checkpoint: what `save_pretrained` would write."""
+def _checkpoint_keys(
+    weight: ExpertWeight, model: PreTrainedModel, siblings: list[ExpertWeight]
+) -> dict[str, Any]:
+    """Return the keys of the weight in a checkpoint, as `save_pretrained` would write them."""
     # Of tied names a checkpoint holds the one that the others are tied to.
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    block = [s for s in siblings if _numbers(s.name) == _numbers(stack.name)]
-    for group in ([stack], block):
+    block = [s for s in siblings if _numbers(s.name) == _numbers(weight.name)]
+    for group in ([weight], block):
         state = {tied.get(s.name, s.name): torch.empty(s.shape, device="meta") for s in group}
         try:
             written = revert_weight_conversion(model, state)
-        except Exception:  # noqa: BLE001 - some conversions want all stacks of a block at once
+        except Exception:  # noqa: BLE001 - some conversions want all weights of a block at once
             continue
         keys = sorted({name_pattern(key) for key in written})
         per_expert = len(written) > len(keys)
         return {
             "keys": keys,
             "layout": "per expert" if per_expert else "fused",
-            "together_with": [name_pattern(s.name) for s in group if s is not stack],
+            "together_with": [name_pattern(s.name) for s in group if s is not weight],
         }
     return {"keys": [], "layout": "unknown", "together_with": []}
 
 
 def _entry(
     pattern: str,
-    tiny: list[Stack],
-    published: list[Stack],
+    tiny: list[ExpertWeight],
+    published: list[ExpertWeight],
     models: tuple[PreTrainedModel, PreTrainedModel | None],
-    everything: list[Stack],
+    everything: list[ExpertWeight],
 ) -> dict[str, Any]:
     first, model = tiny[0], models[0]
     path, config = _config_of(first, model)
@@ -318,15 +321,15 @@ def _entry(
     }
 
 
-def _transposed(stack: Stack) -> bool | None:
-    if not stack.definition.packed_rows:
-        return stack.definition.flags["is_transposed"]
+def _transposed(weight: ExpertWeight) -> bool | None:
+    if not weight.definition.packed_rows:
+        return weight.definition.flags["is_transposed"]
     # Rows of one expert are its intermediate features: out for the inputs, in for the output.
-    return _role(stack) == "down"
+    return _role(weight) == "down"
 
 
 def describe(model_type: str) -> dict[str, Any] | None:
-    """Everything that a registry file says about a model type; None where it holds no experts.
+    """Return everything that a registry file says about a model type; None without experts.
 
     Raises:
         Exception: Whatever transformers raises where the tiny model cannot be built.
@@ -337,7 +340,7 @@ def describe(model_type: str) -> dict[str, Any] | None:
         return None
     kwargs = tiny_kwargs(config_class, default_of(config_class), TINY_EXPERTS)
     model = build(model_type, kwargs)
-    tiny = by_pattern(stacks_of(model))
+    tiny = by_pattern(expert_weights(model))
     if not tiny:
         return None
     full_kwargs = published_kwargs(config_class, default_of(config_class))
@@ -346,16 +349,16 @@ def describe(model_type: str) -> dict[str, Any] | None:
         full: PreTrainedModel | None = build(model_type, full_kwargs)
     except Exception as error:  # noqa: BLE001 - the registry says why, whatever it is
         full, reason = None, f"{type(error).__name__}: {error}".splitlines()[0]
-    published = by_pattern(stacks_of(full)) if full is not None else {}
+    published = by_pattern(expert_weights(full)) if full is not None else {}
     if full is not None and not published:
         reason = "the default configuration has no experts"
-    everything = [stack for group in tiny.values() for stack in group]
+    everything = [weight for group in tiny.values() for weight in group]
     return {
         "class": maker.__name__,
         "checkpoints": CHECKPOINTS.get(model_type, {}),
         "experts": [
-            _entry(pattern, stacks, published.get(pattern, []), (model, full), everything)
-            for pattern, stacks in tiny.items()
+            _entry(pattern, weights, published.get(pattern, []), (model, full), everything)
+            for pattern, weights in tiny.items()
         ],
         "format_version": FORMAT_VERSION,
         "model_type": model_type,
@@ -364,7 +367,7 @@ def describe(model_type: str) -> dict[str, Any] | None:
             "reason": reason,
             "sizes": integers(full.config) if full is not None else {},
         },
-        "tied": any(stack.aliases for stack in everything),
+        "tied": any(weight.aliases for weight in everything),
         "tiny_config": kwargs,
         "transformers": transformers.__version__,
     }

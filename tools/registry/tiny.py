@@ -1,4 +1,4 @@
-"""Small configurations: the same sizes for every architecture, and what some need besides.
+"""Make small configurations: the same sizes for every architecture, and what some need besides.
 
 A tiny configuration keeps the published defaults for everything that is not a size, so that each
 architecture keeps its own layout, and is small enough to build and run on a CPU in milliseconds.
@@ -217,7 +217,7 @@ OPTIONAL = ("head_dim", "q_lora_rank", "shared_intermediate_size", "sliding_wind
 
 
 def _read(default: Any, name: str) -> Any:
-    """An attribute of a default configuration; the first layer's where layers may differ."""
+    """Return an attribute of a default configuration; the first layer's where layers differ."""
     try:
         return getattr(default, name, None)
     except AttributeError:
@@ -231,7 +231,7 @@ def _fields(config_class: Any) -> set[str]:
 
 
 def tiny_kwargs(config_class: Any, default: Any, experts: int) -> dict[str, Any]:
-    """Keyword arguments of a small configuration of this class, sub-configurations included."""
+    """Return keyword arguments of a small configuration, sub-configurations included."""
     fields = _fields(config_class)
     kwargs: dict[str, Any] = {
         name: value
@@ -270,15 +270,15 @@ def tiny_kwargs(config_class: Any, default: Any, experts: int) -> dict[str, Any]
 
 
 def _merged(kwargs: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    both = dict(kwargs)
+    merged = dict(kwargs)
     for name, value in more.items():
-        held = both.get(name)
-        both[name] = _merged(held, value) if isinstance(held, dict) else value
-    return both
+        part = merged.get(name)
+        merged[name] = _merged(part, value) if isinstance(part, dict) else value
+    return merged
 
 
 def default_of(config_class: Any) -> Any:
-    """The default configuration, or the class itself where its defaults do not validate."""
+    """Return the default configuration, or the class where its defaults do not validate."""
     try:
         return config_class()
     except Exception:  # noqa: BLE001 - any validator may object
@@ -286,7 +286,7 @@ def default_of(config_class: Any) -> Any:
 
 
 def published_kwargs(config_class: Any, default: Any) -> dict[str, Any]:
-    """Keyword arguments that make the default configuration one of a model with experts."""
+    """Return keyword arguments that make the default configuration one of a model with experts."""
     kwargs: dict[str, Any] = dict(PUBLISHED.get(config_class.model_type, {}))
     for name, sub_class in (getattr(config_class, "sub_configs", None) or {}).items():
         sub = _read(default, name)
@@ -297,8 +297,8 @@ def published_kwargs(config_class: Any, default: Any) -> dict[str, Any]:
         if not inner:
             continue
         if sub is not None:
-            held = {k: v for k, v in sub.to_diff_dict().items() if k in _fields(actual)}
-            inner = _merged(held, inner)
+            changed = {k: v for k, v in sub.to_diff_dict().items() if k in _fields(actual)}
+            inner = _merged(changed, inner)
         if sub_class.__name__ == "AutoConfig":
             inner["model_type"] = actual.model_type
         kwargs[name] = _merged(kwargs.get(name, {}), inner)

@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
 
 import moe_qlora
-from moe_qlora.cli import render
+from moe_qlora.cli import render_dump
 from moe_qlora.cli.app import run
 from moe_qlora.layout import human_bytes
 from moe_qlora.packing.settings import CodecSettings
@@ -146,8 +146,8 @@ def test_python_and_yaml_say_the_same(cli, folder):
 )
 def test_folding(numbers, runs):
     names = (*(f"a.{i}.b.0.c" for i in numbers), "plain", "x.y")
-    assert render._runs(numbers) == runs
-    folded = render._folded(names)
+    assert render_dump._runs(numbers) == runs
+    folded = render_dump._folded(names)
     assert sorted(eval(f"[{', '.join(folded)}]")) == sorted(names)
     assert len(folded) == len(runs) + 2
 

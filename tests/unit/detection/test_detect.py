@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -39,6 +40,20 @@ def loop(
     return out
 
 
+def routed(x: torch.Tensor, router: Callable, one: Callable, k: int = 2) -> torch.Tensor:
+    """Each token through `one(tokens, expert)` of the k experts that the router scores highest."""
+    rows = x.reshape(-1, x.shape[-1])
+    weights, index = route(router(rows), k)
+    return loop(rows, weights, index, one).view(x.shape)
+
+
+def gated(t: torch.Tensor, enter: torch.Tensor, leave: torch.Tensor, *biases) -> torch.Tensor:
+    """One gated expert: `(2 I, H)` in, `(H, I)` out."""
+    first, second = biases or (None, None)
+    gate, up = F.linear(t, enter, first).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, leave, second)
+
+
 # --- experts, in many styles
 
 
@@ -54,15 +69,10 @@ class FusedGated(nn.Module):
         self.d = P(experts, hidden)
 
     def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, shape[-1])
-        w, i = route(F.linear(x, self.kernel))
-
         def one(t, e):
-            gate, up = F.linear(t, self.a[e], self.c[e]).chunk(2, -1)
-            return F.linear(F.silu(gate) * up, self.b[e], self.d[e])
+            return gated(t, self.a[e], self.b[e], self.c[e], self.d[e])
 
-        return loop(x, w, i, one).reshape(shape)
+        return routed(x, lambda rows: F.linear(rows, self.kernel), one)
 
 
 class SeparateThree(nn.Module):
@@ -76,12 +86,10 @@ class SeparateThree(nn.Module):
         self.choose = nn.Linear(H, E, bias=False)
 
     def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
-        w, i = route(self.choose(x))
-        return loop(
-            x, w, i, lambda t, e: (F.gelu(t @ self.k[e]) * (t @ self.q[e])) @ self.position_table[e]
-        ).view(shape)
+        def one(t, e):
+            return (F.gelu(t @ self.k[e]) * (t @ self.q[e])) @ self.position_table[e]
+
+        return routed(x, self.choose, one)
 
 
 class NonGated(nn.Module):
@@ -117,13 +125,15 @@ class SquareNonGated(nn.Module):
         self.router = nn.Linear(H, E)
 
     def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
-        w, i = route(self.router(x), 1)
-        turn = (lambda m: m) if self.flip else (lambda m: m.t())
-        return loop(
-            x, w, i, lambda t, e: torch.relu(t @ turn(self.one[e])) @ turn(self.two[e])
-        ).view(shape)
+        def one(t, e):
+            first, second = self.one[e], self.two[e]
+            return (
+                t.matmul(first).relu() @ second
+                if self.flip
+                else (t @ first.t()).relu() @ second.t()
+            )
+
+        return routed(x, self.router, one, 1)
 
 
 class SingleStack(nn.Module):
@@ -189,10 +199,7 @@ class FlatBlock(nn.Module):
         self.switch = nn.Linear(H, E, bias=False)
 
     def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
-        w, i = route(self.switch(x))
-        return loop(x, w, i, self.inner).view(shape)
+        return routed(x, self.switch, self.inner)
 
 
 class FourD(nn.Module):
@@ -205,16 +212,12 @@ class FourD(nn.Module):
         self.router = nn.Linear(H, E)
 
     def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
-        w, i = route(self.router(x))
-
         def one(t, e):
             return F.linear(
                 F.silu(F.linear(t, self.enter[e, 0])) * F.linear(t, self.enter[e, 1]), self.leave[e]
             )
 
-        return loop(x, w, i, one).view(shape)
+        return routed(x, self.router, one)
 
 
 class SharedStack(nn.Module):
@@ -241,15 +244,7 @@ class OneExpert(nn.Module):
         self.v = P(1, H, I)
 
     def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
-        w, i = route(self.router(x), 1)
-
-        def one(t, e):
-            gate, up = F.linear(t, self.w[e]).chunk(2, -1)
-            return F.linear(F.silu(gate) * up, self.v[e])
-
-        return loop(x, w, i, one).view(shape)
+        return routed(x, self.router, lambda t, e: gated(t, self.w[e], self.v[e]), 1)
 
 
 class ZeroExperts(nn.Module):
@@ -262,17 +257,12 @@ class ZeroExperts(nn.Module):
         self.v = P(E, H, I)
 
     def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
-        w, i = route(self.router(x))
-
         def one(t, e):
             if e >= E:
                 return t
-            gate, up = F.linear(t, self.w[e]).chunk(2, -1)
-            return F.linear(F.silu(gate) * up, self.v[e])
+            return gated(t, self.w[e], self.v[e])
 
-        return loop(x, w, i, one).view(shape)
+        return routed(x, self.router, one)
 
 
 class RankShare(nn.Module):
@@ -355,12 +345,8 @@ class SwitchedBase(nn.Module):
         shape = x.shape
         x = x.reshape(-1, H)
         w, i = route(self.router(x))
-
-        def one(t, e):
-            gate, up = F.linear(t, self.u[e]).chunk(2, -1)
-            return F.linear(F.silu(gate) * up, self.v[e])
-
-        return self.wide(loop(self.narrow(x), w, i, one)).view(shape)
+        y = loop(self.narrow(x), w, i, lambda t, e: gated(t, self.u[e], self.v[e]))
+        return self.wide(y).view(shape)
 
 
 class AttentionExperts(nn.Module):
@@ -405,17 +391,13 @@ class LayersInOne(nn.Module):
         self.enter, self.leave = P(3, E, 2 * I, H), P(3, E, H, I)
 
     def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
         for layer in range(3):
-            w, i = route(F.linear(x, self.routers[layer]))
 
             def one(t, e, layer=layer):
-                gate, up = F.linear(t, self.enter[layer, e]).chunk(2, -1)
-                return F.linear(F.silu(gate) * up, self.leave[layer, e])
+                return gated(t, self.enter[layer, e], self.leave[layer, e])
 
-            x = x + loop(x, w, i, one)
-        return x.view(shape)
+            x = x + routed(x, partial(F.linear, weight=self.routers[layer]), one)
+        return x
 
 
 class RoutersApart(nn.Module):
@@ -429,17 +411,9 @@ class RoutersApart(nn.Module):
             pool.x, pool.y = P(E, 2 * I, H), P(E, H, I)
 
     def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
         for choose, pool in zip(self.choosers, self.pools, strict=True):
-            w, i = route(choose(x))
-
-            def one(t, e, pool=pool):
-                gate, up = F.linear(t, pool.x[e]).chunk(2, -1)
-                return F.linear(F.silu(gate) * up, pool.y[e])
-
-            x = x + loop(x, w, i, one)
-        return x.view(shape)
+            x = x + routed(x, choose, lambda t, e, pool=pool: gated(t, pool.x[e], pool.y[e]))
+        return x
 
 
 # --- traps
@@ -536,12 +510,10 @@ class LoraBank(nn.Module):
         self.task = nn.Linear(H, E)
 
     def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
-        w, i = route(self.task(x))
-        return (
-            self.base(x) + loop(x, w, i, lambda t, e: t @ self.lora_a[e].t() @ self.lora_b[e].t())
-        ).view(shape)
+        def one(t, e):
+            return t @ self.lora_a[e].t() @ self.lora_b[e].t()
+
+        return self.base(x) + routed(x, self.task, one)
 
 
 class ExpertsWithLora(nn.Module):
@@ -555,15 +527,11 @@ class ExpertsWithLora(nn.Module):
         self.router = nn.Linear(H, E)
 
     def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
-        w, i = route(self.router(x))
-
         def one(t, e):
             gate, up = (F.linear(t, self.u[e]) + t @ self.u_a[e].t() @ self.u_b[e].t()).chunk(2, -1)
             return F.linear(F.silu(gate) * up, self.d[e])
 
-        return loop(x, w, i, one).view(shape)
+        return routed(x, self.router, one)
 
 
 class RouterStack(nn.Module):
@@ -673,7 +641,8 @@ class Wrap(nn.Module):
         self.head = nn.Linear(H, 31, bias=False)
 
 
-def found(model: nn.Module) -> set[str]:
+def checked_names(model: nn.Module) -> set[str]:
+    """The names of the expert parameters, after checks that hold for every layout."""
     layout = moe_qlora.detect(model)
     names = {p.name for p in layout.experts}
     for r in layout.rejected:
@@ -740,18 +709,13 @@ TRAPS = [
 def test_experts_are_found(block, args, expected):
     model = Wrap(block, *args)
     names = {f"layers.{i}.x.{n}" for i in range(2) for n in expected}
-    assert found(model) == names
+    assert checked_names(model) == names
     layout = moe_qlora.detect(model)
     for p in layout.experts:
         assert p.transposed is expected[p.name.split(".x.", 1)[1]], (p.name, p.orientation_evidence)
         if p.transposed is not None:
             layers = p.shape[0] if block is LayersInOne else 1
             assert p.in_features * p.out_features * p.num_experts * layers == p.numel
-
-
-@pytest.mark.parametrize("block", TRAPS)
-def test_traps_are_left_alone(block):
-    assert found(Wrap(block)) == set()
 
 
 @pytest.mark.parametrize(
@@ -767,8 +731,8 @@ def test_meta_gives_the_same_answer(block):
 
 def test_alone_without_layers():
     """The block itself, not in a model."""
-    assert found(FusedGated()) == {"a", "b"}
-    assert found(DepthDecoder()) == set()
+    assert checked_names(FusedGated()) == {"a", "b"}
+    assert checked_names(DepthDecoder()) == set()
 
 
 def test_tied_stacks_are_one_entry_with_aliases():
@@ -852,11 +816,11 @@ def test_integer_stacks_are_rejected_with_their_dtype():
     assert "uint8" in next(r.reason for r in layout.rejected if r.name == "a")
 
 
-def test_shadow_allocates_nothing_of_a_stack(monkeypatch):
+def test_a_dry_run_allocates_nothing_of_a_weight():
     """A block with 64 GiB of experts on meta is judged without touching their memory."""
     with torch.device("meta"):
         model = FusedGated(hidden=8192, inner=8192, experts=160)
-    assert found(model) == {"a", "b"}
+    assert checked_names(model) == {"a", "b"}
 
 
 # --- routing that ranks nothing, blocks kept in dicts, low-rank factors of other shapes
@@ -946,15 +910,11 @@ class LoraOfFeedForward(nn.Module):
         self.router = nn.Linear(H, E)
 
     def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
-        w, i = route(self.router(x))
-
         def one(t, e):
             h = F.gelu(self.up(t) + t @ self.ua[e].t() @ self.ub[e].t())
             return self.down(h) + h @ self.da[e].t() @ self.db[e].t()
 
-        return loop(x, w, i, one).view(shape)
+        return routed(x, self.router, one)
 
 
 class OpaqueLoraOfFeedForward(LoraOfFeedForward):
@@ -1045,12 +1005,13 @@ class SelectedKeys(nn.Module):
     ],
 )
 def test_experts_of_unusual_routers_are_found(block, names):
-    assert found(Wrap(block)) == {f"layers.{i}.x.{n}" for i in range(2) for n in names}
+    assert checked_names(Wrap(block)) == {f"layers.{i}.x.{n}" for i in range(2) for n in names}
 
 
 @pytest.mark.parametrize(
     ("block", "args"),
     [
+        *((block, ()) for block in TRAPS),
         (WideLora, ()),
         (LoraOfFeedForward, (2 * H,)),
         (LoraOfFeedForward, (3 * H,)),
@@ -1062,8 +1023,8 @@ def test_experts_of_unusual_routers_are_found(block, names):
         (SelectedKeys, ()),
     ],
 )
-def test_more_traps_are_left_alone(block, args):
-    assert found(Wrap(block, *args)) == set()
+def test_traps_are_left_alone(block, args):
+    assert checked_names(Wrap(block, *args)) == set()
 
 
 def test_images_are_tokens_too():
@@ -1084,7 +1045,7 @@ def test_what_a_forward_prints_stays_inside(capsys):
             print("hello")
             return super().forward(x)
 
-    assert found(Loud()) == {"a", "b"}
+    assert checked_names(Loud()) == {"a", "b"}
     assert capsys.readouterr().out == ""
 
 
@@ -1093,7 +1054,7 @@ def test_a_forward_that_exits_does_not_end_the_program():
         def forward(self, x):
             raise SystemExit(3)
 
-    assert found(Leaves()) == {"position_table", "q", "k"}
+    assert checked_names(Leaves()) == {"position_table", "q", "k"}
 
 
 @pytest.mark.parametrize("thing", [None, "model", FusedGated])

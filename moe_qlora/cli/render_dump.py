@@ -1,0 +1,237 @@
+"""Print what `moe-qlora dump` found: as a table, JSON, Python or YAML."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+
+from ..layout import ExpertParam, human_bytes, name_pattern
+from .findings import Findings, ParamGroup
+from .render import table
+
+
+def orientation(param: ExpertParam) -> str:
+    """Return `(E, out, in)`, `(E, in, out)` or `unknown`."""
+    return {False: "(E, out, in)", True: "(E, in, out)", None: "unknown"}[param.transposed]
+
+
+def setting(findings: Findings) -> str:
+    """Return the packed type in words: `nf4, double quantization`."""
+    return findings.kind + (", double quantization" if findings.double_quant else "")
+
+
+def show(findings: Findings, out: Console, *, why: bool = False) -> None:
+    """Print the table, the totals, the lists for PEFT and the notes; with `why` the evidence."""
+    for note in findings.source.notes:
+        out.print(f"[yellow]note:[/] {escape(note)}")
+    if not findings.layout:
+        out.print(
+            f"{escape(findings.source.label)}: no fused expert parameters "
+            f"({len(findings.layout.rejected)} other parameters of three or more dimensions)."
+        )
+        _linear_experts(findings, out)
+        if why:
+            _why(findings, out)
+        return
+    out.print(_table(findings))
+    ratio = findings.nbytes / max(findings.packed_nbytes, 1)
+    out.print(
+        f"{len(findings.layout)} expert parameters: {human_bytes(findings.nbytes)} now, "
+        f"{human_bytes(findings.packed_nbytes)} packed ({ratio:.2f} times smaller)."
+    )
+    _linear_experts(findings, out)
+    plain = [router.name for router in findings.layout.routers if router.plain_linear]
+    if plain:
+        out.print(
+            f"[yellow]Routers that are plain Linear layers[/], so that bitsandbytes packs them "
+            f"unless llm_int8_skip_modules names them: {escape(_patterns(plain))}"
+        )
+    rejected = len(findings.layout.rejected)
+    if rejected:
+        out.print(
+            f"{rejected} other parameters of three or more dimensions are no experts"
+            + ("." if why else " (--why says why).")
+        )
+    owners = [param.module_name for group in findings.groups for param in group.params]
+    modules = escape(_patterns(dict.fromkeys(owners)))
+    out.print(
+        f"PEFT: {len(findings.target_parameters)} target_parameters; "
+        f"{len(findings.exclude_modules)} exclude_modules, in and below {modules} "
+        "(--peft and --yaml print them)."
+    )
+    if why:
+        _why(findings, out)
+
+
+def as_dict(findings: Findings) -> dict[str, Any]:
+    """Return everything, for `json.dumps`; sizes in bytes."""
+    layout = findings.layout
+    return {
+        "model": findings.source.label,
+        "model_type": findings.source.config.model_type,
+        "quantization": {"kind": findings.kind, "double_quant": findings.double_quant},
+        "totals": {
+            "parameters": len(layout),
+            "nbytes": findings.nbytes,
+            "packed_nbytes": findings.packed_nbytes,
+        },
+        "experts": [_group_as_dict(group) for group in findings.groups],
+        "linear_experts": [
+            {"name": item.name, "num_experts": item.num_experts, "linear": list(item.linear_names)}
+            for item in layout.linear_experts
+        ],
+        "routers": [
+            {
+                "name": router.name,
+                "num_choices": router.num_choices,
+                "plain_linear": router.plain_linear,
+            }
+            for router in layout.routers
+        ],
+        "rejected": [
+            {"name": item.name, "shape": list(item.shape), "reason": item.reason}
+            for item in layout.rejected
+        ],
+        "exclude_modules": list(findings.exclude_modules),
+        "target_parameters": list(findings.target_parameters),
+        "notes": list(findings.source.notes),
+    }
+
+
+def _group_as_dict(group: ParamGroup) -> dict[str, Any]:
+    first = group.params[0]
+    return {
+        "pattern": group.pattern,
+        "count": len(group.params),
+        "shape": list(first.shape),
+        "num_experts": first.num_experts,
+        "in_features": first.in_features,
+        "out_features": first.out_features,
+        "transposed": first.transposed,
+        "role": first.role,
+        "dtype": first.dtype_name,
+        "packed": first.packed,
+        "skipped": group.skipped,
+        "nbytes": group.nbytes,
+        "packed_nbytes": group.packed_nbytes,
+        "names": [param.name for param in group.params],
+        "aliases": [alias for param in group.params for alias in param.aliases],
+        "evidence": first.evidence,
+        "orientation_evidence": first.orientation_evidence,
+    }
+
+
+def as_python(findings: Findings) -> str:
+    """Return keyword arguments of a `LoraConfig`, with runs of layers folded into ranges."""
+    lines = ["# LoraConfig(..., for experts packed by moe_qlora"]
+    for name, entries in _lists(findings):
+        lines += [f"{name}=[", *(f"    {item}," for item in _folded(entries)), "],"]
+    return "\n".join(lines) + "\n"
+
+
+def as_yaml(findings: Findings) -> str:
+    """Return the keys that axolotl-style trainers read, every name in full."""
+    lines = ["# for experts packed by moe_qlora"]
+    for name, entries in _lists(findings):
+        lines += [f"lora_{name}:", *(f"  - {entry}" for entry in entries)]
+    return "\n".join(lines) + "\n"
+
+
+def _lists(findings: Findings) -> list[tuple[str, tuple[str, ...]]]:
+    return [
+        ("target_parameters", findings.target_parameters),
+        ("exclude_modules", findings.exclude_modules),
+    ]
+
+
+def _folded(names: tuple[str, ...]) -> list[str]:
+    """Return Python expressions of list items that together give exactly `names`, in any order."""
+    by_layer: dict[str, list[int]] = {}
+    items = []
+    for name in names:
+        numbers = re.search(r"^(.*?\.)(\d+)(\..*)$", name)
+        if numbers is None:
+            items.append(repr(name))
+        else:
+            head, number, tail = numbers.groups()
+            by_layer.setdefault(f"{head}{{i}}{tail}", []).append(int(number))
+    for template, layers in by_layer.items():
+        for first, last in _runs(sorted(layers)):
+            if last == first + 1:
+                items.append(repr(template.replace("{i}", str(first))))
+            else:
+                items.append(f'*[f"{template}" for i in range({first}, {last})]')
+    return items
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """Return runs of consecutive numbers as (first, last + 1)."""
+    runs = [(numbers[0], numbers[0] + 1)]
+    for number in numbers[1:]:
+        first, end = runs[-1]
+        if number == end:
+            runs[-1] = (first, end + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs
+
+
+def _table(findings: Findings) -> Table:
+    rows = table(
+        f"{escape(findings.source.label)}: experts packed as {setting(findings)}",
+        ("parameter", "count", "shape", "layout", "role", "dtype", "now", "packed"),
+        right=("count", "now", "packed"),
+    )
+    for group in findings.groups:
+        param = group.params[0]
+        rows.add_row(
+            escape(group.pattern),
+            str(len(group.params)),
+            "x".join(map(str, param.shape)),
+            orientation(param),
+            param.role,
+            param.packed or param.dtype_name,
+            human_bytes(group.nbytes),
+            "skipped" if group.skipped else human_bytes(group.packed_nbytes),
+        )
+    return rows
+
+
+def _linear_experts(findings: Findings, out: Console) -> None:
+    names = [item.name for item in findings.layout.linear_experts]
+    if names:
+        out.print(
+            f"Experts that are lists of Linear layers, which bitsandbytes packs itself: "
+            f"{escape(_patterns(names))}"
+        )
+
+
+def _patterns(names: Iterable[str]) -> str:
+    """Return the names with `*` for numbers, and how many names each of these stands for."""
+    counts = Counter(name_pattern(name) for name in names)
+    return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()) or "none"
+
+
+def _why(findings: Findings, out: Console) -> None:
+    blocks = []
+    for group in findings.groups:
+        param = group.params[0]
+        blocks.append(f"[green]{escape(group.pattern)}[/]")
+        blocks.append(f"    an expert stack: {escape(param.evidence)}")
+        if param.orientation_evidence:
+            blocks.append(f"    {orientation(param)}: {escape(param.orientation_evidence)}")
+        if group.skipped:
+            blocks.append(f"    skipped: llm_int8_skip_modules names {escape(group.skipped)}")
+    rejected = Counter(
+        (name_pattern(item.name), item.shape, item.reason) for item in findings.layout.rejected
+    )
+    for (pattern, shape, reason), count in rejected.items():
+        blocks.append(f"[red]{escape(pattern)}[/] {'x'.join(map(str, shape))} ({count})")
+        blocks.append(f"    no expert stack: {escape(reason)}")
+    out.print(Group(*blocks), soft_wrap=True)
