@@ -229,14 +229,14 @@ def fine_tune(folder: str | Path, scale: Scale, steps: int, out: Path, run: Run)
     CONSOLE.print(f"           {layout.experts[0].evidence}")
     loss = evaluate(model, held_out, scale)
     plain = layout.nbytes
-    rest = held(model) - plain
+    rest = weight_bytes(model) - plain
     run.rows.append(("load_in_4bit, stock", plain, rest, 0, loss))
 
     report = moe_qlora.quantize_experts(model)
     CONSOLE.print(f"   quantize_experts: {report}")
     loss = evaluate(model, held_out, scale)
     packed = report.bytes_after
-    run.rows.append(("experts packed", packed, held(model) - packed, 0, loss))
+    run.rows.append(("experts packed", packed, weight_bytes(model) - packed, 0, loss))
 
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lora_config = LoraConfig(
@@ -254,13 +254,13 @@ def fine_tune(folder: str | Path, scale: Scale, steps: int, out: Path, run: Run)
     )
     loss = evaluate(peft_model, held_out, scale)
     adapter = sum(p.nbytes for p in peft_model.parameters() if p.requires_grad)
-    rest = held(peft_model) - packed - adapter
+    rest = weight_bytes(peft_model) - packed - adapter
     run.rows.append(("LoRA trained", packed, rest, adapter, loss))
     peft_model.save_pretrained(out / "adapter")
     return packed, plain
 
 
-def held(model: nn.Module) -> int:
+def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights, with the statistics of packed ones, and of all buffers."""
     from moe_qlora.packing.codec import state_tensors
 

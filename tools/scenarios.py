@@ -18,7 +18,7 @@ What a cell says is read off modules, parameters and storages, never off the arg
     dtype      of all weights but LoRA's; a packed Linear layer counts with the dtype that it
                computes in, packed experts with the dtype that they are decoded to
     Trainable  weights that are trained / all, LoRA's included; a packed weight is one weight
-    Experts    expert parameters (stacks, each with all experts of a layer) and how they are held
+    Experts    expert parameters (each with all experts of a layer) and how they are stored
     Bytes      storages of parameters, buffers and quantization statistics, each once
 
 FFT and LoRA keep the dtype of the checkpoint. FFT + FP16 and Q-LoRA load the model in float16,
@@ -41,7 +41,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class Observation:
         dtypes: Of all weights but LoRA's, the most frequent first.
         trainable: Weights that require gradients.
         total: All weights.
-        experts: Expert parameters by how they are held, such as {"packed nf4": 8}.
+        experts: Expert parameters by how they are stored, such as {"packed nf4": 8}.
         nbytes: Of all storages.
     """
 
@@ -122,8 +122,13 @@ class Observation:
             f"gc:{state}, lora:{'yes' if self.lora else 'no'}, "
             f"quant:{'+'.join(self.quants) or 'no'}, dtype:{'+'.join(map(str, self.dtypes))}"
         )
-        held = ", ".join(f"{how}: {count}" for how, count in self.experts.items())
-        return observed, f"{short(self.trainable)} / {short(self.total)}", held, f"{self.nbytes:,}"
+        stored = ", ".join(f"{how}: {count}" for how, count in self.experts.items())
+        return (
+            observed,
+            f"{short(self.trainable)} / {short(self.total)}",
+            stored,
+            f"{self.nbytes:,}",
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -279,9 +284,9 @@ def prepare(
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
     experts = moe_qlora.detect(model).experts
-    stacks = [(model.get_submodule(one.module_name), one.parameter_name) for one in experts]
+    owners = [(model.get_submodule(one.module_name), one.parameter_name) for one in experts]
     if not scenario.lora:
-        return model, stacks
+        return model, owners
     from peft import LoraConfig
 
     lora_config = LoraConfig(
@@ -291,7 +296,7 @@ def prepare(
         target_parameters=[param.name for param in experts],
         task_type="CAUSAL_LM",
     )
-    return moe_qlora.get_peft_model(model, lora_config), stacks
+    return moe_qlora.get_peft_model(model, lora_config), owners
 
 
 def _attention(model: nn.Module) -> list[str]:
@@ -310,9 +315,9 @@ def _attention(model: nn.Module) -> list[str]:
 
 def _row(scenario: Scenario, folder: str | Path, options: Any) -> tuple[str, ...]:
     device = "cuda:0" if torch.cuda.is_available() and not options.cpu else "cpu"
-    model, stacks = prepare(folder, scenario, device)
-    seen, losses = train(model, stacks, scenario, options.steps, options.batch, options.length)
-    del model, stacks
+    model, owners = prepare(folder, scenario, device)
+    seen, losses = train(model, owners, scenario, options.steps, options.batch, options.length)
+    del model, owners
     gc.collect()
     if device != "cpu":
         torch.cuda.empty_cache()
@@ -324,7 +329,7 @@ def _row(scenario: Scenario, folder: str | Path, options: Any) -> tuple[str, ...
 
 def train(
     model: Any,
-    stacks: Sequence[tuple[nn.Module, str]],
+    owners: Sequence[tuple[nn.Module, str]],
     scenario: Scenario,
     steps: int,
     batch: int,
@@ -334,7 +339,7 @@ def train(
 
     Args:
         model: As `prepare` returns it; changed.
-        stacks: The same.
+        owners: The same.
         scenario: For its gradient checkpointing.
         steps: Optimizer steps.
         batch: Rows in a step.
@@ -349,12 +354,12 @@ def train(
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    found: list[Observation] = []
+    observed: list[Observation] = []
 
     class Watch(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if not found:
-                found.append(observe(kwargs["model"], stacks))
+            if not observed:
+                observed.append(observe(kwargs["model"], owners))
 
     generator = torch.Generator().manual_seed(SEED)
     vocabulary = base.config.get_text_config().vocab_size
@@ -380,24 +385,32 @@ def train(
         trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Watch()])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    steps_logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    losses = [float(entry["loss"]) for entry in steps_logged]
-    for entry in steps_logged:
+    return observed[0], _finite_losses(scenario, trainer.state.log_history)
+
+
+def _finite_losses(scenario: Scenario, log: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the loss of each step that a trainer logged.
+
+    Raises:
+        RuntimeError: A loss was not finite, or no gradient reached the weights to be trained.
+    """
+    steps = [entry for entry in log if "loss" in entry]
+    for entry in steps:
         norm = float(entry["grad_norm"])
         if not (math.isfinite(entry["loss"]) and math.isfinite(norm) and norm > 0):
             raise RuntimeError(f"{scenario.name} does not train: {entry}")
-    return found[0], losses
+    return [float(entry["loss"]) for entry in steps]
 
 
 # What there is to see.
 
 
-def observe(model: nn.Module, stacks: Sequence[tuple[nn.Module, str]]) -> Observation:
+def observe(model: nn.Module, owners: Sequence[tuple[nn.Module, str]]) -> Observation:
     """Look at a model that is being trained.
 
     Args:
         model: As the trainer has it.
-        stacks: Each expert parameter's module, and its name there.
+        owners: The module that owns each expert parameter, and its name there.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
     from peft.tuners.lora import LoraLayer
@@ -434,13 +447,13 @@ def observe(model: nn.Module, stacks: Sequence[tuple[nn.Module, str]]) -> Observ
         dtypes=tuple(dtype for dtype, _ in dtypes.most_common()),
         trainable=trainable,
         total=total,
-        experts=dict(Counter(_held(module, name) for module, name in stacks)),
+        experts=dict(Counter(_storage(module, name) for module, name in owners)),
         nbytes=_nbytes(model),
     )
 
 
-def _held(module: Any, name: str) -> str:
-    """How a module holds an expert parameter: "16-bit" or "packed nf4"."""
+def _storage(module: Any, name: str) -> str:
+    """Return how a module stores an expert parameter: "16-bit" or "packed nf4"."""
     if name in module._parameters:
         return f"{8 * module._parameters[name].itemsize}-bit"
     return f"packed {module.parametrizations[name].original.quant_state.quant_type}"
