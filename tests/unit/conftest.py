@@ -1,4 +1,4 @@
-"""Copies of the running process, which a test may kill; Triton's interpreter, made to work."""
+"""The command line, copies of the running process that a test may kill, Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -80,6 +80,24 @@ def copied() -> Iterator[Callable[[Callable[[], object]], Copy]]:
     for copy in copies:
         copy.kill()
         copy.ended()
+
+
+@pytest.fixture
+def cli(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Run `moe-qlora ARGUMENTS`: exit code, stdout, stderr."""
+    from moe_qlora.cli.app import run
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moe-qlora", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            run()
+        out, err = capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    return call
 
 
 @pytest.fixture

@@ -1,32 +1,8 @@
-"""How sizes, lists of names and progress are told to a person."""
+"""Progress is told to a caller's function, or to nobody."""
 
 from __future__ import annotations
 
-import pytest
-
-from moe_qlora.progress import format_bytes, listed, reporting
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (98304, "96.0 KiB"),
-        (18 << 30, "18.0 GiB"),
-        (3 << 40, "3.0 TiB"),
-    ],
-)
-def test_bytes(count, text):
-    assert format_bytes(count) == text
-
-
-def test_lists():
-    assert listed(["a", "b", "c"]) == "a, b, c"
-    assert listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
-    assert listed(["a", "b"], 1, separator="; ") == "a and 1 more"
-    assert listed([]) == ""
+from moe_qlora.progress import reporting
 
 
 def test_a_caller_is_told_and_nobody_is_not():

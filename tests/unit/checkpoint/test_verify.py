@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.manifest import read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli import heat_map
-from moe_qlora.cli.app import run
 from moe_qlora.errors import CheckpointError
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.testing import tiny_model
@@ -44,18 +43,9 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys):
+def cli(cli):
     """Run `moe-qlora verify ARGUMENTS`: exit code, stdout, stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["moe-qlora", "verify", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            run()
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return partial(cli, "verify")
 
 
 def folders(tmp_path: Path, kind: str, family: str = "qwen3_moe") -> tuple[Any, Path, Path]:

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfi
 
 import moe_qlora
 from moe_qlora.cli import render_dump
-from moe_qlora.cli.app import run
 from moe_qlora.layout import human_bytes
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.packing.sizes import packed_nbytes
@@ -50,21 +49,6 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "model"
     tiny().save_pretrained(path)
     return path
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """Run `moe-qlora ARGUMENTS`: exit code, stdout, stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["moe-qlora", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            run()
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
 
 
 def dumped(cli, *arguments: object) -> dict:
