@@ -7,9 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..layout import GATE_UP
 from .routers import RouterCandidate, RouterIndex
-from .shapes import Chain, Matrix, chain
+from .shapes import Chain, Matrix, find_chain
 from .tree import Leaf, Node, common_ancestor
 
 
@@ -38,11 +37,6 @@ class ExpertGroup:
     alternatives: tuple[RouterCandidate, ...] = ()
 
     @property
-    def fused(self) -> bool:
-        """Whether one member holds both halves of a gated projection."""
-        return self.chain is not None and is_fused(self.chain)
-
-    @property
     def hidden_sizes(self) -> list[int]:
         """Sizes that the block's hidden states may have, likeliest first."""
         sizes = [self.router.width]
@@ -51,11 +45,6 @@ class ExpertGroup:
         for leaf in self.members:
             sizes.extend(reversed(leaf.shape[-2:]))
         return list(dict.fromkeys(size for size in sizes if size > 1))
-
-
-def is_fused(links: Chain) -> bool:
-    """Return whether gate and up are one matrix of the chain."""
-    return any(fit.role == GATE_UP for fit in links.fits.values())
 
 
 def chain_of(
@@ -69,10 +58,10 @@ def chain_of(
         _matrices(key, leaf.shape, axis, count)
         for key, (leaf, axis, count) in enumerate(zip(members, axes, counts, strict=True))
     ]
-    links = chain([options[-1] for options in readings], hints)
-    if links is None and any(len(options) > 1 for options in readings):
-        return chain([options[0] for options in readings], hints)
-    return links
+    chain = find_chain([options[-1] for options in readings], hints)
+    if chain is None and any(len(options) > 1 for options in readings):
+        return find_chain([options[0] for options in readings], hints)
+    return chain
 
 
 def _matrices(key: int, shape: Sequence[int], axis: int, count: int) -> list[Matrix]:
@@ -143,8 +132,8 @@ def _runs(members: list[Leaf]) -> list[list[Leaf]]:
     while rest:
         for size in (2, 3):
             run = rest[:size]
-            links = chain_of(run, [0] * len(run), [leaf.shape[0] for leaf in run], ())
-            if len(run) == size and links and (is_fused(links) or (size == 3 and triples)):
+            chain = chain_of(run, [0] * len(run), [leaf.shape[0] for leaf in run], ())
+            if len(run) == size and chain and (chain.fused or (size == 3 and triples)):
                 break
         else:
             run = rest[:1]
@@ -167,8 +156,8 @@ def _group(members: list[Leaf], index: RouterIndex) -> ExpertGroup | None:
         block = routers[0].block
         for leaf in members:
             block = common_ancestor(block, leaf.node)
-        links = chain_of(members, axes, counts, [routers[0].width])
-        group = ExpertGroup(block, routers[0], members, counts, axes, links, exact, tuple(routers))
+        chain = chain_of(members, axes, counts, [routers[0].width])
+        group = ExpertGroup(block, routers[0], members, counts, axes, chain, exact, tuple(routers))
         if exact:
             return group
         fallback = fallback or group
@@ -223,8 +212,8 @@ def _flat_group(members: list[Leaf], index: RouterIndex) -> list[ExpertGroup]:
         return []
     router = max(routers, key=lambda c: c.block.depth)
     counts, axes = [router.num_choices] * len(members), [0] * len(members)
-    links = chain_of(members, axes, counts, [columns])
-    return [ExpertGroup(router.block, router, members, counts, axes, links)]
+    chain = chain_of(members, axes, counts, [columns])
+    return [ExpertGroup(router.block, router, members, counts, axes, chain)]
 
 
 def _keep_nearest(groups: list[ExpertGroup]) -> list[ExpertGroup]:

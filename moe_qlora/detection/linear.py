@@ -8,7 +8,7 @@ from torch import nn
 
 from ..layout import LinearExperts
 from .routers import RouterIndex, is_list
-from .shapes import Matrix, chain
+from .shapes import Matrix, find_chain
 from .tree import Leaf, Node
 
 
@@ -25,7 +25,7 @@ def find_linear_experts(
             continue
         linears = _linears(items[0])
         matrices = [Matrix(i, *leaf.shape) for i, leaf in enumerate(linears)]
-        if chain(matrices) is None:
+        if find_chain(matrices) is None:
             continue
         router = _router(node, index, len(items))
         if router is None:

@@ -13,7 +13,7 @@ from .tree import Leaf, Node
 def low_rank_problem(group: ExpertGroup, trace: Trace) -> str | None:
     """Return why a group holds low-rank factors, not experts; None where nothing says so."""
     owner, first = group.members[0].node, group.members[0]
-    sources = trace.links()
+    sources = trace.feeds()
     if len(group.members) == 3 and (not sources or max(map(len, sources.values())) > 1):
         return None  # gate, up and down, as far as can be seen
     fed = [c for c in trace.contractions if any(key != c.weight for key, _ in c.upstream)]

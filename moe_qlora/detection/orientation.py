@@ -26,16 +26,16 @@ def slice_size(leaf: Leaf, axis: int, count: int) -> int:
 
 
 def orientation_of(
-    leaf: Leaf, key: int, axis: int, count: int, links: Chain | None, trace: Trace
+    leaf: Leaf, key: int, axis: int, count: int, chain: Chain | None, trace: Trace
 ) -> Orientation:
     """Return how a parameter's matrices are applied.
 
     Args:
         leaf: The parameter.
-        key: Its key in `links` and `trace`.
+        key: Its key in `chain` and `trace`.
         axis: The dimension that counts experts.
         count: How many experts it holds.
-        links: How one expert's matrices chain.
+        chain: How one expert's matrices chain.
         trace: What a dry run showed.
     """
     numel = slice_size(leaf, axis, count)
@@ -47,7 +47,7 @@ def orientation_of(
         is_last, size = ways.pop()
         evidence = f"a dry run of the block sums over the {size} of dimension {uses[0].axis}"
         return Orientation(not is_last, size, numel // size, evidence)
-    fit = links.fits.get(key) if links is not None else None
+    fit = chain.fits.get(key) if chain is not None else None
     if fit is not None and fit.transposed is not None:
         rows, columns = numel // leaf.shape[-1], leaf.shape[-1]
         sides = (rows, columns) if fit.transposed else (columns, rows)
@@ -61,14 +61,14 @@ def orientation_of(
     return Orientation(None, None, None, evidence)
 
 
-def role_of(key: int, links: Chain | None, trace: Trace, number: int) -> str:
+def role_of(key: int, chain: Chain | None, trace: Trace, number: int) -> str:
     """Return what one of `number` members of a group does, as `ExpertParam.role` names it."""
-    fit = links.fits.get(key) if links is not None else None
+    fit = chain.fits.get(key) if chain is not None else None
     if fit is not None and fit.role == GATE_UP:
         return GATE_UP
-    if links is None:
+    if chain is None:
         return EXPERT
-    fed = trace.links()
+    fed = trace.feeds()
     if key in fed:
         return DOWN
     downs = [weight for weight, sources in fed.items() if key in sources]

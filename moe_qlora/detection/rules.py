@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ..layout import ExpertParam
 from .dry_run import best_trace
-from .groups import ExpertGroup, chain_of, find_groups, is_fused, plausible
+from .groups import ExpertGroup, chain_of, find_groups, plausible
 from .low_rank import low_rank_problem
 from .orientation import Orientation, orientation_of, role_of, slice_size
 from .routers import RouterCandidate, RouterIndex, is_list
@@ -158,9 +158,9 @@ def _problem_of_shapes(group: ExpertGroup, trace: Trace, routing: _Routing) -> s
             "each slice"
         )
     sizes = {size for leaf in group.members for size in leaf.shape}
-    if group.exact and not group.fused and router.width not in sizes:
+    if group.exact and not group.chain.fused and router.width not in sizes:
         return f"{router.name} reads {router.width} features, which no side of {shape} has"
-    if not group.fused and (router.num_choices >= router.width or len(set(group.counts)) > 1):
+    if not group.chain.fused and (router.num_choices >= router.width or len(set(group.counts)) > 1):
         # Without a run, only a narrow matrix over members of one size speaks for a choice.
         return f"{router.name} ({router.leaf.shape_text}) is wider than a router would be"
     if not group.exact and not (group.chain.gated and plausible(router, sizes)):
@@ -317,19 +317,19 @@ class _Classifier:
             if scope is None or any(leaf.shape[0] != count for leaf in members):
                 continue
             axes, counts = [0] * len(members), [count] * len(members)
-            links = chain_of(members, axes, counts, scope.hidden_sizes)
-            if links is None or links.hidden not in scope.hidden_sizes or not links.gated:
+            chain = chain_of(members, axes, counts, scope.hidden_sizes)
+            if chain is None or chain.hidden not in scope.hidden_sizes or not chain.gated:
                 continue
-            if scope.direct or is_fused(links):
-                trace = best_trace(owner, members, self.leaves, [links.hidden], count)
+            if scope.direct or chain.fused:
+                trace = best_trace(owner, members, self.leaves, [chain.hidden], count)
                 for key, leaf in enumerate(members):
                     evidence = (
                         f"{count} matrices in one {leaf.shape_text} parameter that chain "
-                        f"({links.describe()}) beside the routed stack {scope.beside} of the same "
+                        f"({chain.describe()}) beside the routed stack {scope.beside} of the same "
                         "hidden size: shared experts, which always run"
                     )
-                    way = orientation_of(leaf, key, 0, count, links, trace)
-                    role = role_of(key, links, trace, len(members))
+                    way = orientation_of(leaf, key, 0, count, chain, trace)
+                    role = role_of(key, chain, trace, len(members))
                     self._accept(leaf, count, role, way, evidence)
 
     def _shared_expert_scopes(self) -> dict[int, _SharedExpertScope]:

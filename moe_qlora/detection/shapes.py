@@ -55,13 +55,18 @@ class Chain:
     gated: bool
     fits: dict[int, Fit]
 
+    @property
+    def fused(self) -> bool:
+        """Whether gate and up are one matrix."""
+        return any(fit.role == GATE_UP for fit in self.fits.values())
+
     def describe(self) -> str:
         """Return the chain in words, as in "64 -> 2 x 32 -> 64"."""
         middle = f"2 x {self.intermediate}" if self.gated else f"{self.intermediate}"
         return f"{self.hidden} -> {middle} -> {self.hidden}"
 
 
-def chain(matrices: Sequence[Matrix], hidden_hints: Iterable[int] = ()) -> Chain | None:
+def find_chain(matrices: Sequence[Matrix], hidden_hints: Iterable[int] = ()) -> Chain | None:
     """Return how two or more matrices chain; None where they do not.
 
     `hidden_hints` are sizes that are the hidden size for sure (the router's input); they settle

@@ -97,17 +97,17 @@ class Trace:
     completed: bool = False
     error: str = ""
 
-    def links(self) -> dict[int, dict[int, bool]]:
+    def feeds(self) -> dict[int, dict[int, bool]]:
         """Return which weights feed each weight, and whether something nonlinear lies between."""
-        links: dict[int, dict[int, bool]] = {}
+        feeds: dict[int, dict[int, bool]] = {}
         for contraction in self.contractions:
             sources: dict[int, bool] = {}
             for key, nonlinear in contraction.upstream:
                 if key != contraction.weight:
                     sources[key] = sources.get(key, False) or nonlinear
             if sources:
-                links.setdefault(contraction.weight, sources)
-        return links
+                feeds.setdefault(contraction.weight, sources)
+        return feeds
 
 
 @dataclass(frozen=True, slots=True)
