@@ -107,7 +107,7 @@ def find_groups(candidates: Sequence[Leaf], index: RouterIndex) -> list[ExpertGr
 
 
 def _deep_groups(members: list[Leaf], index: RouterIndex) -> list[ExpertGroup]:
-    """Return one group where the members chain; else one for each E, for each run, for each."""
+    """Return one group where all members chain, else the groups of those that do."""
     whole = _group(members, index)
     if whole is not None and (whole.chain is not None or len(members) == 1):
         return [whole]

@@ -1,10 +1,12 @@
 """Classify every candidate: the rules by which it is an expert parameter or not, and their words.
 
-not_a_candidate     what a tensor's kind, dtype or shape rules out
-find_groups         candidates that belong together, under a router (groups.py)
-why_no_experts      what a dry run of their block, or shapes where it fails, rules out
-shared experts      groups that always run, beside one that was accepted
-why_alone           everything else
+    not_a_candidate     what a tensor's kind, dtype or shape rules out
+    find_groups         candidates that belong together, under a router (groups.py)
+    why_no_experts      what a dry run of their block, or shapes where it fails, rules out
+    _find_shared        groups that always run, beside one that was accepted
+    _why_alone          everything else
+
+The first rule that speaks decides. Its words are what `moe-qlora dump --why` prints.
 """
 
 from __future__ import annotations

@@ -26,15 +26,6 @@ NO_TEXT_FORWARD = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _own_warnings_only():
-    """What transformers warns about while it builds a model is not ours to mend."""
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(level)
-
-
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

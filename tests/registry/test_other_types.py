@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from transformers import initialization
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -24,14 +23,6 @@ OTHERS = sorted(set(CONFIG_MAPPING.keys()) - set(registry_families()))
 PARTS = 12
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _quiet_transformers():
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 @pytest.fixture

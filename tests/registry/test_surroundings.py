@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 from torch import nn
 
@@ -15,14 +14,6 @@ from moe_qlora.testing import registry_families, tiny_model
 TYPES = registry_families()
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _quiet_transformers():
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
