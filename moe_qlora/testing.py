@@ -61,8 +61,10 @@ def _merged(kwargs: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     merged = dict(kwargs)
     for name, value in more.items():
         part = merged.get(name)
-        nested = isinstance(part, dict) and isinstance(value, dict)
-        merged[name] = _merged(part, value) if nested else value
+        if isinstance(part, dict) and isinstance(value, dict):
+            merged[name] = _merged(part, value)
+        else:
+            merged[name] = value
     return merged
 
 
