@@ -30,7 +30,7 @@ def test_demo(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
 
-    again = demo("--quick", "--model", tmp_path / "model", "--steps", 40, "--out", tmp_path / "two")
+    again = demo("--quick", "--model", tmp_path / "model", "--steps", 15, "--out", tmp_path / "two")
     assert again.returncode == 0, again.stderr[-2000:]
     assert "from scratch" not in again.stdout
     assert (tmp_path / "two/loss.png").is_file()
