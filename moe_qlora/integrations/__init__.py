@@ -1,12 +1,18 @@
-"""Packed experts inside other people's training programs: one file for each, on one small class.
+"""Packed experts inside other training programs ("hosts"): one file for each, on one small class.
 
-    host.py           ExpertsHost, for the author of any loader
-    axolotl.py        its plugin and its subcommand
-    llama_factory.py  its YAML file with a block of ours; a program and a context manager
-    ms_swift.py       a tuner for its registry, and loaders that pack
+In goes the `moe_qlora:` block of a host's file; out comes a model with packed experts and LoRA on
+them. Open host.py first: its docstring is the order of calls that every host follows.
 
-README.md in this folder is the page that says what to call, and when. Importing the package imports
-no host; settings are checked by pydantic, which the extra `hosts` installs.
+    host.py            ExpertsHost: one method for each step of a loader
+    settings.py        ExpertsSettings: the `moe_qlora:` block, checked by pydantic (extra `hosts`)
+    axolotl.py         axolotl's plugin
+    axolotl_checks.py  what cannot work together in an axolotl file
+    axolotl_merge.py   what follows `axolotl merge-lora`
+    llama_factory.py   LLaMA-Factory: a program and a context manager
+    ms_swift.py        ms-swift: a tuner for its registry, and loaders that pack
+
+README.md in this folder says what a user of each host writes. Importing this package imports no
+host.
 """
 
 from __future__ import annotations
@@ -17,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .host import ExpertsHost
     from .settings import ExpertsSettings
-
 
 _HOME = {"ExpertsHost": "host", "ExpertsSettings": "settings"}
 

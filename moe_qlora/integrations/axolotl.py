@@ -11,16 +11,16 @@ What each of axolotl's hooks does here, in the order of the calls:
     get_input_args    the `moe_qlora:` block in axolotl's own schema
     pre_model_load    looks at the model on meta; the loader's own build then packs while it loads
     post_model_build  everything that should be packed is
-    pre_lora_load     the lists for PEFT, where axolotl makes its LoraConfig from
+    pre_lora_load     the lists for PEFT, from which axolotl makes its LoraConfig
     post_lora_load    the configuration as the user wrote it; adapters connected and checked
-    post_lora_merge   the merged folder, written anew as the adapter was trained
+    post_lora_merge   the merged folder, its weights written again as the adapter was trained
     post_train_unload everything off
 
-axolotl keeps a plugin for the whole process, so that every hook first asks whether the run at hand
-names it. Two steps of one `ModelLoader` are replaced on that object, found among the callers, since
-hooks are told of no failure and are handed no loader: the build, so that packing is on for its
-length only, and the making of adapters where a saved one is loaded, which stock PEFT would nest in
-another order over packed experts.
+axolotl keeps a plugin for the whole process, so every hook first asks whether the current run names
+it. Hooks hear of no failure and get no loader, so the plugin finds the `ModelLoader` among its
+callers and replaces two of its steps, on that object and for one call: the build, so that packing
+is on for its length only, and the making of adapters where a saved one is loaded, which stock PEFT
+would nest in another order over packed experts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _WRITTEN = (
 
 
 def is_named(config: Mapping[str, Any]) -> bool:
-    """Whether this run's configuration names the plugin."""
+    """Tell whether this run's configuration names the plugin."""
     return any(normalize_plugin_name(name) == NAME for name in config.get("plugins") or ())
 
 
@@ -64,7 +64,7 @@ class MoeQloraArgs(BaseModel):
 
     Attributes:
         moe_qlora: The settings.
-        lora_exclude_modules: Read by axolotl's loader, and lost by its schema unless it is here.
+        lora_exclude_modules: Read by axolotl's loader, and dropped by its schema unless named here.
     """
 
     moe_qlora: ExpertsSettings | None = None
@@ -92,13 +92,13 @@ class MoeQloraPlugin(BasePlugin):
     """Packs experts while axolotl loads a model, and trains LoRA on them.
 
     Attributes:
-        host: Of the run at hand; None outside of one.
+        host: That of the current run; None outside of one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.host: ExpertsHost | None = None
-        self._users: tuple[Any, dict[str, Any]] | None = None  # configuration, what it said
+        self._users: tuple[Any, dict[str, Any]] | None = None  # configuration, the user's values
         self._undo = ExitStack()
 
     # The configuration.
@@ -109,11 +109,11 @@ class MoeQloraPlugin(BasePlugin):
         check(cfg)
 
     def on_config_validation_error(self, cfg: Any) -> None:
-        """The configuration was rejected."""
+        """Leave the run whose configuration was rejected."""
         self._leave()
 
     def get_input_args(self) -> str:
-        """Where axolotl finds the `moe_qlora:` block's class."""
+        """Return where axolotl finds the class of the `moe_qlora:` block."""
         return f"{__name__}.{MoeQloraArgs.__name__}"
 
     # The model.
@@ -122,8 +122,8 @@ class MoeQloraPlugin(BasePlugin):
         """Look at the model first, then have the build pack its experts.
 
         Raises:
-            DetectionError: It holds no expert stack.
-            ConfigError: It has no experts of a role that LoRA is asked for on.
+            DetectionError: It holds no fused expert weights.
+            ConfigError: It has no experts of a role that the settings ask LoRA for.
         """
         self._leave()
         if not is_named(cfg) or cfg.get("merge_lora"):
@@ -133,7 +133,7 @@ class MoeQloraPlugin(BasePlugin):
             return
         host.check_model(cfg["base_model"], trust_remote_code=bool(cfg.get("trust_remote_code")))
         loader = _loader()
-        if loader is None:  # a caller of these hooks that is not axolotl's own loader
+        if loader is None:  # something else than axolotl's own loader calls the hooks
             host.before_build()
             return
 
@@ -147,7 +147,7 @@ class MoeQloraPlugin(BasePlugin):
         """Check that everything that should be packed is.
 
         Raises:
-            QuantizationError: Stacks are not packed; each is named.
+            QuantizationError: Weights are not packed; each is named.
         """
         if self.host is None or not is_named(cfg):
             return
@@ -204,12 +204,12 @@ class MoeQloraPlugin(BasePlugin):
             self.host.after_peft(model)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """The same for trainers that make the adapters themselves (DPO, IPO, KTO)."""
+        """Connect the adapters of trainers that make them themselves (DPO, IPO, KTO)."""
         if self.host is None or not is_named(cfg):
             return
         model = self.host.after_peft(trainer.model)
         if _config_only(cfg) and hasattr(model, "get_base_model"):
-            # At the end axolotl saves what it has loaded, adapters of the trainer's inside.
+            # At the end axolotl saves the model that it has loaded, with the trainer's adapters.
             base: Any = model.get_base_model()
             self._undo.callback(_put_back, base, "save_pretrained", dict(vars(base)))
             base.save_pretrained = model.save_pretrained
@@ -217,10 +217,7 @@ class MoeQloraPlugin(BasePlugin):
     # The end.
 
     def post_lora_merge(self, cfg: Any, adapter_path: str, output_path: str) -> None:
-        """Write the merged weights anew, as the adapter was trained.
-
-        axolotl's own merge knows of its own packing of experts only.
-        """
+        """Write the merged weights again, as the adapter was trained; see axolotl_merge.py."""
         if not is_named(cfg):
             return
         settings = ExpertsSettings.read(cfg.get(BLOCK))
@@ -228,17 +225,17 @@ class MoeQloraPlugin(BasePlugin):
             from .axolotl_merge import replace_merged
 
             report = replace_merged(ExpertsHost(settings), cfg, adapter_path, output_path)
-            LOG.info("moe_qlora has merged the adapter anew: %s", report)
+            LOG.info("moe_qlora has merged the adapter again: %s", report)
 
     def post_train_unload(self, cfg: Any) -> None:
-        """Off, however training ended."""
+        """Switch everything off, however training ended."""
         self._leave()
 
     def _restore(self) -> None:
-        """What the user wrote, in the place of what was written for PEFT."""
+        """Give the configuration back the user's values for what was written for PEFT."""
         if self._users is not None:
-            cfg, users = self._users
-            for key, value in users.items():
+            cfg, values = self._users
+            for key, value in values.items():
                 if value is None:
                     cfg.pop(key, None)
                 else:
@@ -254,7 +251,7 @@ class MoeQloraPlugin(BasePlugin):
 
 
 def _put_back(owner: Any, name: str, before: Mapping[str, Any]) -> None:
-    """The attribute of an object as it was: its own, or none of its own."""
+    """Restore an attribute of an object itself; without one its class' attribute is seen again."""
     if name in before:
         vars(owner)[name] = before[name]
     else:
@@ -262,14 +259,14 @@ def _put_back(owner: Any, name: str, before: Mapping[str, Any]) -> None:
 
 
 def _as_list(names: Any) -> Any:
-    """Names as a list, which the schema has; a regex, None and the names themselves as they are."""
+    """Return names as a list, as the schema has them, and a regex or None as it is."""
     if names is None or isinstance(names, str):
         return names
     return list(names) if isinstance(names, (list, tuple)) else sorted(names)
 
 
 def _loader() -> Any:
-    """The `ModelLoader` that is calling the hook; None where none is."""
+    """Return the `ModelLoader` that is calling the hook; None where none is."""
     from axolotl.loaders import ModelLoader
 
     frame = inspect.currentframe()
@@ -283,17 +280,17 @@ def _loader() -> Any:
 
 def _replace_once(loader: Any, step: str, instead: Callable[[Callable[[], Any]], Any]) -> None:
     """Have the loader's next `step` run as `instead(step)`; on this object, for one call."""
-    held, theirs = dict(vars(loader)), getattr(loader, step)
+    attributes, original = dict(vars(loader)), getattr(loader, step)
 
     def run() -> Any:
-        _put_back(loader, step, held)
-        return instead(theirs)
+        _put_back(loader, step, attributes)
+        return instead(original)
 
     setattr(loader, step, run)
 
 
 def _config_only(cfg: Any) -> bool:
-    """Whether axolotl leaves the adapters to the trainer."""
+    """Tell whether axolotl leaves the adapters to the trainer."""
     return str(cfg.get("rl") or "").rpartition(".")[2].lower() in ("dpo", "ipo", "kto")
 
 

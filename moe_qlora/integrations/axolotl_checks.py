@@ -1,4 +1,4 @@
-"""What cannot work together in an axolotl file: one sentence each, before anything is loaded."""
+"""What cannot work together in an axolotl file: refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _other_implementation(value: Any) -> bool:
     return value not in (None, "eager", "moe_qlora")
 
 
-# Key, when it collides, and why and what to do.
+# Key, whether a value of it collides, and why and what to do.
 _COLLISIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "quantize_moe_experts",
@@ -45,7 +45,7 @@ _COLLISIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "qlora_sharded_model_loading",
         bool,
-        "it loads in a way of its own, which packs no experts; leave it out",
+        "it loads by other code, which packs no experts; leave it out",
     ),
     ("reinit_weights", bool, "a model of random weights is not loaded, so nothing is packed"),
     ("gptq", bool, "a GPTQ model is packed already; take the plugin out"),
@@ -90,15 +90,14 @@ _COLLISIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def wants_packing(cfg: Mapping[str, Any]) -> bool:
-    """Whether this run packs experts: its settings say so, and it is no merge."""
+    """Tell whether this run packs experts: its settings say so, and it is no merge."""
     return ExpertsSettings.read(cfg.get(BLOCK)).pack_experts and not cfg.get("merge_lora")
 
 
 def check(cfg: Mapping[str, Any]) -> None:
     """Refuse a configuration that names the plugin and cannot be followed.
 
-    Args:
-        cfg: As it was read from the file, or as axolotl's schema gets it.
+    It may be as it was read from the file, or as axolotl's schema gets it.
 
     Raises:
         ConfigError: One sentence with the key, what was seen and what to do.

@@ -1,9 +1,9 @@
-"""After `axolotl merge-lora`: the same folder, with weights as the adapter was trained on.
+"""What follows `axolotl merge-lora`: the same folder, with weights merged by this package.
 
-axolotl's own merge knows of experts that axolotl has packed. Where a checkpoint keeps experts one
-by one and the adapter has them stacked, it says "MERGE INCOMPLETE" and goes on; and what it rounds
-as in training are Linear layers alone. So the weights, their index and the configuration are
-written anew from the base; tokenizer and templates stay as axolotl wrote them.
+axolotl's own merge knows only experts that axolotl has packed. Where a checkpoint keeps experts one
+by one and the adapter has them fused, it says "MERGE INCOMPLETE" and goes on; and it rounds only
+Linear layers as in training. So the weights, their index and the configuration are written again
+from the base; tokenizer and templates stay as axolotl wrote them.
 """
 
 from __future__ import annotations
@@ -21,29 +21,22 @@ from .host import ExpertsHost
 if TYPE_CHECKING:
     from ..checkpoint.merge import MergeReport
 
-
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
 def replace_merged(
     host: ExpertsHost, cfg: Mapping[str, Any], adapter: str, out: str
 ) -> MergeReport:
-    """Merge anew, and put the result in the place of what axolotl has written to `out`.
+    """Merge again, and replace the weights that axolotl has written to `out` by the result.
 
     Until the new weights are complete, `out` is left as it is.
-
-    Args:
-        host: With the settings of the run.
-        cfg: axolotl's configuration: `base_model` and its revision.
-        adapter: The folder of the adapter.
-        out: The merged folder.
 
     Raises:
         MoeQloraError: The merge failed; the message says that `out` is not to be used.
     """
     target = Path(out)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".moe_qlora-") as scratch:
-        fresh = Path(scratch) / "merged"
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".moe_qlora-") as temporary:
+        fresh = Path(temporary) / "merged"
         try:
             report = host.merge(_base_folder(cfg), adapter, fresh)
         except MoeQloraError as error:
@@ -62,10 +55,10 @@ def replace_merged(
 
 
 def _base_folder(cfg: Mapping[str, Any]) -> Path:
-    """The checkpoint's own folder; of a hub id the one in the cache."""
-    named = Path(str(cfg["base_model"])).expanduser()
-    if named.is_dir():
-        return named
+    """Return the checkpoint's folder; for a hub id the one in the cache."""
+    folder = Path(str(cfg["base_model"])).expanduser()
+    if folder.is_dir():
+        return folder
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(cfg["base_model"], revision=cfg.get("revision_of_model")))

@@ -10,8 +10,8 @@
     ...                                              # train, and save_pretrained as ever
     host.merge(base, adapter, out)                   # a plain checkpoint, as it was trained
 
-A loader that has hooks in the place of blocks calls `before_build` and, on every way out,
-`after_build` or `close`. Between two models nothing is kept but the settings.
+A loader with hooks instead of blocks calls `before_build` and, on every way out, `after_build` or
+`close`. Between two models only the settings are kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ..errors import AdapterError, CheckpointError, ConfigError, DetectionError, QuantizationError
 from .settings import ExpertsSettings
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ..checkpoint.merge import MergeReport
-    from ..layout import ExpertParam
+    from ..layout import ModelLayout
     from ..quantize import QuantizationReport
 
 
@@ -40,20 +40,15 @@ class ExpertsHost:
 
     As a context manager it closes itself.
 
-    Attributes:
-        settings: What to do.
+    Args:
+        settings: The `moe_qlora:` block of a YAML file as it was read, or the checked settings;
+            None for all defaults.
+
+    Raises:
+        ConfigError: A setting is wrong; see `ExpertsSettings.read`.
     """
 
     def __init__(self, settings: ExpertsSettings | Mapping[str, Any] | None = None) -> None:
-        """Take the settings.
-
-        Args:
-            settings: The `moe_qlora:` block of a YAML file as it was read, or the checked settings;
-                None for all defaults.
-
-        Raises:
-            ConfigError: A setting is wrong; see `ExpertsSettings.read`.
-        """
         self.settings = ExpertsSettings.read(settings)
         self._switch = ExitStack()
         self._adapted: PeftConfig | None = None
@@ -78,26 +73,25 @@ class ExpertsHost:
             trust_remote_code: Run model code that the checkpoint brings.
 
         Raises:
-            DetectionError: It has no expert stack.
-            ConfigError: It has no experts of a role that LoRA is asked for on.
+            DetectionError: It has no fused expert weights.
+            ConfigError: It has no experts of a role that the settings ask LoRA for.
         """
         if not self.settings.pack_experts:
             return
         from .. import build
         from ..detection.detect import detect
 
-        trust = trust_remote_code
         try:
             if isinstance(model, (str, Path)):
-                source = build.resolve(str(model), trust_remote_code=trust)
+                source = build.resolve(str(model), trust_remote_code=trust_remote_code)
             else:
                 source = build.of_config(model)
-            built = build.build(source, trust_remote_code=trust)
+            built = build.build(source, trust_remote_code=trust_remote_code)
         except CheckpointError:
             return
         layout = detect(built)
         if not layout:
-            raise DetectionError(_dense(built, bool(layout.linear_experts)))
+            raise DetectionError(_nothing_to_pack(built, layout))
         wanted = self.settings.lora_experts
         roles = sorted({param.role for param in layout})
         unknown = [] if isinstance(wanted, bool) else sorted(set(wanted) - set(roles))
@@ -130,7 +124,7 @@ class ExpertsHost:
 
     @contextmanager
     def loading(self, quantization_config: Any = None) -> Iterator[None]:
-        """The same for the length of a block, however it ends."""
+        """Call `before_build` for the length of a block, however it ends."""
         self.before_build(quantization_config)
         try:
             yield
@@ -140,41 +134,48 @@ class ExpertsHost:
     def after_build(
         self, model: nn.Module, quantization_config: Any = None, *, pack: bool = False
     ) -> QuantizationReport | None:
-        """Check that every expert stack of a built model is packed.
+        """Check that every fused expert weight of a built model is packed.
 
         Args:
             model: As the loader built it; a `PeftModel` is looked into.
             quantization_config: What its experts should be packed with; None is the model's own.
-            pack: Pack now what is not, for loaders that do not come by `from_pretrained`: needs
-                room for the 16-bit experts.
+            pack: Pack now what is not, for loaders that do not use `from_pretrained`: needs room
+                for the 16-bit experts.
 
         Returns:
             What is packed and what was skipped, and why; None where the settings pack nothing.
 
         Raises:
-            DetectionError: The model has no expert stack.
+            DetectionError: The model has no fused expert weights.
             ConfigError: The model was not loaded in 4 or 8 bit.
-            QuantizationError: Stacks are not packed; each is named.
+            QuantizationError: Weights are not packed; each is named.
         """
         self._switch.close()
         if not self.settings.pack_experts:
             return None
         from ..detection.detect import detect
         from ..lora.names import base_model
+        from ..packing.selection import weights_to_pack
+        from ..packing.settings import CodecSettings
         from ..quantize import quantize_experts
 
         model = base_model(model)
         layout = detect(model)
         if not layout:
-            raise DetectionError(_dense(model, bool(layout.linear_experts)))
-        config = self._skipping(model, quantization_config)
-        missed = _missed(model, layout, config)
-        if missed and not pack:
-            raise QuantizationError(_unpacked(missed, len(layout)))
-        return quantize_experts(model, config, progress=bool(missed) and self.settings.progress)
+            raise DetectionError(_nothing_to_pack(model, layout))
+        config = self._with_skips(model, quantization_config)
+        unpacked = weights_to_pack(model, layout, config, CodecSettings.from_config(config))
+        if unpacked and not pack:
+            names = ", ".join(f"{param.name} {tuple(param.shape)}" for param in unpacked)
+            raise QuantizationError(
+                f"{len(unpacked)} of {len(layout)} expert weights are not packed: {names}; load "
+                "the model by from_pretrained in ExpertsHost.loading(), name them in skip_modules "
+                "to keep them in 16 bit, or pack them now with after_build(pack=True)."
+            )
+        return quantize_experts(model, config, progress=bool(unpacked) and self.settings.progress)
 
-    def _skipping(self, model: nn.Module, config: Any) -> Any:
-        """The config with the settings' skips, which the one of a streamed load has already."""
+    def _with_skips(self, model: nn.Module, config: Any) -> Any:
+        """Return the config with the settings' skips, which that of a streamed load has already."""
         if config is None:
             config = getattr(getattr(model, "config", None), "quantization_config", None)
         if config is None:
@@ -182,24 +183,24 @@ class ExpertsHost:
                 f"This {type(model).__name__} was loaded without a BitsAndBytesConfig, so nothing "
                 "says how to pack its experts: load it in 4 bit (load_in_4bit: true) or 8 bit."
             )
-        given = config if isinstance(config, Mapping) else config.to_dict()
-        own = given.get("llm_int8_skip_modules") or ()
-        more = [pattern for pattern in self.settings.skip_modules if pattern not in own]
-        return {**given, "llm_int8_skip_modules": [*own, *more]} if more else config
+        fields = config if isinstance(config, Mapping) else config.to_dict()
+        skips = fields.get("llm_int8_skip_modules") or ()
+        more = [pattern for pattern in self.settings.skip_modules if pattern not in skips]
+        return {**fields, "llm_int8_skip_modules": [*skips, *more]} if more else config
 
     # PEFT.
 
     def before_peft(self, model: nn.Module, lora_config: PeftConfig) -> PeftConfig:
-        """A new config for this model, with LoRA on experts and routers as the settings say.
+        """Return a new config for this model, with LoRA on experts and routers as settings say.
 
-        `peft.get_peft_model` takes it as it is. A loader that makes its `LoraConfig` from lists of
-        its own takes the fields `target_modules`, `target_parameters` and `exclude_modules` from
-        it, as they are: `target_modules` holds strings that PEFT does not rewrite. Where experts
-        get LoRA it also sets `lora_dropout=0`, which `after_peft` sets right.
+        `peft.get_peft_model` takes it as it is. A loader that makes its own `LoraConfig` from lists
+        takes the fields `target_modules`, `target_parameters` and `exclude_modules` from it
+        unchanged: `target_modules` holds strings that PEFT does not rewrite. Where experts get LoRA
+        it also sets `lora_dropout=0`; `after_peft` sets the dropout that was asked for.
 
         Args:
             model: The built model.
-            lora_config: What the user asked for; not changed. What it says of experts is kept.
+            lora_config: What the user asked for; not changed. Experts that it names are kept.
 
         Raises:
             ConfigError: It asks for what packed experts cannot have, or the settings ask for LoRA
@@ -216,13 +217,13 @@ class ExpertsHost:
         return self._adapted
 
     def after_peft(self, peft_model: PeftModel) -> PeftModel:
-        """Make LoRA on packed experts right, in place, and check that it takes part.
+        """Connect LoRA on packed experts, in place, and check that it takes part.
 
         Needed where stock PEFT made the adapters from lists; harmless elsewhere.
 
         Args:
             peft_model: What `peft.get_peft_model` or `PeftModel.from_pretrained` returned; a model
-                without adapters is left alone, where the settings ask for none on experts.
+                without adapters is left alone where the settings ask for none on experts.
 
         Returns:
             The same object.
@@ -240,16 +241,21 @@ class ExpertsHost:
                 )
             return peft_model
         from ..lora.model import apply_adapted_config, connect_adapters
-        from ..lora.names import expert_parameters
+        from ..lora.names import expert_parameters, names_parameter
 
         connect_adapters(peft_model)
         if self._adapted is not None:
             apply_adapted_config(peft_model, self._adapted)
         wanted = self.settings.lora_experts
-        if wanted:
-            names = expert_parameters(peft_model, wanted)
-            for adapter, config in configs.items():
-                _check_targeted(adapter, config, names)
+        names = expert_parameters(peft_model, wanted) if wanted else []
+        for adapter, config in configs.items():
+            targets = getattr(config, "target_parameters", None) or ()
+            for name in names:
+                if not any(names_parameter(target, name) for target in targets):
+                    raise AdapterError(
+                        f"moe_qlora.lora_experts asks for LoRA on {name}, and adapter {adapter!r} "
+                        "was made without it: make it with the config from ExpertsHost.before_peft."
+                    )
         return peft_model
 
     # After training.
@@ -271,9 +277,9 @@ class ExpertsHost:
             adapter: The folder that `save_pretrained` of the `PeftModel` wrote.
             out: A new folder.
             dtype: Of the result; None is that of `base`.
-            like_training: Round the base as its weights were rounded that the adapter was trained
-                on, so that the result computes what the trained model did.
-            quantization_config: The one of the training, where the adapter's folder has no note.
+            like_training: Round the base weights as they were rounded in training, so that the
+                result computes what the trained model did.
+            quantization_config: That of the training, where the adapter's folder has no note.
 
         Raises:
             CheckpointError, AdapterError, ConfigError: See `moe_qlora.merge_adapter`.
@@ -291,50 +297,22 @@ class ExpertsHost:
         )
 
     def close(self) -> None:
-        """Undo what is still on; nothing happens where nothing is."""
+        """Switch off what is still on."""
         self._switch.close()
         self._adapted = None
 
 
-def _missed(model: nn.Module, layout: Any, config: Any) -> list[ExpertParam]:
-    from ..packing.selection import weights_to_pack
-    from ..packing.settings import CodecSettings
-
-    return weights_to_pack(model, layout, config, CodecSettings.from_config(config))
-
-
-def _dense(model: nn.Module, linear_experts: bool) -> str:
+def _nothing_to_pack(model: nn.Module, layout: ModelLayout) -> str:
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if linear_experts:
+    if layout.linear_experts:
         return (
             f"The experts of this {kind} model are lists of Linear layers, which bitsandbytes "
             "packs itself: leave moe_qlora out, or set moe_qlora.pack_experts to false."
         )
     return (
-        f"This {kind} model holds no stack of expert weights, so there is nothing to pack: leave "
+        f"This {kind} model holds no fused expert weights, so there is nothing to pack: leave "
         "moe_qlora out, or set moe_qlora.pack_experts to false."
     )
-
-
-def _unpacked(missed: list[ExpertParam], total: int) -> str:
-    names = ", ".join(f"{param.name} {tuple(param.shape)}" for param in missed)
-    return (
-        f"{len(missed)} of {total} expert stacks are not packed: {names}; load the model by "
-        "from_pretrained in ExpertsHost.loading(), name them in skip_modules to keep them in 16 "
-        "bit, or pack them now with after_build(pack=True)."
-    )
-
-
-def _check_targeted(adapter: str, config: Any, names: list[str]) -> None:
-    from ..lora.names import names_parameter
-
-    asked = cast("list[str]", getattr(config, "target_parameters", None) or [])
-    for name in names:
-        if not any(names_parameter(one, name) for one in asked):
-            raise AdapterError(
-                f"moe_qlora.lora_experts asks for LoRA on {name}, and adapter {adapter!r} was made "
-                "without it: make it with the config from ExpertsHost.before_peft."
-            )
 
 
 __all__ = [

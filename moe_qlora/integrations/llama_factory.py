@@ -3,7 +3,7 @@
     python -m moe_qlora.integrations.llama_factory config.yaml [key=value ...]
     torchrun --nproc-per-node 8 -m moe_qlora.integrations.llama_factory config.yaml
 
-or, in a program of one's own:
+or, in a program:
 
     from llamafactory.train.tuner import run_exp
     from moe_qlora.integrations.llama_factory import packed_experts
@@ -12,8 +12,8 @@ or, in a program of one's own:
         run_exp(args)
 
 LLaMA-Factory has no hook between building a model and giving it adapters, so for the length of the
-block two names of its module `llamafactory.model.adapter` stand for functions of this file; then
-they are what they were. Everything else goes through `ExpertsHost`.
+block functions of this file replace two names of its module `llamafactory.model.adapter`.
+Everything else goes through `ExpertsHost`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from torch import nn
 
-
 BAD_INPUT = 2
 
-# They build the model or its adapters in ways of their own, past everything here.
+# Options that build the model or its adapters by other code, past everything here.
 _ELSEWHERE = ("use_unsloth", "use_kt", "use_mca", "mixture_of_depths")
 
 
@@ -60,21 +59,21 @@ def packed_experts(
 
     with ExpertsHost(settings) as host, ExitStack() as undo:
         steps = _Steps(host)
-        for name, ours in (("get_peft_model", steps.get_peft_model), ("PeftModel", steps)):
+        for name, step in (("get_peft_model", steps.get_peft_model), ("PeftModel", steps)):
             undo.callback(setattr, adapter, name, getattr(adapter, name))
-            setattr(adapter, name, ours)
+            setattr(adapter, name, step)
         host.before_build()
         yield host
 
 
 class _Steps:
-    """What LLaMA-Factory calls in PEFT's place: the function, and the class's one class method."""
+    """What LLaMA-Factory calls instead of PEFT: one function, and one class method."""
 
     def __init__(self, host: ExpertsHost) -> None:
         self.host = host
 
     def get_peft_model(self, model: nn.Module, config: PeftConfig) -> PeftModel:
-        """`peft.get_peft_model` on a model that is checked to be packed."""
+        """Call `peft.get_peft_model` on a model that is checked to be packed."""
         import peft
 
         self._built(model)
@@ -82,7 +81,7 @@ class _Steps:
         return self.host.after_peft(wrapped)
 
     def from_pretrained(self, model: nn.Module, adapter: str, **kwargs: Any) -> PeftModel:
-        """`PeftModel.from_pretrained`, which on packed experts would lose LoRA."""
+        """Do what `PeftModel.from_pretrained` does, which on packed experts would lose LoRA."""
         from ..lora.load import load_adapter
 
         self._built(model)
@@ -94,10 +93,7 @@ class _Steps:
 
 
 def check(args: Mapping[str, Any]) -> ExpertsSettings:
-    """The settings in the arguments of a run, before anything is loaded.
-
-    Args:
-        args: A YAML file as it was read.
+    """Return the settings in a run's arguments (a YAML file as it was read), or refuse them.
 
     Raises:
         ConfigError: A setting is wrong, or does not go with another argument.
@@ -128,7 +124,7 @@ def check(args: Mapping[str, Any]) -> ExpertsSettings:
 
 
 def _is_quantized(model: Any) -> bool:
-    """Whether a folder says itself how it is quantized, as one with packed experts does."""
+    """Tell whether a folder says how it is quantized, as one with packed experts does."""
     file = Path(str(model)) / "config.json"
     return file.is_file() and "quantization_config" in json.loads(file.read_text(encoding="utf-8"))
 
@@ -154,7 +150,7 @@ def train() -> None:
 
 
 def main() -> int:
-    """`train`, with errors of this package as one line and exit code 2."""
+    """Run `train`, with errors of this package as one line and exit code 2."""
     try:
         train()
     except MoeQloraError as error:

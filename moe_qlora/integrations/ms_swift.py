@@ -10,8 +10,8 @@ r"""ms-swift with packed experts: a tuner of its registry, for a plugin file of 
 The tuner reads the options that ms-swift's own LoRA reads (`--lora_rank`, `--target_modules`,
 `--target_parameters`, `--modules_to_save` ...). Nothing is patched: models that ms-swift knows get
 a loader that packs experts as they load, through its table of models; any other model is packed
-when it has been built, which needs room for its 16-bit experts. `swift infer --adapters` and
-resuming read the plugin file again from the checkpoint's arguments.
+once it is built, which needs room for its 16-bit experts. `swift infer --adapters` and resuming
+read the plugin file again from the checkpoint's arguments.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from torch import nn
 
-
 TUNER = "moe_qlora"
 
-# Ways of making adapters that do not go through PEFT's config, and the value that leaves them off.
+# Options that make adapters past PEFT's config, and the value that leaves them off.
 _ELSEWHERE = {"tuner_backend": "peft", "use_swift_lora": False, "lorap_lr_ratio": None}
 
 # Its tasks that PEFT knows by another name, or not at all.
@@ -50,7 +49,7 @@ def register(settings: ExpertsSettings | Mapping[str, Any] | None = None) -> Exi
         settings: See `ExpertsSettings`.
 
     Returns:
-        Its `close()`, or the end of a block that it opens, takes everything out again.
+        A stack whose `close()`, or the end of a `with` block, takes everything out again.
 
     Raises:
         ConfigError: A setting is wrong, or the tuner is registered already.
@@ -67,18 +66,18 @@ def register(settings: ExpertsSettings | Mapping[str, Any] | None = None) -> Exi
     undo = ExitStack()
     packing: dict[type, type] = {}
     for meta in MODEL_MAPPING.values():
-        theirs = meta.loader
-        if theirs not in packing:
-            packing[theirs] = _packing(theirs, host)
-        undo.callback(setattr, meta, "loader", theirs)
-        meta.loader = packing[theirs]
+        loader = meta.loader
+        if loader not in packing:
+            packing[loader] = _packing(loader, host)
+        undo.callback(setattr, meta, "loader", loader)
+        meta.loader = packing[loader]
     tuners_map[TUNER] = _tuner(host)
     undo.callback(tuners_map.pop, TUNER)
     return undo
 
 
 def _packing(loader: Any, host: ExpertsHost) -> type:
-    """A loader that packs experts where it quantizes with bitsandbytes."""
+    """Return a loader that packs experts where it quantizes with bitsandbytes."""
 
     class PackingLoader(loader):
         def load(self) -> Any:
@@ -124,7 +123,7 @@ def _check(args: Any) -> None:
 
 
 def _lora_config(args: Any, model: nn.Module) -> LoraConfig:
-    """What ms-swift makes of its options for `--tuner_type lora`."""
+    """Return the config that ms-swift makes of its options for `--tuner_type lora`."""
     from peft import LoraConfig
     from swift.pipelines.train.tuner import get_modules_to_save, get_target_modules
 

@@ -33,13 +33,13 @@ _ALLOWED = {
 
 
 class ExpertsSettings(BaseModel):
-    """What a host does with experts; unknown keys are errors.
+    """What a host does with experts; an unknown key is an error.
 
     Attributes:
         pack_experts: Pack them while the model loads; False leaves the model as the host loads it.
-        lora_experts: LoRA on packed experts: on all, or on those of some roles; False leaves it to
+        lora_experts: Put LoRA on all packed experts, or on those of some roles; False leaves it to
             the host's own `target_parameters`.
-        lora_router: LoRA on the routers too.
+        lora_router: Put LoRA on the routers too.
         skip_modules: Modules, as `llm_int8_skip_modules` names them, that stay in 16 bit besides
             those of the host's own config.
         progress: Show a bar while a built model is packed, and while an adapter is merged.
@@ -55,7 +55,7 @@ class ExpertsSettings(BaseModel):
 
     @classmethod
     def read(cls, block: ExpertsSettings | Mapping[str, Any] | None) -> ExpertsSettings:
-        """The settings of a YAML block, None for all defaults.
+        """Return the settings of a YAML block; None gives all defaults.
 
         Raises:
             ConfigError: One sentence with the key, what was seen and what is allowed.
@@ -84,7 +84,7 @@ class ExpertsSettings(BaseModel):
 
 
 def _sentence(error: ValidationError, block: Mapping[str, Any]) -> str:
-    """The first fault in words of the file."""
+    """Return the first fault in words of the file."""
     fault = error.errors()[0]
     key = str(fault["loc"][0])
     if fault["type"] == "extra_forbidden":
@@ -95,7 +95,7 @@ def _sentence(error: ValidationError, block: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML has it."""
+    """Return a value as YAML writes it."""
     if isinstance(value, bool) or value is None:
         return "null" if value is None else str(value).lower()
     return repr(list(value)) if isinstance(value, tuple) else repr(value)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-TOP_K_NAMES = (
+_TOP_K_NAMES = (
     "num_experts_per_tok",
     "num_experts_per_token",
     "moe_top_k",
@@ -85,19 +85,25 @@ def adapt_lora_config(
             there are none, or nothing says how a model that is not loaded yet will be packed.
         CheckpointError: There is no model of this name, or transformers cannot build it.
     """
-    options: dict[str, Any] = {
-        "experts": experts,
-        "router": router,
-        "scale_expert_rank": scale_expert_rank,
-    }
-    if isinstance(model, nn.Module):
-        if quantization_config is not None:
-            raise ConfigError(
-                "quantization_config is for a model that is not loaded yet, and a "
-                f"{type(model).__name__} was given: leave it out, or name the model's folder."
-            )
-        return adapt(model, lora_config, **options)
-    return _adapt_unloaded(model, lora_config, quantization_config, trust_remote_code, options)
+    check_type(lora_config)
+    packing = None
+    if not isinstance(model, nn.Module):
+        model, packing = blank_packed_model(
+            model, quantization_config, trust_remote_code=trust_remote_code
+        )
+    elif quantization_config is not None:
+        raise ConfigError(
+            "quantization_config is for a model that is not loaded yet, and a "
+            f"{type(model).__name__} was given: leave it out, or name the model's folder."
+        )
+    return adapt(
+        model,
+        lora_config,
+        experts=experts,
+        router=router,
+        scale_expert_rank=scale_expert_rank,
+        to_be_loaded=packing,
+    )
 
 
 class AdaptedLoraConfig(LoraConfig):
@@ -158,23 +164,25 @@ def adapt(
 ) -> PeftConfig:
     """Return the config adapted to a built model; see `adapt_lora_config`.
 
-    Args:
-        model: May have adapters already.
-        config: May be adapted already, to this model or to another.
-        experts: As for `adapt_lora_config`.
-        router: As for `adapt_lora_config`.
-        scale_expert_rank: As for `adapt_lora_config`.
-        to_be_loaded: Where `model` stands for one that is not loaded yet: what its load will pack.
+    Both may be adapted already. `to_be_loaded` is given where `model` stands for one that is not
+    loaded yet: what its load will pack.
     """
-    check_type(config)
     model = base_model(model)
     packed = packed_parameters(model)
+    options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
     if not packed:
-        _refuse_options(
-            {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank},
-            "this model has none; call moe_qlora.quantize_experts first, or name the parameters in "
-            "target_parameters.",
+        why = (
+            f"a load of this {cast(Any, model.config).model_type} model with this "
+            "quantization_config packs none."
+            if to_be_loaded
+            else "this model has none; call moe_qlora.quantize_experts first, or name the "
+            "parameters in target_parameters."
         )
+        for option, value in options.items():
+            if value:
+                raise ConfigError(
+                    f"{option}={value!r} is for models with packed experts, and {why}"
+                )
     if not packed or config.is_prompt_learning:  # which touches no module
         return copy.deepcopy(config)
     asked = _as_asked(config)
@@ -185,6 +193,12 @@ def adapt(
         _scale_rank(model, cast(LoraConfig, asked), targets.experts, scale_expert_rank)
     awaited = frozenset(targets.experts) if to_be_loaded else frozenset[str]()
     return make_adapted(asked, targets, to_be_loaded or rounding.from_packed(model), awaited)
+
+
+def top_k_of(config: Any) -> int | None:
+    """Return the number of experts that a token goes to, by the model's configuration, or None."""
+    values = (getattr(config, name, None) for name in _TOP_K_NAMES)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def spell_exactly(model: nn.Module, config: PeftConfig) -> PeftConfig:
@@ -201,27 +215,20 @@ def make_adapted(
     packed: rounding.Rounding | None = None,
     awaited: frozenset[str] = frozenset(),
 ) -> PeftConfig:
-    """Turn a copy of the caller's config into the one that PEFT gets.
+    """Turn a copy of the caller's config into the `AdaptedLoraConfig` that PEFT gets.
 
-    Args:
-        config: In the caller's own spelling; it is changed and returned.
-        targets: What it names from now on.
-        packed: What of the model was packed.
-        awaited: Parameters that must be packed by the time that PEFT wraps them.
-
-    Returns:
-        An `AdaptedLoraConfig`; other adapter types (AdaLoRA, IA3, ...) keep their class, and their
-        files name what PEFT was told.
+    Other adapter types (AdaLoRA, IA3, ...) keep their class, and their files name what PEFT was
+    told. `packed` and `awaited` are described at `AdaptedLoraConfig`.
     """
     adapted: Any = config
-    adapted.exclude_modules = _copied(targets.excludes, set)
-    adapted.target_modules = _copied(targets.modules, set)
+    adapted.exclude_modules = _as(set, targets.excludes)
+    adapted.target_modules = _as(set, targets.modules)
     if hasattr(adapted, "target_parameters"):
-        adapted.target_parameters = _copied(targets.parameters, list)
+        adapted.target_parameters = _as(list, targets.parameters)
     if not is_lora(adapted):
         return cast(PeftConfig, adapted)
     edits = {
-        field: (copy.copy(getattr(adapted, field)), value)
+        field: (copy.copy(getattr(adapted, field)), copy.deepcopy(value))
         for field, value in targets.written.items()
     }
     become_adapted(adapted, edits, targets.notes, packed)
@@ -229,26 +236,6 @@ def make_adapted(
     if targets.experts:
         register_wrapper(adapted)
     return cast(PeftConfig, adapted)
-
-
-def _adapt_unloaded(
-    model: PretrainedConfig | str | Path,
-    config: PeftConfig,
-    quantization_config: Any,
-    trust_remote_code: bool,
-    options: dict[str, Any],
-) -> PeftConfig:
-    check_type(config)
-    blank, packing = blank_packed_model(
-        model, quantization_config, trust_remote_code=trust_remote_code
-    )
-    if not packed_parameters(blank):
-        _refuse_options(
-            options,
-            f"a load of this {cast(Any, blank.config).model_type} model with this "
-            "quantization_config packs none.",
-        )
-    return adapt(blank, config, to_be_loaded=packing, **options)
 
 
 def become_adapted(
@@ -287,12 +274,6 @@ def _as_asked(config: PeftConfig) -> PeftConfig:
     return asked
 
 
-def _refuse_options(options: Mapping[str, Any], why: str) -> None:
-    for option, value in options.items():
-        if value:
-            raise ConfigError(f"{option}={value!r} is for models with packed experts, and {why}")
-
-
 def _scale_rank(
     model: nn.Module, config: LoraConfig, experts: Sequence[str], scale: bool | int
 ) -> None:
@@ -301,7 +282,15 @@ def _scale_rank(
     A token then meets the same rank in its experts together as in a dense layer. Entries that the
     caller put in `rank_pattern` come first and so keep their effect.
     """
-    top_k = scale if not isinstance(scale, bool) else _top_k(model)
+    config_of_model: Any = getattr(model, "config", None)
+    nested = getattr(config_of_model, "get_text_config", lambda: None)()
+    top_k = scale if scale is not True else top_k_of(config_of_model) or top_k_of(nested)
+    if top_k is None:
+        raise ConfigError(
+            "scale_expert_rank=True needs the number of experts that a token goes to, and the "
+            f"model's config has none of {', '.join(_TOP_K_NAMES)}; pass the number itself, as in "
+            "scale_expert_rank=8."
+        )
     rank = max(config.r // top_k, 1)
     patterns = {
         r"\d+".join(re.escape(part) for part in name_pattern(name).split("*")): rank
@@ -310,23 +299,8 @@ def _scale_rank(
     config.rank_pattern = {**(config.rank_pattern or {}), **patterns}
 
 
-def _top_k(model: nn.Module) -> int:
-    config: Any = getattr(model, "config", None)
-    nested = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for owner in (config, nested):
-        for name in TOP_K_NAMES:
-            value = getattr(owner, name, None)
-            if isinstance(value, int) and value > 0:
-                return value
-    raise ConfigError(
-        "scale_expert_rank=True needs the number of experts that a token goes to, and the model's "
-        f"config has none of {', '.join(TOP_K_NAMES)}; pass the number itself, as in "
-        "scale_expert_rank=8."
-    )
-
-
-def _copied(value: Any, kind: Callable[[Iterable[str]], Any]) -> Any:
-    return value if value is None or isinstance(value, str) else kind(value)
+def _as(kind: Callable[[Iterable[str]], Any], value: Any) -> Any:
+    return value if value is None or isinstance(value, (str, set)) else kind(value)
 
 
 def _same(left: Any, right: Any) -> bool:

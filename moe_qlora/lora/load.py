@@ -83,11 +83,7 @@ def misfit(
 ) -> AdapterError:
     """Return the error for an adapter file whose tensors and the model's places differ.
 
-    Args:
-        adapter: The folder or repository id.
-        missing: Places that got no tensor.
-        unexpected: Tensors that have no place.
-        advice: The end of the sentence, after "load it on the model that it was trained on".
+    `advice` ends the sentence after "load it on the model that it was trained on".
     """
     names, fault = (
         (unexpected, "has no place in this model")

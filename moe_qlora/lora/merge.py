@@ -19,15 +19,8 @@ def merged_weight(
 ) -> Tensor:
     """Return the decoded weight + the sum of the products, summed in fp32 and rounded once.
 
-    Beside the result, one expert's decoded weight is alive.
-
-    Args:
-        packed: The weight without any adapter.
-        products: On its device.
-        dtype: Of the result; None is the dtype that the weight had before packing.
-
-    Returns:
-        `packed.shape`, on its device.
+    Beside the result, which has `packed.shape` and by default the dtype that the weight had before
+    packing, one expert's decoded weight is alive.
     """
     out = torch.empty(packed.shape, dtype=dtype or packed.dtype, device=packed.device)
     wide = torch.promote_types(packed.dtype, torch.float32)

@@ -133,10 +133,7 @@ def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
 
     Their files then say what the caller asked for, with the note that a merge reads, and their
     layers get the dropout that PEFT's own layer for parameters refuses, which a host leaves at 0.
-
-    Args:
-        model: Connected already.
-        adapted: From `adapt_lora_config`; where it is no LoRA config nothing happens.
+    Where `adapted` is no LoRA config nothing happens.
     """
     if not isinstance(adapted, AdaptedLoraConfig):
         return

@@ -106,12 +106,7 @@ def is_all_linear(config: Any) -> bool:
 
 
 def extend(setting: str, existing: str | Names | None, names: Iterable[str]) -> list[str] | str:
-    """Return what the caller's value of a setting or any of these names matches, as a new value.
-
-    Args:
-        setting: Its name, for messages.
-        existing: The caller's value; never changed.
-        names: Full names to add.
+    """Return a new value that matches what the caller's value of a setting or a full name matches.
 
     Returns:
         One regex for a string, a new list for anything else.

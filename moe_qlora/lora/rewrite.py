@@ -11,7 +11,6 @@ name of a Linear layer in a way that PEFT matches and does not rewrite. PEFT its
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -38,25 +37,16 @@ class ExactName(str):
         return False
 
 
-@dataclass(frozen=True)
-class ExactTargets:
-    """The caller's `target_modules` in a spelling that PEFT does not rewrite.
+def exact_targets(
+    model: nn.Module, config: PeftConfig, layout: ModelLayout
+) -> tuple[set[ExactName], list[str], str] | None:
+    """Return what the config's `target_modules` reach; None where PEFT would not rewrite them.
 
-    Attributes:
-        modules: Full names of the modules that they reach.
-        router_weights: Full names of the router weights that they reach. transformers v5 keeps most
-            routers as a module with a bare `weight`, which PEFT adapts as a parameter.
-        note: One sentence where stock PEFT, given the saved config, would adapt something else, or
-            "".
+    Returns:
+        Full names of modules; full names of router weights, since transformers v5 keeps most
+        routers as a module with a bare `weight`, which PEFT adapts as a parameter; and one sentence
+        where stock PEFT, given the saved config, would adapt something else, or "".
     """
-
-    modules: frozenset[ExactName]
-    router_weights: tuple[str, ...]
-    note: str
-
-
-def exact_targets(model: nn.Module, config: PeftConfig, layout: ModelLayout) -> ExactTargets | None:
-    """Return what the config's `target_modules` reach; None where PEFT would not rewrite them."""
     if rewritten(model, config) is None:
         return None
     routers = {router.name for router in layout.routers}
@@ -76,8 +66,7 @@ def exact_targets(model: nn.Module, config: PeftConfig, layout: ModelLayout) -> 
     written = config
     if is_all_linear(config):  # PEFT writes the names that the word stands for
         written = changed(config, target_modules={str(name) for name in modules})
-    note = _reload_note(model, written, modules, router_weights)
-    return ExactTargets(frozenset(modules), tuple(router_weights), note)
+    return modules, router_weights, _reload_note(model, written, modules, router_weights)
 
 
 def rewritten(model: nn.Module, config: Config) -> Config | None:

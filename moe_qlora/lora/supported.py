@@ -45,11 +45,7 @@ def is_lora(config: PeftConfig) -> bool:
 
 
 def check_type(config: Any) -> None:
-    """Refuse what is no PEFT config.
-
-    Raises:
-        ConfigError: It is something else.
-    """
+    """Refuse anything but a PEFT config with a `ConfigError`."""
     if not isinstance(config, PeftConfig):
         raise ConfigError(
             f"lora_config is a {type(config).__name__}: give a peft.LoraConfig, or another PEFT "
@@ -78,13 +74,7 @@ def check_modules_to_save(config: PeftConfig, packed: Collection[str]) -> None:
 def check_supported(
     config: PeftConfig, experts: Collection[str], packed: Mapping[str, nn.Module]
 ) -> None:
-    """Refuse settings that LoRA on packed experts cannot have.
-
-    Args:
-        config: In the caller's own spelling.
-        experts: The packed parameters that get LoRA; where there is none, everything is PEFT's
-            own business.
-        packed: Every packed parameter with the module that owns it.
+    """Refuse settings that LoRA on these packed parameters cannot have.
 
     Raises:
         ConfigError: A setting is not supported, or a weight has more than three dimensions.

@@ -73,8 +73,8 @@ def resolve_targets(
         model: Any model, a `PeftModel` included; names are those of the model without adapters.
             Where no expert is packed, only `target_modules` are spelled out.
         config: In the caller's own spelling; None is a config that names nothing.
-        experts: Target every packed parameter, or those with one of these roles.
-        router: Target every router.
+        experts: True targets every packed parameter, a collection of roles those that have one.
+        router: Whether to target the routers.
 
     Raises:
         ConfigError: A role that no packed parameter has, a value that is neither names nor a regex,
@@ -161,19 +161,20 @@ def _unfit_routers(model: nn.Module, routers: Sequence[Router], router: bool) ->
 
 def _resolve_modules(
     model: nn.Module, asked: Any, excludes: Any, layout: ModelLayout
-) -> tuple[str | Collection[str] | None, tuple[str, ...], tuple[str, ...]]:
+) -> tuple[str | Collection[str] | None, Sequence[str], tuple[str, ...]]:
     """Return the value of `target_modules`, router weights that it reached, and notes."""
     if not isinstance(asked, LoraConfig):
         return asked.target_modules, (), ()
     probe = changed(asked, exclude_modules=excludes)
     if exact := exact_targets(model, probe, layout):
-        return exact.modules, exact.router_weights, (exact.note,) if exact.note else ()
+        names, router_weights, note = exact
+        return names, router_weights, (note,) if note else ()
     if is_all_linear(asked):
         # PEFT writes the names that the word stands for, and the caller's excludes beside them:
         # routers that are Linear by class (phimoe, llama4, dbrx, ...) would get LoRA where the file
         # is read. The word stays where our excludes change nothing.
-        reached = frozenset(reached_modules(model, probe))
-        if reached != frozenset(reached_modules(model, asked)):
+        reached = set(reached_modules(model, probe))
+        if reached != set(reached_modules(model, asked)):
             return reached, (), ()
     return asked.target_modules, (), ()
 

@@ -38,18 +38,7 @@ def load_adapter(
 ) -> Any:
     """Load an adapter as `PreTrainedModel.load_adapter` does, LoRA on packed experts included.
 
-    Args:
-        self: The model.
-        peft_model_id: Folder or repository of the adapter.
-        adapter_name: Its name in the model; None is "default".
-        peft_config: Its `PeftConfig`; None reads the one that lies with the weights.
-        *args: As of transformers.
-        adapter_kwargs: Where to find the files: `subfolder`, `revision`, `token`, ...
-        load_config: As of transformers.
-        **kwargs: As of transformers.
-
-    Returns:
-        transformers' `LoadStateDictInfo`.
+    Arguments and result are those of transformers.
 
     Raises:
         AdapterError: Tensors of the file have no place in the model, or places got no tensor.

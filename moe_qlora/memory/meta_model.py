@@ -26,7 +26,7 @@ from ..errors import ConfigError
 from ..experts import forward
 from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES
 from ..layout import ModelLayout
-from ..lora.config import TOP_K_NAMES
+from ..lora.config import top_k_of
 from ..lora.model import get_peft_model
 from ..packing import parametrize
 from ..packing.codec import Int8State, PackedWeight, state_tensors
@@ -466,7 +466,7 @@ def sizes_of(model: Any) -> Sizes:
         wide = [p.out_features for p in owner.parameters if p.role == "down" and p.out_features]
         if inner and wide:
             experts_of[block] = {
-                "top_k": top_k_of(text),
+                "top_k": top_k_of(text) or 1,
                 "experts": owner.num_experts,
                 "hidden": wide[0],
                 "intermediate": inner[0],
@@ -476,12 +476,3 @@ def sizes_of(model: Any) -> Sizes:
     hidden = int(getattr(text, "hidden_size", 0) or 0)
     vocabulary = int(getattr(text, "vocab_size", 0) or 0)
     return Sizes(sum(tensors.values()), hidden, vocabulary, outputs, experts_of)
-
-
-def top_k_of(config: Any) -> int:
-    """Experts that a token goes to, by the configuration; 1 where it does not say."""
-    for name in TOP_K_NAMES:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 1

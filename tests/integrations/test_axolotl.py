@@ -513,7 +513,7 @@ def test_hooks_without_axolotls_own_loader(config) -> None:
     plugin.pre_model_load(cfg)
     plain = AutoModelForCausalLM.from_pretrained(config["base_model"])
     plain.config.quantization_config = model.config.quantization_config
-    with pytest.raises(QuantizationError, match=r"4 of 4 expert stacks are not packed: model\."):
+    with pytest.raises(QuantizationError, match=r"4 of 4 expert weights are not packed: model\."):
         plugin.post_model_build(cfg, plain)
 
 
@@ -547,7 +547,7 @@ def test_a_dense_model_is_not_loaded(config, nothing_loaded, tmp_path) -> None:
     )  # fmt: skip
     LlamaForCausalLM(dense).save_pretrained(folder)
     config["base_model"] = str(folder)
-    with pytest.raises(DetectionError, match="This llama model holds no stack of expert weights"):
+    with pytest.raises(DetectionError, match="This llama model holds no fused expert weights"):
         load(ours(config))
 
 

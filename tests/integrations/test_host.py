@@ -138,7 +138,7 @@ def test_off_where_the_check_fails(folder: Path) -> None:
 def test_every_unpacked_stack_is_named(folder: Path) -> None:
     model = load(folder)
     names = [param.name for param in detect(model)]
-    with pytest.raises(QuantizationError, match="4 of 4 expert stacks are not packed") as error:
+    with pytest.raises(QuantizationError, match="4 of 4 expert weights are not packed") as error:
         ExpertsHost().after_build(model)
     assert all(name in str(error.value) for name in names)
     report = ExpertsHost({"progress": False}).after_build(model, pack=True)
@@ -198,7 +198,7 @@ def test_a_dense_model_is_refused() -> None:
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes))
-    with pytest.raises(DetectionError, match="llama model holds no stack of expert weights"):
+    with pytest.raises(DetectionError, match="llama model holds no fused expert weights"):
         ExpertsHost().after_build(model)
     assert ExpertsHost({"pack_experts": False}).after_build(model) is None
 
@@ -297,7 +297,7 @@ def test_a_model_is_looked_at_before_it_is_loaded(folder: Path) -> None:
     from transformers import LlamaConfig
 
     ExpertsHost({"lora_experts": ["down"]}).check_model(folder)
-    with pytest.raises(DetectionError, match="llama model holds no stack"):
+    with pytest.raises(DetectionError, match="llama model holds no fused expert"):
         ExpertsHost().check_model(LlamaConfig())
     ExpertsHost({"pack_experts": False}).check_model(LlamaConfig())
     with pytest.raises(ConfigError, match="'up', and the experts of this qwen3_moe model have"):
