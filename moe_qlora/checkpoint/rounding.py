@@ -23,6 +23,7 @@ from torch import nn
 
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
+from ..layout import unwrapped_name
 from ..packing import parametrize
 from ..packing.codec import PackedWeight, Packer, settings_of
 from ..packing.linear import is_packed_linear
@@ -100,7 +101,7 @@ def from_packed(model: nn.Module) -> Rounding | None:
     if not packed:
         return None
     _, module, leaf = packed[0]
-    experts = frozenset(_plain(f"{owner}.{name}".lstrip(".")) for owner, _, name in packed)
+    experts = frozenset(unwrapped_name(f"{owner}.{name}".lstrip(".")) for owner, _, name in packed)
     settings = settings_of(parametrize.read_packed(module, leaf))
     return Rounding(settings, experts, _packed_linears(model))
 
@@ -108,15 +109,10 @@ def from_packed(model: nn.Module) -> Rounding | None:
 def _packed_linears(model: nn.Module) -> frozenset[str]:
     """Return the names of weights that bitsandbytes' Linear layers hold."""
     return frozenset(
-        _plain(f"{name}.weight")
+        unwrapped_name(f"{name}.weight")
         for name, module in model.named_modules(remove_duplicate=False)
         if is_packed_linear(module)
     )
-
-
-def _plain(name: str) -> str:
-    """Return the name that a parameter had before PEFT wrapped its module."""
-    return name.replace(".base_layer", "")
 
 
 @checked

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import AdapterError, QuantizationError
+from ..layout import unwrapped_name
 from ..packing.parametrize import Params4bit, iter_packed, packed_names
 from .forward import lora_source
 
@@ -58,13 +59,15 @@ def remove(model: nn.Module) -> None:
 
 def _before_load(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Stop LoRA weights for packed experts that would go to layers without effect."""
-    keys = (_plain(key.removeprefix(prefix)).partition(".lora_") for key in state_dict)
+    keys = (unwrapped_name(key.removeprefix(prefix)).partition(".lora_") for key in state_dict)
     owners = {owner for owner, lora, _ in keys if lora}
     if not owners:
         return
     for name, module, _ in iter_packed(model):
-        if _plain(name) in owners and lora_source(module) is None:
-            raise AdapterError(_message("being loaded", _plain(name), "would have no effect"))
+        if unwrapped_name(name) in owners and lora_source(module) is None:
+            raise AdapterError(
+                _message("being loaded", unwrapped_name(name), "would have no effect")
+            )
 
 
 def _before_forward(model: nn.Module, args: Any) -> None:
@@ -92,7 +95,7 @@ def check_codes(model: nn.Module) -> None:
         return
     if watch.codes is None:
         watch.codes = tuple(
-            (_plain(name).replace("parametrizations.", "").removesuffix(".original"), ref)
+            (unwrapped_name(name).replace("parametrizations.", "").removesuffix(".original"), ref)
             for name, parameter in model.named_parameters()
             if isinstance(parameter, Params4bit)
             and parameter.quant_storage.is_floating_point
@@ -121,8 +124,10 @@ def check(model: nn.Module, configs: dict[str, Any]) -> None:
     for name, module in model.named_modules():
         parameter = getattr(module, "parameter_name", None)
         if type(module).__name__ == "ParamWrapper" and parameter in packed_names(_base(module)):
-            wrappers[f"{_plain(name)}.{parameter}"] = module
-    packed = [f"{_plain(module)}.{name}".lstrip(".") for module, _, name in iter_packed(model)]
+            wrappers[f"{unwrapped_name(name)}.{parameter}"] = module
+    packed = [
+        f"{unwrapped_name(module)}.{name}".lstrip(".") for module, _, name in iter_packed(model)
+    ]
     for adapter, config in configs.items():
         for target in getattr(config, "target_parameters", None) or ():
             for name in packed:
@@ -147,7 +152,3 @@ def _base(module: nn.Module) -> nn.Module:
     while isinstance(inner := module._modules.get("base_layer"), nn.Module):
         module = inner
     return module
-
-
-def _plain(name: str) -> str:
-    return name.replace(".base_layer", "")

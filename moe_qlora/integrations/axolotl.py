@@ -35,7 +35,6 @@ from axolotl.integrations.base import BasePlugin, normalize_plugin_name
 from axolotl.utils.logging import get_logger
 from pydantic import BaseModel, model_validator
 
-from ..errors import ConfigError
 from .axolotl_checks import check, wants_packing
 from .host import ExpertsHost
 from .settings import BLOCK, ExpertsSettings
@@ -316,11 +315,3 @@ def _load_saved(loader: Any, cfg: Any, build: Callable[[], Any]) -> Any:
         set_dropout(loader.model, loader.model.active_adapter, cfg["lora_dropout"])
     loader.model.print_trainable_parameters()
     return loader.model.peft_config[loader.model.active_adapter]
-
-
-__all__ = [
-    "ConfigError",
-    "MoeQloraArgs",
-    "MoeQloraPlugin",
-    "is_named",
-]

@@ -272,17 +272,8 @@ class ExpertsHost:
     ) -> MergeReport:
         """Write a plain checkpoint with the adapter in its weights, shard by shard.
 
-        Args:
-            base: The folder that was trained on.
-            adapter: The folder that `save_pretrained` of the `PeftModel` wrote.
-            out: A new folder.
-            dtype: Of the result; None is that of `base`.
-            like_training: Round the base weights as they were rounded in training, so that the
-                result computes what the trained model did.
-            quantization_config: That of the training, where the adapter's folder has no note.
-
-        Raises:
-            CheckpointError, AdapterError, ConfigError: See `moe_qlora.merge_adapter`.
+        Arguments and errors are those of `moe_qlora.merge_adapter`; the base weights are rounded as
+        they were in training, so that the result computes what the trained model did.
         """
         from ..checkpoint.merge import merge_adapter
 
@@ -313,9 +304,3 @@ def _nothing_to_pack(model: nn.Module, layout: ModelLayout) -> str:
         f"This {kind} model holds no fused expert weights, so there is nothing to pack: leave "
         "moe_qlora out, or set moe_qlora.pack_experts to false."
     )
-
-
-__all__ = [
-    "ExpertsHost",
-    "ExpertsSettings",
-]

@@ -1,7 +1,7 @@
 """Weighted sums of adapters on expert parameters (`add_weighted_adapter`), expert by expert.
 
 PEFT combines the adapters of one Linear layer. `concatenate` does that for each expert of a wrapper
-where ranks are concatenated; for the other ways `single_experts` shows PEFT one expert at a time.
+where ranks are concatenated; for the other ways `SingleExpert` shows PEFT one expert at a time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,6 @@ def concatenate(
     wrapper.lora_A[adapter_name].weight.data, wrapper.lora_B[adapter_name].weight.data = (
         stored_factors(list(zip(a, b, strict=True)))
     )
-
-
-def single_experts(wrapper: ParamWrapper) -> list[SingleExpert]:
-    """Return each expert of a wrapper as a layer of its own."""
-    return [SingleExpert(wrapper, expert) for expert in range(wrapper.num_experts)]
 
 
 class SingleExpert:

@@ -232,7 +232,8 @@ def make_adapted(
         for field, value in targets.written.items()
     }
     become_adapted(adapted, edits, targets.notes, packed)
-    adapted._awaited = awaited
+    if awaited:  # a config that was adapted before the load goes on awaiting what it did
+        adapted._awaited = awaited
     if targets.experts:
         register_wrapper(adapted)
     return cast(PeftConfig, adapted)

@@ -39,9 +39,9 @@ from torch import Tensor, nn
 from ..detection.detect import dispatches
 from ..errors import AdapterError
 from ..experts.forward import IMPLEMENTATION, LoraFactors, clear_lora_source, set_lora_source
-from ..packing.codec import PackedWeight
+from ..packing.codec import PackedWeight, first_nonfinite
 from ..packing.parametrize import has_packed, is_packed, packed_names, read_packed
-from .merge import Product, all_finite, merged_weight, replace_parameter, restore_packed
+from .merge import Product, merged_weight, replace_parameter, restore_packed
 from .supported import check_dropout
 
 
@@ -264,7 +264,7 @@ class ParamWrapper(StockParamWrapper):
             self._product(name, original.device) for name in [*self.merged_adapters, *names]
         ]
         merged = merged_weight(original, products, self.merge_dtype)
-        if safe_merge and not all_finite(merged):
+        if safe_merge and first_nonfinite(merged) is not None:
             raise ValueError(
                 f"NaNs detected in the merged weights. The adapter {names[-1]} seems to be broken"
             )

@@ -39,11 +39,6 @@ def merged_weight(
     return out
 
 
-def all_finite(weight: Tensor) -> bool:
-    """Tell whether no entry is NaN or inf; looks at one slice of the first dimension at a time."""
-    return all(bool(torch.isfinite(part).all()) for part in weight)
-
-
 def replace_parameter(
     module: nn.Module, name: str, weight: Tensor, like: PackedWeight | None
 ) -> None:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..experts import restore
-from . import combine
+from .combine import SingleExpert, concatenate, stored_factors
 from .config import AdaptedLoraConfig, adapt, adapt_lora_config, become_adapted
 from .inject import check_connected, upgrade_wrappers
 from .layer import ParamWrapper
-from .names import names_parameter, packed_parameters
+from .names import as_set, names_parameter, packed_parameters
 
 _TESTED = {"peft": ((0, 20), (0, 21)), "transformers": ((5, 20), (5, 23))}
 
@@ -139,7 +139,7 @@ def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
         return
     for name, config in model.peft_config.items():
         if type(config) is not LoraConfig or not all(
-            _as_set(getattr(config, field)) == _as_set(getattr(adapted, field))
+            as_set(getattr(config, field)) == as_set(getattr(adapted, field))
             for field in _COMPARABLE
         ):
             continue
@@ -241,7 +241,7 @@ class LoraModel(StockLoraModel):
         if combination_type == "cat" and len(adapters) > 1:
             for module in self.model.modules():
                 if isinstance(module, ParamWrapper) and adapter_name in module.lora_A:
-                    combine.concatenate(module, adapters, weights, adapter_name)
+                    concatenate(module, adapters, weights, adapter_name)
 
     def _check_add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> Any:
         # PEFT refuses adapters with target_parameters here, which its own wrappers cannot combine.
@@ -266,12 +266,22 @@ class LoraModel(StockLoraModel):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         combine_layer = super()._svd_generalized_task_arithmetic_weighted_adapter
-        layers = combine.single_experts(target) if isinstance(target, ParamWrapper) else [target]
-        factors = [
-            combine_layer(combination_type, adapters, weights, new_rank, one, *args, **kwargs)
-            for one in layers
-        ]
-        return combine.stored_factors(factors) if isinstance(target, ParamWrapper) else factors[0]
+        if not isinstance(target, ParamWrapper):
+            return cast(
+                "tuple[Tensor, Tensor]",
+                combine_layer(
+                    combination_type, adapters, weights, new_rank, target, *args, **kwargs
+                ),
+            )
+        experts = (SingleExpert(target, index) for index in range(target.num_experts))
+        return stored_factors(
+            [
+                combine_layer(
+                    combination_type, adapters, weights, new_rank, expert, *args, **kwargs
+                )
+                for expert in experts
+            ]
+        )
 
 
 @contextmanager
@@ -320,7 +330,3 @@ def _check_adapter(model: nn.Module, adapter_name: str, config: PeftConfig) -> N
         if any(names_parameter(target, name) for target in targets)
     ]
     check_connected(model, adapter_name, expected)
-
-
-def _as_set(names: Any) -> Any:
-    return names if isinstance(names, str) else frozenset(names or ())

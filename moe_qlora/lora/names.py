@@ -105,6 +105,11 @@ def is_all_linear(config: Any) -> bool:
     return isinstance(target_modules, str) and target_modules.lower() == ALL_LINEAR
 
 
+def as_set(value: Any) -> Any:
+    """Return names in a form that compares without order; a regex is itself, None is no name."""
+    return value if isinstance(value, str) else set(value or ())
+
+
 def extend(setting: str, existing: str | Names | None, names: Iterable[str]) -> list[str] | str:
     """Return a new value that matches what the caller's value of a setting or a full name matches.
 

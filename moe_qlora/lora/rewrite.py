@@ -23,7 +23,7 @@ from peft.tuners.tuners_utils import (
 from torch import nn
 
 from ..layout import ModelLayout, name_pattern, unwrapped_name
-from .names import is_all_linear, names_parameter
+from .names import as_set, is_all_linear, names_parameter
 
 Config = TypeVar("Config", bound=PeftConfig)
 
@@ -90,7 +90,7 @@ def rewritten(model: nn.Module, config: Config) -> Config | None:
         probe.target_modules, probe.target_parameters = set(), []
         return cast(Config, probe)
     same = all(
-        _as_comparable(getattr(config, field)) == _as_comparable(getattr(probe, field))
+        as_set(getattr(config, field)) == as_set(getattr(probe, field))
         for field in ("target_modules", "target_parameters")
     )
     return None if same else cast(Config, probe)
@@ -143,10 +143,6 @@ def _reload_note(
         f"({cast(Any, model.config).model_type}) and would load {lost or 'its targets'} wrong; "
         "load it with moe_qlora.load_adapter."
     )
-
-
-def _as_comparable(value: Any) -> Any:
-    return value if isinstance(value, str) else set(value or ())
 
 
 def _is_adaptable(module: nn.Module) -> bool:

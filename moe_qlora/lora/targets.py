@@ -141,15 +141,11 @@ def _unfit_routers(model: nn.Module, routers: Sequence[Router], router: bool) ->
     ones get LoRA where `router` asks for it. A module that shares a weight with one of them goes
     with it (diffusion_gemma's decoder).
     """
-    names = [
-        found.name
-        for found in routers
-        if (
-            not router
-            if found.plain_linear
-            else isinstance(find_module(model, found.name), nn.Linear)
-        )
-    ]
+    names = []
+    for one in routers:
+        unfit = isinstance(find_module(model, one.name), nn.Linear) and not one.plain_linear
+        if unfit or (one.plain_linear and not router):
+            names.append(one.name)
     weights = {id(getattr(model.get_submodule(name), "weight", None)) for name in names}
     tied = [
         unwrapped_name(name)
