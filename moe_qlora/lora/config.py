@@ -86,7 +86,7 @@ def adapt_lora_config(
         CheckpointError: There is no model of this name, or transformers cannot build it.
     """
     check_type(lora_config)
-    packing = None
+    packing: rounding.Rounding | None = None
     if not isinstance(model, nn.Module):
         model, packing = blank_packed_model(
             model, quantization_config, trust_remote_code=trust_remote_code

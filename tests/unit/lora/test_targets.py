@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.lora.rewrite import ExactName
+from moe_qlora.lora.targets import resolve_targets
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -109,8 +110,8 @@ class Toy(nn.Module):
 
 def packed_toy() -> Toy:
     toy = Toy()
-    stack = codec.pack(toy.experts.down_proj, settings.CodecSettings("nf4"))
-    parametrize.attach(toy.experts, "down_proj", stack)
+    packed = codec.pack(toy.experts.down_proj, settings.CodecSettings("nf4"))
+    parametrize.attach(toy.experts, "down_proj", packed)
     return toy
 
 
@@ -320,6 +321,20 @@ def test_the_callers_config_is_never_touched(model_type: str, packed: bool) -> N
     assert "x" not in config.rank_pattern
 
 
+@pytest.mark.parametrize("target_modules", ["all-linear", ["q_proj", "down_proj"], r".*_proj"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen2_moe"])
+def test_resolving_targets_changes_nothing(model_type: str, target_modules: Any) -> None:
+    model = build(model_type)
+    config = LoraConfig(target_modules=target_modules, target_parameters=["experts.down_proj"])
+    before = copy.deepcopy(vars(config)), [(n, type(m)) for n, m in model.named_modules()]
+    targets = resolve_targets(model, config, experts=["gate_up"], router=True)
+    assert (vars(config), [(n, type(m)) for n, m in model.named_modules()]) == before
+    assert list(targets.experts) == moe_qlora.target_parameters(model)
+    assert set(targets.excludes or ()) >= set(moe_qlora.exclude_modules(model))
+    assert targets.written["exclude_modules"] is None
+    assert all(name in (targets.parameters or ()) for name in targets.experts)
+
+
 def test_an_unpacked_model_gets_an_equal_copy() -> None:
     config = config_with_everything()
     adapted = moe_qlora.adapt_lora_config(build("qwen3_moe", packed=False), config)
@@ -413,8 +428,8 @@ def test_other_adapter_types_leave_packed_experts_alone() -> None:
 def test_stacks_of_more_dimensions_are_refused() -> None:
     toy = Toy()
     toy.experts.down_proj = nn.Parameter(torch.randn(2, 3, 8, 16))
-    stack = codec.pack(toy.experts.down_proj, settings.CodecSettings("nf4"))
-    parametrize.attach(toy.experts, "down_proj", stack)
+    packed = codec.pack(toy.experts.down_proj, settings.CodecSettings("nf4"))
+    parametrize.attach(toy.experts, "down_proj", packed)
     with pytest.raises(ConfigError, match=r"experts\.down_proj, a weight of shape \(2, 3, 8, 16\)"):
         moe_qlora.adapt_lora_config(toy, LoraConfig(target_parameters=["experts.down_proj"]))
 
