@@ -1,6 +1,7 @@
-"""The numbers that decide which kernel computes what: read by kernels, experts and memory plans.
+"""The numbers and size rules that decide which kernel computes what.
 
-Standard library only, so that a plan without torch or Triton takes them from here too.
+Kernels, experts and memory plans read them here. Standard library only, so that a plan needs
+neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ DEQUANTIZED_WEIGHT_BYTES = 2 << 30
 """Largest weight that the projection path dequantizes at once; larger ones go expert by expert.
 A bf16 gate_up of Mixtral-8x7B is 1.75 GiB."""
 
+GROUP = 8
+"""Sizes are whole groups of this many: strides of 16 bytes for 16-bit elements."""
+
 WORKSPACE_PART = 8
 """Without a cap of the user's, the workspace takes up to this part of the device memory."""
 
@@ -40,3 +44,100 @@ WORKSPACE_PART = 8
 def padded(rank: int) -> int:
     """Round a rank up to what matrix units want: a power of two of at least 16."""
     return max(16, 1 << (rank - 1).bit_length())
+
+
+def whole_blocks(blocksize: int) -> bool:
+    """Whether a 4-bit block is a power of two of at least 8 weights, as all kernels need it."""
+    return blocksize >= 8 and blocksize & (blocksize - 1) == 0
+
+
+def supports_fused(
+    experts: int,
+    sizes: tuple[int, ...],
+    *,
+    kind: str = "nf4",
+    blocksize: int = 64,
+    rank: int = 0,
+    itemsize: int = 2,
+) -> bool:
+    """Whether the fused layer's kernels take a weight of these sizes.
+
+    Args:
+        experts: E.
+        sizes: Rows and columns of an expert's matrix.
+        kind: "nf4", "fp4" or "int8".
+        blocksize: Weights in a 4-bit block.
+        rank: Of all active adapters together.
+        itemsize: Bytes of an activation.
+    """
+    return (
+        itemsize == 2
+        and rank <= MAX_LORA_RANK
+        and experts <= MAX_EXPERTS
+        and (kind == "int8" or whole_blocks(blocksize))
+        and all(size % GROUP == 0 for size in sizes)
+    )
+
+
+def supports_quantized(kind: str, columns: int, blocksize: int) -> bool:
+    """Whether the quantized matmul takes a weight: its blocks lie within rows of `columns`."""
+    return kind == "int8" or (blocksize % 64 == 0 and columns % blocksize == 0)
+
+
+def supports_hopper(kind: str, inner: int) -> bool:
+    """Whether Hopper's own kernel sums over so many features: whole steps of 64, two at least.
+
+    Triton 3.6 fails on the loop of a single step.
+    """
+    return kind != "int8" and inner % 64 == 0 and inner >= 128
+
+
+def few_rows(rows: int, experts: int, *, hopper: bool = False) -> bool:
+    """Whether so many rows are few enough for the quantized matmul.
+
+    Args:
+        rows: R, of all experts.
+        experts: E.
+        hopper: Whether Hopper's own kernel computes it, and no second product would find the
+            dequantized weight.
+    """
+    return rows <= (ROWS_ON_QUANTIZED_HOPPER if hopper else ROWS_ON_QUANTIZED) * experts
+
+
+def dequantizes_whole(experts: int, in_features: int, out_features: int) -> bool:
+    """Whether the projection path dequantizes all experts at once, for a grouped matmul."""
+    whole = in_features % GROUP == 0 and out_features % GROUP == 0
+    return whole and 2 * experts * in_features * out_features <= DEQUANTIZED_WEIGHT_BYTES
+
+
+def tile_rows(count: int, experts: int) -> int:
+    """Return the rows in a tile: few where experts have few, else room for most experts' rows.
+
+    Args:
+        count: R, rows of all experts.
+        experts: E.
+    """
+    return next((t for t in (16, 32) if 2 * t * experts >= 3 * count), TILE)
+
+
+def tile_counts(count: int, experts: int, tile: int) -> tuple[int, int]:
+    """Return the most tiles there can be, and of `WIDE_TILE` rows: 0 of these for small tiles."""
+    most = min(experts, count)
+    return count // tile + most, count // WIDE_TILE + most if tile == TILE else 0
+
+
+def row_stride(width: int, itemsize: int, *, quantized: bool = False) -> int:
+    """Return the elements from row to row: whole lines, where rows are few or that is 1.3 % more.
+
+    Torch's grouped product of Mixtral-8x7B's shape is 0.8 % faster so, LoRA's 16 columns beside
+    4,096 and 14,336; of Qwen3-30B-A3B's, beside 2,048 and 768, not at all (H200). The quantized
+    matmul copies 128 bytes of a row at a time.
+
+    Args:
+        width: Elements of a row.
+        itemsize: Bytes of an element.
+        quantized: Whether the rows go into the quantized matmul.
+    """
+    line = LINE // itemsize
+    whole = -(-width // line) * line
+    return whole if quantized or 80 * (whole - width) <= width else width

@@ -27,7 +27,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -174,7 +174,9 @@ class ParamWrapper(StockParamWrapper):
 
     def add_lora(self, weight: Tensor, factors: tuple[LoraFactors, ...]) -> Tensor:
         """Return `weight` + the sum of s B A, computed in fp32 and rounded to its dtype."""
-        with torch.autocast(device_type=weight.device.type, enabled=False):
+        device = weight.device.type
+        # Autocast does not know the meta device, on which `moe_qlora.plan` runs a step.
+        with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
             wide = torch.promote_types(weight.dtype, torch.float32)
             total = weight.to(wide)
             for adapter in factors:

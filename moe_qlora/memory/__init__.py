@@ -1,1 +1,19 @@
-"""To be described."""
+"""What a model takes, packed, in loading and in training: `moe_qlora.plan` and `moe-qlora plan`.
+
+In goes a model, a configuration or a name, with training settings and sizes of devices; out comes a
+`MemoryPlan`, without loading anything. Open `plan.py` first. The order of calls:
+
+    plan.py        checks the settings, asks for the rest, searches for what fits
+    source.py      what the user gave -> a function that builds the model on meta
+    planner.py     the meta model -> what a step does -> peaks on devices
+    meta_model.py  packs and adapts the model on meta, and counts what it holds (`blocks.py`)
+    meta_step.py   runs one training step on meta, and counts allocations at the borders of blocks;
+                   what is packed or fused is a fake operation there (`meta_ops.py`), whose bytes
+                   for experts are worked out in `experts.py` from the rules of the kernels
+    budget.py      adds up what blocks hold and do, and optimizer states (`optimizer.py`), and
+                   spreads blocks over devices (`devices.py`)
+    hints.py       tries what to change where it does not fit
+    report.py      `MemoryPlan` and `Hint`, which `plan` returns
+
+budget.py, optimizer.py, devices.py, experts.py and report.py are plain arithmetic without torch.
+"""

@@ -1,4 +1,4 @@
-"""Devices and their sizes, and how a row of blocks is spread over them evenly; free of torch."""
+"""Sizes of devices, and how a row of blocks is spread over them evenly; free of torch."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _COUNTED = re.compile(r"(\d+)\s*[xX*]\s*(.+)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "24GiB", "80GB", "500 MiB", "24G" (binary), or "1024".
+    """Return the bytes of "24GiB", "80GB", "500 MiB", "24G" (binary), or "1024".
 
     Raises:
         ValueError: It is no such size, or zero.
     """
-    found = _SIZE.fullmatch(text.strip())
-    unit = None if found is None else _UNITS.get(found[2].lower())
-    if found is None or unit is None:
+    match = _SIZE.fullmatch(text.strip())
+    unit = None if match is None else _UNITS.get(match[2].lower())
+    if match is None or unit is None:
         raise ValueError(f"{text!r} is no size; write it as in 24GiB, 80GB or 500MiB")
-    size = int(float(found[1]) * unit)
+    size = int(float(match[1]) * unit)
     if size <= 0:
         raise ValueError(f"{text!r} is no size of a device; it must be over 0")
     return size
 
 
 def exact_size(nbytes: int) -> str:
-    """The shortest text that `parse_size` reads as so many bytes: "24GiB", "1536MiB", "1000"."""
+    """Return the shortest text that `parse_size` reads as so many bytes, such as "24GiB"."""
     for unit in ("GiB", "MiB", "KiB"):
         if nbytes % _UNITS[unit.lower()] == 0:
             return f"{nbytes // _UNITS[unit.lower()]}{unit}"
@@ -57,7 +57,7 @@ def exact_size(nbytes: int) -> str:
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
-    """Bytes of each device of "2x24GiB", "80GiB" or "24GiB,2x48GiB".
+    """Return the bytes of each device of "2x24GiB", "80GiB" or "24GiB,2x48GiB".
 
     Raises:
         ValueError: It is no such list.
@@ -73,13 +73,13 @@ def parse_devices(text: str) -> tuple[int, ...]:
 
 
 def reserve_nbytes(peak: int) -> int:
-    """What a device holds beside the tensors of this peak: its context, and gaps."""
+    """Return what a device holds beside the tensors of this peak: its context, and gaps."""
     return CONTEXT_BYTES + int(peak * FRAGMENTATION)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive blocks on one device: [first, last)."""
+    """The consecutive blocks [first, last) on one device."""
 
     device: int
     first: int

@@ -1,12 +1,12 @@
-"""What packed experts keep and what they need for a moment, in training; free of torch.
+"""Bytes that one call of packed experts keeps and needs for a moment in training; free of torch.
 
-These functions are the only place where a plan depends on how the kernels compute. Whole layers
-(`ExpertsCall.layered`) follow `kernels/moe_layer.py`, whose docstring names what is there at each
-stage, and hold the shared scratch of `kernels/workspace.py` for good; everything else follows
-`kernels/projection.py` (`DEQUANTIZED_WEIGHT_BYTES` is its limit) and the table of
-`experts/forward.py`. A kernel that decodes less or keeps less changes these and nothing else.
+This is the only place where a plan depends on how the kernels compute. A call that the fused layer
+supports follows `kernels/moe_layer.py`, whose docstring names what is there at each stage, and the
+workspace of `kernels/workspace.py`, which stays; any other call follows `kernels/projection.py` and
+the table of `experts/forward.py`. Which path a call takes, and whether its products are quantized
+matmuls, is asked of `kernels/limits.py`.
 
-Legend: T tokens, k choices a token, R = T k rows, E experts, H hidden and I intermediate size,
+Legend: T tokens, k experts a token, R = T k rows, E experts, H hidden and I intermediate size,
 g = 2 for gated experts and 1 for others, b bytes of an activation, r rank.
 """
 
@@ -14,12 +14,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES, LINE, MAX_LORA_RANK, ROWS_ON_QUANTIZED
+from ..kernels.limits import (
+    GROUP,
+    dequantizes_whole,
+    few_rows,
+    padded,
+    row_stride,
+    supports_fused,
+    supports_quantized,
+)
 
-_INDEX = 8  # bytes of an int64
-_WIDE = 4  # bytes of a float32
-_ALIGN = 8  # ranks are padded to this for grouped products
-_BLOCK = 64  # weights to an absmax
+_INT64 = 8
+_FLOAT32 = 4
+_ROUTING = 8  # bytes a row of what the fused layer keeps of the routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +54,14 @@ class ExpertsCall:
         intermediate: I.
         gated: Whether the first projection gives out both halves of a gated unit.
         itemsize: b, of the activations.
-        weight_itemsize: Bytes of an element that the weights are decoded to.
+        weight_itemsize: Bytes of an element of the dequantized weights.
         routing_itemsize: Bytes of a routing weight.
-        first: LoRA on the first projection, a term for each adapter.
+        first: LoRA on the first projection, an entry for each active adapter.
         second: LoRA on the second.
-        transposed: Whether stacks are stored `(E, in, out)`.
-        codes: Whether few rows can be multiplied on the codes themselves.
-        nested: Whether the codes' statistics are packed as well.
+        transposed: Whether the weights are stored `(E, in, out)`.
+        kind: "nf4", "fp4" or "int8".
+        blocksize: Weights in a 4-bit block.
+        nested: Whether the 4-bit statistics are quantized as well.
     """
 
     tokens: int
@@ -68,23 +76,35 @@ class ExpertsCall:
     first: tuple[Adapter, ...] = ()
     second: tuple[Adapter, ...] = ()
     transposed: bool = False
-    codes: bool = True
+    kind: str = "nf4"
+    blocksize: int = 64
     nested: bool = True
 
     @property
-    def layered(self) -> bool:
-        """Whether both projections run as one layer: 16-bit activations, ranks within its limit."""
-        wide = all(size % _ALIGN == 0 for size in (self.hidden, self.intermediate))
-        return (
-            self.itemsize == 2
-            and wide
-            and max(_rank(self.first), _rank(self.second)) <= MAX_LORA_RANK
+    def fused(self) -> bool:
+        """Whether both projections run as one fused layer."""
+        return supports_fused(
+            self.experts,
+            (self.hidden, self.intermediate),
+            kind=self.kind,
+            blocksize=self.blocksize,
+            rank=max(_total_rank(self.first), _total_rank(self.second)),
+            itemsize=self.itemsize,
         )
 
     @property
-    def few(self) -> bool:
-        """Whether products run on the codes themselves, without decoding."""
-        return self.codes and self.rows <= ROWS_ON_QUANTIZED * self.experts
+    def quantized(self) -> bool:
+        """Whether the products are quantized matmuls, so that no weight is dequantized.
+
+        A plan does not know the card, so it takes the limit that holds on all of them, 256 rows an
+        expert. On Hopper the forward, and a backward that finds no dequantized weight, are
+        quantized matmuls up to 512: what is planned in between is more than is used there.
+        """
+        columns = (self.hidden, self.intermediate)
+        if self.transposed:
+            columns = (self.width, self.hidden)
+        supported = (supports_quantized(self.kind, size, self.blocksize) for size in columns)
+        return few_rows(self.rows, self.experts) and all(supported)
 
     @property
     def rows(self) -> int:
@@ -98,159 +118,151 @@ class ExpertsCall:
 
 
 def kept_nbytes(call: ExpertsCall) -> int:
-    """Bytes that stay between forward and backward, beside the layer's input and the adapters.
+    """Return the bytes that stay from forward to backward, beside the input and the adapters.
 
-    Pre-activations, activations, sorted order with the experts' bounds, sorted routing weights.
+    They are the pre-activations, and what the path keeps of LoRA's products and of the routing.
     """
     rows = call.rows
-    if call.layered:
-        first, second = _ranks(call)
-        return rows * (call.width + first + second) * call.itemsize + 8 * rows
+    if call.fused:
+        return rows * (call.width + sum(_padded_ranks(call))) * call.itemsize + _ROUTING * rows
     activations = rows * (call.width + call.intermediate) * call.itemsize
-    order = _INDEX * (rows + call.experts + 1)
+    order = _INT64 * (rows + call.experts + 1)
     return activations + order + rows * call.routing_itemsize
 
 
-def scratch_nbytes(call: ExpertsCall) -> tuple[int, int]:
-    """Bytes that are there for a moment beside what is kept: (in forward, in backward).
+def working_nbytes(call: ExpertsCall) -> tuple[int, int]:
+    """Return the bytes in use for a moment beside what is kept: (in forward, in backward)."""
+    return _fused_working(call) if call.fused else _projections_working(call)
 
-    Each stage is counted with what of the activations is there then; these, kept as they are,
-    are taken off at the end.
+
+def workspace_nbytes(call: ExpertsCall, *, checkpointing: bool) -> tuple[int, ...]:
+    """Return the bytes of each buffer of the workspace, which all layers of a device share.
+
+    What a checkpoint's recomputation dequantizes has a buffer for each projection, since backward
+    follows at once; otherwise the two take turns. Quantized matmuls only want nested statistics
+    dequantized.
     """
-    if call.layered:
-        return _layer_scratch(call)
-    rows, wide = call.rows, _WIDE * call.tokens * call.hidden
+    if not call.fused:
+        return ()
+    if call.quantized:
+        weights = call.experts * call.hidden * call.width
+        return (-(-weights // call.blocksize) * _FLOAT32,) if call.nested else ()
+    buffers = [
+        call.experts * (features + rank) * _stride(call, size + rank) * call.itemsize
+        for features, size, rank in zip(
+            (call.width, call.hidden),
+            (call.hidden, call.intermediate),
+            _padded_ranks(call),
+            strict=True,
+        )
+    ]
+    return tuple(buffers) if checkpointing else (max(buffers),)
+
+
+def _fused_working(call: ExpertsCall) -> tuple[int, int]:
+    """Return `working_nbytes` of `kernels/moe_layer.py`, in the names of its docstring.
+
+    The caller counts the gradients of the factors and of x from the start of backward: they are
+    taken off the stages that have them anyway.
+    """
+    first, second = _padded_ranks(call)
+    rows, size = call.rows, call.itemsize
+    out = call.tokens * call.hidden * size
+    gathered = rows * _stride(call, call.hidden + first) * size
+    inner = rows * _stride(call, call.intermediate + second) * size
+    y = rows * call.hidden * size
+    ends_first, ends_second = call.hidden + call.width, call.hidden + call.intermediate
+    factors = call.experts * size * (first * ends_first + second * ends_second)
+    forward = max(gathered, inner + y + out) + factors
+    product = rows * second * size
+    u = rows * call.intermediate * size
+    d_pre = rows * _stride(call, call.width + first) * size
+    grads = call.experts * (
+        sum(lora.rank * ends_first * lora.itemsize for lora in call.first)
+        + sum(lora.rank * ends_second * lora.itemsize for lora in call.second)
+    )
+    stages = (
+        rows * _stride(call, call.hidden + second) * size + product + u,
+        product + u + d_pre,
+        product + d_pre + y + grads,
+        product + y + grads + out,
+    )
+    backward = max(stages) + factors - grads - out
+    return forward, max(backward, 0)
+
+
+def _projections_working(call: ExpertsCall) -> tuple[int, int]:
+    """Return `working_nbytes` of the projections one by one.
+
+    Each stage is counted with the activations that are there then; those that are kept are taken
+    off at the end.
+    """
+    rows, wide = call.rows, _FLOAT32 * call.tokens * call.hidden
     hidden = rows * call.hidden * call.itemsize
     inner = rows * call.intermediate * call.itemsize
     outer = rows * call.width * call.itemsize
-    up, down = _decoded(call, call.width), _decoded(call, call.intermediate)
+    up, down = _dequantized(call, call.width), _dequantized(call, call.intermediate)
     forward = [
-        hidden + up + outer,  # tokens gathered to rows, the stack decoded, the product
+        hidden + up + outer,  # tokens gathered to rows, the weight dequantized, the product
         outer + inner + down + hidden,
         outer + inner + 2 * hidden + wide,  # rows scaled, put in the tokens' order, summed
     ]
     backward = [
-        outer + inner + hidden + down + inner,  # the gradient's rows, decoded, the product
-        outer + inner + hidden + inner + 3 * rows * call.intermediate * _WIDE,  # routing weights
+        outer + inner + hidden + down + inner,  # the gradient's rows, dequantized, the product
+        outer + inner + hidden + inner + 3 * rows * call.intermediate * _FLOAT32,  # routing weights
         2 * outer + 4 * inner,  # the gate, computed again; the activations have gone
         outer + 2 * hidden + up,  # pre-activations have gone too: this is their gradient
         outer + 3 * hidden + wide,
     ]
-    for term in call.first:
+    for lora in call.first:
         in_rows, out_rows = rows * call.hidden, rows * call.width
-        forward.append(hidden + outer + _sums(call, term, out_rows))
-        forward.append(hidden + outer + _cast(call, term, in_rows))
-        # The input as the term computes, what goes on to the input, and the sum brought to tokens.
-        onward = _sums(call, term, in_rows) + in_rows * max(term.itemsize, call.itemsize)
-        factors = _factors(call, term, call.hidden, call.width)
-        backward.append(outer + hidden + _cast(call, term, in_rows) + onward + wide + factors)
-    for term in call.second:
+        forward.append(hidden + outer + _sums(call, lora, out_rows))
+        forward.append(hidden + outer + _cast(call, lora, in_rows))
+        # The input in LoRA's dtype, the input's gradient, and its sum over a token's rows.
+        onward = _sums(call, lora, in_rows) + in_rows * max(lora.itemsize, call.itemsize)
+        factors = _factors(call, lora, call.hidden, call.width)
+        backward.append(outer + hidden + _cast(call, lora, in_rows) + onward + wide + factors)
+    for lora in call.second:
         in_rows, out_rows = rows * call.intermediate, rows * call.hidden
-        casts = _cast(call, term, in_rows) + _cast(call, term, out_rows)
-        forward.append(outer + inner + hidden + _sums(call, term, out_rows))
-        factors = _factors(call, term, call.intermediate, call.hidden)
+        casts = _cast(call, lora, in_rows) + _cast(call, lora, out_rows)
+        forward.append(outer + inner + hidden + _sums(call, lora, out_rows))
+        factors = _factors(call, lora, call.intermediate, call.hidden)
         backward.append(outer + 2 * inner + 2 * hidden + casts + factors)
     activations = outer + inner
     return max(forward) - activations, max(backward) - activations
 
 
-def held_nbytes(call: ExpertsCall, *, checkpointing: bool) -> tuple[int, ...]:
-    """Bytes of each buffer of the scratch that all layers of a device share, and that stays.
-
-    What is decoded in a checkpoint's recomputation has a buffer for each projection, since backward
-    follows at once; otherwise the two take turns. Products on codes decode nested statistics alone.
-    """
-    if not call.layered:
-        return ()
-    ranks = _ranks(call)
-    stacks = [
-        call.experts * (features + rank) * _apart(call, size + rank) * call.itemsize
-        for features, size, rank in (
-            (call.width, call.hidden, ranks[0]),
-            (call.hidden, call.intermediate, ranks[1]),
-        )
-    ]
-    if call.few:
-        blocks = call.experts * call.hidden * call.width // _BLOCK
-        return (blocks * _WIDE,) if call.nested else ()
-    return (stacks[0], stacks[1]) if checkpointing else (max(stacks),)
-
-
-def _ranks(call: ExpertsCall) -> tuple[int, int]:
-    """Ranks as the layer's kernels hold them: a power of two of at least 16; 0 without LoRA."""
-    first, second = (
-        max(16, 1 << (_rank(terms) - 1).bit_length()) if terms else 0
-        for terms in (call.first, call.second)
-    )
+def _padded_ranks(call: ExpertsCall) -> tuple[int, int]:
+    """Return both projections' ranks as the fused layer holds them; 0 without LoRA."""
+    first, second = (padded(_total_rank(lora)) if lora else 0 for lora in (call.first, call.second))
     return first, second
 
 
-def _rank(terms: tuple[Adapter, ...]) -> int:
-    return sum(term.rank for term in terms)
+def _total_rank(adapters: tuple[Adapter, ...]) -> int:
+    return sum(adapter.rank for adapter in adapters)
 
 
-def _layer_scratch(call: ExpertsCall) -> tuple[int, int]:
-    """`scratch_nbytes` of `kernels/moe_layer.py`, in the names of its docstring, without it.
-
-    The gradients of the factors and of x are counted by who asks for them, from the start: they are
-    taken off the stages that have them anyway.
-    """
-    first, second = _ranks(call)
-    rows, size = call.rows, call.itemsize
-    result = call.tokens * call.hidden * size
-    gathered = rows * _apart(call, call.hidden + first) * size
-    inner = rows * _apart(call, call.intermediate + second) * size
-    y = rows * call.hidden * size
-    factors = (
-        call.experts
-        * size
-        * (first * (call.hidden + call.width) + second * (call.hidden + call.intermediate))
-    )
-    forward = max(gathered, inner + y + result) + factors
-    product = rows * second * size
-    u = rows * call.intermediate * size
-    d_pre = rows * _apart(call, call.width + first) * size
-    grads = call.experts * (
-        sum(t.rank * (call.hidden + call.width) * t.itemsize for t in call.first)
-        + sum(t.rank * (call.hidden + call.intermediate) * t.itemsize for t in call.second)
-    )
-    stages = (
-        rows * _apart(call, call.hidden + second) * size + product + u,
-        product + u + d_pre,
-        product + d_pre + y + grads,
-        product + y + grads + result,
-    )
-    backward = max(stages) + factors - grads - result
-    return forward, max(backward, 0)
+def _stride(call: ExpertsCall, width: int) -> int:
+    return row_stride(width, call.itemsize, quantized=call.quantized)
 
 
-def _apart(call: ExpertsCall, width: int) -> int:
-    """Elements from one row of a product to the next: `row_stride` of kernels/weights.py."""
-    line = LINE // call.itemsize
-    whole = -(-width // line) * line
-    return whole if call.few or 80 * (whole - width) <= width else width
+def _dequantized(call: ExpertsCall, features: int) -> int:
+    """Return the bytes of a projection dequantized at once: all experts, or one of them."""
+    whole = dequantizes_whole(call.experts, call.hidden, features)
+    return (call.experts if whole else 1) * call.hidden * features * call.weight_itemsize
 
 
-def _decoded(call: ExpertsCall, features: int) -> int:
-    """One projection's decoded stack; one expert's matrix where the stack is too large for that."""
-    matrix = call.hidden * features
-    aligned = call.hidden % _ALIGN == 0 and features % _ALIGN == 0
-    if aligned and 2 * call.experts * matrix <= DEQUANTIZED_WEIGHT_BYTES:
-        return call.experts * matrix * call.weight_itemsize
-    return matrix * call.weight_itemsize
+def _sums(call: ExpertsCall, lora: Adapter, elements: int) -> int:
+    """Return the bytes of what LoRA adds, and of the sum in the wider of both dtypes."""
+    return elements * (lora.itemsize + max(lora.itemsize, call.itemsize))
 
 
-def _sums(call: ExpertsCall, term: Adapter, elements: int) -> int:
-    """What a term adds, and the sum, in the wider of both types."""
-    return elements * (term.itemsize + max(term.itemsize, call.itemsize))
+def _cast(call: ExpertsCall, lora: Adapter, elements: int) -> int:
+    """Return the bytes of rows in LoRA's dtype, 0 where they are in it."""
+    return elements * lora.itemsize if lora.itemsize != call.itemsize else 0
 
 
-def _cast(call: ExpertsCall, term: Adapter, elements: int) -> int:
-    """Rows in the term's type, where that is another."""
-    return elements * term.itemsize if term.itemsize != call.itemsize else 0
-
-
-def _factors(call: ExpertsCall, term: Adapter, inputs: int, outputs: int) -> int:
-    """The factors laid out for grouped products, and their gradients."""
-    rank = -(-term.rank // _ALIGN) * _ALIGN
-    return 2 * call.experts * rank * (inputs + outputs) * term.itemsize
+def _factors(call: ExpertsCall, lora: Adapter, inputs: int, outputs: int) -> int:
+    """Return the bytes of the factors laid out for grouped matmuls, and of their gradients."""
+    rank = -(-lora.rank // GROUP) * GROUP
+    return 2 * call.experts * rank * (inputs + outputs) * lora.itemsize

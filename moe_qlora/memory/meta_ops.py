@@ -1,13 +1,15 @@
-"""What takes the place of packed layers and of fused attention while a step is rehearsed on meta.
+"""Fake operations that packed layers and fused attention are replaced by while a step runs on meta.
 
-A stand-in computes nothing. It makes tensors of the sizes that the real operation makes, keeps for
-backward what that keeps, and holds for a moment what that holds, so that a ledger of allocations
-reads as on a GPU:
+A fake operation computes nothing. It makes tensors of the sizes that the real one makes, keeps for
+backward what that keeps, and holds for a moment what that holds, so that allocations can be counted
+as on a GPU:
 
-    packed Linear      bitsandbytes' MatMul4Bit and MatMul8bitLt: the weight decoded, twice
-    packed experts     one call of `experts_forward`, by the figures of `memory/experts.py`
-    fused attention    the kernels behind `scaled_dot_product_attention` on CUDA
-    a layer's twin     hands on hidden states for a layer of which one like it is rehearsed
+    fake_linear        bitsandbytes' MatMul4Bit and MatMul8bitLt: the weight dequantized, twice
+    fake_experts       one call of packed experts, by the figures of `memory/experts.py`
+    fake_layer         a whole layer that cannot run without data, by a rough estimate
+    fake_dequantize    a packed parameter that other code reads
+    FusedAttention     the kernels behind `scaled_dot_product_attention` on CUDA
+    passthrough        hands on hidden states for a layer of which one like it is run
 
 They are put on instances of a model that exists for planning only.
 """
@@ -22,17 +24,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..experts.forward import lora_source
-from .experts import Adapter, ExpertsCall, kept_nbytes, scratch_nbytes
+from ..experts.forward import LoraFactors, lora_source
+from .experts import Adapter, ExpertsCall, kept_nbytes, working_nbytes
 
-_FUSED_HEAD = 256  # largest head of the kernels that take no mask
+_CALL, _SHAPE = "_moe_qlora_planned_call", "_moe_qlora_planned_shape"
+_LAYER_WIDTH = 8  # hidden states of a layer that no Linear layer gives out: norms, sums, attention
 
 
-def _block(nbytes: int) -> Tensor:
+def set_forward(module: nn.Module, forward: Any) -> None:
+    """Replace the forward of one instance by a function of (self, ...)."""
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def first_floating(args: Any, kwargs: Any) -> Tensor:
+    """Return the first floating tensor of a call: a layer's hidden states."""
+    items = [*args, *kwargs.values()]
+    return next(x for x in items if isinstance(x, Tensor) and x.is_floating_point())
+
+
+def _bytes(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
 
-class _Linear4(torch.autograd.Function):
+class _Linear4bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         ctx.shape, ctx.dtype = shape, dtype
@@ -45,7 +59,7 @@ class _Linear4(torch.autograd.Function):
         return grad.new_empty((*grad.shape[:-1], weight.shape[1])), None, None
 
 
-class _Linear8(torch.autograd.Function):
+class _Linear8bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:
         ctx.shape = shape
@@ -64,72 +78,70 @@ class _Linear8(torch.autograd.Function):
         return grad.new_empty((*grad.shape[:-1], weight.shape[1])), None
 
 
-def linear_forward(
+def fake_linear(
     module: nn.Module, shape: tuple[int, int], kind: str, dtype: torch.dtype, compute: Any
 ) -> None:
-    """Let a packed Linear layer's forward be its stand-in.
+    """Replace the forward of a packed Linear layer.
 
     Args:
         module: `bnb.nn.Linear4bit` or `Linear8bitLt`, on meta.
         shape: `(out, in)`.
         kind: "nf4", "fp4" or "int8".
-        dtype: Of the decoded weight.
+        dtype: Of the dequantized weight.
         compute: `bnb_4bit_compute_dtype`, or None.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if kind == "int8":
-            return _Linear8.apply(x, shape)
-        return _Linear4.apply(x.to(compute or x.dtype), shape, dtype).to(x.dtype)
+            return _Linear8bit.apply(x, shape)
+        return _Linear4bit.apply(x.to(compute or x.dtype), shape, dtype).to(x.dtype)
 
-    module.__dict__["forward"] = MethodType(forward, module)
-
-
-_CALL = "_moe_qlora_planned_call"
+    set_forward(module, forward)
 
 
-class _Experts(torch.autograd.Function):
+def fake_dequantize(parametrization: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Let a packed parameter's parametrization give out a tensor of the right size."""
+    set_forward(parametrization, lambda self, codes: codes.new_empty(shape, dtype=dtype))
+
+
+class _Sized(torch.autograd.Function):
+    """Gives out a tensor like x, and holds so many bytes: kept, in forward, in backward."""
+
     @staticmethod
-    def forward(
-        ctx: Any, call: ExpertsCall, x: Tensor, weights: Tensor, *factors: Tensor
-    ) -> Tensor:
-        before, ctx.scratch = scratch_nbytes(call)
-        kept = _block(kept_nbytes(call))
-        scratch = _block(before)
+    def forward(ctx: Any, sizes: tuple[int, int, int], x: Tensor, *others: Tensor) -> Tensor:
+        ctx.working = sizes[2]
+        kept, working = _bytes(sizes[0]), _bytes(sizes[1])
         out = torch.empty_like(x)
-        del scratch
-        ctx.save_for_backward(x, weights, kept, *factors)
+        del working
+        ctx.save_for_backward(kept, x, *others)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weights, _, *factors = ctx.saved_tensors
-        need = ctx.needs_input_grad[1:]
-        scratch = _block(ctx.scratch)
+        _, *inputs = ctx.saved_tensors
+        working = _bytes(ctx.working)
         grads = [
-            torch.empty_like(tensor) if wanted else None
-            for tensor, wanted in zip((x, weights, *factors), need, strict=True)
+            torch.empty_like(tensor) if needed else None
+            for tensor, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True)
         ]
-        del scratch
+        del working
         return None, *grads
 
 
-def experts_forward(module: nn.Module, names: tuple[str, str], shape: dict[str, Any]) -> None:
-    """Let a packed experts module's forward be its stand-in.
+def fake_experts(module: nn.Module, names: tuple[str, str], shape: dict[str, Any]) -> None:
+    """Replace the forward of a packed experts module.
 
     Args:
         module: An experts module whose class dispatches through transformers' interface.
         names: Its first and its second projection.
-        shape: `experts`, `hidden`, `intermediate`, `gated`, `transposed` and `weight_itemsize` of
-            an `ExpertsCall`.
+        shape: The fields of an `ExpertsCall` that depend on the weights alone.
     """
 
     def forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        provider = lora_source(self)
-        terms = [provider.active_lora(name) if provider is not None else () for name in names]
+        loras = [_active_lora(self, name) for name in names]
         first, second = (
-            tuple(Adapter(_rank(term.a, shape["experts"]), term.a.element_size()) for term in some)
-            for some in terms
+            tuple(Adapter(lora.a.shape[0] // shape["experts"], lora.a.itemsize) for lora in active)
+            for active in loras
         )
         call = ExpertsCall(
             tokens=x.shape[0],
@@ -141,33 +153,57 @@ def experts_forward(module: nn.Module, names: tuple[str, str], shape: dict[str, 
             **shape,
         )
         self.__dict__[_CALL] = call
-        factors = [factor for some in terms for term in some for factor in (term.a, term.b)]
-        return _Experts.apply(call, x, top_k_weights, *factors)
+        factors = [factor for active in loras for lora in active for factor in (lora.a, lora.b)]
+        sizes = (kept_nbytes(call), *working_nbytes(call))
+        return _Sized.apply(sizes, x, top_k_weights, *factors)
 
-    module.__dict__["forward"] = MethodType(forward, module)
+    module.__dict__[_SHAPE] = shape
+    set_forward(module, forward)
 
 
-def calls(model: nn.Module) -> list[ExpertsCall]:
-    """The last call of each experts module that has a stand-in and has run."""
+def _active_lora(module: nn.Module, name: str) -> tuple[LoraFactors, ...]:
+    source = lora_source(module)
+    return () if source is None else source.active_lora(name)
+
+
+def expert_calls(model: nn.Module) -> list[ExpertsCall]:
+    """Return the last call of each fake experts module that has run."""
     return [m.__dict__[_CALL] for m in model.modules() if _CALL in m.__dict__]
 
 
-def _rank(a: Tensor, experts: int) -> int:
-    return a.shape[0] // experts
+def fake_layer(module: nn.Module, top_k: int) -> None:
+    """Replace the forward of a whole layer, which then gives out hidden states like its own.
+
+    The bytes are a rough estimate: what its Linear layers and its experts give out, and eight
+    hidden states.
+
+    Args:
+        module: A layer on meta with adapters, its packed modules replaced already.
+        top_k: Experts that a token goes to.
+    """
+    linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    width = sum(linear.out_features for linear in linears)
+    experts = [part for part in module.modules() if _SHAPE in part.__dict__]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        x = first_floating(args, kwargs)
+        tokens, hidden = x.numel() // x.shape[-1], x.shape[-1]
+        kept = x.element_size() * tokens * (width + _LAYER_WIDTH * hidden)
+        before = after = 0
+        for part in experts:
+            call = ExpertsCall(tokens=tokens, top_k=top_k, **part.__dict__[_SHAPE])
+            part.__dict__[_CALL] = call
+            kept += kept_nbytes(call)
+            before, after = map(max, (before, after), working_nbytes(call))
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return _Sized.apply((kept, before, after), x, *trained)
+
+    set_forward(module, forward)
 
 
-def decoded(parametrization: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Let a packed parameter's decoding give a tensor of the right size."""
-
-    def forward(self: Any, codes: Tensor) -> Tensor:
-        return codes.new_empty(shape, dtype=dtype)
-
-    parametrization.__dict__["forward"] = MethodType(forward, parametrization)
-
-
-class _Echo(torch.autograd.Function):
+class _Passthrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, spark: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, grad_anchor: Tensor) -> Tensor:
         return torch.empty_like(hidden)
 
     @staticmethod
@@ -175,9 +211,12 @@ class _Echo(torch.autograd.Function):
         return grad, None
 
 
-def echo(hidden: Tensor, spark: Tensor) -> Tensor:
-    """A tensor like `hidden` that keeps nothing; it needs a gradient where `spark` does."""
-    out: Tensor = _Echo.apply(hidden, spark)
+def passthrough(hidden: Tensor, grad_anchor: Tensor) -> Tensor:
+    """Return a tensor like `hidden` that keeps nothing.
+
+    It needs a gradient where `grad_anchor` does, whether or not `hidden` does.
+    """
+    out: Tensor = _Passthrough.apply(hidden, grad_anchor)
     return out
 
 
@@ -209,17 +248,16 @@ class _Attention(torch.autograd.Function):
 
 
 class FusedAttention(TorchFunctionMode):
-    """Inside, `scaled_dot_product_attention` on meta tensors is what CUDA's fused kernels are."""
+    """A mode in which `scaled_dot_product_attention` takes the bytes of CUDA's fused kernels."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask")
-        given = dict(zip(names, args, strict=False)) | {
-            k: v for k, v in kwargs.items() if k in names
-        }
-        query, key, value = given["query"], given["key"], given["value"]
+        inputs = dict(zip(names, args, strict=False))
+        inputs |= {name: value for name, value in kwargs.items() if name in names}
+        query, key, value = inputs["query"], inputs["key"], inputs["value"]
         if query.dim() != 4 or not query.is_meta:
             return func(*args, **kwargs)
-        return _Attention.apply(query, key, value, given.get("attn_mask"))
+        return _Attention.apply(query, key, value, inputs.get("attn_mask"))

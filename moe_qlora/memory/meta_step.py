@@ -1,21 +1,22 @@
-"""A training step rehearsed on the meta device, with a ledger of what would be allocated.
+"""One training step on the meta device, with a count of what would be allocated.
 
 The step runs for real (forward, the model's own loss, backward, under checkpointing where the model
-has it), on tensors that have sizes and no contents. Each tensor that an operation makes is entered
-in the ledger and struck out when its storage dies, as on a GPU, where frees follow the same
-reference counts. No formula of a layer is needed for that, so that any attention, norm or router is
-counted right; only packed layers and fused kernels have stand-ins (`memory/meta_ops.py`).
+has it), on tensors that have sizes and no contents. A `MemoryTracker` counts each tensor that an
+operation makes until its storage dies; on a GPU, memory follows the same reference counts. No
+formula of a layer is needed for that, so that any attention, norm or router is counted right; only
+packed layers and fused kernels are replaced by fake operations (`memory/meta_ops.py`).
 
-The ledger is read at the borders of blocks (the modules that a device map places whole):
+A `BlockRecorder` reads the tracker at the borders of blocks (the modules that a device map places
+whole):
 
     kept       what is alive when the next block starts, beyond what was when this one did
     forward    the most that is alive in between, beyond that start
     backward   the most while this block's gradients are computed, beyond that start, and beyond the
                gradients of later blocks' adapters
 
-so that any split of the blocks over devices can be added up afterwards (`memory/budget.py`). Blocks
-that differ in nothing but their place are rehearsed twice, the first and the last of them; those in
-between hand their input on.
+so that any split of the blocks over devices can be added up afterwards (`memory/budget.py`). Of
+blocks that differ in nothing but their place only the first and the last run; those in between hand
+their input on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import MethodType
 from typing import Any
 
 import torch
@@ -34,14 +34,14 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..build import quiet
 from .budget import Activity
-from .meta_ops import FusedAttention, echo
+from .meta_ops import FusedAttention, first_floating, passthrough, set_forward
 
 _GRAIN = 512  # the caching allocator's smallest step
 _PLACES = {"layer_idx", "layer_number", "layer_id", "block_idx", "layer_index", "training"}
 
 
-class Ledger(TorchDispatchMode):
-    """Bytes of meta storages that are alive, and the most since `mark`.
+class MemoryTracker(TorchDispatchMode):
+    """A count of the bytes of meta storages that are alive, and of the most since `mark`.
 
     Args:
         known: Tensors whose storages are not counted: weights and inputs.
@@ -66,7 +66,7 @@ class Ledger(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         for item in tree_flatten(out)[0]:
             if isinstance(item, Tensor):
-                self._enter(item)
+                self._count(item)
         return out
 
     def mark(self) -> int:
@@ -79,7 +79,7 @@ class Ledger(TorchDispatchMode):
         count = mask.numel() if mask.numel() <= self.experts else mask.numel() // self.experts
         return torch.empty((count, mask.dim()), dtype=torch.long, device="meta")
 
-    def _enter(self, tensor: Tensor) -> None:
+    def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._seen:
@@ -88,16 +88,16 @@ class Ledger(TorchDispatchMode):
         self._seen.add(key)
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._strike, key, size).atexit = False
+        weakref.finalize(storage, self._release, key, size).atexit = False
 
-    def _strike(self, key: int, size: int) -> None:
+    def _release(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.live -= size
 
 
 @dataclass
-class _Section:
-    """One block in one rehearsal: ledger readings."""
+class _Readings:
+    """What the tracker showed for one block in one step."""
 
     name: str
     start: int
@@ -106,67 +106,69 @@ class _Section:
     end: int = 0
 
 
-class _Scribe:
-    """Reads the ledger at the borders of blocks."""
+class BlockRecorder:
+    """Reads a tracker at the borders of blocks, by hooks on their modules."""
 
-    def __init__(self, ledger: Ledger, blocks: dict[str, nn.Module]) -> None:
-        self.ledger = ledger
-        self.sections: list[_Section] = []
-        self.handles: list[Any] = []
-        self._by_name: dict[str, _Section] = {}
-        self._backward: _Section | None = None
+    def __init__(self, tracker: MemoryTracker, blocks: dict[str, nn.Module]) -> None:
+        self.tracker = tracker
+        self.readings: list[_Readings] = []
+        self._by_name: dict[str, _Readings] = {}
+        self._in_backward: _Readings | None = None
+        self._handles: list[Any] = []
         for name, module in blocks.items():
-            self.handles.append(module.register_forward_pre_hook(self._enter(name)))
-            self.handles.append(module.register_forward_hook(self._leave(name)))
+            self._handles.append(module.register_forward_pre_hook(self._on_enter(name)))
+            self._handles.append(module.register_forward_hook(self._on_leave(name)))
 
-    def _enter(self, name: str) -> Any:
+    def _on_enter(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            if self._backward is None and name not in self._by_name:
-                self._close()
-                section = _Section(name, self.ledger.live)
-                self.sections.append(section)
-                self._by_name[name] = section
+            if self._in_backward is None and name not in self._by_name:
+                self._end_forward()
+                readings = _Readings(name, self.tracker.live)
+                self.readings.append(readings)
+                self._by_name[name] = readings
 
         return hook
 
-    def _close(self) -> None:
-        peak = self.ledger.mark()
-        if self.sections:
-            self.sections[-1].forward = peak
-            self.sections[-1].end = self.ledger.live
+    def _end_forward(self) -> None:
+        peak = self.tracker.mark()
+        if self.readings:
+            self.readings[-1].forward = peak
+            self.readings[-1].end = self.tracker.live
 
-    def _leave(self, name: str) -> Any:
+    def _on_leave(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
-            if self._backward is not None:
+            if self._in_backward is not None:
                 return
             for item in tree_flatten(out)[0]:
                 if isinstance(item, Tensor) and item.requires_grad:
-                    item.register_hook(lambda grad: self._turn(name))
+                    item.register_hook(lambda grad: self._enter_backward(name))
                     break
 
         return hook
 
-    def turn(self) -> None:
-        """Forward is over: what follows is the last block's loss and backward."""
-        self._close()
-        if not self.sections:
-            self.sections.append(_Section("", 0))
-        self._backward = self.sections[-1]
+    def start_backward(self) -> None:
+        """Note that forward is over: what follows is the last block's loss and backward."""
+        self._end_forward()
+        if not self.readings:
+            self.readings.append(_Readings("", 0))
+        self._in_backward = self.readings[-1]
 
-    def _turn(self, name: str) -> None:
-        assert self._backward is not None
-        peak = self.ledger.mark()
-        self._backward.backward = max(self._backward.backward, peak)
-        self._backward = self._by_name[name]
+    def _enter_backward(self, name: str) -> None:
+        self._end_backward()
+        self._in_backward = self._by_name[name]
+
+    def _end_backward(self) -> None:
+        if self._in_backward is not None:
+            self._in_backward.backward = max(self._in_backward.backward, self.tracker.mark())
 
     def close(self) -> None:
-        if self._backward is not None:
-            self._backward.backward = max(self._backward.backward, self.ledger.mark())
-        for handle in self.handles:
+        """Take the last reading, and the hooks away."""
+        self._end_backward()
+        for handle in self._handles:
             handle.remove()
 
 
-def rehearse(
+def run_meta_step(
     model: nn.Module,
     blocks: dict[str, nn.Module],
     trained: dict[str, int],
@@ -176,7 +178,7 @@ def rehearse(
     experts: int = 1,
     every_layer: bool = False,
 ) -> tuple[Activity, ...]:
-    """Rehearse one training step.
+    """Run one training step on meta, and return what each block does, in running order.
 
     Args:
         model: On meta, packed and with adapters, in training mode.
@@ -185,30 +187,27 @@ def rehearse(
         batch: Sequences.
         seq: Tokens in each.
         experts: How many experts the model chooses among.
-        every_layer: Rehearse each block, those that are alike included.
-
-    Returns:
-        What each block does, in the order in which they run.
+        every_layer: Run each block, those that are alike included.
     """
     groups = [] if every_layer else _alike(blocks)
     ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
-    spark = torch.zeros((), device="meta", requires_grad=True)
+    grad_anchor = torch.zeros((), device="meta", requires_grad=True)
     model.zero_grad(set_to_none=True)
-    ledger = Ledger([*model.parameters(), *model.buffers(), ids, spark], experts)
-    with quiet(), _echoes(blocks, groups, spark), ledger, FusedAttention():
-        scribe = _Scribe(ledger, blocks)
+    tracker = MemoryTracker([*model.parameters(), *model.buffers(), ids, grad_anchor], experts)
+    with quiet(), _passthroughs(blocks, groups, grad_anchor), tracker, FusedAttention():
+        recorder = BlockRecorder(tracker, blocks)
         try:
             loss = _loss(model, ids)
-            scribe.turn()
+            recorder.start_backward()
             loss.backward()
         finally:
-            scribe.close()
+            recorder.close()
     model.zero_grad(set_to_none=True)
-    return _activities(scribe.sections, groups, trained)
+    return _activities(recorder.readings, groups, trained)
 
 
-def checkpointed(model: Any) -> None:
-    """Switch checkpointing on, non-reentrant, so that recomputed layers meet the stand-ins too."""
+def enable_checkpointing(model: Any) -> None:
+    """Enable gradient checkpointing, non-reentrant, so that recomputed layers are fake as well."""
     # Function modes do not reach into backward; what checkpointing computes again has this way in.
     how = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), FusedAttention())}
     with quiet():
@@ -228,28 +227,29 @@ def _loss(model: Any, ids: Tensor) -> Tensor:
 
 
 def _activities(
-    sections: list[_Section], groups: list[list[str]], trained: dict[str, int]
+    readings: list[_Readings], groups: list[list[str]], trained: dict[str, int]
 ) -> tuple[Activity, ...]:
-    double = {name: group[-1] for group in groups for name in group[1:-1]}
-    found: dict[str, Activity] = {}
+    """Return the activities of the blocks that ran, and of those that stand for them in a group."""
+    stands_for = {name: group[-1] for group in groups for name in group[1:-1]}
+    by_name: dict[str, Activity] = {}
     later = 0
-    for section in reversed(sections):
-        if section.name not in double:
-            found[section.name] = Activity(
-                section.name,
-                max(section.end - section.start, 0),
-                max(section.forward - section.start, 0),
-                max(section.backward - section.start - later, 0),
+    for block in reversed(readings):
+        if block.name not in stands_for:
+            by_name[block.name] = Activity(
+                block.name,
+                max(block.end - block.start, 0),
+                max(block.forward - block.start, 0),
+                max(block.backward - block.start - later, 0),
             )
-            later += trained.get(section.name, 0)
+            later += trained.get(block.name, 0)
     return tuple(
-        replace(found[double.get(section.name, section.name)], name=section.name)
-        for section in sections
+        replace(by_name[stands_for.get(block.name, block.name)], name=block.name)
+        for block in readings
     )
 
 
 def _alike(blocks: dict[str, nn.Module]) -> list[list[str]]:
-    """Blocks that differ in nothing but their place, three or more of them, in order."""
+    """Return groups of three or more blocks that differ in nothing but their place, in order."""
     groups: dict[Any, list[str]] = {}
     for name, module in blocks.items():
         groups.setdefault(_signature(module), []).append(name)
@@ -271,67 +271,70 @@ def _signature(module: nn.Module) -> Any:
 
 
 @contextmanager
-def _echoes(blocks: dict[str, nn.Module], groups: list[list[str]], spark: Tensor) -> Iterator[None]:
-    """Within, all of a group but its first and its last hand their hidden states on."""
+def _passthroughs(
+    blocks: dict[str, nn.Module], groups: list[list[str]], grad_anchor: Tensor
+) -> Iterator[None]:
+    """Let all blocks of a group but its first and its last hand their hidden states on."""
     handles = []
-    middle = [blocks[name] for group in groups for name in group[1:-1]]
-    for first, *rest, _ in groups:
-        form: list[Any] = []
-        hook = blocks[first].register_forward_hook(_note(form), with_kwargs=True)
-        handles.append(hook)
-        for name in rest:
-            module = blocks[name]
-            module.__dict__["forward"] = MethodType(_echo_forward(form, spark), module)
+    own_forwards: list[tuple[nn.Module, Any]] = []
+    for first, *middle, _ in groups:
+        output: list[Any] = []
+        hook = _remember_output(output)
+        handles.append(blocks[first].register_forward_hook(hook, with_kwargs=True))
+        for module in (blocks[name] for name in middle):
+            own_forwards.append((module, module.__dict__.get("forward")))
+            set_forward(module, _passthrough_forward(output, grad_anchor))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for module in middle:
-            module.__dict__.pop("forward", None)
-
-
-def _note(form: list[Any]) -> Any:
-    """A hook that remembers what a block gives out: None for the hidden states, sizes else."""
-
-    def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        hidden = _hidden(args, kwargs)
-        if not form:
-            form.append(tree_map(lambda item: _size(item, hidden), out))
-
-    return hook
+        for module, forward in own_forwards:
+            module.__dict__.pop("forward")
+            if forward is not None:
+                module.__dict__["forward"] = forward
 
 
 @dataclass(frozen=True)
 class _Size:
+    """A tensor of a block's output, and whether it is like the hidden states that went in."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
     hidden: bool
 
 
-def _size(item: Any, hidden: Tensor) -> Any:
-    if not isinstance(item, Tensor):
-        return item
-    like = item.shape == hidden.shape and item.dtype == hidden.dtype
-    return _Size(tuple(item.shape), item.dtype, like)
+def _remember_output(output: list[Any]) -> Any:
+    """Return a forward hook that notes the sizes of a block's output, once."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        hidden = first_floating(args, kwargs)
+
+        def size(item: Any) -> Any:
+            if not isinstance(item, Tensor):
+                return item
+            like = item.shape == hidden.shape and item.dtype == hidden.dtype
+            return _Size(tuple(item.shape), item.dtype, like)
+
+        if not output:
+            output.append(tree_map(size, out))
+
+    return hook
 
 
-def _hidden(args: Any, kwargs: Any) -> Tensor:
-    given = [*args, *kwargs.values()]
-    return next(item for item in given if isinstance(item, Tensor) and item.is_floating_point())
+def _passthrough_forward(output: list[Any], grad_anchor: Tensor) -> Any:
+    """Return a forward that gives out what the first block of the group gave out."""
 
-
-def _echo_forward(form: list[Any], spark: Tensor) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden = _hidden(args, kwargs)
+        hidden = first_floating(args, kwargs)
 
-        def make(item: Any) -> Any:
+        def tensor(item: Any) -> Any:
             if not isinstance(item, _Size):
                 return item
             if item.hidden:
-                return echo(hidden, spark)
+                return passthrough(hidden, grad_anchor)
             return torch.empty(item.shape, dtype=item.dtype, device="meta")
 
-        return tree_map(make, form[0])
+        return tree_map(tensor, output[0])
 
     return forward

@@ -1,4 +1,4 @@
-"""The outcome of a plan: frozen records, free of torch."""
+"""What `plan` returns: frozen records, free of torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Hint:
 
     Attributes:
         what: The change, in words.
-        setting: The same for `plan` and the command line.
+        setting: The same as an argument.
         saves: Bytes less at the peak, with this change alone.
         fits: Whether it alone makes the plan fit the devices.
     """
@@ -43,15 +43,16 @@ class MemoryPlan:
         peak: The most in a training step on one device that holds everything. `peak.nbytes` is
             comparable with `torch.cuda.max_memory_allocated`.
         reserve: What the process takes on that device beside: CUDA context, gaps between blocks.
-        devices: What each of the given devices holds; empty where none were given.
+        devices: What each of `gpus` holds; empty without `gpus`.
         device_map: Module or parameter name -> device, for `from_pretrained` and
-            `accelerate.dispatch_model`; empty where no devices were given.
+            `accelerate.dispatch_model`; None without `gpus`.
         largest_seq: The longest sequence that fits the devices, 0 where none does, None where it
             was not looked for.
-        largest_batch: The most sequences of the given length, likewise.
+        largest_batch: The most sequences of `seq` tokens, likewise.
         hints: What to change, where it does not fit; the changes that cost least come first.
         notes: What to know about the figures, a sentence each.
-        estimated: Whether activations come from a formula, since the step could not be rehearsed.
+        estimated: Whether the activations of layers are an estimate, since the model's own cannot
+            run without data.
     """
 
     label: str
@@ -75,7 +76,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits the given devices, loading included; None where none were given."""
+        """Whether it fits `gpus`, loading included; None without `gpus`."""
         if not self.devices:
             return None
         loads = self.load_peak - self.resident
@@ -85,7 +86,7 @@ class MemoryPlan:
         )
 
     def rows(self) -> list[tuple[str, int, int]]:
-        """(component, the most it ever takes, what it takes at the peak), without empty ones."""
+        """Return (component, the most it ever takes, what it takes at the peak) where not empty."""
         return [
             (name, self.peak.largest[name], self.peak.parts[name])
             for name in COMPONENTS
@@ -93,12 +94,14 @@ class MemoryPlan:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for `json.dumps`; sizes in bytes."""
+        """Return everything, for `json.dumps`; sizes in bytes."""
+        training = asdict(self.settings)
+        training["scratch"] = training.pop("workspace")
         return {
             "model": self.label,
             "model_type": self.model_type,
             "quantization": {"kind": self.kind, "double_quant": self.double_quant},
-            "training": asdict(self.settings),
+            "training": training,
             "trained_weights": self.trained_weights,
             "unpacked": self.unpacked,
             "resident": self.resident,

@@ -1,10 +1,11 @@
-"""Where a plan's model comes from: a folder, a configuration or a model, and how it is packed."""
+"""What a plan's model comes from (a folder, a configuration or a model), and how it is packed."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ _DEFAULT = CodecSettings("nf4", True, compute_dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where twins come from.
+class ModelSource:
+    """Where meta models come from.
 
     Attributes:
         label: The model's name.
         config: Its configuration, None where it has none.
-        make: Gives a new copy of the model on meta.
+        build: Returns a new copy of the model on meta.
         quantization: A `BitsAndBytesConfig`, None where nothing more is packed.
         linears: Whether Linear layers are packed too.
         free: Whether `quantization` may be changed by hints.
@@ -37,20 +38,20 @@ class Source:
 
     label: str
     config: Any
-    make: Callable[[], nn.Module]
+    build: Callable[[], nn.Module]
     quantization: Any
     linears: bool
     free: bool
     notes: tuple[str, ...] = ()
 
-    def twin(self) -> meta_model.Twin:
-        """A new copy, packed."""
+    def packed_model(self) -> meta_model.MetaModel:
+        """Return a new copy, packed."""
         with build.quiet():
-            return meta_model.pack(self.make(), self.quantization, linears=self.linears)
+            return meta_model.pack(self.build(), self.quantization, linears=self.linears)
 
 
-def source_of(model: Any, quantization: Any, dtype: Any, trust: bool) -> Source:
-    """The source of what `plan` is given, with its arguments of these names.
+def source_of(model: Any, quantization: Any, dtype: Any, trust_remote_code: bool) -> ModelSource:
+    """Return the source of what `plan` is given, with its arguments of these names.
 
     Raises:
         ConfigError: `model`, `quantization` or `dtype` is none that it takes.
@@ -58,31 +59,32 @@ def source_of(model: Any, quantization: Any, dtype: Any, trust: bool) -> Source:
     if isinstance(model, nn.Module):
         return _source_of_module(model, quantization)
     if isinstance(model, (str, Path)):
-        found = build.resolve(str(model), trust_remote_code=trust)
+        named = build.resolve(str(model), trust_remote_code=trust_remote_code)
     elif isinstance(model, PretrainedConfig):
-        found = build.of_config(model)
+        named = build.of_config(model)
     else:
         raise ConfigError(
             f"model is a {type(model).__name__}; give a model, a transformers configuration, or "
             "what moe-qlora dump takes."
         )
-    wanted = _dtype(dtype)
+    load_dtype = _dtype(dtype)
 
-    def make() -> nn.Module:
-        config = copy.deepcopy(found.config)
-        if wanted is not None:
-            config.dtype = wanted
-        built: Any = build.build(replace(found, config=config), trust_remote_code=trust)
-        meta_model.cast_as_loaded(built, next(built.parameters()).dtype)
-        return built
+    def build_model() -> nn.Module:
+        config = copy.deepcopy(named.config)
+        if load_dtype is not None:
+            config.dtype = load_dtype
+        source = replace(named, config=config)
+        model: Any = build.build(source, trust_remote_code=trust_remote_code)
+        meta_model.cast_as_loaded(model, next(model.parameters()).dtype)
+        return model
 
     if isinstance(quantization, _Packing):
-        quantization = quantization.over(found.settings)
-    asked = bnb_config(quantization if quantization is not None else found.settings)
-    return Source(found.label, found.config, make, asked, True, True, found.notes)
+        quantization = quantization.over(named.settings)
+    asked = bnb_config(quantization if quantization is not None else named.settings)
+    return ModelSource(named.label, named.config, build_model, asked, True, True, named.notes)
 
 
-def _source_of_module(model: nn.Module, quantization: Any) -> Source:
+def _source_of_module(model: nn.Module, quantization: Any) -> ModelSource:
     config: Any = getattr(model, "config", None)
     if quantization is None:
         quantization = getattr(config, "quantization_config", None)
@@ -90,18 +92,19 @@ def _source_of_module(model: nn.Module, quantization: Any) -> Source:
     packed = meta_model.is_packed(model)
     asked = None if packed else bnb_config(quantization)
     label = getattr(config, "name_or_path", "") or type(model).__name__
-    return Source(label, config, lambda: meta_model.of_module(model), asked, on_meta, not packed)
+    copy_to_meta = partial(meta_model.copy_to_meta, model)
+    return ModelSource(label, config, copy_to_meta, asked, on_meta, not packed)
 
 
 @dataclass(frozen=True)
 class _Packing:
-    """What a command line says of packing; None leaves it to the model's own configuration."""
+    """What a command line asks of packing; None leaves it to the model's own configuration."""
 
     kind: str | None
     double_quant: bool | None
 
     def over(self, settings: CodecSettings | None) -> CodecSettings:
-        """These settings with what is said put in their place."""
+        """Return these settings, or the default ones, with what the command line says."""
         own = settings or _DEFAULT
         kind = self.kind or own.kind
         double = own.double_quant if self.double_quant is None else self.double_quant
@@ -112,21 +115,21 @@ class _Packing:
 
 
 def with_packing(kind: str | None, double_quant: bool | None) -> Any:
-    """A `quantization_config` for `plan`: what the model itself says, but for what is given."""
+    """Return a `quantization_config` for `plan`: the model's own, but for what is given here."""
     return None if kind is None and double_quant is None else _Packing(kind, double_quant)
 
 
 def _dtype(dtype: Any) -> torch.dtype | None:
     if dtype is None:
         return None
-    found = meta_model.DTYPES.get(dtype_name(dtype))
-    if found is None:
+    name = dtype_name(dtype)
+    if name not in meta_model.DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; give one of {', '.join(meta_model.DTYPES)}.")
-    return found
+    return meta_model.DTYPES[name]
 
 
 def bnb_config(asked: Any) -> Any:
-    """The user's config as a `BitsAndBytesConfig`; the default one for None."""
+    """Return the user's config as a `BitsAndBytesConfig`; the default one for None."""
     if isinstance(asked, CodecSettings):
         if asked.kind == "int8":
             return BitsAndBytesConfig(
@@ -146,11 +149,3 @@ def bnb_config(asked: Any) -> Any:
     if isinstance(asked, Mapping):
         return BitsAndBytesConfig.from_dict(dict(asked))
     return asked
-
-
-__all__ = [
-    "Source",
-    "bnb_config",
-    "source_of",
-    "with_packing",
-]

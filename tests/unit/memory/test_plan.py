@@ -16,9 +16,12 @@ from transformers import BitsAndBytesConfig, Qwen3MoeConfig
 
 import moe_qlora
 from moe_qlora.cli.app import run
-from moe_qlora.memory import budget, devices, experts, meta_model, meta_ops, meta_step
-from moe_qlora.memory.budget import Activity, Block, Settings
-from moe_qlora.memory.plan import _Planner
+from moe_qlora.kernels import limits
+from moe_qlora.memory import blocks as block_names
+from moe_qlora.memory import budget, devices, experts, meta_ops, meta_step
+from moe_qlora.memory.budget import Activity, Block, Settings, StepBudget
+from moe_qlora.memory.optimizer import optimizer_nbytes
+from moe_qlora.memory.planner import Planner
 from moe_qlora.memory.source import source_of
 from moe_qlora.testing import model_class, tiny_inputs, tiny_model
 
@@ -77,8 +80,8 @@ def small(**changes) -> Qwen3MoeConfig:
     return qwen3_30b(**(sizes | {"num_experts": 8, "num_experts_per_tok": 2} | changes))
 
 
-def planner(model, settings: Settings, quantization=None) -> _Planner:
-    return _Planner(source_of(model, quantization, None, False), settings)
+def planner(model, settings: Settings, quantization=None) -> Planner:
+    return Planner(source_of(model, quantization, None, False), settings)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +122,7 @@ def test_weights_are_those_of_the_loaded_model(folders, family, packing):
     from_folder = planner(str(folder), Settings(), BitsAndBytesConfig(**PACKINGS[packing]))
     from_model = planner(model, Settings())
     for made in (from_folder, from_model):
-        assert budget.resident_nbytes(made.source.twin().blocks) == real
+        assert sum(block.weights for block in made.source.packed_model().blocks) == real
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -137,32 +140,32 @@ def test_adapters_are_those_that_peft_creates(folders, family):
         lora = LoraConfig(r=4, target_modules=modules)
         real = moe_qlora.get_peft_model(model, lora, experts=targets == "experts")
         wanted = sorted(p.numel() for p in real.parameters() if p.requires_grad)
-        twin = planner(str(folder), Settings(rank=4, targets=targets)).twin
-        assert sorted(n for block in twin.blocks for n in block.trained) == wanted
+        meta = planner(str(folder), Settings(rank=4, targets=targets)).meta
+        assert sorted(n for block in meta.blocks for n in block.trained) == wanted
 
 
 @pytest.fixture
 def by_projection(monkeypatch):
     """Projections one by one, as on the CPU, and on a GPU before whole layers had kernels."""
-    monkeypatch.setattr(experts.ExpertsCall, "layered", False)
+    monkeypatch.setattr(experts.ExpertsCall, "fused", False)
 
 
 STATISTICS = 128 * 2048 * 1536 // 64 * 4
-DECODED = 128 * 2048 * (1536 + 768) * 2
+DEQUANTIZED = 128 * 2048 * (1536 + 768) * 2
 
 
 @pytest.mark.parametrize(
-    ("layers", "seq", "targets", "adapters", "peak", "scratch"),
+    ("layers", "seq", "targets", "adapters", "peak", "workspace"),
     [
         # results/plan.csv
         (16, 4096, "attention", "bfloat16", 1.47346e10, STATISTICS),
         (16, 4096, "attention,experts", "float32", 1.728e10, STATISTICS),
-        (8, 8192, "attention", "bfloat16", 5.6483e9, DECODED),
+        (8, 8192, "attention", "bfloat16", 5.6483e9, DEQUANTIZED),
         (8, 8192, "attention,experts", "float32", 7.47728e9,
          128 * 2 * (1552 * 2064 + 2064 * 784)),
     ],
 )  # fmt: skip
-def test_peaks_of_whole_layers_measured_on_an_h200(layers, seq, targets, adapters, peak, scratch):
+def test_peaks_of_fused_layers_measured_on_an_h200(layers, seq, targets, adapters, peak, workspace):
     vocabulary = {"vocab_size": 4096} if layers == 8 else {}
     config = qwen3_30b(num_hidden_layers=layers, **vocabulary)
     skips = [r"model.layers.\d+.self_attn", "lm_head"]
@@ -171,30 +174,51 @@ def test_peaks_of_whole_layers_measured_on_an_h200(layers, seq, targets, adapter
         config, quantization, seq=seq, targets=targets, adapter_dtype=adapters, search=False
     )
     assert made.peak.nbytes == pytest.approx(peak, rel=0.01)
-    assert made.peak.parts["decode scratch"] == scratch
+    assert made.peak.parts["decode scratch"] == workspace
 
 
-def test_whole_layers_by_hand():
+def test_fused_layers_by_hand():
     """Qwen3-30B-A3B at 16,384 tokens with LoRA: 458 MiB are kept, the input included."""
     lora = (experts.Adapter(16, 2),)
     call = experts.ExpertsCall(16384, 8, 128, 2048, 768, first=lora, second=lora)
     rows = 16384 * 8
     assert experts.kept_nbytes(call) == rows * (1536 + 16 + 16) * 2 + 8 * rows
-    stacks = [128 * (1536 + 16) * (2048 + 16) * 2, 128 * (2048 + 16) * (768 + 16) * 2]
-    assert experts.held_nbytes(call, checkpointing=True) == tuple(stacks)
-    assert experts.held_nbytes(call, checkpointing=False) == (stacks[0],)
+    weights = [128 * (1536 + 16) * (2048 + 16) * 2, 128 * (2048 + 16) * (768 + 16) * 2]
+    assert experts.workspace_nbytes(call, checkpointing=True) == tuple(weights)
+    assert experts.workspace_nbytes(call, checkpointing=False) == (weights[0],)
     statistics = 128 * 2048 * 1536 // 64 * 4
-    few = experts.ExpertsCall(2048, 8, 128, 2048, 768)  # 128 rows an expert: codes alone
-    assert experts.held_nbytes(few, checkpointing=True) == (statistics,)
-    assert experts.held_nbytes(replace(few, nested=False), checkpointing=True) == ()
+    few = experts.ExpertsCall(2048, 8, 128, 2048, 768)  # 128 rows an expert
+    assert experts.workspace_nbytes(few, checkpointing=True) == (statistics,)
+    assert experts.workspace_nbytes(replace(few, nested=False), checkpointing=True) == ()
     plain = [128 * 1536 * 2048 * 2, 128 * 2048 * 768 * 2]
-    assert experts.held_nbytes(replace(few, codes=False), checkpointing=True) == tuple(plain)
+    small_blocks = replace(few, blocksize=32)  # the quantized matmul wants 64
+    assert experts.workspace_nbytes(small_blocks, checkpointing=True) == tuple(plain)
     single = replace(few, itemsize=4)
-    assert experts.held_nbytes(single, checkpointing=True) == ()
-    # float32 adapters take the same road; their gradients are as wide as they are
+    assert experts.workspace_nbytes(single, checkpointing=True) == ()
+    # float32 adapters take the same path; their gradients are as wide as they are
     wide = replace(call, first=(experts.Adapter(16, 4),))
-    assert experts.held_nbytes(wide, checkpointing=True) == tuple(stacks)
+    assert experts.workspace_nbytes(wide, checkpointing=True) == tuple(weights)
     assert experts.kept_nbytes(wide) == experts.kept_nbytes(call)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_rows_up_to_which_nothing_is_dequantized(kind, transposed):
+    """A plan does not know the card: it counts the limit of all of them, which Hopper's exceeds."""
+    at_limit = experts.ExpertsCall(
+        limits.ROWS_ON_QUANTIZED * 128 // 8, 8, 128, 2048, 768, kind=kind, transposed=transposed,
+        nested=kind != "int8", blocksize=0 if kind == "int8" else 64,
+    )  # fmt: skip
+    over = replace(at_limit, tokens=at_limit.tokens + 1)
+    hopper = replace(at_limit, tokens=limits.ROWS_ON_QUANTIZED_HOPPER * 128 // 8)
+    assert (at_limit.quantized, over.quantized, hopper.quantized) == (True, False, False)
+    statistics = (STATISTICS,) if kind == "nf4" else ()
+    assert experts.workspace_nbytes(at_limit, checkpointing=True) == statistics
+    assert sum(experts.workspace_nbytes(over, checkpointing=True)) == DEQUANTIZED
+    # On Hopper, checkpointing dequantizes the first projection alone: no more than is planned.
+    assert sum(experts.workspace_nbytes(hopper, checkpointing=True)) >= (
+        128 * 2048 * 1536 * 2 + STATISTICS
+    )
 
 
 @pytest.mark.parametrize(("changes", "trained", "peak"), MEASURED)
@@ -215,16 +239,16 @@ def test_peaks_that_were_measured_on_an_h200(changes, trained, peak, by_projecti
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "olmoe", "mixtral", "qwen3_next"])
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_alike_layers_need_no_rehearsal_of_their_own(family, checkpointing):
-    """Each layer by itself gives what two of each kind give."""
+def test_alike_layers_need_not_all_run(family, checkpointing):
+    """Running each layer gives what running two of each kind gives."""
     layers = {} if family == "qwen3_next" else {"num_hidden_layers": 5}
     model = tiny_model(family, device="meta", dtype=torch.bfloat16, **layers)
     made = planner(model, Settings(seq=96, checkpointing=checkpointing, targets="all-linear"))
-    twin, modules = made.twin, meta_model.whole_modules(made.twin.base)
-    trained = {block.name: 4 * sum(block.trained) for block in twin.blocks}
+    meta, modules = made.meta, block_names.block_modules(made.meta.base)
+    trained = {block.name: 4 * sum(block.trained) for block in meta.blocks}
     some, every = (
-        meta_step.rehearse(
-            twin.model, modules, trained, batch=1, seq=96, experts=4, every_layer=each
+        meta_step.run_meta_step(
+            meta.model, modules, trained, batch=1, seq=96, experts=4, every_layer=each
         )
         for each in (False, True)
     )
@@ -234,12 +258,12 @@ def test_alike_layers_need_no_rehearsal_of_their_own(family, checkpointing):
     assert all(layer.kept > 0 and layer.backward > layer.kept for layer in layers)
 
 
-def test_the_ledger_counts_like_saved_tensors():
+def test_the_tracker_counts_like_saved_tensors():
     """Between forward and backward, exactly the distinct tensors that autograd saved are alive."""
     made = planner(small(), Settings(seq=80, checkpointing=False, adapter_dtype="bfloat16"))
-    twin = made.twin
+    model = made.meta.model
     ids = torch.zeros(1, 80, dtype=torch.long, device="meta")
-    held = [*twin.model.parameters(), *twin.model.buffers(), ids]
+    held = [*model.parameters(), *model.buffers(), ids]
     weights = {tensor.untyped_storage()._cdata for tensor in held}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -249,21 +273,21 @@ def test_the_ledger_counts_like_saved_tensors():
             saved[storage._cdata] = storage
         return tensor
 
-    ledger = meta_step.Ledger(held, 8)
+    tracker = meta_step.MemoryTracker(held, 8)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with ledger, meta_ops.FusedAttention(), hooks:
-        loss = twin.model(input_ids=ids, labels=ids).loss
+    with tracker, meta_ops.FusedAttention(), hooks:
+        loss = model(input_ids=ids, labels=ids).loss
     total = sum(-(-storage.nbytes() // 512) * 512 for storage in saved.values())
     assert loss.requires_grad
-    assert 0 <= ledger.live - total <= 4096  # the loss itself, and numbers that autograd holds
+    assert 0 <= tracker.live - total <= 4096  # the loss itself, and numbers that autograd holds
     saved.clear()
-    with ledger:
+    with tracker:
         loss.backward()
     del loss
     gc.collect()
     # Nothing is left but the adapters' gradients.
-    gradients = [p.grad for p in twin.model.parameters() if p.grad is not None]
-    left = ledger.live - sum(-(-grad.nbytes // 512) * 512 for grad in gradients)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    left = tracker.live - sum(-(-grad.nbytes // 512) * 512 for grad in gradients)
     assert len(gradients) == 2 * 4 * 6
     assert 0 <= left <= 4096
 
@@ -274,17 +298,19 @@ def test_kept_bytes_of_experts_are_what_autograd_saves(family, by_projection):
     moe_qlora.quantize_experts(model, BitsAndBytesConfig(**PACKINGS["nf4 double"]))
     name = moe_qlora.detect(model).modules[0].name
     module = model.get_submodule(name)
-    sizes = meta_model.sizes_of(model)
-    shape = dict(next(iter(sizes.experts.values())))
-    tokens, top_k, hidden = 24, shape["top_k"], shape["hidden"]
+    param = next(p for p in moe_qlora.detect(model).experts if p.role == "down")
+    top_k, gated = 2, family != "nemotron_h"
+    shape = {"top_k": top_k, "experts": param.num_experts, "hidden": param.out_features}
+    shape |= {"intermediate": param.in_features, "gated": gated}
+    tokens, hidden = 24, param.out_features
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
     index = torch.stack([torch.randperm(shape["experts"])[:top_k] for _ in range(tokens)])
     weights = torch.rand(tokens, top_k, dtype=torch.bfloat16, requires_grad=True)
-    given = {t.untyped_storage()._cdata for t in (x, index, weights)}
+    inputs = {t.untyped_storage()._cdata for t in (x, index, weights)}
     saved = {}
 
     def keep(tensor):
-        if tensor.untyped_storage()._cdata not in given:
+        if tensor.untyped_storage()._cdata not in inputs:
             saved[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
@@ -296,16 +322,16 @@ def test_kept_bytes_of_experts_are_what_autograd_saves(family, by_projection):
     assert total == experts.kept_nbytes(call)
 
 
-def test_scratch_by_hand(by_projection):
-    """Qwen3-30B-A3B: rows of hidden states, gate_up decoded, less the activations that are gone."""
+def test_projections_by_hand(by_projection):
+    """Qwen3-30B-A3B: rows of hidden states, gate_up dequantized, less activations that are gone."""
     call = experts.ExpertsCall(4096, 8, 128, 2048, 768)
     rows, decoded = 4096 * 8, 128 * 2048 * 1536 * 2
-    forward, backward = experts.scratch_nbytes(call)
+    forward, backward = experts.working_nbytes(call)
     assert forward == rows * 2048 * 2 + decoded - rows * 768 * 2
     assert backward == 2 * rows * 2048 * 2 + decoded - rows * 768 * 2
     odd = replace(call, intermediate=769)  # no grouped product: one expert at a time
-    assert experts.scratch_nbytes(odd)[1] < backward - decoded // 2
-    wide = experts.scratch_nbytes(replace(call, first=(experts.Adapter(16, 4),)))
+    assert experts.working_nbytes(odd)[1] < backward - decoded // 2
+    wide = experts.working_nbytes(replace(call, first=(experts.Adapter(16, 4),)))
     # in float32: the input's rows, what goes on, the sum, that in the tokens' order, and by token
     factors = 2 * 128 * 16 * (2048 + 1536) * 4
     expected = rows * 2048 * (2 + 4 * 4) + 4096 * 2048 * 4 + factors - rows * 768 * 2
@@ -325,8 +351,6 @@ def test_adamw_states_are_torchs(dtype):
         for key, tensor in state.items()
         if key != "step"
     )
-    from moe_qlora.memory.budget import optimizer_nbytes
-
     counts = [p.numel() for p in parameters]
     assert optimizer_nbytes("adamw", counts, dtype.itemsize).resident == real
 
@@ -334,8 +358,6 @@ def test_adamw_states_are_torchs(dtype):
 def test_bitsandbytes_states():
     """On the CPU nothing is paged, so the two paged optimizers hold there what they page."""
     from bitsandbytes import optim
-
-    from moe_qlora.memory.budget import optimizer_nbytes
 
     parameters = [nn.Parameter(torch.randn(size)) for size in (100, 4095, 4096, 5000, 120_001)]
     makers = {"adamw_8bit": optim.AdamW8bit, "paged_adamw": optim.AdamW32bit}
@@ -423,14 +445,15 @@ def test_peak_by_hand():
     settings = Settings(optimizer="adamw_8bit")
     fixed = 100 + 30 + 4 * 55 + 4 * 10 * 4 + 4 * 10 * 8 + budget.LIBRARY_BYTES
     # the last layer's backward: what the embedding and three layers keep, and no gradient yet
-    peak = budget.peak_of(blocks, activities, settings, 4, "head")
+    groups = [[block] for block in blocks]
+    peak = StepBudget(groups, activities, settings, 4).peak()
     late = 8 + 3 * 20 + 60
     first = 8 + 60 + 3 * 40  # the first layer's, where three layers' gradients are there
     assert first > late
     assert (peak.nbytes, peak.moment) == (fixed + first, "backward of layers.0")
     assert sum(peak.parts.values()) == peak.nbytes
     assert peak.largest["kept activations"] == 88
-    more = budget.peak_of(blocks, activities, replace(settings, accumulation=2), 4, "head")
+    more = StepBudget(groups, activities, replace(settings, accumulation=2), 4).peak()
     assert more.nbytes == fixed + 160 + 88 + 45
 
 
@@ -441,12 +464,12 @@ def test_loads_are_peaks(accumulation, optimizer):
     blocks, activities = blocks_by_hand()
     settings = Settings(accumulation=accumulation, optimizer=optimizer)
     groups = [blocks[:2], *([block] for block in blocks[2:])]
-    load = budget._Load(groups, activities, settings, 4)
+    step = StepBudget(groups, activities, settings, 4)
     for first in range(len(groups)):
         for last in range(first + 1, len(groups) + 1):
-            here = [block for group in groups[first:last] for block in group]
-            peak = budget.peak_of(here, activities, settings, 4)
-            assert load(first, last) == peak.nbytes
+            here = [[block] for group in groups[first:last] for block in group]
+            peak = StepBudget(here, activities, settings, 4).peak()
+            assert step.nbytes(first, last) == peak.nbytes == sum(peak.parts.values())
 
 
 def test_device_map_is_whole_even_and_usable():
@@ -570,19 +593,35 @@ def test_moments():
     assert step.peak.parts["optimizer states"] == 8 * step.trained_weights
 
 
-def test_a_step_that_cannot_be_rehearsed_is_estimated():
-    made = moe_qlora.plan("jetmoe", seq=64)
-    assert made.peak.nbytes > made.resident
-    broken = planner(small(), Settings(seq=64))
-    good = broken.report((), search=False)
-    broken = planner(small(), Settings(seq=64))
-    broken._rehearse = lambda *args: (_ for _ in ()).throw(NotImplementedError("data"))
-    rough = broken.report((), search=False)
+def test_layers_that_cannot_run_are_estimated(monkeypatch):
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    def needs_data(*args, **kwargs):
+        raise NotImplementedError("data")
+
+    asked = {"seq": 64, "targets": "attention,experts"}
+    good = moe_qlora.plan(small(), **asked)
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeAttention, "forward", needs_data)
+    rough = moe_qlora.plan(small(), **asked)
     assert rough.estimated
     assert not good.estimated
-    assert "cannot be rehearsed" in rough.notes[-1]
+    assert "cannot run without data (NotImplementedError: data)" in rough.notes[-1]
     assert rough.resident == good.resident
     assert rough.peak.nbytes == pytest.approx(good.peak.nbytes, rel=0.5)
+    # The loss runs for real in both.
+    loss = (good.peak.largest["logits and loss"], rough.peak.largest["logits and loss"])
+    assert loss[0] == loss[1]
+    # What is outside of all layers has no estimate.
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeModel, "forward", needs_data)
+    with pytest.raises(moe_qlora.ConfigError, match="cannot run on the meta device"):
+        moe_qlora.plan(small(), **asked)
+
+
+def test_experts_read_through_their_parametrization_run():
+    """Llama 4 reads whole weights, to which LoRA on experts is added in fp32."""
+    config = tiny_model("llama4_text", device="meta", dtype=torch.bfloat16).config
+    made = moe_qlora.plan(config, seq=64, targets="attention,experts")
+    assert not made.estimated
 
 
 @pytest.mark.parametrize(

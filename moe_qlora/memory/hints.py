@@ -1,0 +1,155 @@
+"""What to change where a plan does not fit its devices, and what each change saves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .budget import Settings
+from .devices import exact_size
+from .planner import Planner
+from .report import Hint, MemoryPlan
+from .source import bnb_config
+
+_DEVICES = 16  # the most that are tried
+_CHUNK = 1024  # tokens of a loss that is computed in chunks
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One thing to do otherwise.
+
+    Attributes:
+        what: In words.
+        setting: For `plan` and the command line.
+        fields: Of `Settings`.
+        packing: Changes the quantization config; None leaves it as it is.
+        loss_part: The part of the loss's tensors that is there at once.
+    """
+
+    what: str
+    setting: str
+    fields: dict[str, Any]
+    packing: Callable[[Any], Any] | None = None
+    loss_part: float = 1.0
+
+
+def hints_of(planner: Planner, report: MemoryPlan, capacities: Sequence[int]) -> Iterator[Hint]:
+    """Yield changes that save something, those that cost least first.
+
+    Each change is tried by itself. Where none of them is enough, the first few are tried together;
+    more devices come last.
+    """
+    least = report.peak.nbytes // 200
+    useful: list[_Change] = []
+    enough = False
+    for change in _changes(planner, report):
+        saves, fits = _try(planner, report, capacities, [change])
+        if saves >= least:
+            useful.append(change)
+            enough = enough or fits
+            yield Hint(change.what, change.setting, saves, fits)
+    for count in range(2, len(useful) + 1) if not enough else ():
+        saves, fits = _try(planner, report, capacities, useful[:count])
+        if fits:
+            # Of two changes of one setting the later one holds.
+            settings = {c.setting.partition("=")[0]: c.setting for c in useful[:count]}
+            yield Hint(f"the first {count} together", ", ".join(settings.values()), saves, fits)
+            break
+    yield from _more_devices(planner, report, capacities)
+
+
+def _try(
+    planner: Planner, report: MemoryPlan, capacities: Sequence[int], changes: Sequence[_Change]
+) -> tuple[int, bool]:
+    """Return the bytes that these changes save at the peak, and whether it then fits."""
+    other, loss_part = _changed(planner, changes)
+    batch, seq = other.settings.batch, other.settings.seq
+    saves = report.peak.nbytes - other.peak(batch, seq, loss_part).nbytes
+    return saves, all(use.fits for use in other.uses(batch, seq, capacities, loss_part))
+
+
+def _changed(planner: Planner, changes: Sequence[_Change]) -> tuple[Planner, float]:
+    """Return a planner with these changes, and the part of the loss that is there at once."""
+    source, settings, loss_part = planner.source, planner.settings, 1.0
+    for change in changes:
+        settings = replace(settings, **change.fields)
+        if change.packing is not None:
+            source = replace(source, quantization=change.packing(source.quantization))
+        loss_part = min(loss_part, change.loss_part)
+    if source is planner.source and settings == planner.settings:
+        return planner, loss_part
+    # The user's LoraConfig replaces rank and targets until a change names others.
+    lora_config = planner.lora_config if settings.targets == planner.settings.targets else None
+    return Planner(source, settings, lora_config), loss_part
+
+
+def _more_devices(
+    planner: Planner, report: MemoryPlan, capacities: Sequence[int]
+) -> Iterable[Hint]:
+    size, fullest = max(capacities), max(use.needed for use in report.devices)
+    for count in range(len(capacities) + 1, _DEVICES + 1):
+        uses = planner.uses(planner.settings.batch, planner.settings.seq, [size] * count)
+        if all(use.fits for use in uses):
+            saves = fullest - max(use.needed for use in uses)
+            what = f"spread it over {count} devices like the largest"
+            yield Hint(what, f"gpus='{count}x{exact_size(size)}'", saves, True)
+            return
+
+
+def _changes(planner: Planner, report: MemoryPlan) -> Iterable[_Change]:
+    settings, source = planner.settings, planner.source
+    if not settings.checkpointing:
+        fields = {"checkpointing": True}
+        yield _Change("compute layers again in backward", "checkpointing=True", fields)
+    if source.free and report.kind in ("nf4", "fp4") and not report.double_quant:
+        setting = "bnb_4bit_use_double_quant=True"
+        yield _Change("quantize the statistics too", setting, {}, _with_double_quant)
+    if source.free and report.kind == "int8":
+        yield _Change("pack to 4 bit", "load_in_4bit=True", {}, lambda asked: bnb_config(None))
+    tokens = settings.batch * settings.seq
+    if tokens > _CHUNK:
+        what = f"compute the loss {_CHUNK} tokens at a time"
+        yield _Change(what, "use_liger_kernel=True (Trainer)", {}, loss_part=_CHUNK / tokens)
+    yield from _smaller_training(settings, report, planner.lora_config is None)
+
+
+def _with_double_quant(config: Any) -> Any:
+    changed = copy.deepcopy(config)
+    changed.bnb_4bit_use_double_quant = True
+    return changed
+
+
+def _smaller_training(settings: Settings, report: MemoryPlan, free: bool) -> Iterable[_Change]:
+    """Yield changes of the training settings alone.
+
+    Args:
+        settings: What they are now.
+        report: The plan with them.
+        free: Whether no `LoraConfig` fixes rank and targets.
+    """
+    less: dict[str, Any]
+    if settings.optimizer == "adamw":
+        less = {"optimizer": "adamw_8bit"}
+        yield _Change("keep the optimizer's moments in 8 bit", "optimizer='adamw_8bit'", less)
+    if not settings.optimizer.startswith("paged"):
+        less = {"optimizer": "paged_adamw_8bit"}
+        yield _Change("and in pages", "optimizer='paged_adamw_8bit'", less)
+    if settings.adapter_dtype == "float32":
+        less = {"adapter_dtype": "bfloat16"}
+        yield _Change("train adapters in bfloat16", "adapter_dtype='bfloat16'", less)
+    if settings.batch > 1:
+        less = {"batch": 1, "accumulation": settings.accumulation * settings.batch}
+        what = f"batch=1, accumulation={less['accumulation']}"
+        yield _Change("one sequence at a time", what, less)
+    shorter = report.largest_seq or settings.seq // 2
+    if 0 < shorter < settings.seq:
+        yield _Change("shorter sequences", f"seq={shorter}", {"seq": shorter})
+    if free and settings.rank > 8:
+        rank = settings.rank // 2
+        yield _Change("half the rank", f"rank={rank}", {"rank": rank})
+    if free and settings.targets != "attention":
+        less = {"targets": "attention"}
+        yield _Change("LoRA on attention alone", "targets='attention'", less)

@@ -1,0 +1,216 @@
+"""One model with one set of training settings: from its meta model to peaks on devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any
+
+from .. import build
+from ..errors import ConfigError, MoeQloraError
+from ..kernels.limits import WORKSPACE_PART
+from ..packing.settings import CodecSettings
+from ..packing.sizes import load_extra_nbytes
+from . import blocks, meta_model, meta_step
+from .budget import Activity, Block, DeviceUse, Peak, Settings, StepBudget
+from .devices import reserve_nbytes
+from .experts import workspace_nbytes
+from .meta_ops import expert_calls
+from .report import MemoryPlan
+from .source import ModelSource
+
+
+class Planner:
+    """Peaks of one model, for any batch, sequence and devices.
+
+    Attributes:
+        source: Where the model comes from.
+        settings: How it is trained.
+        lora_config: The user's `LoraConfig`, or None.
+        notes: What to know about the figures, a sentence each.
+        estimated: Whether the layers' activations are an estimate.
+    """
+
+    def __init__(self, source: ModelSource, settings: Settings, lora_config: Any = None) -> None:
+        self.source = source
+        self.settings = settings
+        self.lora_config = lora_config
+        self.notes: list[str] = []
+        self.estimated = False
+        self.itemsize = meta_model.DTYPES[settings.adapter_dtype].itemsize
+        self._unpacked: meta_model.MetaModel | None = None
+        self._steps: dict[tuple[int, int], tuple[tuple[Activity, ...], list[int]]] = {}
+
+    @cached_property
+    def meta(self) -> meta_model.MetaModel:
+        """The model packed, adapted, and ready to run."""
+        return self._ready(self.source)
+
+    def report(self, capacities: Sequence[int]) -> MemoryPlan:
+        """Return the plan for these devices, without a search and without hints."""
+        batch, seq = self.settings.batch, self.settings.seq
+        peak = self.peak(batch, seq)
+        resident = sum(block.weights for block in self.meta.blocks)
+        uses = self.uses(batch, seq, capacities) if capacities else ()
+        quantization = self.source.quantization
+        nested = bool(getattr(quantization, "bnb_4bit_use_double_quant", False))
+        if quantization is None:
+            nested = meta_model.is_nested(self.meta)
+        unpacked = self.source.build()
+        tensors = {id(t): t.nbytes for t in (*unpacked.parameters(), *unpacked.buffers())}
+        return MemoryPlan(
+            label=self.source.label,
+            model_type=str(getattr(self.source.config, "model_type", "")),
+            kind=self.meta.kind,
+            double_quant=nested and self.meta.kind != "int8",
+            settings=self.settings,
+            trained_weights=sum(sum(block.trained) for block in self.meta.blocks),
+            unpacked=sum(tensors.values()),
+            resident=resident,
+            load_peak=resident + self._load_extra(nested),
+            peak=peak,
+            reserve=reserve_nbytes(peak.nbytes),
+            devices=uses,
+            device_map={name: use.index for use in uses for name in use.blocks} or None,
+        )
+
+    def peak(self, batch: int, seq: int, loss_part: float = 1.0) -> Peak:
+        """Return the peak on one device that holds everything.
+
+        Args:
+            batch: Sequences in a micro-batch.
+            seq: Tokens in each.
+            loss_part: The part of the loss's tensors that is there at once.
+        """
+        return self._budget(batch, seq, None, loss_part).peak()
+
+    def uses(
+        self, batch: int, seq: int, capacities: Sequence[int], loss_part: float = 1.0
+    ) -> tuple[DeviceUse, ...]:
+        """Return the blocks over devices; arguments as of `peak`, and the devices' bytes."""
+        cap = min(capacities) // WORKSPACE_PART
+        return self._budget(batch, seq, cap, loss_part).spread(capacities)
+
+    def fits(self, batch: int, seq: int, capacities: Sequence[int]) -> bool:
+        """Whether a step of this size fits these devices."""
+        return all(use.fits for use in self.uses(batch, seq, capacities))
+
+    def _budget(
+        self, batch: int, seq: int, workspace_cap: int | None, loss_part: float
+    ) -> StepBudget:
+        activities, buffers = self._step(batch, seq)
+        if loss_part < 1.0 and activities:
+            last = activities[-1]
+            sizes = [int(size * loss_part) for size in (last.kept, last.forward, last.backward)]
+            activities = (*activities[:-1], Activity(last.name, *sizes))
+        workspace = sum(s if workspace_cap is None else min(s, workspace_cap) for s in buffers)
+        settings = replace(self.settings, batch=batch, seq=seq, workspace=workspace)
+        return StepBudget(self._groups(activities), activities, settings, self.itemsize)
+
+    def _step(self, batch: int, seq: int) -> tuple[tuple[Activity, ...], list[int]]:
+        """Return what each block does, and the workspace's buffers, of one step of this size."""
+        if (batch, seq) not in self._steps:
+            activities = self._activities(batch, seq)
+            meta = self._unpacked or self.meta
+            per_call = {
+                workspace_nbytes(call, checkpointing=self.settings.checkpointing)
+                for call in expert_calls(meta.base)
+            }
+            buffers = [max(sizes) for sizes in zip_longest(*per_call, fillvalue=0)]
+            self._steps[batch, seq] = activities, buffers
+        return self._steps[batch, seq]
+
+    def _activities(self, batch: int, seq: int) -> tuple[Activity, ...]:
+        """Run the step; where that fails, with Linear layers unpacked, then with fake layers."""
+        while True:
+            meta = self._unpacked or self.meta
+            try:
+                return self._run(meta, batch, seq)
+            except MoeQloraError:
+                raise
+            except Exception as error:
+                if self.estimated:
+                    raise self._cannot_run(error) from error
+                if self._unpacked is None and self.source.linears:
+                    # Some models read a Linear layer's weight past its forward.
+                    self._unpacked = self._ready(replace(self.source, linears=False))
+                else:
+                    self._estimate_layers(error)
+
+    def _run(self, meta: meta_model.MetaModel, batch: int, seq: int) -> tuple[Activity, ...]:
+        return meta_step.run_meta_step(
+            meta.model,
+            blocks.block_modules(meta.base),
+            {block.name: self.itemsize * sum(block.trained) for block in meta.blocks},
+            batch=batch,
+            seq=seq,
+            experts=max((param.num_experts for param in meta.layout.experts), default=1),
+        )
+
+    def _estimate_layers(self, error: Exception) -> None:
+        self.estimated = True
+        self._unpacked = None
+        meta_model.fake_layers(self.meta)
+        self.notes.append(
+            f"The layers of this model cannot run without data ({_first_line(error)}); their "
+            "activations are a rough estimate."
+        )
+
+    def _cannot_run(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self.source.label}: a training step of this model cannot run on the meta device "
+            f"({_first_line(error)}), so that its memory cannot be planned."
+        )
+
+    def _ready(self, source: ModelSource) -> meta_model.MetaModel:
+        meta = source.packed_model()
+        with build.quiet():
+            meta_model.adapt(meta, self.settings, self.lora_config)
+            meta_model.fake_packed(meta)
+            meta.model.train()
+            if self.settings.checkpointing:
+                self._enable_checkpointing(meta.base)
+        config = getattr(meta.base, "config", None)
+        if config is not None:
+            config.use_cache = False
+            config.get_text_config().use_cache = False
+        return meta
+
+    def _enable_checkpointing(self, model: Any) -> None:
+        try:
+            meta_step.enable_checkpointing(model)
+        except (ValueError, AttributeError):
+            self.notes.append(
+                f"{type(model).__name__} supports no gradient checkpointing; the plan is without."
+            )
+
+    def _groups(self, activities: Sequence[Activity]) -> list[list[Block]]:
+        """Return the blocks in placing order, those that hold one tensor together."""
+        run = {activity.name: place for place, activity in enumerate(activities)}
+        # What does not run (a vision tower) and what holds buffers alone comes first.
+        ordered = sorted(self.meta.blocks, key=lambda block: run.get(block.name, -1))
+        leader = {block.name: block.name for block in ordered}
+        for first, second in blocks.tied_blocks(self.meta.base):
+            leader[second] = leader[first]
+        groups: dict[str, list[Block]] = {}
+        for block in ordered:
+            groups.setdefault(leader[block.name], []).append(block)
+        return list(groups.values())
+
+    def _load_extra(self, nested: bool) -> int:
+        """Return the most bytes that packing a module while loading needs beside its weights."""
+        kind = self.meta.kind
+        if kind is None:
+            return 0
+        extras = [
+            load_extra_nbytes(shapes, itemsize, CodecSettings(kind, nested))
+            for shapes, itemsize in meta_model.loaded_together(self.meta)
+        ]
+        return max(extras, default=0)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:120]}"
