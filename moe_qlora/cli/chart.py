@@ -1,4 +1,4 @@
-"""The stacked bar chart of `moe-qlora plan --chart FILE`; matplotlib comes in when it is drawn."""
+"""Draw the stacked bar chart of `moe-qlora plan --chart FILE`; imports matplotlib only then."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check(file: Path, option: str = "--chart") -> None:
 
     Args:
         file: Where the chart is to be written.
-        option: That named it, for the message.
+        option: The option that named it, for the message.
 
     Raises:
         ConfigError: matplotlib is missing, or `file` is no PNG in a folder that is there.
@@ -36,10 +36,10 @@ def check(file: Path, option: str = "--chart") -> None:
 
 @contextmanager
 def writing(file: Path, option: str = "--chart") -> Iterator[None]:
-    """Have a file that cannot be written said in a sentence.
+    """Turn the failure to write a file into a message of one sentence.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The file cannot be written.
     """
     try:
         yield
@@ -48,12 +48,12 @@ def writing(file: Path, option: str = "--chart") -> Iterator[None]:
         raise ConfigError(f"{option} {file} cannot be written: {why}; name another.") from error
 
 
-def draw(made: MemoryPlan, file: Path) -> None:
-    """Write one bar for each device (one alone where none was given), by component, in GiB."""
+def draw(report: MemoryPlan, file: Path) -> None:
+    """Write a PNG with one bar for each device of a plan, by component, in GiB."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    bars = _bars(made)
+    bars = _bars(report)
     figure = Figure(figsize=(max(6.0, 2.2 + 1.3 * len(bars)), 5.5), layout="constrained")
     axes = figure.add_subplot()
     bottoms = [0.0] * len(bars)
@@ -71,19 +71,22 @@ def draw(made: MemoryPlan, file: Path) -> None:
             axes.annotate(f"{line:.0f} GiB", (place, line), ha="center", va="bottom")
     axes.set_xticks(list(places), [label for label, _, _ in bars])
     axes.set_ylabel("GiB at the peak")
-    settings = made.settings
-    axes.set_title(f"{made.label}: {settings.batch} x {settings.seq} tokens, {settings.optimizer}")
+    settings = report.settings
+    axes.set_title(
+        f"{report.label}: {settings.batch} x {settings.seq} tokens, {settings.optimizer}"
+    )
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize="small")
     FigureCanvasAgg(figure).print_png(str(file))
 
 
-def _bars(made: MemoryPlan) -> list[tuple[str, dict[str, int], int]]:
-    """(label, bytes by component, size of the device or 0)."""
-    if not made.devices:
-        return [("one device", _parts(made.peak, made.reserve), 0)]
+def _bars(report: MemoryPlan) -> list[tuple[str, dict[str, int], int]]:
+    """Return (label, bytes by component, size of the device or 0) of each bar."""
+    if not report.devices:
+        return [("one device", _parts(report.peak, report.reserve), 0)]
     return [
-        (f"device {use.index}", _parts(use.peak, use.reserve), use.capacity) for use in made.devices
+        (f"device {use.index}", _parts(use.peak, use.reserve), use.capacity)
+        for use in report.devices
     ]
 
 

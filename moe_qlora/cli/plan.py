@@ -1,4 +1,4 @@
-"""`moe-qlora plan MODEL`: what a model takes on its devices, packed, loading and in training."""
+"""`moe-qlora plan MODEL`: print what a model takes on its devices, loading and in training."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def plan(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 4 where it does not fit
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
     """
-    from ..memory.plan import plan as make
+    from ..memory.plan import plan as plan_memory
     from ..memory.source import with_packing
     from . import chart as charts
     from . import render, render_plan
 
     if chart is not None:
         charts.check(chart)
-    made = make(
+    report = plan_memory(
         model,
         with_packing(None if quant is None else quant.value, double_quant),
         gpus=gpus,
@@ -76,10 +76,10 @@ def plan(
     )
     if chart is not None:
         with charts.writing(chart):
-            charts.draw(made, chart)
+            charts.draw(report, chart)
     if as_json:
-        sys.stdout.write(json.dumps(made.as_dict(), indent=2) + "\n")
+        sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n")
     else:
-        render_plan.show(made, render.console(color.value))
-    if made.fits is False:
+        render_plan.show(report, render.console(color.value))
+    if report.fits is False:
         raise typer.Exit(DOES_NOT_FIT)

@@ -1,4 +1,4 @@
-"""How `moe-qlora plan` prints a plan."""
+"""Print a plan as tables and sentences, for `moe-qlora plan`."""
 
 from __future__ import annotations
 
@@ -16,58 +16,58 @@ from ..memory.report import MemoryPlan
 _BAR = 24
 
 
-def show(made: MemoryPlan, out: Console) -> None:
+def show(report: MemoryPlan, out: Console) -> None:
     """Print the table, the devices, what is the most that fits, and what to change."""
-    for note in made.notes:
+    for note in report.notes:
         out.print(f"[yellow]note:[/] {escape(note)}")
-    out.print(_table(made))
-    settings = made.settings
-    packed = made.kind or "nothing packed"
-    nested = ", double quantization" if made.double_quant else ""
+    out.print(_table(report))
+    settings = report.settings
+    packed = report.kind or "nothing packed"
+    nested = ", double quantization" if report.double_quant else ""
     out.print(
-        f"Model: {human_bytes(made.unpacked)} unpacked, {human_bytes(made.resident)} as "
-        f"{packed}{nested}; {human_bytes(made.load_peak)} at most while loading."
+        f"Model: {human_bytes(report.unpacked)} unpacked, {human_bytes(report.resident)} as "
+        f"{packed}{nested}; {human_bytes(report.load_peak)} at most while loading."
     )
     out.print(
-        f"Training {made.trained_weights:,} weights (rank {settings.rank} on "
+        f"Training {report.trained_weights:,} weights (rank {settings.rank} on "
         f"{escape(settings.targets)}, {settings.adapter_dtype}, {settings.optimizer}), "
         f"{settings.batch} x {settings.seq} tokens, "
         f"{'with' if settings.checkpointing else 'without'} gradient checkpointing: "
-        f"{human_bytes(made.peak.nbytes)} at the peak, which is {escape(made.peak.moment)}."
+        f"{human_bytes(report.peak.nbytes)} at the peak, which is {escape(report.peak.moment)}."
     )
-    if made.peak.paged:
+    if report.peak.paged:
         out.print(
-            f"{human_bytes(made.peak.paged)} of optimizer states are in pages, and not counted."
+            f"{human_bytes(report.peak.paged)} of optimizer states are in pages, and not counted."
         )
     out.print(
-        f"Beside its tensors a process takes about {human_bytes(made.reserve)}: "
+        f"Beside its tensors a process takes about {human_bytes(report.reserve)}: "
         f"{human_bytes(CONTEXT_BYTES)} of CUDA context, and gaps of "
         f"{FRAGMENTATION:.0%} of the peak."
     )
-    if made.devices:
-        _devices(made, out)
+    if report.devices:
+        _devices(report, out)
 
 
-def _table(made: MemoryPlan) -> Table:
-    table = Table(title=f"{escape(made.label)}: memory in training, on one device")
+def _table(report: MemoryPlan) -> Table:
+    table = Table(title=f"{escape(report.label)}: memory in training, on one device")
     table.add_column("component")
     table.add_column("at most", justify="right", no_wrap=True)
     table.add_column("at the peak", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for name, most, now in made.rows():
-        share = "#" * round(_BAR * now / made.peak.nbytes)
+    for name, most, now in report.rows():
+        share = "#" * round(_BAR * now / report.peak.nbytes)
         table.add_row(name, human_bytes(most), human_bytes(now) if now else "-", share)
     table.add_section()
-    table.add_row("sum", "", human_bytes(made.peak.nbytes), "")
+    table.add_row("sum", "", human_bytes(report.peak.nbytes), "")
     return table
 
 
-def _devices(made: MemoryPlan, out: Console) -> None:
+def _devices(report: MemoryPlan, out: Console) -> None:
     table = Table(title="Devices")
     for heading in ("device", "size", "weights", "at the peak", "with reserve", "fits", "blocks"):
         right = heading in ("size", "weights", "at the peak", "with reserve")
         table.add_column(heading, justify="right" if right else "left", no_wrap=right)
-    for use in made.devices:
+    for use in report.devices:
         full = f"{use.needed / use.capacity:.0%}"
         table.add_row(
             str(use.index),
@@ -79,34 +79,33 @@ def _devices(made: MemoryPlan, out: Console) -> None:
             escape(_blocks(use)),
         )
     out.print(table)
-    if made.fits:
+    if report.fits:
         out.print("[green]It fits.[/]")
-    elif all(use.fits for use in made.devices):
+    elif all(use.fits for use in report.devices):
         out.print("[red]It would train, but does not fit while it is loaded.[/]")
     else:
         out.print("[red]It does not fit.[/]")
-    if made.largest_seq is not None:
-        out.print(_most(made))
-    if made.hints:
-        out.print(_hints(made))
+    if report.largest_seq is not None:
+        out.print(_largest(report))
+    if report.hints:
+        out.print(_hints(report))
 
 
-def _most(made: MemoryPlan) -> str:
-    settings = made.settings
-    longest, most = made.largest_seq, made.largest_batch
-    if not longest:
+def _largest(report: MemoryPlan) -> str:
+    settings = report.settings
+    if not report.largest_seq:
         return "No sequence fits, however short."
-    text = f"Longest sequence at batch {settings.batch}: {longest:,} tokens"
-    return f"{text}; largest batch at {settings.seq} tokens: {most}."
+    text = f"Longest sequence at batch {settings.batch}: {report.largest_seq:,} tokens"
+    return f"{text}; largest batch at {settings.seq} tokens: {report.largest_batch}."
 
 
-def _hints(made: MemoryPlan) -> Table:
+def _hints(report: MemoryPlan) -> Table:
     table = Table(title="What to change, each by itself; what costs least first")
     table.add_column("change")
     table.add_column("setting")
     table.add_column("saves", justify="right", no_wrap=True)
     table.add_column("then fits")
-    for hint in made.hints:
+    for hint in report.hints:
         table.add_row(
             hint.what, hint.setting, human_bytes(hint.saves), "[green]yes[/]" if hint.fits else "no"
         )
@@ -114,7 +113,7 @@ def _hints(made: MemoryPlan) -> Table:
 
 
 def _blocks(use: DeviceUse) -> str:
-    """Names, runs of layers folded: `model.embed_tokens, model.layers.* (0-11)`."""
+    """Return the names of a device's blocks, runs of layers folded: `model.layers.* (0-11)`."""
     parts = []
     for pattern, names in groupby(use.blocks, key=name_pattern):
         run = list(names)
