@@ -14,37 +14,36 @@ from .options import Color, Colored, Json, Model, ModelDoubleQuant, ModelQuant, 
 DOES_NOT_FIT = 4
 
 
+Gpus = Annotated[str | None, typer.Option(help="Devices: 24GiB, 2x24GiB, or 24GiB,2x48GiB.")]
+Targets = Annotated[
+    str, typer.Option(help="What gets LoRA: attention, all-linear, experts, or names, by comma.")
+]
+AdapterDtype = Annotated[
+    str, typer.Option(help="Of the adapters: float32 (PEFT's default) or bfloat16.")
+]
+Optimizer = Annotated[str, typer.Option(help="adamw, adamw_8bit, paged_adamw or paged_adamw_8bit.")]
+Checkpointing = Annotated[
+    bool,
+    typer.Option("--checkpointing/--no-checkpointing", help="Compute layers again in backward."),
+]
+Chart = Annotated[Path | None, typer.Option(help="Write a stacked bar chart to this PNG file.")]
+
+
 def plan(
     model: Model,
-    gpus: Annotated[
-        str | None, typer.Option(help="Devices: 24GiB, 2x24GiB, or 24GiB,2x48GiB.")
-    ] = None,
+    gpus: Gpus = None,
     seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 4096,
     batch: Annotated[int, typer.Option(help="Sequences in a micro-batch.")] = 1,
     accumulation: Annotated[int, typer.Option(help="Micro-batches to an optimizer step.")] = 1,
     rank: Annotated[int, typer.Option(help="LoRA rank.")] = 16,
-    targets: Annotated[
-        str,
-        typer.Option(help="What gets LoRA: attention, all-linear, experts, or names, by comma."),
-    ] = "attention",
-    adapter_dtype: Annotated[
-        str, typer.Option(help="Of the adapters: float32 (PEFT's default) or bfloat16.")
-    ] = "float32",
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, adamw_8bit, paged_adamw or paged_adamw_8bit.")
-    ] = "adamw",
-    checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--checkpointing/--no-checkpointing", help="Compute layers again in backward."
-        ),
-    ] = True,
+    targets: Targets = "attention",
+    adapter_dtype: AdapterDtype = "float32",
+    optimizer: Optimizer = "adamw",
+    checkpointing: Checkpointing = True,
     quant: ModelQuant = None,
     double_quant: ModelDoubleQuant = None,
     as_json: Json = False,
-    chart: Annotated[
-        Path | None, typer.Option(help="Write a stacked bar chart to this PNG file.")
-    ] = None,
+    chart: Chart = None,
     trust_remote_code: TrustRemoteCode = False,
     color: Colored = Color.auto,
 ) -> None:
