@@ -33,8 +33,8 @@ from ..errors import AdapterError, CheckpointError, ConfigError
 from ..layout import dtype_name
 from ..packing import parametrize
 from ..packing.codec import PackedWeight, settings_of
+from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
-from ..packing.skips import is_skipped
 from . import manifest as manifests
 from .integrity import check_packed_weight
 from .manifest import CONFIG, CONFIG_KEY, MANIFEST_NAME, SHARD_NAME, Manifest, PackedEntry

@@ -44,9 +44,7 @@ class Deferred:
 
     def __call__(self) -> Tensor | None:
         """Read it as transformers would: the whole tensor, on its device, in its dtype."""
-        result: Tensor | None
-        result = self.source.result() if isinstance(self.source, Future) else self.source()
-        return result
+        return self.source.result() if isinstance(self.source, Future) else self.source()
 
 
 class PackingConverter(WeightConverter):
@@ -75,9 +73,7 @@ class PackingConverter(WeightConverter):
     def for_fused(cls, leaf: str, spec: LoadSpec) -> PackingConverter:
         """Return a converter for weights that lie on disk as the model holds them.
 
-        Args:
-            leaf: The end of their names, such as "experts.gate_up_proj".
-            spec: What is packed.
+        `leaf` is the end of their names, such as "experts.gate_up_proj".
         """
         new = cls([_whole_name(leaf)], [leaf], [Keep()])
         new.spec = spec
@@ -87,7 +83,7 @@ class PackingConverter(WeightConverter):
         self, target_key: str, source_key: str, source_pattern: str, future: Any
     ) -> None:
         """Note where a tensor lies, and keep transformers from reading it ahead."""
-        if self._names(target_key) & self.spec.params.keys():
+        if self._packed_names(target_key):
             files = self.spec.files
             if isinstance(future, Future) and files is not None and source_key in files:
                 future.cancel()
@@ -96,16 +92,14 @@ class PackingConverter(WeightConverter):
 
     def convert(self, layer_name: str, model: Any = None, config: Any = None, **rest: Any) -> Any:
         """Convert as `WeightConverter` does, with packed parameters for the spec's weights."""
-        if not self._names(layer_name) & self.spec.params.keys():
+        packers = {n: WeightPacker(n, self.spec) for n in self._packed_names(layer_name)}
+        if not packers:
             return super().convert(layer_name, model=model, config=config, **rest)
-        first = self.target_patterns[0]
-        targets = {target: _filled(layer_name, first, target) for target in self.target_patterns}
-        packers = {n: WeightPacker(n, self.spec) for n in targets.values() if n in self.spec.params}
         result: dict[str, Any] = {}
         context = {"full_layer_name": layer_name, "model": model, "config": config}
         for pieces in self._pieces(layer_name, context, list(packers)):
             for target, piece in pieces.items():
-                name = targets.get(target, target)
+                name = self._full_name(layer_name, target)
                 tensor = piece[0] if isinstance(piece, list) else piece
                 if name in packers:
                     packers[name].add(tensor)
@@ -113,10 +107,17 @@ class PackingConverter(WeightConverter):
                     result[name] = tensor
         return result | {name: packer.finish() for name, packer in packers.items()}
 
-    def _names(self, layer_name: str) -> set[str]:
-        """Return the full names of the parameters that the tensors of `layer_name` make."""
+    def _full_name(self, layer_name: str, target: str) -> str:
+        """Return the full name of a target, where `layer_name` is that of the first target."""
         first = self.target_patterns[0]
-        return {_filled(layer_name, first, target) for target in self.target_patterns}
+        if target == first or target not in self.target_patterns:
+            return layer_name if target == first else target
+        return layer_name.replace(first, target, 1)
+
+    def _packed_names(self, layer_name: str) -> list[str]:
+        """Return the full names of the weights to pack that this converter makes."""
+        names = (self._full_name(layer_name, target) for target in self.target_patterns)
+        return [name for name in names if name in self.spec.params]
 
     def _pieces(
         self, layer_name: str, context: dict[str, Any], packed: list[str]
@@ -126,11 +127,11 @@ class PackingConverter(WeightConverter):
         self.collected_tensors.clear()
         reader = _Reader(self.spec, packed[0])
         reader.expect(collected)
-        steps = None
+        operations, batches = self.operations, iter([_whole(collected)])
         if len(packed) == len(self.target_patterns):
             shapes = [tuple(self.spec.params[name].shape) for name in packed]
             steps = _steps(self.operations, collected, shapes, self.spec.files)
-        operations, batches = steps or (self.operations, iter([_whole(collected)]))
+            operations, batches = steps or (operations, batches)
         for batch in batches:
             tensors: dict[str, Any]
             tensors = {p: [reader.read(*item) for item in items] for p, items in batch.items()}
@@ -349,11 +350,7 @@ def _steps(
 ) -> tuple[Sequence[Any], Iterator[_Batch]] | None:
     """Return operations, and what to read for each step; None where experts cannot be told apart.
 
-    Args:
-        operations: Of the converter.
-        collected: Tensors by source pattern.
-        shapes: Of the weights that come out.
-        files: The checkpoint, or None.
+    `collected` holds tensors by source pattern, `shapes` are those of the weights that come out.
     """
     rows = shapes[0][0]
     if any(shape[0] != rows for shape in shapes):
@@ -435,11 +432,6 @@ def _keeps_rows(operation: Any) -> bool:
     if kind in ("Chunk", "Concatenate"):
         return operation.dim >= 1 and operation.num_shards_attribute is None
     return kind == "Interleave" and operation.dim >= 1
-
-
-def _filled(layer_name: str, first: str, target: str) -> str:
-    """Return the full name of another target of the converter whose first is `layer_name`."""
-    return layer_name if first == target else layer_name.replace(first, target, 1)
 
 
 def _whole_name(leaf: str) -> str:

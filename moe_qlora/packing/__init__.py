@@ -4,8 +4,7 @@ Open codec.py first. In the order of use:
 
 settings.py     which fields of a `BitsAndBytesConfig` decide how a weight is packed
 format.py       the format: the tensors of a packed weight, their dtypes and shapes
-skips.py        the rule of `llm_int8_skip_modules`
-selection.py    which weights of a model are packed, and why the others are not
+selection.py    which weights of a model are packed, and the rule of `llm_int8_skip_modules`
 supported.py    which tensors can be packed, and why another one cannot
 codec.py        pack a weight, whole or in pieces, and dequantize any range of its experts
 parametrize.py  how a packed weight sits on its module, moves, is copied, saved and loaded

@@ -1,14 +1,15 @@
 """Which expert weights of a model are packed, and why the others are not.
 
 First comes what holds already: a weight that is packed stays as it is. Then what the caller's
-config says: its own `target_parameters`, which bitsandbytes packs, and `llm_int8_skip_modules`.
+config says: its own `target_parameters`, which bitsandbytes packs, and `llm_int8_skip_modules`,
+whose rule is that of transformers' `should_convert_module` (5.23), without an import of it.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,12 @@ from ..errors import ConfigError
 from ..layout import ExpertParam, ModelLayout
 from . import parametrize
 from .settings import CodecSettings
-from .skips import is_skipped, skipping_pattern
 
 QUANTIZED = "quantized"
 ALREADY_QUANTIZED = "already_quantized"
 SKIPPED = "skipped"
+
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,27 @@ def weights_to_pack(
     """Return the expert weights that `quantize_experts` would pack."""
     selections = select_weights(model, layout, config, settings)
     return [selection.param for selection in selections if selection.status == QUANTIZED]
+
+
+def is_skipped(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether any pattern names this module or parameter.
+
+    A pattern names what starts with it, up to a component's end, as a regex ("layer.1" names
+    "layer.1.attn", not "layer.11"), and what ends with it, literally ("fc1" names "layer.2.fc1").
+
+    Raises:
+        re.error: A pattern is not a valid regex.
+    """
+    return any(
+        re.match(f"(?:{pattern}){_BOUNDARY}", name) or name.endswith(pattern)
+        for pattern in patterns
+    )
+
+
+def skipping_pattern(param: ExpertParam, patterns: Iterable[str]) -> str | None:
+    """Return the first pattern that names the expert weight or its module; None if none does."""
+    names = [path for name in param.names for path in (name, name.rpartition(".")[0])]
+    return next((p for p in patterns if any(is_skipped(name, [p]) for name in names)), None)
 
 
 def _check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from moe_qlora.layout import ExpertParam
-from moe_qlora.packing.skips import is_skipped, skipping_pattern
+from moe_qlora.packing.selection import is_skipped, skipping_pattern
 
 # Few components, so that patterns hit; names that start as others do, so that boundaries matter.
 COMPONENTS = st.sampled_from(["layers", "0", "1", "11", "mlp", "gate", "gate_proj", "experts"])
