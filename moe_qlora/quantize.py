@@ -318,7 +318,7 @@ def _attach_everywhere(model: nn.Module, param: ExpertParam, packed: PackedWeigh
     weight = _weight(model, param.name)
     try:
         for name in param.names:
-            module, parameter = _owner(model, name)
+            module, parameter = parametrize.owner_of(model, name)
             if parametrize.is_packed(module, parameter):
                 continue  # an alias through a shared module
             attached.append((module, parameter))
@@ -338,13 +338,8 @@ def _half_way(error: Exception, name: str, done: list[str], total: int) -> Quant
     )
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    module_name, _, parameter = name.rpartition(".")
-    return model.get_submodule(module_name), parameter
-
-
 def _weight(model: nn.Module, name: str) -> Tensor:
-    module, parameter = _owner(model, name)
+    module, parameter = parametrize.owner_of(model, name)
     weight = module._parameters.get(parameter)
     if weight is None:
         raise UnsupportedWeightError(f"{name} is no plain parameter of its module any more.")
@@ -352,7 +347,7 @@ def _weight(model: nn.Module, name: str) -> Tensor:
 
 
 def _nbytes(model: nn.Module, name: str) -> int:
-    module, parameter = _owner(model, name)
+    module, parameter = parametrize.owner_of(model, name)
     if parametrize.is_packed(module, parameter):
         return parametrize.read_packed(module, parameter).nbytes
     return _weight(model, name).nbytes

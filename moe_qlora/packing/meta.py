@@ -71,7 +71,6 @@ def pack_blank(model: nn.Module, param: ExpertParam, settings: CodecSettings) ->
     weight = model.get_parameter(param.name)
     blank = blank_weight(tuple(weight.shape), weight.dtype, settings)
     for name in param.names:
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
+        module, leaf = parametrize.owner_of(model, name)
         if not parametrize.is_packed(module, leaf):
             parametrize.attach(module, leaf, blank)

@@ -227,6 +227,12 @@ def packed_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that owns a parameter of this full name, and its name on that module."""
+    module_name, _, leaf = name.rpartition(".")
+    return model.get_submodule(module_name), leaf
+
+
 def iter_packed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Every packed parameter as `(module's dotted name, module, parameter's name)`."""
     for module_name, module in model.named_modules():
