@@ -95,13 +95,9 @@ def _tail(name: str) -> list[str]:
 def packing_spec(
     model: nn.Module, config: Any, dtype: torch.dtype | None, device_map: Any
 ) -> LoadSpec:
-    """Return what to pack of a 16-bit checkpoint.
+    """Return what to pack of a 16-bit checkpoint, for the model on meta as it was built.
 
-    Args:
-        model: On the meta device, as it was built.
-        config: The caller's `BitsAndBytesConfig`.
-        dtype: What the model is loaded in.
-        device_map: As far as it is known.
+    `dtype` is what the model is loaded in, `device_map` as far as it is known.
 
     Raises:
         UnsupportedWeightError: An expert weight cannot be packed.
@@ -129,14 +125,7 @@ def packing_spec(
 def reload_spec(
     model: nn.Module, config: Any, dtype: torch.dtype | None, manifest: Manifest, folder: Path
 ) -> LoadSpec:
-    """Return what a packed folder holds packed, by its manifest.
-
-    Args:
-        model: On the meta device, as it was built.
-        config: The folder's `BitsAndBytesConfig`.
-        dtype: What the model is loaded in.
-        manifest: Of the folder.
-        folder: For messages.
+    """Return what a packed folder holds packed, for the model on meta as it was built.
 
     Raises:
         CheckpointError: The folder's weights or settings are not the model's or the config's.

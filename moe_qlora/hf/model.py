@@ -44,14 +44,7 @@ def finish_packing(
 ) -> set[str]:
     """Give a model whose experts are packed the package's experts forward, and mark it quantized.
 
-    Args:
-        model: Its experts are packed.
-        layout: Of the model.
-        config: The `BitsAndBytesConfig` or dict that they were packed with.
-        settings: The same, as read by the codec.
-
-    Returns:
-        Names of the experts modules that the package's forward serves.
+    Return the names of the experts modules that the package's forward serves.
     """
     names = []
     for entry in layout.modules:
@@ -67,10 +60,8 @@ def finish_packing(
 def mark_quantized(model: nn.Module, config: Any, settings: CodecSettings) -> None:
     """Give the model the attributes and methods of a bitsandbytes model; idempotent.
 
-    Args:
-        model: Its experts are packed.
-        config: The `BitsAndBytesConfig` or dict that they were packed with; a copy is stored.
-        settings: The same, as read by the codec.
+    `config`, a `BitsAndBytesConfig` or dict, is what its experts were packed with; the model gets a
+    copy of it.
     """
     from transformers import BitsAndBytesConfig, PreTrainedModel
     from transformers.quantizers.auto import AutoHfQuantizer

@@ -29,12 +29,9 @@ from .model import finish_packing
 
 @cache
 def packing_quantizer(stock: type, extra_skip_modules: Callable[[], Sequence[str]]) -> type:
-    """Derive the class that packs experts from the one that serves bitsandbytes configs now.
+    """Derive the class that packs experts from the stock one that serves bitsandbytes configs now.
 
-    Args:
-        stock: transformers' quantizer class.
-        extra_skip_modules: Gives, at each load, the patterns of what to leave in 16 bit on top of
-            the load's own config.
+    `extra_skip_modules` gives, at each load, patterns to skip on top of the load's own config.
     """
     members = {"__module__": __name__, "_extra_skip_modules": staticmethod(extra_skip_modules)}
     return type(f"Packing{stock.__name__}", (_Packing, stock), members)

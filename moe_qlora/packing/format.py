@@ -59,12 +59,7 @@ class TensorSpec(NamedTuple):
 
 
 def packed_tensors(shape: Sequence[int], settings: CodecSettings) -> dict[str, TensorSpec]:
-    """Return the tensors of a packed weight by the end of their key, "" for the codes.
-
-    Args:
-        shape: Shape of the weight, two or more dimensions.
-        settings: How it is packed.
-    """
+    """Return the tensors of a packed weight of this shape, by the end of their key."""
     numel = math.prod(shape)
     if settings.kind == "int8":
         rows = numel // shape[-1]

@@ -45,13 +45,7 @@ class WeightSelection:
 def select_weights(
     model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
 ) -> list[WeightSelection]:
-    """Decide for every expert weight of a model whether it is to be packed.
-
-    Args:
-        model: May be on the meta device.
-        layout: Of the model.
-        config: The caller's `BitsAndBytesConfig` or its dict.
-        settings: The same, as `CodecSettings.from_config` reads it.
+    """Decide for every expert weight of a model, which may be on meta, whether it is to be packed.
 
     Raises:
         ConfigError: A skip pattern is not a valid regex. One that matches nothing only warns.

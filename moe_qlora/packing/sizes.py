@@ -14,12 +14,7 @@ _FLOAT = torch.float32.itemsize
 
 
 def packed_nbytes(shape: Sequence[int], settings: CodecSettings) -> int:
-    """Return the bytes of a packed weight in memory: codes, statistics and code tables together.
-
-    Args:
-        shape: Shape of the weight.
-        settings: How it is packed.
-    """
+    """Return the bytes of a packed weight in memory: codes, statistics and code tables together."""
     offset = _FLOAT if settings.double_quant else 0
     return offset + sum(spec.nbytes for spec in packed_tensors(shape, settings).values())
 
@@ -31,11 +26,7 @@ def load_extra_nbytes(
 
     They are the largest expert's matrix in the checkpoint's dtype, and with double quantization the
     float32 absmax of all weights, which are packed themselves only once a weight is complete.
-
-    Args:
-        shapes: Shapes of the fused expert weights, or of a single matrix.
-        itemsize: Bytes of one element of the checkpoint.
-        settings: How they are packed.
+    `itemsize` is that of the checkpoint's dtype.
     """
     matrices = (math.prod(shape[1:] if len(shape) > 2 else shape) for shape in shapes)
     extra = itemsize * max(matrices, default=0)
