@@ -185,8 +185,7 @@ def fake_layer(module: nn.Module, top_k: int) -> None:
     width = sum(linear.out_features for linear in linears)
     experts = [part for part in module.modules() if _SHAPE in part.__dict__]
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        x = first_floating(args, kwargs)
+    def compute(x: Tensor) -> Tensor:
         tokens, hidden = x.numel() // x.shape[-1], x.shape[-1]
         kept = x.element_size() * tokens * (width + _LAYER_WIDTH * hidden)
         before = after = 0
@@ -195,8 +194,15 @@ def fake_layer(module: nn.Module, top_k: int) -> None:
             part.__dict__[_CALL] = call
             kept += kept_nbytes(call)
             before, after = map(max, (before, after), working_nbytes(call))
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         return _Sized.apply((kept, before, after), x, *trained)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        x = first_floating(args, kwargs)
+        # transformers checkpoints inside the forward that this one replaces.
+        if getattr(self, "gradient_checkpointing", False):
+            return self._gradient_checkpointing_func(compute, x)
+        return compute(x)
 
     set_forward(module, forward)
 

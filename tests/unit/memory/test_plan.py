@@ -611,6 +611,9 @@ def test_layers_that_cannot_run_are_estimated(monkeypatch):
     # The loss runs for real in both.
     loss = (good.peak.largest["logits and loss"], rough.peak.largest["logits and loss"])
     assert loss[0] == loss[1]
+    # Under checkpointing a layer keeps its input alone, an estimated one too.
+    kept = [plan.peak.largest["kept activations"] for plan in (good, rough)]
+    assert kept[1] == pytest.approx(kept[0], rel=0.1)
     # What is outside of all layers has no estimate.
     monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeModel, "forward", needs_data)
     with pytest.raises(moe_qlora.ConfigError, match="cannot run on the meta device"):
