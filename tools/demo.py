@@ -262,7 +262,7 @@ def fine_tune(folder: str | Path, scale: Scale, steps: int, out: Path, run: Run)
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights, with the statistics of packed ones, and of all buffers."""
-    from moe_qlora.packing.codec import state_tensors
+    from moe_qlora.packing.quant_state import state_tensors
 
     tensors: list[Tensor] = [*model.buffers()]
     for parameter in model.parameters():

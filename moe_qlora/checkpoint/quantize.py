@@ -20,7 +20,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
 from ..layout import dtype_name, listed
 from ..packing.codec import PackedWeight, Packer, first_nonfinite
 from ..packing.format import SCALES, key_ends
+from ..packing.quant_state import state_dict_entries
 from ..packing.sizes import packed_nbytes
 from ..progress import Progress, reporting
 from . import save
@@ -356,14 +357,14 @@ class _Job:
         """Yield what a state dict holds for a packed weight of experts or a Linear layer."""
         yield name, weight.codes
         if weight.kind != "int8":
-            weight.state.dtype = self._dtype(name)
-            for part, value in weight.state.as_dict(packed=True).items():
-                yield f"{name}.{part}", value
+            weight = replace(weight, dtype=self._dtype(name))
+            for end, value in state_dict_entries(weight).items():
+                yield f"{name}{end}", value
         elif name in self.spec.params:
-            yield f"{name}{SCALES}", weight.state.scales
+            yield f"{name}{SCALES}", weight.absmax
         else:
             module = name.rpartition(".")[0]
-            yield f"{module}{SCALES}", weight.state.scales
+            yield f"{module}{SCALES}", weight.absmax
             # bitsandbytes' number for rows as they are
             yield f"{module}.weight_format", torch.tensor(0, dtype=torch.uint8)
 

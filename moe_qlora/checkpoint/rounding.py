@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
 from ..layout import unwrapped_name
 from ..packing import parametrize
-from ..packing.codec import PackedWeight, Packer, settings_of
+from ..packing.codec import PackedWeight, Packer
 from ..packing.linear import is_packed_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
@@ -64,7 +64,7 @@ def finish(packer: Packer, dtype: torch.dtype) -> PackedWeight:
     """Return the packed weight, which decodes to `dtype`."""
     weight = packer.finish()
     if weight.dtype != dtype:
-        weight.dtype = weight.state.dtype = dtype
+        weight = replace(weight, dtype=dtype)
     return weight
 
 
@@ -102,7 +102,7 @@ def from_packed(model: nn.Module) -> Rounding | None:
         return None
     _, module, leaf = packed[0]
     experts = frozenset(unwrapped_name(f"{owner}.{name}".lstrip(".")) for owner, _, name in packed)
-    settings = settings_of(parametrize.read_packed(module, leaf))
+    settings = CodecSettings.of(parametrize.read_packed(module, leaf))
     return Rounding(settings, experts, _packed_linears(model))
 
 

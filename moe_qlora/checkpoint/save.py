@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..layout import dtype_name
 from ..packing import parametrize
-from ..packing.codec import PackedWeight, settings_of
+from ..packing.codec import PackedWeight
 from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
 from . import manifest as manifests
@@ -350,7 +350,7 @@ def _common_settings(model: nn.Module) -> CodecSettings:
     """
     first: CodecSettings | None = None
     for module_name, module, leaf in parametrize.iter_packed(model):
-        settings = settings_of(parametrize.read_packed(module, leaf))
+        settings = CodecSettings.of(parametrize.read_packed(module, leaf))
         first = first or settings
         if settings != first:
             raise CheckpointError(

@@ -93,6 +93,9 @@ def join(prefix: str, name: str) -> str:
 
 def _decoded_view(parametrization: nn.Module) -> tuple[tuple[int, ...], torch.dtype, str] | None:
     """Return shape, dtype and packed type that a parametrization decodes; None if it packs none."""
+    if hasattr(parametrization, "weight_shape"):  # of this package's 8-bit weights
+        int8: Any = parametrization
+        return tuple(int8.weight_shape), int8.weight_dtype, "int8"
     state: Any = getattr(parametrization, "quant_state", None)
     shape, dtype = getattr(state, "shape", None), getattr(state, "dtype", None)
     if shape is None or dtype is None:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.limits import MAX_EXPERTS, MAX_LORA_RANK
-from ..kernels.weights import Packed, WeightSpec
+from ..kernels.weights import PackedWeight, WeightSpec
 from ..packing import parametrize
 from .activation import find_gate
-from .projection import no_autocast, packed_inputs, packed_of
+from .projection import no_autocast, packed_inputs
 
 _usable: dict[int, bool] = {}
 """By CUDA device: whether the kernels run there. Filled where a compiler is not looking on."""
@@ -206,11 +206,11 @@ def _eager(
         stack = parametrize.read_packed(module, name)
         if len(stack.shape) != 3 or not _computes(stack.compute_dtype, call, autocast):
             return None
-        made = packed_of(stack)
-        plain = type(made.codes) is Tensor and made.codes.device == call.x.device
-        if not (plain and _fits(made.form)):
+        codes = stack.flat_codes
+        plain = type(codes) is Tensor and codes.device == call.x.device
+        if not (plain and _fits(stack.spec)):
             return None
-        packed.append(made)
+        packed.append(stack)
     _check_devices(call.x, call.weights, call.choices, *call.biases, *call.lora)
     work = _Work(_layer(packed, call), call.scalings, len(call.biases))
     out = _Layer.apply(work, call.choices, call.x, call.weights, *call.biases, *call.lora)
@@ -221,7 +221,7 @@ def _eager(
     return cast(Tensor, out)
 
 
-def _layer(packed: Sequence[Packed], call: Any) -> Any:
+def _layer(packed: Sequence[PackedWeight], call: Any) -> Any:
     """`kernels.layer.Layer`."""
     kernels = _kernels()
     first, second = (p.aligned() for p in packed)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.limits import padded
-from ..kernels.weights import Packed
+from ..kernels.weights import NestedAbsmax, PackedWeight
 from .fused import _backward, _check_devices, _kernels, _layer, _loras
 from .projection import no_autocast
 
@@ -39,17 +39,18 @@ def _constants(text: str) -> _Constants:
     return _Constants(*ast.literal_eval(text))
 
 
-def _packed_stacks(tensors: Sequence[Tensor], constants: _Constants) -> list[Packed]:
+def _packed_stacks(tensors: Sequence[Tensor], constants: _Constants) -> list[PackedWeight]:
     packed = []
     for count, kind, shape, blocksize, nested in constants.stacks:
         mine, tensors = tensors[:count], tensors[count:]
         if kind == "int8":
             scales = mine[1].view(torch.float32)
-            packed.append(Packed(mine[0].detach().view(-1), scales, None, 0, None, shape, kind))
+            packed.append(PackedWeight(mine[0], scales, None, 0, None, shape, kind, torch.float16))
             continue
-        codes = mine[0].detach().view(-1).view(torch.uint8)
-        inner = (mine[5], mine[4], mine[3], nested) if nested else None
-        packed.append(Packed(codes, mine[1], mine[2], blocksize, inner, shape, kind))
+        inner = NestedAbsmax(mine[5], mine[4], mine[3], nested) if nested else None
+        packed.append(
+            PackedWeight(mine[0], mine[1], mine[2], blocksize, inner, shape, kind, torch.float16)
+        )
     return packed
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..kernels import projection, reference
 from ..kernels.reference import Grads, Needs, Rows, Term, Weight
-from ..kernels.weights import Packed
-from ..packing.codec import Int8State, PackedWeight, unpack_range
+from ..kernels.weights import PackedWeight
+from ..packing.codec import unpack_range
 
 
 class Inputs(NamedTuple):
@@ -240,20 +240,6 @@ def packed_inputs(module: Any, name: str) -> tuple[list[Tensor], Any]:
     return tensors, constants
 
 
-def packed_of(stack: PackedWeight) -> Packed:
-    """A packed stack `(E, rows, cols)` as the kernels take it."""
-    shape = (stack.shape[0], stack.shape[1], stack.numel // stack.shape[0] // stack.shape[1])
-    state = stack.state
-    if isinstance(state, Int8State):
-        return Packed(stack.codes.view(-1), state.scales, None, 0, None, shape, "int8")
-    nested = None
-    if state.nested:
-        inner = state.state2
-        nested = (inner.code, inner.absmax, state.offset, inner.blocksize)
-    codes = stack.codes.detach().view(-1).view(torch.uint8)
-    return Packed(codes, state.absmax, state.code, state.blocksize, nested, shape, stack.kind)
-
-
 def forward(
     x: Tensor,
     weight: Weight,
@@ -287,5 +273,4 @@ __all__ = [
     "Projection",
     "compiled_projection",
     "packed_inputs",
-    "packed_of",
 ]

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from bitsandbytes.functional import QuantState
 from torch import Tensor
 
-from ..packing.codec import Int8State, PackedWeight
+from ..kernels.weights import NestedAbsmax, PackedWeight
 from .projection import Inputs, Projection, _dtype
 
 
@@ -21,23 +20,11 @@ def _stack(tensors: Sequence[Tensor], constants: Any) -> PackedWeight:
     size = torch.Size(shape)
     if kind == "int8":
         scales = tensors[1].view(torch.float32)
-        return PackedWeight(tensors[0], Int8State(scales, size, dtype), kind, size, dtype)
-    inner = None
-    if nested:
-        inner = QuantState(
-            absmax=tensors[4], code=tensors[5], blocksize=nested, dtype=torch.float32
-        )
-    state = QuantState(
-        absmax=tensors[1],
-        shape=size,
-        code=tensors[2],
-        blocksize=blocksize,
-        quant_type=kind,
-        dtype=dtype,
-        offset=tensors[3] if nested else None,
-        state2=inner,
+        return PackedWeight(tensors[0], scales, None, 0, None, size, kind, dtype)
+    inner = NestedAbsmax(tensors[5], tensors[4], tensors[3], nested) if nested else None
+    return PackedWeight(
+        tensors[0], tensors[1], tensors[2], blocksize, inner, size, kind, dtype, _dtype(compute)
     )
-    return PackedWeight(tensors[0], state, kind, size, dtype, _dtype(compute))
 
 
 def _parse(

@@ -27,7 +27,7 @@ def release(model: nn.Module) -> None:
 
 
 def clear_quantized(model: nn.Module) -> None:
-    """Take back what `mark_quantized` gave where no expert is packed any more.
+    """Undo `mark_quantized` where no expert is packed any more, such as after a merge.
 
     A model that still has bitsandbytes Linear layers goes on as what it was loaded as.
     """

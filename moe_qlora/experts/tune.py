@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from ..errors import QuantizationError
+from ..kernels.weights import PackedWeight
 from ..packing import parametrize
-from ..packing.codec import PackedWeight
 from . import fused
-from .projection import packed_of
 
 
 def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -49,8 +48,8 @@ def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
             continue
         from ..kernels import autotune, quantized_mm
 
-        packed = packed_of(stack).aligned()
-        if packed.suits() and quantized_mm.suits(packed.form):
+        packed = stack.aligned()
+        if packed.dequantizes() and quantized_mm.supports(packed.spec):
             autotune.tune(packed, dtype)
             measured += 1
     return measured

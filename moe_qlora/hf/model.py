@@ -23,7 +23,7 @@ from ..experts.restore import BOUND_METHODS, dequantize
 from ..layout import ModelLayout
 from ..lora.transformers_methods import add_adapter, load_adapter
 from ..packing import parametrize
-from ..packing.codec import state_tensors
+from ..packing.quant_state import state_tensors
 from ..packing.settings import CodecSettings
 
 
@@ -95,14 +95,14 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
     The stock method counts packed codes but no statistics, which sit on no parameter or buffer.
     """
     total: int = type(self).get_memory_footprint(self, return_buffers=return_buffers)
-    states: dict[int, Any] = {}
+    statistics: dict[int, torch.Tensor] = {}
     scales: dict[int, torch.Tensor] = {}
     # An 8-bit Linear keeps its scales on the weight, and after its first forward on its state.
     holders = [module.state for module in self.modules() if hasattr(module, "state")]
     for parameter in self.parameters():
         state = getattr(parameter, "quant_state", None)
         if state is not None:
-            states[id(state)] = state
+            statistics |= {id(tensor): tensor for tensor in state_tensors(state)}
         holders.append(parameter)
     for holder in holders:
         scale = getattr(holder, "SCB", None)
@@ -112,11 +112,10 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
         stack = parametrize.read_packed(module, name)
         if stack.kind == "int8":
             if not return_buffers:
-                scales[stack.state.scales.data_ptr()] = stack.state.scales
+                scales[stack.absmax.data_ptr()] = stack.absmax
         else:
-            states[id(stack.state)] = stack.state
-    total += sum(scale.nbytes for scale in scales.values())
-    return total + sum(t.nbytes for state in states.values() for t in state_tensors(state))
+            statistics |= {id(tensor): tensor for tensor in stack.statistics}
+    return total + sum(t.nbytes for t in (*scales.values(), *statistics.values()))
 
 
 _METHODS: dict[str, Callable[..., Any]] = {

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from . import dequantize
 from .quantized_mm import HOPPER, Config, launch, on_hopper
-from .weights import Packed
+from .weights import PackedWeight
 
 _TOLERANCE = 6e-3
 """Largest relative error against the decoded product in 16 bit, whose own rounding is 3e-3."""
@@ -60,7 +60,7 @@ _DEFAULTS = {
 """What is used untuned, by direction and tile: the quickest on an H200 for Qwen3-30B-A3B."""
 
 
-def _key(packed: Packed, dtype: torch.dtype, tile: int, back: bool) -> str:
+def _key(packed: PackedWeight, dtype: torch.dtype, tile: int, back: bool) -> str:
     _, n, k = packed.shape
     way = "back" if back else "out"
     return f"{packed.kind}-{n}x{k}-{way}-{str(dtype).removeprefix('torch.')}-{tile}"
@@ -92,7 +92,7 @@ def _load(index: int) -> dict[str, list[int]]:
     return {key: value for key, value in read.items() if _is_candidate(value)}
 
 
-def chosen(packed: Packed, dtype: torch.dtype, tile: int, *, back: bool) -> Config:
+def chosen(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -> Config:
     """The configuration for a product of this stack: the table's, or one never far behind.
 
     Args:
@@ -102,8 +102,8 @@ def chosen(packed: Packed, dtype: torch.dtype, tile: int, *, back: bool) -> Conf
         back: Whether the stored rows are what is summed over.
     """
     default = _DEFAULTS[back][tile]
-    device = packed.codes.device
-    if tile >= 64 and on_hopper(packed.form, dtype, back=back):
+    device = packed.device
+    if tile >= 64 and on_hopper(packed.spec, dtype, back=back):
         default = HOPPER
     if device.type != "cuda":
         return default
@@ -115,7 +115,7 @@ def chosen(packed: Packed, dtype: torch.dtype, tile: int, *, back: bool) -> Conf
 
 
 def tune(
-    packed: Packed, dtype: torch.dtype, tiles: tuple[int, ...] = (16, 32, 64, 128)
+    packed: PackedWeight, dtype: torch.dtype, tiles: tuple[int, ...] = (16, 32, 64, 128)
 ) -> dict[tuple[int, bool], Config]:
     """Measure every configuration for this stack, and remember the quickest that is right.
 
@@ -129,7 +129,7 @@ def tune(
     Returns:
         What was chosen for each tile, out (False) and back (True).
     """
-    device = packed.codes.device
+    device = packed.device
     table = _load(device.index or 0)
     picked: dict[tuple[int, bool], Config] = {}
     for tile, back in product(tiles, (False, True)):
@@ -168,11 +168,13 @@ class _Problem(NamedTuple):
     absmax: Tensor
 
 
-def _try(problem: _Problem, packed: Packed, tile: int, back: bool, config: Config) -> float | None:
+def _try(
+    problem: _Problem, packed: PackedWeight, tile: int, back: bool, config: Config
+) -> float | None:
     """Median milliseconds on random rows, None where the result is wrong or nothing runs."""
     if (config.features if back else config.step) > 2 * max(packed.blocksize, 64):
         return None  # the kernel takes one or two blocks of a row at a time
-    if config.hopper and not (tile >= 64 and on_hopper(packed.form, problem.x.dtype, back=back)):
+    if config.hopper and not (tile >= 64 and on_hopper(packed.spec, problem.x.dtype, back=back)):
         return None
     x, bounds, tiles, absmax = problem
     room = None if config.direct or packed.nested is None else absmax
@@ -199,10 +201,10 @@ def _try(problem: _Problem, packed: Packed, tile: int, back: bool, config: Confi
     return sorted(times)[2]
 
 
-def _problem(packed: Packed, dtype: torch.dtype, tile: int, back: bool) -> _Problem:
+def _problem(packed: PackedWeight, dtype: torch.dtype, tile: int, back: bool) -> _Problem:
     """Three quarters of a tile of rows for each expert."""
     experts = packed.experts
-    device = packed.codes.device
+    device = packed.device
     each = tile * 3 // 4
     x = torch.randn(experts * each, packed.shape[1 if back else 2], device=device, dtype=dtype)
     first = torch.arange(experts + 1, device=device, dtype=torch.int32)
@@ -211,7 +213,7 @@ def _problem(packed: Packed, dtype: torch.dtype, tile: int, back: bool) -> _Prob
     return _Problem(x, first * each, tiles, absmax)
 
 
-def _is_right(x: Tensor, y: Tensor, packed: Packed, bounds: Tensor, back: bool) -> bool:
+def _is_right(x: Tensor, y: Tensor, packed: PackedWeight, bounds: Tensor, back: bool) -> bool:
     """Compares the first, a middle and the last expert with their decoded product."""
     experts, n, k = packed.shape
     each = x.shape[0] // experts

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch, cdiv
-from .weights import Packed, WeightSpec
+from .weights import PackedWeight, WeightSpec
 
 BLOCK = 256
 UNROLL = 1
@@ -116,23 +116,8 @@ def _decode_kernel(
                 )  # fmt: skip
 
 
-@triton.jit
-def _flat_kernel(
-    out, codes, absmax, table, table2, absmax2, offset, first, count,
-    BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """out[i] = weight first + i, for any first and count: byte by byte, for what has no groups."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = i < count
-    at = first + i
-    byte = tl.load(codes + at // 2, mask=live, other=0).to(tl.int32)
-    value = tl.load(table + tl.where(at % 2 == 0, byte >> 4, byte & 15))
-    scale = block_absmax(absmax, table2, absmax2, offset, at // BLOCKSIZE, live, NESTED)
-    tl.store(out + i, (value * scale).to(out.dtype.element_ty), mask=live)
-
-
 def decode(
-    packed: Packed,
+    packed: PackedWeight,
     out: Tensor,
     *,
     first: int = 0,
@@ -144,8 +129,8 @@ def decode(
     """Decode experts [first, first + len(out)), or a part of each, into `out`.
 
     Args:
-        packed: The stack; `packed.suits()` holds. It, and all that follow, start at multiples of
-            16 bytes.
+        packed: The weight; `packed.dequantizes()` holds. It, and all that follow, start at
+            multiples of 16 bytes.
         out: `(E', rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart; rows
             and cols are the stack's, or fewer.
         first: First expert.
@@ -160,12 +145,12 @@ def decode(
     none = packed.absmax
     table2, absmax2, offset, _ = nested if nested is not None else (none, none, none, 0)
     step = _decode_step(
-        packed.form, tuple(out.shape), out.stride(1), corner, bounds is not None, out.dtype,
+        packed.spec, tuple(out.shape), out.stride(1), corner, bounds is not None, out.dtype,
         None if right is None else (right.shape[2], right.dtype),
         None if below is None else (below.shape[1], below.dtype),
     )  # fmt: skip
     step(
-        out, packed.codes if packed.kind == "int8" else packed.codes.view(torch.int32),
+        out, packed.flat_codes if packed.kind == "int8" else packed.flat_codes.view(torch.int32),
         packed.absmax, none if packed.table is None else packed.table,
         table2, absmax2, offset, none if bounds is None else bounds,
         out if right is None else right, out if below is None else below,
@@ -176,7 +161,7 @@ def decode(
 
 @lru_cache(maxsize=256)
 def _decode_step(
-    form: WeightSpec, shape: tuple[int, int, int], stride: int, corner: tuple[int, int],
+    spec: WeightSpec, shape: tuple[int, int, int], stride: int, corner: tuple[int, int],
     skips: bool, dtype: torch.dtype, right: tuple[int, torch.dtype] | None,
     below: tuple[int, torch.dtype] | None,
 ) -> Launch:  # fmt: skip
@@ -184,28 +169,13 @@ def _decode_step(
     rank_b = 0 if below is None else below[0]
     experts, rows, cols = shape[0], shape[1] - rank_b, shape[2] - rank_r
     assert cols % 8 == 0 and corner[1] % 8 == 0
-    assert corner[0] + rows <= form.shape[1] and corner[1] + cols <= form.shape[2]
+    assert corner[0] + rows <= spec.shape[1] and corner[1] + cols <= spec.shape[2]
     pieces = cdiv(rows * cols // 8, BLOCK * UNROLL)
     extra = cdiv(max(rows * rank_r, rank_b * cols), BLOCK * 8)
     return Launch(
         _decode_kernel, (pieces + extra, experts),
-        ROWS=rows, COLS=cols, ALL_ROWS=form.shape[1], ALL_COLS=form.shape[2],
+        ROWS=rows, COLS=cols, ALL_ROWS=spec.shape[1], ALL_COLS=spec.shape[2],
         RANK_R=rank_r, RANK_B=rank_b, STRIDE=stride,
-        BLOCKSIZE=form.blocksize, NESTED=form.nested, INT8=form.kind == "int8", SKIP=skips,
+        BLOCKSIZE=spec.blocksize, NESTED=spec.nested, INT8=spec.kind == "int8", SKIP=skips,
         BLOCK=BLOCK, UNROLL=UNROLL, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def decode_flat(packed: Packed, out: Tensor, first: int) -> None:
-    """Decode the weights [first, first + len(out)) of the flattened 4-bit stack, any of both."""
-    assert packed.table is not None
-    nested = packed.nested
-    none = packed.absmax
-    table2, absmax2, offset, second = nested if nested is not None else (none, none, none, 0)
-    step = Launch(
-        _flat_kernel, (cdiv(out.numel(), 1024),),
-        BLOCKSIZE=packed.blocksize, NESTED=second, BLOCK=1024, enable_fp_fusion=False,
-    )  # fmt: skip
-    step(
-        out, packed.codes, packed.absmax, packed.table, table2, absmax2, offset, first, out.numel()
-    )

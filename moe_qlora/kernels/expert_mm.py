@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import autotune, dequantize, quantized_mm, workspace
-from .limits import ROWS_ON_QUANTIZED, ROWS_ON_QUANTIZED_HOPPER
+from .limits import few_rows, row_stride
 from .routing import Routing
-from .weights import Packed, row_stride
+from .weights import PackedWeight
 
 
 class Factors(NamedTuple):
@@ -60,7 +60,7 @@ class Side(NamedTuple):
         dtype: bf16 or fp16.
     """
 
-    packed: Packed
+    packed: PackedWeight
     factors: Factors | None
     by_rows: bool
     back: bool
@@ -97,7 +97,7 @@ class Side(NamedTuple):
 
 
 def is_few(
-    packed: Packed, count: int, dtype: torch.dtype, *, back: bool, twice: bool = False
+    packed: PackedWeight, count: int, dtype: torch.dtype, *, back: bool, twice: bool = False
 ) -> bool:
     """Whether a product of so many rows runs on codes.
 
@@ -108,18 +108,17 @@ def is_few(
         back: Whether the product sums over stored rows.
         twice: Whether a second product would find the decoded stack.
     """
-    if packed.kind == "int8" and not quantized_mm.takes_int8(packed.codes.device):
+    if packed.kind == "int8" and not quantized_mm.takes_int8(packed.device):
         return False
-    form = packed.form
-    hopper = quantized_mm.on_hopper(form, dtype, back=back) and not twice
-    return count <= (ROWS_ON_QUANTIZED_HOPPER if hopper else ROWS_ON_QUANTIZED) * form.shape[
-        0
-    ] and quantized_mm.suits(form)
+    spec = packed.spec
+    hopper = quantized_mm.on_hopper(spec, dtype, back=back) and not twice
+    few = few_rows(count, spec.shape[0], hopper=hopper)
+    return few and quantized_mm.supports(spec)
 
 
-def wants_wide(packed: Packed, count: int, dtype: torch.dtype) -> bool:
+def wants_wide(packed: PackedWeight, count: int, dtype: torch.dtype) -> bool:
     """Whether products on codes want tiles of `WIDE_TILE` rows, and not of 64."""
-    least = 64 if quantized_mm.on_hopper(packed.form, dtype, back=False) else 4 * 64
+    least = 64 if quantized_mm.on_hopper(packed.spec, dtype, back=False) else 4 * 64
     return 3 * count > least * packed.experts
 
 
@@ -170,7 +169,7 @@ def slices(
         yield span, part
 
 
-def _room(packed: Packed, config: quantized_mm.Config, device: torch.device) -> Tensor | None:
+def _room(packed: PackedWeight, config: quantized_mm.Config, device: torch.device) -> Tensor | None:
     if packed.nested is None or config.direct:
         return None
     return workspace.take("absmax", tuple(packed.absmax.shape), torch.float32, device)[0]
@@ -196,7 +195,7 @@ def _whole(side: Side, routing: Routing, name: str) -> Tensor:
     return full[:, :n_rows].transpose(1, 2) if side.by_rows else full[:, :, :n_cols]
 
 
-def owner_of(packed: Packed, routing: Routing) -> tuple[int, int] | None:
+def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int] | None:
     """The scratch's name of a decoded stack; None while a graph is captured, which replays."""
     ints = routing.ints
     if ints.is_cuda and torch.cuda.is_current_stream_capturing():

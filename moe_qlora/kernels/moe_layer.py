@@ -43,10 +43,10 @@ from .expert_mm import (
     wants_wide,
 )
 from .launch import aligned, cdiv
-from .limits import WIDE_TILE, padded
+from .limits import WIDE_TILE, padded, row_stride
 from .routing import Routing, ints_size, route, routing_of
 from .row_launches import ACTS, Gate
-from .weights import Packed, row_stride
+from .weights import PackedWeight
 
 _PIECES = 16
 """At most so many pieces of copied rows, however low the scratch's cap."""
@@ -70,16 +70,16 @@ class Layer(NamedTuple):
     """What is constant of a layer.
 
     Attributes:
-        first: Packed stack of gate and up, `(E, P, H)`, or `(E, H, P)` where transposed.
-        second: Packed stack of down, `(E, H, I)` or `(E, I, H)`.
+        first: PackedWeight stack of gate and up, `(E, P, H)`, or `(E, H, P)` where transposed.
+        second: PackedWeight stack of down, `(E, H, I)` or `(E, I, H)`.
         transposed: Whether stacks are stored `(E, in, out)`.
         partial: Whether some choices belong to no expert that is held here.
         gate: The gate.
         dtype: bf16 or fp16: of rows and decoded weights.
     """
 
-    first: Packed
-    second: Packed
+    first: PackedWeight
+    second: PackedWeight
     transposed: bool
     partial: bool
     gate: Gate
@@ -182,7 +182,7 @@ def _found(routing: Routing, count: int, layer: Layer, *sides: Side) -> Rows:
 
 def _strip(count: int, width: int, like: Tensor, side: Side) -> Tensor:
     """Room for the rows of a product."""
-    stride = row_stride(width, like.dtype.itemsize, few=side.few)
+    stride = row_stride(width, like.dtype.itemsize, quantized=side.few)
     room = torch.empty(count, stride, dtype=like.dtype, device=like.device)
     return room if stride == width else room[:, :width]
 
@@ -435,7 +435,7 @@ def _back_sides(
     name = "second" if held1 or held2 else "first"
     held2 = held2 or workspace.holds(name, device, owners[1])
 
-    def side(packed: Packed, factors: Factors | None, held: bool) -> Side:
+    def side(packed: PackedWeight, factors: Factors | None, held: bool) -> Side:
         few = not held and is_few(packed, routing.count, layer.dtype, back=not by_rows)
         return Side(packed, factors, by_rows, True, few, layer.dtype)
 

@@ -1,8 +1,8 @@
 """One projection by torch's grouped matrix products: no loop over experts, no wait for the device.
 
-The stack is decoded into a scratch that lives for the call only; stacks over
-`DEQUANTIZED_WEIGHT_BYTES` are left to `reference.py`. What `reference.py` does row by row of
-experts is done here for all rows at once; its docstring has the formula and the legend.
+The weight is dequantized into memory that lives for the call only; weights over
+`DEQUANTIZED_WEIGHT_BYTES` are left to `reference.py`. What `reference.py` does expert by expert is
+done here for all rows at once; its docstring has the formula and the legend.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from .dequantize import block_absmax, decode
 from .launch import Launch, cdiv
-from .weights import TABLES, Packed, WeightSpec
+from .limits import supports_quantized
+from .weights import TABLES, PackedWeight, WeightSpec
 
 
 class Config(NamedTuple):
@@ -222,10 +223,9 @@ def codes_kernel(
     tl.store(to, total.to(y.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-def suits(form: WeightSpec) -> bool:
-    """Whether blocks lie within rows: what `launch` needs beside `packed.suits()`."""
-    block = form.blocksize
-    return form.kind == "int8" or (block % 64 == 0 and form.shape[2] % block == 0)
+def supports(spec: WeightSpec) -> bool:
+    """Whether blocks lie within rows: what `launch` needs beside `PackedWeight.dequantizes`."""
+    return supports_quantized(spec.kind, spec.shape[2], spec.blocksize)
 
 
 def takes_int8(device: torch.device) -> bool:
@@ -244,16 +244,16 @@ def takes_int8(device: torch.device) -> bool:
     return _int8_works[index]
 
 
-def on_hopper(form: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
+def on_hopper(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
     """Whether the kernel for Hopper can compute this product; False before `prepare`."""
-    return _hopper_works.get(form.device, False) and _suits_hopper(form, dtype, back)
+    return _hopper_works.get(spec.device, False) and _supports_hopper(spec, dtype, back)
 
 
 @lru_cache(maxsize=256)
-def _suits_hopper(form: WeightSpec, dtype: torch.dtype, back: bool) -> bool:
+def _supports_hopper(spec: WeightSpec, dtype: torch.dtype, back: bool) -> bool:
     from . import quantized_mm_hopper
 
-    return suits(form) and quantized_mm_hopper.suits(form, dtype, back=back)
+    return supports(spec) and quantized_mm_hopper.supports(spec, dtype, back=back)
 
 
 def prepare(device: torch.device) -> None:
@@ -274,13 +274,14 @@ def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> boo
     numel = math.prod(shape)
     codes = torch.randint(256, (numel,), device=device, generator=generator).to(torch.uint8)
     absmax = torch.rand(numel // 64, device=device, generator=generator)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if kind == "int8":
-        packed = Packed(codes.view(torch.int8), absmax[:384].clone(), None, 0, None, shape, kind)
+        codes, absmax = codes.view(torch.int8), absmax[:384].clone()
+        packed = PackedWeight(codes, absmax, None, 0, None, shape, kind, dtype)
     else:
-        table = torch.tensor(TABLES[kind], device=device)
-        packed = Packed(codes[: numel // 2].clone(), absmax, table, 64, None, shape, kind)
-    given = torch.randn(144, 256, device=device, generator=generator)
-    given = given.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+        codes, table = codes[: numel // 2].clone(), torch.tensor(TABLES[kind], device=device)
+        packed = PackedWeight(codes, absmax, table, 64, None, shape, kind, dtype)
+    given = torch.randn(144, 256, device=device, generator=generator).to(dtype)
     bounds = torch.tensor([0, 5, 144], device=device, dtype=torch.int32)
     cut = [[0, 0], *([1, first] for first in range(5, 144, tile))]
     tiles = torch.tensor(cut, device=device, dtype=torch.int32)
@@ -302,7 +303,7 @@ def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> boo
 
 def launch(
     x: Tensor,
-    packed: Packed,
+    packed: PackedWeight,
     factor: Tensor | None,
     absmax: Tensor | None,
     bounds: Tensor,
@@ -328,15 +329,15 @@ def launch(
         back: Whether the stored rows are what is summed over.
         span: (a, b), a and b whole groups of 64 features, or the end.
     """
-    form = packed.form
-    blocks = 1 if form.kind == "int8" else form.shape[2] // form.blocksize
+    spec = packed.spec
+    blocks = 1 if spec.kind == "int8" else spec.shape[2] // spec.blocksize
     table2 = absmax2 = offset = statistics = packed.absmax
     strides = (blocks, 1)
     if packed.nested is not None:
         table2, absmax2, offset, _ = packed.nested
         if absmax is not None:
-            _absmax_step(form)(packed.absmax, table2, absmax2, offset, bounds, absmax)
-            statistics, strides = absmax, (1, form.shape[1])
+            _absmax_step(spec)(packed.absmax, table2, absmax2, offset, bounds, absmax)
+            statistics, strides = absmax, (1, spec.shape[1])
     y = torch.empty(x.shape[0], span[1] - span[0], dtype=x.dtype, device=x.device)
     rank = 0 if factor is None else factor.shape[2]
     count = tiles.numel() // 2
@@ -346,11 +347,11 @@ def launch(
         from . import quantized_mm_hopper
 
         step = quantized_mm_hopper.step(
-            form, x.dtype, x.stride(0), rank, across, back, tile, count, span
+            spec, x.dtype, x.stride(0), rank, across, back, tile, count, span
         )
         try:
             step(
-                x, packed.codes.view(torch.int32), statistics, given, tiles, bounds, y,
+                x, packed.flat_codes.view(torch.int32), statistics, given, tiles, bounds, y,
                 x.shape[0] - 1, *strides, *span, *across,
             )  # fmt: skip
         except (RuntimeError, triton.compiler.errors.CompilationError) as error:
@@ -363,38 +364,38 @@ def launch(
             config = Config(128, 64, 3, 4, False)
         else:
             return y
-    nested = form.nested if absmax is None else 0
+    nested = spec.nested if absmax is None else 0
     step = _codes_step(
-        form, x.dtype, x.stride(0), rank, across, nested, back, tile, count, config, span
+        spec, x.dtype, x.stride(0), rank, across, nested, back, tile, count, config, span
     )
     step(
-        x, packed.codes, statistics, packed.absmax if packed.table is None else packed.table,
+        x, packed.flat_codes, statistics, packed.absmax if packed.table is None else packed.table,
         table2, absmax2, offset, given, tiles, bounds, y, *strides, *span, *across,
     )  # fmt: skip
     return y
 
 
 @lru_cache(maxsize=64)
-def _absmax_step(form: WeightSpec) -> Launch:
-    experts, n_rows, n_cols = form.shape
-    blocks = n_cols // form.blocksize
+def _absmax_step(spec: WeightSpec) -> Launch:
+    experts, n_rows, n_cols = spec.shape
+    blocks = n_cols // spec.blocksize
     return Launch(
         absmax_kernel, (cdiv(n_rows, 64), cdiv(blocks, 32), experts),
-        ROWS=n_rows, BLOCKS=blocks, NESTED=form.nested, BR=64, BB=32, enable_fp_fusion=False,
+        ROWS=n_rows, BLOCKS=blocks, NESTED=spec.nested, BR=64, BB=32, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
 def _codes_step(
-    form: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...],
+    spec: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...],
     nested: int, back: bool, tile: int, tiles: int, config: Config, span: tuple[int, int],
 ) -> Launch:  # fmt: skip
-    int8 = form.kind == "int8"
+    int8 = spec.kind == "int8"
     return Launch(
         codes_kernel, (cdiv(span[1] - span[0], config.features), tiles),
-        ROWS=form.shape[1], COLS=form.shape[2], STRIDE=stride, RANK=rank, BACK=back,
-        BLOCKSIZE=form.blocksize, NESTED=nested, INT8=int8,
-        ASM="" if int8 or triton.knobs.runtime.interpret else lookup_asm(form.kind),
+        ROWS=spec.shape[1], COLS=spec.shape[2], STRIDE=stride, RANK=rank, BACK=back,
+        BLOCKSIZE=spec.blocksize, NESTED=nested, INT8=int8,
+        ASM="" if int8 or triton.knobs.runtime.interpret else lookup_asm(spec.kind),
         BM=tile, BN=config.features, BK=config.step, STAGES=config.stages,
         num_warps=config.warps, enable_fp_fusion=False,
     )  # fmt: skip

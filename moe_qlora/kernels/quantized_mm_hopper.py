@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from .launch import Launch, cdiv
+from .limits import supports_hopper
 from .weights import TABLES, WeightSpec
 
 SLOTS: gl.constexpr = gl.constexpr(4)
@@ -277,19 +278,15 @@ def hopper_kernel(
         )  # fmt: skip
 
 
-def suits(form: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
-    """Whether the kernel takes it: what `codes.suits` asks for, and whole steps of 16-bit rows.
-
-    Two steps at least: Triton 3.6 fails on the loop of a single one.
-    """
-    inner = form.shape[1 if back else 2]
-    rows = dtype in (torch.bfloat16, torch.float16) and inner % 64 == 0 and inner >= 128
-    return form.kind != "int8" and rows
+def supports(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
+    """Whether the kernel takes what `quantized_mm.supports`: whole steps of 16-bit rows."""
+    halves = dtype in (torch.bfloat16, torch.float16)
+    return halves and supports_hopper(spec.kind, spec.shape[1 if back else 2])
 
 
 @lru_cache(maxsize=256)
 def step(
-    form: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...],
+    spec: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...],
     back: bool, tile: int, tiles: int, span: tuple[int, int],
 ) -> Launch:  # fmt: skip
     """`hopper_kernel` for `codes.launch`, in whose words these are; tile is 64 or 128.
@@ -298,7 +295,7 @@ def step(
     """
     return Launch(
         hopper_kernel, (cdiv(span[1] - span[0], FEATURES), tiles),
-        ROWS=form.shape[1], COLS=form.shape[2], STRIDE=stride, RANK=rank, BACK=back,
-        BLOCKSIZE=form.blocksize, TABLE=table_asm(form.kind, dtype), LOOKUP=lookup_asm(),
+        ROWS=spec.shape[1], COLS=spec.shape[2], STRIDE=stride, RANK=rank, BACK=back,
+        BLOCKSIZE=spec.blocksize, TABLE=table_asm(spec.kind, dtype), LOOKUP=lookup_asm(),
         BM=tile, BN=FEATURES, num_warps=WARPS,
     )  # fmt: skip

@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch, cdiv
-from .limits import WIDE_TILE
-from .weights import tile_counts, tile_rows
+from .limits import WIDE_TILE, tile_counts, tile_rows
 
 _BLOCK, _CHUNK = 256, 128
 """Choices that one program places, and of these, what are compared with each other at once."""

@@ -1,13 +1,17 @@
-"""What the kernels are handed: a packed stack as plain tensors and numbers."""
+"""The packed weight: codes and statistics as plain tensors, and what kernels are chosen by."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .limits import LINE, TILE, WIDE_TILE
+from .limits import whole_blocks
 
 TABLES = {
     "nf4": (
@@ -27,44 +31,79 @@ TABLES = {
 
 
 class WeightSpec(NamedTuple):
-    """What the kernels' choice depends on of a packed stack: fields of `Packed`.
+    """What the choice and the compiled form of a kernel depend on of a packed weight.
 
     Attributes:
-        shape: `(E, rows, cols)`.
+        shape: `(E, rows, cols)`, of the weight as it is stored.
         kind: "nf4", "fp4" or "int8".
         blocksize: Weights in a block.
         nested: Block size of the second level, 0 without one.
         device: Index of the CUDA device, -1 for the CPU.
     """
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     kind: str
     blocksize: int
     nested: int
     device: int
 
 
-class Packed(NamedTuple):
-    """A packed stack `(E, rows, cols)`, every part contiguous and on one device.
+class NestedAbsmax(NamedTuple):
+    """The second level of double quantization, from which the uint8 absmax are decoded.
 
     Attributes:
-        codes: 4-bit: uint8, two codes a byte, the first in the high half; int8: the codes.
-        absmax: 4-bit: fp32 or, with double quantization, uint8, one a block; int8: fp32, one a row.
+        table: `(256,)` fp32 values of the absmax's codes.
+        absmax: fp32, one for each block of the first level's absmax.
+        offset: `()` fp32, added to each decoded absmax.
+        blocksize: First-level absmax in a block.
+    """
+
+    table: Tensor
+    absmax: Tensor
+    offset: Tensor
+    blocksize: int
+
+
+@dataclass(eq=False)
+class PackedWeight:
+    """One packed weight, such as all experts' gate_up projections: codes and their statistics.
+
+    Attributes:
+        codes: 4-bit: `(bytes / itemsize, 1)` in the storage dtype, two codes to a byte, the first
+            in the high half; int8: int8 in the weight's own shape.
+        absmax: 4-bit: fp32 or, with double quantization, uint8, one a block; int8: fp32, one a row
+            of the last dimension.
         table: `(16,)` fp32 values of the 4-bit codes; None for int8.
-        blocksize: Weights in a block, a power of two; of int8 unused.
-        nested: Table `(256,)` fp32, absmax fp32, offset `()` fp32 and block size of the second
-            level; None without double quantization.
-        shape: `(E, rows, cols)`.
+        blocksize: Weights in a block, a power of two; 0 for int8.
+        nested: The second level; None without double quantization.
+        shape: Shape of the decoded weight: `(E, rows, cols)` for experts.
         kind: "nf4", "fp4" or "int8".
+        dtype: Dtype of the weight that was packed, which `unpack` gives again.
+        compute_dtype: What the user's config asks to compute in; None leaves it to activations.
+        owner: The parameter that holds `codes` on a module, once it sits on one. Attaching the
+            same packed weight to a second module shares that parameter.
     """
 
     codes: Tensor
     absmax: Tensor
     table: Tensor | None
     blocksize: int
-    nested: tuple[Tensor, Tensor, Tensor, int] | None
-    shape: tuple[int, int, int]
+    nested: NestedAbsmax | None
+    shape: tuple[int, ...]
     kind: str
+    dtype: torch.dtype
+    compute_dtype: torch.dtype | None = None
+    owner: nn.Parameter | None = field(default=None, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.codes.device
+
+    @property
+    def numel(self) -> int:
+        """Number of weights once decoded."""
+        return math.prod(self.shape)
 
     @property
     def experts(self) -> int:
@@ -72,76 +111,58 @@ class Packed(NamedTuple):
         return self.shape[0]
 
     @property
-    def form(self) -> WeightSpec:
-        """What the kernels' choice depends on."""
-        nested = 0 if self.nested is None else self.nested[3]
-        return WeightSpec(self.shape, self.kind, self.blocksize, nested, self.codes.get_device())
-
-    @property
-    def matrix(self) -> int:
-        """Weights of one expert."""
-        return self.shape[1] * self.shape[2]
+    def statistics(self) -> tuple[Tensor, ...]:
+        """Every tensor but the codes: absmax, nested absmax and tables of values."""
+        parts = (self.absmax, self.table, *(self.nested or ())[:3])
+        return tuple(part for part in parts if isinstance(part, Tensor))
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and statistics."""
-        inner = sum(t.nbytes for t in self.nested[:3]) if self.nested is not None else 0
-        return self.codes.nbytes + self.absmax.nbytes + inner
+        return self.codes.nbytes + sum(part.nbytes for part in self.statistics)
 
-    def aligned(self) -> Packed:
-        """The stack, or a copy of which every part starts at a multiple of 16 bytes."""
-        parts = (self.codes, self.absmax, self.table, *(self.nested or ())[:3])
-        if all(t is None or t.data_ptr() % 16 == 0 for t in parts):
-            return self
+    @cached_property
+    def flat_codes(self) -> Tensor:
+        """`(bytes,)`: the codes as the kernels read them, uint8, or int8 for int8."""
+        flat = self.codes.detach().view(-1)
+        return flat if self.kind == "int8" else flat.view(torch.uint8)
+
+    @cached_property
+    def spec(self) -> WeightSpec:
+        """What kernels are chosen and launched by."""
+        nested = 0 if self.nested is None else self.nested.blocksize
+        device = self.codes.get_device()
+        return WeightSpec(tuple(self.shape), self.kind, self.blocksize, nested, device)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
+        """Return this weight with every tensor changed, and held by no module."""
         nested = self.nested
         if nested is not None:
-            nested = nested[0].clone(), nested[1].clone(), nested[2].clone(), nested[3]
-        table = None if self.table is None else self.table.clone()
-        return Packed(
-            self.codes.clone(), self.absmax.clone(), table, self.blocksize, nested, self.shape,
-            self.kind,
+            nested = NestedAbsmax(*map(change, nested[:3]), nested.blocksize)
+        table = None if self.table is None else change(self.table)
+        codes, absmax = change(self.codes), change(self.absmax)
+        return replace(
+            self, codes=codes, absmax=absmax, table=table, nested=nested, owner=None
         )  # fmt: skip
 
-    def suits(self) -> bool:
-        """Whether the kernels decode it: whole groups of 8 weights in each row and block."""
-        block = self.blocksize
+    def to(self, device: torch.device | str | int) -> PackedWeight:
+        """Return this weight on another device, held by no module."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    def aligned(self) -> PackedWeight:
+        """Return this weight, or a copy of which every part starts at a multiple of 16 bytes."""
+        parts = (self.codes, self.absmax, self.table, *(self.nested or ())[:3])
+        if all(part is None or part.data_ptr() % 16 == 0 for part in parts):
+            return self
+        return self.map(Tensor.clone)
+
+    def dequantizes(self) -> bool:
+        """Whether `dequantize.decode` takes it: whole groups of 8 weights in each row and block."""
+        nested = 0 if self.nested is None else self.nested.blocksize
         return (
             self.shape[2] % 8 == 0
-            and (self.kind == "int8" or (block >= 8 and block & (block - 1) == 0))
+            and (self.kind == "int8" or whole_blocks(self.blocksize))
             and self.codes.data_ptr() % 8 == 0
-            and (self.nested is None or self.nested[3] & (self.nested[3] - 1) == 0)
-            and math.prod(self.shape) > 0
+            and nested & (nested - 1) == 0
+            and self.numel > 0
         )
-
-
-def tile_rows(count: int, experts: int) -> int:
-    """Rows in a tile: few where experts have few, and room for most experts' rows in one.
-
-    Args:
-        count: R, rows of all experts.
-        experts: E.
-    """
-    return next((t for t in (16, 32) if 2 * t * experts >= 3 * count), TILE)
-
-
-def tile_counts(count: int, experts: int, tile: int) -> tuple[int, int]:
-    """The most tiles there can be, and of `WIDE_TILE` rows, none of these where tiles are small."""
-    most = min(experts, count)
-    return count // tile + most, count // WIDE_TILE + most if tile == TILE else 0
-
-
-def row_stride(width: int, itemsize: int, *, few: bool = False) -> int:
-    """Elements from row to row: whole lines, where rows are few or that takes up to 1.3 % more.
-
-    Torch's grouped product of Mixtral-8x7B's shape is 0.8 % faster so, LoRA's 16 columns beside
-    4,096 and 14,336; of Qwen3-30B-A3B's, beside 2,048 and 768, not at all (H200). Products on codes
-    copy 128 bytes of a row at a time.
-
-    Args:
-        width: Elements of a row.
-        itemsize: Bytes of an element.
-        few: Whether the product runs on codes.
-    """
-    line = LINE // itemsize
-    whole = -(-width // line) * line
-    return whole if few or 80 * (whole - width) <= width else width

@@ -16,8 +16,8 @@ from torch import nn
 
 from ..errors import AdapterError, ConfigError
 from ..layout import unwrapped_name
-from ..packing import codec
 from ..packing.parametrize import is_packed, packed_names, read_packed
+from ..packing.settings import CodecSettings
 from .layer import ExpertAdapters, ParamWrapper, innermost
 
 
@@ -148,7 +148,7 @@ def _check_loaded(name: str, base: nn.Module, config: Any) -> None:
             f"{name} is not packed, and this LoRA config was adapted to a model whose experts "
             f"are: {advice}"
         )
-    loaded, expected = codec.settings_of(read_packed(base, leaf)), config._packed.settings
+    loaded, expected = CodecSettings.of(read_packed(base, leaf)), config._packed.settings
     for field in ("kind", "double_quant", "blocksize"):
         if getattr(loaded, field) != getattr(expected, field):
             raise ConfigError(

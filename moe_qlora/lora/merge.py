@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..packing import codec, parametrize
-from ..packing.codec import PackedWeight, settings_of
+from ..packing.codec import PackedWeight
+from ..packing.settings import CodecSettings
 
 Product = tuple[Tensor, Tensor, float]
 """`left` `(E, rows, r)`, `right` `(E, r, columns)` in the weight's layout, and their scaling."""
@@ -48,7 +49,7 @@ def replace_parameter(
     else:
         module._parameters[name] = nn.Parameter(weight, requires_grad=False)
     if like is not None:
-        parametrize.attach(module, name, codec.pack(weight, settings_of(like)))
+        parametrize.attach(module, name, codec.pack(weight, CodecSettings.of(like)))
 
 
 def restore_packed(module: nn.Module, name: str, packed: PackedWeight) -> None:
@@ -59,7 +60,5 @@ def restore_packed(module: nn.Module, name: str, packed: PackedWeight) -> None:
     else:
         device = module._parameters[name].device  # type: ignore[union-attr]
     if packed.device != device:
-        packed.codes = packed.codes.to(device)
-        packed.state.to(device)
-        packed.owner = None
+        packed = packed.to(device)
     parametrize.attach(module, name, packed)

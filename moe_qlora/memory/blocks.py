@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES
 from ..packing import parametrize
-from ..packing.codec import Int8State, state_tensors
 from ..packing.linear import is_packed_linear
+from ..packing.quant_state import state_tensors
 from .budget import Block
 
 
@@ -97,9 +97,10 @@ def _classify(module: nn.Module, leaf: str, tensor: Tensor) -> tuple[str, int, i
     """Return a tensor's component, the bytes of its statistics, and of it dequantized at once."""
     if isinstance(module, nn.utils.parametrize.ParametrizationList) and leaf == "original":
         first: Any = module[0]
+        if isinstance(first, parametrize.PackedInt8):  # its scales are a buffer, counted there
+            return "experts", 0, _dequantized(tuple(first.weight_shape), first.weight_dtype)
         state = first.quant_state
-        statistics = 0 if isinstance(state, Int8State) else _nbytes(state)
-        return "experts", statistics, _dequantized(tuple(state.shape), state.dtype)
+        return "experts", _nbytes(state), _dequantized(tuple(state.shape), state.dtype)
     if isinstance(module, parametrize.PackedInt8):
         return "statistics", 0, 0
     if is_packed_linear(module) and leaf == "weight":

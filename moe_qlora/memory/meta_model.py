@@ -173,7 +173,7 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
             module.bias = nn.Parameter(bias.detach(), requires_grad=False)
         if settings.kind == "int8":
             packed = bnb_nn.Int8Params(blank.codes, requires_grad=False, has_fp16_weights=False)
-            packed.SCB = blank.state.scales
+            packed.SCB = blank.absmax
             module.weight = packed
         else:
             module.weight = parametrize.hold(blank)
@@ -288,8 +288,8 @@ def _call_shape(module: Any, down: PackedWeight) -> dict[str, Any]:
         "transposed": bool(module.is_transposed),
         "weight_itemsize": down.dtype.itemsize,
         "kind": down.kind,
-        "blocksize": getattr(down.state, "blocksize", 0),
-        "nested": bool(getattr(down.state, "nested", False)),
+        "blocksize": down.blocksize,
+        "nested": down.nested is not None,
     }
 
 
@@ -319,7 +319,7 @@ def is_packed(model: nn.Module) -> bool:
 
 def is_nested(meta: MetaModel) -> bool:
     """Whether the statistics of a model that came packed are quantized as well."""
-    return any(getattr(weight.state, "nested", False) for _, weight in _packed_experts(meta.base))
+    return any(weight.nested is not None for _, weight in _packed_experts(meta.base))
 
 
 def loaded_together(meta: MetaModel) -> Iterator[tuple[list[tuple[int, ...]], int]]:

@@ -30,15 +30,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import bitsandbytes.functional
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import UnsupportedWeightError
+from ..kernels.weights import NestedAbsmax, PackedWeight
 from .format import ABSMAX, CODES, NESTED_BLOCK, SCALES, ceil_div, packed_tensors
+from .quant_state import QuantState, from_quant_state
 from .settings import CodecSettings
 from .supported import why_not
 
@@ -52,81 +53,6 @@ MAX_ELEMENTS = 2**31 - 1
 # the others half a byte, so that either chunk stays within some tens of megabytes.
 _CPU_CHUNK = 2**18
 _DEVICE_CHUNK = 2**24
-
-
-@dataclass
-class Int8State:
-    """The statistics of an int8 stack, with the fields of bitsandbytes' `QuantState` that apply.
-
-    Attributes:
-        scales: fp32, one for each row of the stack flattened to `(rows, last dimension)`.
-        shape: Shape of the decoded stack.
-        dtype: Dtype of the decoded stack.
-    """
-
-    scales: Tensor
-    shape: torch.Size
-    dtype: torch.dtype
-    quant_type: str = "int8"
-
-    def to(self, device: torch.device | str | int | None) -> None:
-        """Move the scales, in place."""
-        self.scales = self.scales.to(device)
-
-
-@dataclass
-class PackedWeight:
-    """One packed weight stack.
-
-    Attributes:
-        codes: 4-bit: `(bytes / itemsize, 1)` in the storage dtype; int8: int8 in the stack's own
-            shape.
-        state: bitsandbytes' `QuantState`, or an `Int8State`.
-        kind: "nf4", "fp4" or "int8".
-        shape: Shape of the decoded stack.
-        dtype: Dtype of the weight that was packed, which a decoded stack has again.
-        compute_dtype: What this package computes in; None where nothing was asked for.
-        owner: The parameter that holds `codes` on a module, once it sits on one. Attaching the same
-            stack to a second module shares that parameter.
-    """
-
-    codes: Tensor
-    state: Any
-    kind: str
-    shape: torch.Size
-    dtype: torch.dtype
-    compute_dtype: torch.dtype | None = None
-    owner: nn.Parameter | None = field(default=None, repr=False)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the codes are."""
-        return self.codes.device
-
-    @property
-    def numel(self) -> int:
-        """Number of weights in the decoded stack."""
-        return math.prod(self.shape)
-
-    @property
-    def stats_nbytes(self) -> int:
-        """Bytes of everything but the codes: scales, nested scales and code tables."""
-        return sum(tensor.nbytes for tensor in state_tensors(self.state))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and statistics."""
-        return self.codes.nbytes + self.stats_nbytes
-
-
-def state_tensors(state: Any) -> list[Tensor]:
-    """Every tensor of a `QuantState` (nested ones included) or an `Int8State`."""
-    if isinstance(state, Int8State):
-        return [state.scales]
-    tensors = [state.absmax, state.code]
-    if state.nested:
-        tensors += [state.offset, state.state2.absmax, state.state2.code]
-    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
 def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
@@ -268,25 +194,18 @@ class Packer:
 
     def _finish_4bit(self) -> PackedWeight:
         settings, codes, absmax = self.settings, self._codes, self._scales
-        offset = state2 = None
+        nested = None
         if settings.double_quant:
             offset = absmax.mean()
             absmax -= offset
-            absmax, state2 = bnb.quantize_blockwise(absmax, blocksize=NESTED_BLOCK)
-        state = bnb.QuantState(
-            absmax=absmax,
-            shape=self.shape,
-            dtype=self.dtype,
-            blocksize=self._unit,
-            code=bnb.get_4bit_type(settings.kind, device=self.device),
-            quant_type=settings.kind,
-            offset=offset,
-            state2=state2,
-        )
+            absmax, state = bnb.quantize_blockwise(absmax, blocksize=NESTED_BLOCK)
+            nested = NestedAbsmax(state.code, state.absmax, offset, state.blocksize)
         codes = codes.view(settings.storage_dtype).unsqueeze(1)
+        table = bnb.get_4bit_type(settings.kind, device=self.device)
         return PackedWeight(
-            codes, state, settings.kind, self.shape, self.dtype, settings.compute_dtype
-        )
+            codes, absmax, table, self._unit, nested, self.shape, settings.kind, self.dtype,
+            settings.compute_dtype,
+        )  # fmt: skip
 
     def _finish_int8(self) -> PackedWeight:
         scales = self._scales
@@ -296,8 +215,8 @@ class Packer:
                 f"Row {row} of the weight holds values that float16 cannot, which bitsandbytes' "
                 "int8 kernel takes on this device: pack it to 4 bit, or on the CPU."
             )
-        state = Int8State(scales, self.shape, self.dtype)
-        return PackedWeight(self._codes.view(self.shape), state, "int8", self.shape, self.dtype)
+        codes = self._codes.view(self.shape)
+        return PackedWeight(codes, scales, None, 0, None, self.shape, "int8", self.dtype)
 
 
 def restore(
@@ -325,9 +244,9 @@ def restore(
         scales = tensors.get("SCB")
         if scales is None or scales.numel() != shape.numel() // shape[-1] or codes.shape != shape:
             raise ValueError(f"the tensors are no int8 stack of shape {tuple(shape)}")
-        return PackedWeight(codes, Int8State(scales, shape, dtype), "int8", shape, dtype)
+        return PackedWeight(codes, scales, None, 0, None, shape, "int8", dtype)
     try:
-        state = bnb.QuantState.from_dict(tensors, device=codes.device)
+        state = QuantState.from_dict(tensors, device=codes.device)
     except (KeyError, ValueError, AssertionError, AttributeError, TypeError) as error:
         raise ValueError(f"the statistics cannot be read ({error})") from error
     found = (state.quant_type, state.nested, state.blocksize, codes.dtype)
@@ -343,7 +262,7 @@ def restore(
             f"{codes.nbytes} bytes of codes and {state.absmax.numel()} blocks do not make a stack "
             f"of shape {tuple(shape)}"
         )
-    return PackedWeight(codes, state, settings.kind, shape, state.dtype, settings.compute_dtype)
+    return from_quant_state(codes, state, settings.compute_dtype)
 
 
 def unpack(
@@ -388,7 +307,7 @@ def unpack_range(
     decode, unit = (
         (_decode_int8, packed.shape[-1])
         if packed.kind == "int8"
-        else (_decode_4bit, _blocksize(packed))
+        else (_decode_4bit, packed.blocksize)
     )
     # int8 decodes by way of two fp32 copies, which only a chunk may cost.
     largest = (
@@ -417,11 +336,11 @@ def unpack_range(
 
 def _decode_4bit(packed: PackedWeight, first: int, last: int) -> Tensor:
     """Decode the weights [first, last) of the flattened stack, in the packed weight's own dtype."""
-    block = _blocksize(packed)
+    block = packed.blocksize
     begin, blocks = first // block, ceil_div(last, block)
     end = min(blocks * block, packed.numel)
     codes = packed.codes.detach().view(-1).view(torch.uint8)[begin * block // 2 : (end + 1) // 2]
-    absmax = _absmax(packed.state, begin, blocks)
+    absmax = _absmax(packed, begin, blocks)
     if packed.device.type != "cpu":
         flat = _kernel(packed, codes, absmax, (end - begin * block,))
     else:
@@ -438,40 +357,36 @@ def _decode_4bit(packed: PackedWeight, first: int, last: int) -> Tensor:
 
 def _kernel(packed: PackedWeight, codes: Tensor, absmax: Tensor, shape: tuple[int, ...]) -> Tensor:
     decoded = torch.ops.bitsandbytes.dequantize_4bit.default(
-        codes, absmax, packed.state.blocksize, packed.kind, shape, packed.dtype
+        codes, absmax, packed.blocksize, packed.kind, shape, packed.dtype
     )
     return cast(Tensor, decoded)
 
 
-def _absmax(state: Any, begin: int, end: int) -> Tensor:
-    """fp32 absmax of the first-level blocks [begin, end)."""
-    if not state.nested:
-        return cast(Tensor, state.absmax[begin:end].float())
-    outer = state.state2
-    first, last = begin // outer.blocksize, ceil_div(end, outer.blocksize)
-    offset = first * outer.blocksize
+def _absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
+    """Return the fp32 absmax of the first-level blocks [begin, end)."""
+    nested = packed.nested
+    if nested is None:
+        return packed.absmax[begin:end].float()
+    first, last = begin // nested.blocksize, ceil_div(end, nested.blocksize)
+    start = first * nested.blocksize
     absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
-        state.absmax[offset : last * outer.blocksize],
-        outer.absmax[first:last],
-        outer.code,
-        outer.blocksize,
-        outer.dtype,
+        packed.absmax[start : last * nested.blocksize],
+        nested.absmax[first:last],
+        nested.table,
+        nested.blocksize,
+        torch.float32,
     )
-    absmax += state.offset
-    return cast(Tensor, absmax.float()[begin - offset : end - offset])
+    absmax += nested.offset
+    return cast(Tensor, absmax[begin - start : end - start])
 
 
 def _decode_int8(packed: PackedWeight, first: int, last: int) -> Tensor:
     """Decode the weights [first, last) of the flattened stack; both are whole rows."""
     columns = packed.shape[-1]
     rows = packed.codes.detach().view(-1, columns)[first // columns : last // columns]
-    scales = packed.state.scales[first // columns : last // columns]
+    scales = packed.absmax[first // columns : last // columns]
     decoded = torch.ops.bitsandbytes.int8_vectorwise_dequant.default(rows, scales)
     return cast(Tensor, decoded.to(packed.dtype)).view(-1)
-
-
-def _blocksize(packed: PackedWeight) -> int:
-    return cast(int, packed.state.blocksize)
 
 
 def _chunk_elements(device: torch.device, max_elements: int) -> int:
@@ -502,30 +417,14 @@ def _flat_chunks(weight: Tensor, step: int, unit: int) -> Iterator[Tensor]:
         yield pending
 
 
-def settings_of(stack: PackedWeight) -> CodecSettings:
-    """How this stack was packed, so that another weight can be packed the same way."""
-    if stack.kind == "int8":
-        return CodecSettings("int8", compute_dtype=stack.compute_dtype)
-    state: Any = stack.state
-    return CodecSettings(
-        stack.kind,
-        double_quant=bool(state.nested),
-        storage_dtype=stack.codes.dtype,
-        compute_dtype=stack.compute_dtype,
-        blocksize=state.blocksize,
-    )
-
-
 __all__ = [
     "MAX_ELEMENTS",
     "CodecSettings",
-    "Int8State",
     "PackedWeight",
     "Packer",
     "first_nonfinite",
     "pack",
     "restore",
-    "state_tensors",
     "unpack",
     "unpack_range",
 ]

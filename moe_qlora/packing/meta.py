@@ -6,12 +6,11 @@ A plan of memory works with them, and a model on meta that is to look packed.
 from __future__ import annotations
 
 import torch
-from bitsandbytes.functional import QuantState
 from torch import nn
 
+from ..kernels.weights import NestedAbsmax, PackedWeight
 from ..layout import ExpertParam
 from . import parametrize
-from .codec import Int8State, PackedWeight, settings_of
 from .format import (
     ABSMAX,
     CODES,
@@ -37,32 +36,20 @@ def blank_weight(
     }
     codes = blank[CODES]
     if settings.kind == "int8":
-        return PackedWeight(codes, Int8State(blank[SCALES], size, dtype), "int8", size, dtype)
-    offset = nested = None
+        return PackedWeight(codes, blank[SCALES], None, 0, None, size, "int8", dtype)
+    nested = None
     if settings.double_quant:
         offset = torch.empty((), dtype=torch.float32, device="meta")
-        nested = QuantState(
-            absmax=blank[NESTED_ABSMAX],
-            code=blank[NESTED_TABLE],
-            blocksize=NESTED_BLOCK,
-            dtype=torch.float32,
-        )
-    state = QuantState(
-        absmax=blank[ABSMAX],
-        shape=size,
-        code=blank[TABLE],
-        blocksize=settings.blocksize,
-        quant_type=settings.kind,
-        dtype=dtype,
-        offset=offset,
-        state2=nested,
-    )
-    return PackedWeight(codes, state, settings.kind, size, dtype, settings.compute_dtype)
+        nested = NestedAbsmax(blank[NESTED_TABLE], blank[NESTED_ABSMAX], offset, NESTED_BLOCK)
+    return PackedWeight(
+        codes, blank[ABSMAX], blank[TABLE], settings.blocksize, nested, size, settings.kind, dtype,
+        settings.compute_dtype,
+    )  # fmt: skip
 
 
 def blank_like(packed: PackedWeight) -> nn.Parameter:
     """Return the parameter of a packed weight like this one, on meta."""
-    blank = blank_weight(tuple(packed.shape), packed.dtype, settings_of(packed))
+    blank = blank_weight(tuple(packed.shape), packed.dtype, CodecSettings.of(packed))
     return parametrize.hold(blank)
 
 

@@ -33,12 +33,13 @@ from typing import Any, cast
 import bitsandbytes.nn
 import torch
 import torch.nn.utils.parametrize as P
-from bitsandbytes.functional import QuantState
 from bitsandbytes.nn import parametrize as bnb_parametrize
 from torch import Tensor, nn
 
 from ..errors import QuantizationError
-from .codec import Int8State, PackedWeight, unpack
+from ..kernels.weights import PackedWeight
+from .codec import unpack
+from .quant_state import QuantState, from_quant_state, state_dict_entries, to_quant_state
 
 Params4bit: Any = cast(Any, bitsandbytes.nn).Params4bit
 
@@ -97,14 +98,8 @@ class PackedInt8(nn.Module):
 
     def __init__(self, packed: PackedWeight) -> None:
         super().__init__()
-        self.register_buffer("scale_bits", packed.state.scales.view(torch.int32), persistent=False)
+        self.register_buffer("scale_bits", packed.absmax.view(torch.int32), persistent=False)
         self.weight_shape, self.weight_dtype = packed.shape, packed.dtype
-
-    @property
-    def quant_state(self) -> Int8State:
-        """The statistics where they are now, under the name that a 4-bit parametrization uses."""
-        scales = self.scale_bits.view(torch.float32)
-        return Int8State(scales, self.weight_shape, self.weight_dtype)
 
     @torch.no_grad()
     def forward(self, codes: Tensor) -> Tensor:
@@ -296,27 +291,18 @@ def _stack_4bit(codes: Tensor, parametrization: Any) -> PackedWeight:
             f"to {codes.dtype}, which destroys them: do not cast a packed model, or set "
             "bnb_4bit_quant_storage=torch.uint8, which casts leave alone."
         )
-    return PackedWeight(
-        codes.data,
-        state,
-        state.quant_type,
-        state.shape,
-        state.dtype,
-        getattr(parametrization, "compute_dtype", None),
-        codes if isinstance(codes, nn.Parameter) else None,
-    )
+    compute = getattr(parametrization, "compute_dtype", None)
+    owner = codes if isinstance(codes, nn.Parameter) else None
+    return from_quant_state(codes.data, state, compute, owner)
 
 
 def _stack_int8(codes: Tensor, parametrization: PackedInt8) -> PackedWeight:
+    scales = parametrization.scale_bits.view(torch.float32)
+    owner = codes if isinstance(codes, nn.Parameter) else None
     return PackedWeight(
-        codes.data,
-        parametrization.quant_state,
-        "int8",
-        codes.shape,
-        parametrization.weight_dtype,
-        None,
-        codes if isinstance(codes, nn.Parameter) else None,
-    )
+        codes.data, scales, None, 0, None, codes.shape, "int8", parametrization.weight_dtype, None,
+        owner,
+    )  # fmt: skip
 
 
 def hold(packed: PackedWeight) -> nn.Parameter:
@@ -330,14 +316,18 @@ def hold(packed: PackedWeight) -> nn.Parameter:
 def _parameter(packed: PackedWeight) -> nn.Parameter:
     if packed.kind == "int8":
         return nn.Parameter(packed.codes, requires_grad=False)
+    return _params4bit(packed.codes, to_quant_state(packed))
+
+
+def _params4bit(codes: Tensor, state: Any) -> nn.Parameter:
     parameter = Params4bit(
-        packed.codes,
+        codes,
         requires_grad=False,
-        quant_state=packed.state,
-        blocksize=packed.state.blocksize,
-        compress_statistics=packed.state.nested,
-        quant_type=packed.kind,
-        quant_storage=packed.codes.dtype,
+        quant_state=state,
+        blocksize=state.blocksize,
+        compress_statistics=state.nested,
+        quant_type=state.quant_type,
+        quant_storage=codes.dtype,
         bnb_quantized=True,
     )
     return cast(nn.Parameter, parameter)
@@ -398,12 +388,8 @@ def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: 
         if key not in state_dict or is_foreign(module, name):
             continue
         state_dict[f"{prefix}{name}"] = state_dict.pop(key)
-        stack = read_packed(module, name)
-        if isinstance(stack.state, Int8State):
-            state_dict[f"{prefix}{name}.SCB"] = stack.state.scales
-        else:
-            for part, value in stack.state.as_dict(packed=True).items():
-                state_dict[f"{prefix}{name}.{part}"] = value
+        for suffix, value in state_dict_entries(read_packed(module, name)).items():
+            state_dict[f"{prefix}{name}{suffix}"] = value
 
 
 def _load(
@@ -437,26 +423,31 @@ def _load(
         if given is None:
             continue
         try:
-            new = _load_stats(read_packed(module, name), stats)
+            _load_stats(module, name, stats)
         except (KeyError, ValueError, AssertionError) as error:
             errors.append(f"{stats_prefix[:-1]}: the packed statistics cannot be read: {error}")
             continue
         if metadata.get("assign_to_params_buffers"):
-            codes = _parameter(PackedWeight(codes, new.state, new.kind, new.shape, new.dtype))
+            parametrization = _parametrization(module, name)
+            int8 = isinstance(parametrization, PackedInt8)
+            codes = (
+                nn.Parameter(codes, requires_grad=False)
+                if int8
+                else _params4bit(codes, parametrization.quant_state)
+            )
         state_dict[f"{prefix}parametrizations.{name}.original"] = codes
 
 
-def _load_stats(stack: PackedWeight, stats: dict[str, Any]) -> PackedWeight:
-    if isinstance(stack.state, Int8State):
-        stack.state.scales.copy_(stats["SCB"])
-        return stack
-    state: Any = stack.state
-    loaded: Any = QuantState.from_dict(stats, device=stack.device)
-    if (loaded.shape, loaded.quant_type) != (state.shape, state.quant_type):
+def _load_stats(module: nn.Module, name: str, stats: dict[str, Any]) -> None:
+    """Give a packed parameter other statistics, in place: tied modules see the same ones."""
+    packed, parametrization = read_packed(module, name), _parametrization(module, name)
+    if packed.kind == "int8":
+        packed.absmax.copy_(stats["SCB"])
+        return
+    loaded: Any = QuantState.from_dict(stats, device=packed.device)
+    if (loaded.shape, loaded.quant_type) != (packed.shape, packed.kind):
         raise ValueError(
             f"they are of a {loaded.quant_type} stack of shape {tuple(loaded.shape)}, the model "
-            f"has {state.quant_type} of shape {tuple(state.shape)}"
+            f"has {packed.kind} of shape {tuple(packed.shape)}"
         )
-    # In place, so that the parameter, the parametrization and tied modules see one state.
-    state.__dict__.update(loaded.__dict__)
-    return stack
+    parametrization.quant_state.__dict__.update(loaded.__dict__)

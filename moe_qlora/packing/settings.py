@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 
 KINDS = ("nf4", "fp4", "int8")
@@ -86,6 +87,19 @@ class CodecSettings:
             )
         skips = _skip_modules(get("llm_int8_skip_modules", ()))
         return _int8_settings(get, skips) if eight else _4bit_settings(get, skips)
+
+    @classmethod
+    def of(cls, packed: PackedWeight) -> CodecSettings:
+        """Return how this weight was packed, so that another can be packed the same way."""
+        if packed.kind == "int8":
+            return cls("int8", compute_dtype=packed.compute_dtype)
+        return cls(
+            packed.kind,
+            double_quant=packed.nested is not None,
+            storage_dtype=packed.codes.dtype,
+            compute_dtype=packed.compute_dtype,
+            blocksize=packed.blocksize,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON values, under the keys of a packed folder's manifest.

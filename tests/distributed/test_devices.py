@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfi
 
 import moe_qlora
 from moe_qlora.packing import parametrize
-from moe_qlora.packing.codec import state_tensors
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -62,7 +61,7 @@ def held(model: nn.Module) -> dict[int, int]:
     total = {0: 0, 1: 0}
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     for _, module, name in parametrize.iter_packed(model):
-        for tensor in state_tensors(parametrize.read_packed(module, name).state):
+        for tensor in parametrize.read_packed(module, name).statistics:
             tensors[tensor.data_ptr()] = tensor
     for tensor in tensors.values():
         assert tensor.device.type == "cuda"
@@ -76,7 +75,7 @@ def assert_together(model: Any) -> None:
         places = {t.device for t in (*layer.parameters(), *layer.buffers())}
         for _, module, name in parametrize.iter_packed(layer):
             stack = parametrize.read_packed(module, name)
-            places |= {t.device for t in (stack.codes, *state_tensors(stack.state))}
+            places |= {t.device for t in (stack.codes, *stack.statistics)}
         assert len(places) == 1
 
 

@@ -211,7 +211,7 @@ def test_from_yaml_to_merged_model_and_back_to_plain(config, model_folder, tmp_p
     # bnb_config_kwargs and axolotl's own defaults, to the letter
     for stack in stacks.values():
         assert stack.kind == "nf4"
-        assert not stack.state.nested
+        assert stack.nested is None
         assert stack.codes.dtype == torch.bfloat16
     out = Path(run["output_dir"])
     saved = load_file(out / "adapter_model.safetensors")

@@ -116,7 +116,7 @@ def codes(model):
     stacks = (
         parametrize.read_packed(module, name) for _, module, name in parametrize.iter_packed(model)
     )
-    return [part.clone() for one in stacks for part in (one.codes, one.state.absmax)]
+    return [part.clone() for one in stacks for part in (one.codes, one.absmax)]
 
 
 def assert_equal(left, right):

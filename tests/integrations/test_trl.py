@@ -110,7 +110,7 @@ def codes(model):
     for owner, module, name in parametrize.iter_packed(model):
         plain = f"{owner}.{name}".replace("base_model.model.", "").replace(".base_layer", "")
         stack = parametrize.read_packed(module, name)
-        parts = [stack.codes, stack.state.absmax, stack.state.offset, stack.state.state2.absmax]
+        parts = [stack.codes, stack.absmax, stack.nested.offset, stack.nested.absmax]
         found[plain] = [part.clone() for part in parts]
     return found
 

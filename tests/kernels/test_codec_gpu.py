@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import bitsandbytes.functional as bnb
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 from moe_qlora.errors import UnsupportedWeightError
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.codec import pack, unpack, unpack_range
+from moe_qlora.packing.quant_state import from_quant_state
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.packing.supported import why_not
 
@@ -28,10 +28,6 @@ MATRIX = list(
         [torch.float32, torch.bfloat16, torch.float16],
     )
 )
-
-
-def tensors(state: Any) -> list[torch.Tensor]:
-    return codec.state_tensors(state)
 
 
 @pytest.mark.parametrize(("kind", "double", "storage_dtype", "dtype"), MATRIX)
@@ -50,7 +46,9 @@ def test_packs_and_decodes_as_bitsandbytes(
         for limit in (codec.MAX_ELEMENTS, 1000):
             packed = pack(weight, settings, max_elements=limit)
             assert torch.equal(packed.codes.view(torch.uint8), codes.view(torch.uint8))
-            for ours, theirs in zip(tensors(packed.state), tensors(state), strict=True):
+            for ours, theirs in zip(
+                packed.statistics, from_quant_state(codes, state).statistics, strict=True
+            ):
                 assert torch.equal(ours, theirs)
             assert torch.equal(unpack(packed, max_elements=limit), whole)
             middle = slice(shape[0] // 3, shape[0] // 2 + 1)
@@ -65,7 +63,7 @@ def test_int8_equals_vectorwise_quant(dtype: torch.dtype) -> None:
     for limit in (codec.MAX_ELEMENTS, 200):
         packed = pack(weight, INT8, max_elements=limit)
         assert torch.equal(packed.codes.view(-1, 64), codes)
-        assert torch.equal(packed.state.scales, scales)
+        assert torch.equal(packed.absmax, scales)
         expected = bnb.int8_vectorwise_dequant(codes, scales).to(dtype).view_as(weight)
         assert torch.equal(unpack(packed, max_elements=limit), expected)
 
@@ -85,7 +83,7 @@ def test_modules_move_with_their_statistics(settings: CodecSettings) -> None:
     for device in ("cuda", "cpu", "cuda"):
         module.to(device)
         packed = parametrize.read_packed(module, "weight")
-        found = {packed.device.type, *(tensor.device.type for tensor in tensors(packed.state))}
+        found = {packed.device.type, *(tensor.device.type for tensor in packed.statistics)}
         assert found == {device}
         # The CPU's and the device's kernels round the same fp32 product.
         assert torch.equal(module.weight.cpu(), here)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_qlora.experts.projection import packed_of
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
 
@@ -20,7 +19,7 @@ def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90,
     torch.manual_seed(sum(shape))
     weight = torch.randn(shape, device="cuda", dtype=dtype) * 0.05
     storage = torch.int8 if kind == "int8" else torch.uint8
-    packed = packed_of(codec.pack(weight, CodecSettings(kind, double, storage)))
+    packed = codec.pack(weight, CodecSettings(kind, double, storage))
     experts, n, k = shape
     inner, outer = (n, k) if back else (k, n)
     index = torch.randint(experts - 1, (experts * each, 1), device="cuda")  # the last has no rows
@@ -65,7 +64,7 @@ def test_every_configuration(tile, back):
         if (config.features if back else config.step) > 128:
             continue
         if config.hopper and not (
-            tile >= 64 and quantized_mm.on_hopper(packed.form, x.dtype, back=back)
+            tile >= 64 and quantized_mm.on_hopper(packed.spec, x.dtype, back=back)
         ):
             continue
         if tile * config.features > 128 * 256 or (
@@ -93,7 +92,7 @@ def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, each, spa
     packed, routing, x, factor, right = problem(
         (4, 192, 320), back, *kind, dtype, each=each, rank=rank
     )
-    if not quantized_mm.on_hopper(packed.form, dtype, back=back):
+    if not quantized_mm.on_hopper(packed.spec, dtype, back=back):
         pytest.skip("no Hopper GPU")
     span = span[0], right.shape[1] if span[1] is None else span[1]
     y = run(packed, routing, x, factor if rank else None, quantized_mm.HOPPER, tile, back, span)
@@ -115,7 +114,7 @@ def test_int8_codes_are_taken(tile, back):
     from moe_qlora.kernels import autotune, quantized_mm
 
     packed, routing, x, factor, right = problem((4, 192, 320), back, "int8", False)
-    assert quantized_mm.suits(packed.form) and quantized_mm.takes_int8(x.device)
+    assert quantized_mm.supports(packed.spec) and quantized_mm.takes_int8(x.device)
     config = autotune.chosen(packed, x.dtype, tile, back=back)
     y = run(packed, routing, x, factor, config, tile, back, (0, right.shape[1]))
     assert (y.double() - right).norm() < 3e-3 * right.norm()
@@ -129,7 +128,7 @@ def test_the_fewest_steps(inner, back):
 
     shape = (4, inner, 192) if back else (4, 192, inner)
     packed, routing, x, factor, right = problem(shape, back)
-    assert inner > 64 or not quantized_mm.on_hopper(packed.form, x.dtype, back=back)
+    assert inner > 64 or not quantized_mm.on_hopper(packed.spec, x.dtype, back=back)
     config = autotune.chosen(packed, x.dtype, 128, back=back)
     y = run(packed, routing, x, factor, config, 128, back, (0, right.shape[1]))
     assert (y.double() - right).norm() < 3e-3 * right.norm()

@@ -13,8 +13,8 @@ import torch
 from bitsandbytes import functional
 from common import RESULTS, Rows, environment, event_times
 
-from moe_qlora.experts.projection import packed_of
 from moe_qlora.packing import codec
+from moe_qlora.packing.quant_state import to_quant_state
 from moe_qlora.packing.settings import CodecSettings
 
 
@@ -39,10 +39,9 @@ def main() -> None:
     for kind, double in (("nf4", True), ("nf4", False), ("fp4", True), ("int8", False)):
         storage = torch.int8 if kind == "int8" else torch.uint8
         stack = codec.pack(weight, CodecSettings(kind, double, storage))
-        packed = packed_of(stack)
         setting = f"shape={options.shape} {kind}{'+double' if double else ''} bf16"
-        moved = packed.nbytes + other.nbytes
-        ours = event_times(partial(dequantize.decode, packed, other), options.repeat)
+        moved = stack.nbytes + other.nbytes
+        ours = event_times(partial(dequantize.decode, stack, other), options.repeat)
         rows = Rows(options.out, where, "decode", setting)
         rows.add("bandwidth", "TB/s", *(moved / ms / 1e9 for ms in ours))
         whole = codec.unpack(stack)
@@ -54,7 +53,7 @@ def main() -> None:
         rows.add("bandwidth", "TB/s", *(moved / ms / 1e9 for ms in portable))
         if kind == "int8":
             continue
-        whole_stack = partial(functional.dequantize_4bit, stack.codes, stack.state)
+        whole_stack = partial(functional.dequantize_4bit, stack.codes, to_quant_state(stack))
         theirs = event_times(whole_stack, options.repeat)
         rows = Rows(options.out, where, "bitsandbytes", setting)
         rows.add("bandwidth", "TB/s", *(moved / ms / 1e9 for ms in theirs))

@@ -113,14 +113,13 @@ def _product(
         raise UnavailableError("our kernels need a GPU")
     if peer == "ours":
         return _on_codes(stack, x, index, transposed), expected
-    from moe_qlora.experts.projection import packed_of
     from moe_qlora.kernels import dequantize
 
-    packed, shape = packed_of(stack), weight.shape
+    shape = weight.shape
 
     def decoded() -> Tensor:
         room = torch.empty(shape, dtype=x.dtype, device=x.device)
-        dequantize.decode(packed, room, bounds=bounds)
+        dequantize.decode(stack, room, bounds=bounds)
         return grouped(room)
 
     return decoded, expected
@@ -129,24 +128,24 @@ def _product(
 def _theirs(stack: Any) -> Tensor:
     from bitsandbytes import functional
 
-    out: Tensor = functional.dequantize_4bit(stack.codes, stack.state)
+    from moe_qlora.packing.quant_state import to_quant_state
+
+    out: Tensor = functional.dequantize_4bit(stack.codes, to_quant_state(stack))
     return out.view(stack.shape)
 
 
 def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callable[[], Tensor]:
-    from moe_qlora.experts.projection import packed_of
     from moe_qlora.kernels import expert_mm, moe_layer, quantized_mm
     from moe_qlora.kernels import routing as routing_
     from moe_qlora.kernels.limits import WIDE_TILE
 
-    packed = packed_of(stack)
-    if not quantized_mm.suits(packed.form):
+    if not quantized_mm.supports(stack.spec):
         raise NotImplementedError("no products on codes: blocks do not lie within rows")
-    side = expert_mm.Side(packed, None, not transposed, False, True, x.dtype)
+    side = expert_mm.Side(stack, None, not transposed, False, True, x.dtype)
     if x.is_cuda:
         moe_layer.prepare(x.device)
-    routing = routing_.route(index, packed.experts)
+    routing = routing_.route(index, stack.experts)
     rows = expert_mm.Rows(routing, routing.tiles, routing.tile)
-    if expert_mm.wants_wide(packed, index.numel(), x.dtype):
+    if expert_mm.wants_wide(stack, index.numel(), x.dtype):
         rows = expert_mm.Rows(routing, routing.wide, WIDE_TILE)
     return lambda: expert_mm.multiply(x, side, rows, "first")

@@ -152,10 +152,9 @@ def _ours(options: argparse.Namespace, holder: Any) -> list[Tensor]:
 
 def tune(stack: Any) -> None:
     """Let the products on codes of such a stack find their quickest configuration."""
-    from moe_qlora.experts.projection import packed_of
     from moe_qlora.kernels import autotune as tuner
 
-    tuner.tune(packed_of(stack), torch.bfloat16)
+    tuner.tune(stack, torch.bfloat16)
 
 
 def _pack_by_bitsandbytes(experts: Any) -> None:

@@ -24,6 +24,7 @@ from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli import heat_map
 from moe_qlora.errors import CheckpointError
 from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing.quant_state import from_quant_state
 from moe_qlora.testing import tiny_model
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -391,9 +392,7 @@ def test_errors_are_those_of_the_weights(tmp_path, monkeypatch, family, kind, el
         if kind != "int8":
             # straight from bitsandbytes' statistics, by this package's decoder
             state = layer.weight.quant_state
-            packed = codec.PackedWeight(
-                layer.weight.data, state, state.quant_type, state.shape, state.dtype
-            )
+            packed = from_quant_state(layer.weight.data, state)
             want = reference(plain.get_parameter(name), codec.unpack(packed))
             assert (error.relative, error.max_abs) == pytest.approx(want, rel=1e-5)
         else:

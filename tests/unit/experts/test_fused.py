@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moe_qlora.experts import forward as experts
-from moe_qlora.experts import fused, projection
+from moe_qlora.experts import fused
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_config
@@ -180,7 +180,7 @@ def test_a_recomputation_asks_for_what_serves_twice(case, monkeypatch):
     assert asked == [*forward, *again, (2 * INNER, True, False), (H, True, False)]
     # On Hopper's kernel codes are worth it for longer, unless decoding serves twice.
     monkeypatch.setattr(quantized_mm, "on_hopper", lambda *args, **kwargs: True)
-    packed = projection.packed_of(parametrize.read_packed(module, NAMES[0]))
+    packed = parametrize.read_packed(module, NAMES[0])
     for rows, expected in ((256, (True, True)), (257, (True, False)), (513, (False, False))):
         found = [
             real(packed, rows * E, torch.bfloat16, back=False, twice=twice)
@@ -256,15 +256,15 @@ def test_tensors_of_several_devices_are_refused(case, monkeypatch):
 def test_statistics_that_start_anywhere_are_copied(case, monkeypatch):
     module, provider, parts = case
     right = gradients(module, provider, parts)
-    real = projection.packed_of
+    real = parametrize.read_packed
     off = []
 
-    def shifted(stack):
-        packed = real(stack)
+    def shifted(module, name):
+        packed = real(module, name)
         wide = torch.cat([packed.absmax[:1], packed.absmax])
-        return packed._replace(absmax=wide[1:])
+        return replace(packed, absmax=wide[1:])
 
-    monkeypatch.setattr(fused, "packed_of", shifted)
+    monkeypatch.setattr(parametrize, "read_packed", shifted)
     layer = fused._layer
     monkeypatch.setattr(fused, "_layer", lambda *a: off.append(layer(*a)) or off[-1])
     mine = gradients(module, provider, parts)

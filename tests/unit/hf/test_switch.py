@@ -20,7 +20,7 @@ from moe_qlora.errors import CheckpointError, NonFiniteWeightError, UnsupportedW
 from moe_qlora.hf.quantizer import packing_quantizer
 from moe_qlora.hf.switch import is_enabled
 from moe_qlora.packing import parametrize
-from moe_qlora.packing.codec import Packer, pack, state_tensors
+from moe_qlora.packing.codec import Packer, pack
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_model
 
@@ -408,7 +408,7 @@ def test_a_packer_does_not_care_where_a_stack_is_cut(
             packer.add(piece)
         result = packer.finish()
         assert torch.equal(result.codes, whole.codes)
-        for one, other in zip(state_tensors(result.state), state_tensors(whole.state), strict=True):
+        for one, other in zip(result.statistics, whole.statistics, strict=True):
             assert torch.equal(one, other)
 
 

@@ -10,7 +10,6 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.experts import fused
-from moe_qlora.experts.projection import packed_of
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_model
@@ -79,12 +78,12 @@ def test_wrong_results_are_refused(back, monkeypatch):
     weights = decoded.transpose(1, 2) if back else decoded
     right = torch.einsum("erk,enk->ern", x.view(3, 12, -1), weights).flatten(0, 1)
     bounds = torch.arange(4, dtype=torch.int32) * 12
-    assert autotune._is_right(x, right, packed_of(stack), bounds, back)
+    assert autotune._is_right(x, right, stack, bounds, back)
     for expert in range(3):
         for bad in (0.0, float("nan")):
             wrong = right.clone()
             wrong[12 * expert + 5, 7:] = bad
-            assert not autotune._is_right(x, wrong, packed_of(stack), bounds, back)
+            assert not autotune._is_right(x, wrong, stack, bounds, back)
 
 
 def test_defaults_are_candidates():

@@ -76,18 +76,21 @@ def main(capability: int) -> None:
     JITFunction.run = run
     F.grouped_mm = lambda x, right, offs: x.new_empty(len(x), right.shape[-1])
 
-    from moe_qlora.kernels import dequantize, launch, moe_layer, row_launches, workspace
-    from moe_qlora.kernels.weights import Packed
+    from moe_qlora.kernels import launch, moe_layer, row_launches, workspace
+    from moe_qlora.kernels.weights import NestedAbsmax, PackedWeight
 
-    def packed(shape: tuple[int, int, int], kind: str, nested: bool) -> Packed:
+    def packed(shape: tuple[int, int, int], kind: str, nested: bool) -> PackedWeight:
         numel = shape[0] * shape[1] * shape[2]
         if kind == "int8":
             codes = torch.empty(numel, dtype=torch.int8)
-            return Packed(codes, torch.empty(numel // shape[2]), None, 0, None, shape, kind)
-        second = (torch.empty(256), torch.empty(numel // 2**14 + 1), torch.empty(()), 256)
+            scales = torch.empty(numel // shape[2])
+            return PackedWeight(codes, scales, None, 0, None, shape, kind, torch.bfloat16)
+        outer = torch.empty(numel // 2**14 + 1)
+        second = NestedAbsmax(torch.empty(256), outer, torch.empty(()), 256) if nested else None
         absmax = torch.empty(numel // 64, dtype=torch.uint8 if nested else torch.float32)
         codes = torch.empty(numel // 2, dtype=torch.uint8)
-        return Packed(codes, absmax, torch.empty(16), 64, second if nested else None, shape, kind)
+        table = torch.empty(16)
+        return PackedWeight(codes, absmax, table, 64, second, shape, kind, torch.bfloat16)
 
     def layer_of(
         gate: Any, kind: str, nested: bool, transposed: bool, biased: bool, rank: int,
@@ -128,9 +131,6 @@ def main(capability: int) -> None:
     layer_of(gates("gelu_tanh"), "nf4", True, False, False, 0, False, 64, torch.float16)
     workspace.set_workspace_cap(1)
     layer_of(gates("relu"), "nf4", True, False, False, 16, False, 1024)
-    for nested in (True, False):
-        stack = packed((2, 64, 64), "nf4", nested)
-        dequantize.decode_flat(stack, torch.empty(100, dtype=torch.float16), 3)
     if capability == 90:
         on_hopper(packed)
 
@@ -149,9 +149,8 @@ def on_hopper(packed: Any) -> None:
         bf16 = rank == 0 or rows == 192
         dtype, kind = (torch.bfloat16, "nf4") if bf16 else (torch.float16, "fp4")
         stack = packed((2, rows, cols), kind, False)
-        assert quantized_mm.suits(stack.form) and quantized_mm_hopper.suits(
-            stack.form, dtype, back=back
-        )
+        assert quantized_mm.supports(stack.spec)
+        assert quantized_mm_hopper.supports(stack.spec, dtype, back=back)
         inner, out = (rows, cols) if back else (cols, rows)
         x = torch.empty(16, inner + rank, dtype=dtype)
         factor = torch.empty(2, out, rank, dtype=dtype) if rank else None
@@ -159,8 +158,8 @@ def on_hopper(packed: Any) -> None:
         tile = 64 if rows == 192 else 128
         quantized_mm.launch(x, stack, factor, None, none, none.view(8, 2), tile, config, back=back,
                      span=(0, out))  # fmt: skip
-    narrow = packed((2, 128, 64), "nf4", False).form
-    assert not quantized_mm_hopper.suits(narrow, torch.bfloat16, back=False)
+    narrow = packed((2, 128, 64), "nf4", False).spec
+    assert not quantized_mm_hopper.supports(narrow, torch.bfloat16, back=False)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from moe_qlora.experts import activation, fused, fused_op
-from moe_qlora.experts.projection import packed_of
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
 
@@ -52,7 +51,7 @@ def test_decode_equals_the_codec(kind, double, shape, apart):
     out = wide[:, :, : cols + 16]
     bounds = torch.tensor([0, 2] + [5] * (experts - 1), dtype=torch.int32)
     live = [e for e in range(experts) if bounds[e] < bounds[e + 1]]
-    dequantize.decode(packed_of(stack), out, bounds=bounds, right=right, below=below)
+    dequantize.decode(stack, out, bounds=bounds, right=right, below=below)
     expected = codec.unpack(stack)
     for e in range(experts):
         if e not in live:
@@ -63,18 +62,8 @@ def test_decode_equals_the_codec(kind, double, shape, apart):
         assert torch.equal(out[e, rows:, :cols], below[e])
         assert wide[e, :, cols + 16 :].isnan().all()
     part = torch.full((experts - 1, rows, cols), float("nan"))
-    dequantize.decode(packed_of(stack), part, first=1)
+    dequantize.decode(stack, part, first=1)
     assert torch.equal(part, expected[1:])
-
-
-@pytest.mark.parametrize(("kind", "double"), KINDS[:4])
-@pytest.mark.parametrize("span", [(0, 51), (3, 50), (50, 51), (13, 14)])
-def test_decodes_any_range_of_any_stack(kind, double, span):
-    stack = stack_of((3, 17), kind, double)  # odd rows: no groups of 8, a half byte at the end
-    packed = packed_of(stack)._replace(shape=(1, 3, 17))
-    out = torch.full((span[1] - span[0],), float("nan"))
-    dequantize.decode_flat(packed, out, span[0])
-    assert torch.equal(out, codec.unpack(stack).view(-1)[span[0] : span[1]])
 
 
 SILU = Gate("silu")
@@ -153,7 +142,7 @@ def build(case, seed=0):
     biases = None, None
     if case.biased:
         biases = torch.randn(case.experts, width), torch.randn(case.experts, case.hidden)
-    made = Layer(*map(packed_of, stacks), case.transposed, case.partial, case.gate, torch.float32)
+    made = Layer(*stacks, case.transposed, case.partial, case.gate, torch.float32)
     return made, stacks, x, weights, index, biases, loras
 
 
@@ -281,13 +270,13 @@ def test_a_part_of_each_matrix_is_decoded(kind):
     for corner, height, width in [((8, 0), 16, 72), ((0, 24), 40, 24), ((11, 16), 16, 24)]:
         out = torch.full((3, height + 16, width), float("nan"))
         under = below if width == 24 else torch.zeros(3, 16, width)
-        dequantize.decode(packed_of(stack), out, corner=corner, bounds=bounds, below=under)
+        dequantize.decode(stack, out, corner=corner, bounds=bounds, below=under)
         for e in (0, 2):
             part = whole[e, corner[0] : corner[0] + height, corner[1] : corner[1] + width]
             assert torch.equal(out[e, :height], part)
         assert out[1].isnan().all()
     out = torch.empty(3, 16, 72 + 16)
-    dequantize.decode(packed_of(stack), out, corner=(8, 0), right=right)
+    dequantize.decode(stack, out, corner=(8, 0), right=right)
     assert torch.equal(out[:, :, :72], whole[:, 8:24]) and torch.equal(out[:, :, 72:], right)
 
 
@@ -346,10 +335,10 @@ def test_the_compiler_is_told_the_right_shapes(tokens, transposed, monkeypatch):
     lora = [torch.randn(4 * 3, 64).half(), torch.randn(128, 3 * 4).half()]
     packed, described = [], []
     for stack in stacks:
-        state = stack.state
-        inner = [state.offset, state.state2.absmax, state.state2.code]
-        packed += [stack.codes, state.absmax, state.code, *inner]
-        described.append((6, "nf4", tuple(stack.shape), 64, state.state2.blocksize))
+        nested = stack.nested
+        inner = [nested.offset, nested.absmax, nested.table]
+        packed += [stack.codes, stack.absmax, stack.table, *inner]
+        described.append((6, "nf4", tuple(stack.shape), 64, nested.blocksize))
     constants = repr((tuple(made.gate), described, [0.5, None], case.transposed, False,
                       "torch.float16"))  # fmt: skip
     arguments = x, weights, index, [], lora, packed, constants

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from moe_qlora.errors import ConfigError, UnsupportedWeightError
 from moe_qlora.packing import codec
 from moe_qlora.packing.codec import pack, unpack, unpack_range
+from moe_qlora.packing.quant_state import to_quant_state
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.packing.supported import why_not
 
@@ -86,7 +87,7 @@ def test_packs_and_decodes_as_bitsandbytes(
             assert packed.codes.dtype == storage
             assert packed.codes.shape == codes.shape
             assert torch.equal(packed.codes.view(torch.uint8), codes.view(torch.uint8))
-            assert_same_state(packed.state, state)
+            assert_same_state(to_quant_state(packed), state)
             decoded = unpack(packed, max_elements=limit)
             assert decoded.dtype == dtype
             assert torch.equal(decoded, expected)
@@ -94,7 +95,7 @@ def test_packs_and_decodes_as_bitsandbytes(
 
 def test_bitsandbytes_decodes_whole_blocks_the_same() -> None:
     packed = pack(weight((4, 64, 128)), CodecSettings("nf4", True))
-    assert torch.equal(unpack(packed), bnb.dequantize_4bit(packed.codes, packed.state))
+    assert torch.equal(unpack(packed), bnb.dequantize_4bit(packed.codes, to_quant_state(packed)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -107,7 +108,7 @@ def test_int8_equals_vectorwise_quant(shape: tuple[int, ...], dtype: torch.dtype
         packed = pack(original, INT8, max_elements=limit)
         assert packed.codes.shape == original.shape
         assert torch.equal(packed.codes.view(-1, shape[-1]), codes)
-        assert torch.equal(packed.state.scales, scales)
+        assert torch.equal(packed.absmax, scales)
         decoded = unpack(packed, max_elements=limit)
         assert decoded.dtype == dtype
         torch.testing.assert_close(decoded, expected)
@@ -153,9 +154,7 @@ def test_views_pack_like_their_copies(settings: CodecSettings) -> None:
             ours = pack(view, settings, max_elements=limit)
             other = pack(view.contiguous(), settings)
             assert torch.equal(ours.codes, other.codes)
-            for mine, theirs in zip(
-                codec.state_tensors(ours.state), codec.state_tensors(other.state), strict=True
-            ):
+            for mine, theirs in zip(ours.statistics, other.statistics, strict=True):
                 assert torch.equal(mine, theirs)
 
 
@@ -197,9 +196,10 @@ def test_sizes() -> None:
     packed = pack(weight((8, 64, 64)), CodecSettings("nf4", True))
     blocks = 8 * 64
     tables = (16 + 256) * 4
-    assert packed.stats_nbytes == blocks + blocks // 256 * 4 + 4 + tables
-    assert packed.nbytes == 8 * 64 * 64 // 2 + packed.stats_nbytes
-    assert pack(weight((8, 64, 64)), INT8).stats_nbytes == 8 * 64 * 4
+    assert packed.nbytes - packed.codes.nbytes == blocks + blocks // 256 * 4 + 4 + tables
+    assert packed.nbytes == 8 * 64 * 64 // 2 + blocks + blocks // 256 * 4 + 4 + tables
+    int8 = pack(weight((8, 64, 64)), INT8)
+    assert int8.nbytes - int8.codes.nbytes == 8 * 64 * 4
     assert packed.numel == 8 * 64 * 64
     assert packed.device == torch.device("cpu")
 

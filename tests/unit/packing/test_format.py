@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moe_qlora.packing import meta, parametrize
-from moe_qlora.packing.codec import pack, restore, settings_of, state_tensors
+from moe_qlora.packing.codec import pack, restore
 from moe_qlora.packing.format import key_ends, packed_tensors
 from moe_qlora.packing.settings import FLOAT_DTYPES, STORAGE_DTYPES, CodecSettings
 
@@ -44,7 +44,7 @@ def test_a_state_dict_holds_what_is_specified(
         assert spec.shape is None or tuple(stored[end].shape) == spec.shape, end
     codes = stored.pop("")
     again = restore(codes, stored, shape, weight.dtype, settings)
-    assert settings_of(again) == dataclasses.replace(
+    assert CodecSettings.of(again) == dataclasses.replace(
         settings, compute_dtype=None if settings.kind == "int8" else settings.compute_dtype
     )
 
@@ -54,11 +54,11 @@ def test_a_blank_weight_is_a_packed_one_without_values(settings: CodecSettings) 
     shape = (4, 96, 64)
     packed = pack(torch.randn(shape).bfloat16(), settings)
     blank = meta.blank_weight(shape, torch.bfloat16, settings)
-    assert settings_of(blank) == settings_of(packed)
+    assert CodecSettings.of(blank) == CodecSettings.of(packed)
     assert (blank.shape, blank.dtype, blank.nbytes) == (packed.shape, packed.dtype, packed.nbytes)
     pairs = zip(
-        (packed.codes, *state_tensors(packed.state)),
-        (blank.codes, *state_tensors(blank.state)),
+        (packed.codes, *packed.statistics),
+        (blank.codes, *blank.statistics),
         strict=True,
     )
     for real, empty in pairs:

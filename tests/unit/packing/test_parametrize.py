@@ -14,6 +14,7 @@ from torch import nn
 from moe_qlora.errors import QuantizationError
 from moe_qlora.packing import parametrize as storage
 from moe_qlora.packing.codec import pack, unpack
+from moe_qlora.packing.quant_state import state_tensors
 from moe_qlora.packing.settings import CodecSettings
 
 SETTINGS = {
@@ -81,8 +82,9 @@ def test_reads_give_the_decoded_stack(settings: CodecSettings) -> None:
         assert torch.equal(unpack(stack), decoded[name])
         if settings.kind != "int8":
             assert type(original) is bnb.nn.Params4bit
-            assert original.quant_state is stack.state
-            assert module.parametrizations[name][0].quant_state is stack.state
+            state = module.parametrizations[name][0].quant_state
+            assert original.quant_state is state
+            assert {id(t) for t in state_tensors(state)} == {id(t) for t in stack.statistics}
 
 
 def test_hooks_sit_once_and_cache_within_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +201,7 @@ def test_moves_take_the_statistics_along(settings: CodecSettings) -> None:
     if settings.kind == "int8":
         module.to("meta")
         stack = storage.read_packed(module, "down")
-        assert stack.device.type == stack.state.scales.device.type == "meta"
+        assert stack.device.type == stack.absmax.device.type == "meta"
         return
     # nn.Module.to cannot replace a Params4bit by a meta one; what it calls on the way can.
     storage.original_of(module, "down").to("meta")
