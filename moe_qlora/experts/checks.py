@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import AdapterError, QuantizationError
 from ..layout import unwrapped_name
 from ..packing.parametrize import Params4bit, iter_packed, packed_names
-from .forward import lora_source
+from .lora_source import lora_source
 
 _SEEN = "_moe_qlora_adapters_seen"
 _HANDLE = "_moe_qlora_adapter_guard"

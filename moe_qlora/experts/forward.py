@@ -1,96 +1,73 @@
-"""The experts forward "moe_qlora": computes from packed codes, through transformers' own interface.
-
-On a GPU the whole module is one operation (`experts/fused.py`) where its layout and dtypes suit
-that; the rest of this file is what runs everywhere, projection by projection, and the reference.
+"""The experts forward "moe_qlora": computes from packed codes, through transformers' interface.
 
 `activate` registers `experts_forward` in transformers' `ALL_EXPERTS_FUNCTIONS`, a public extension
-point, and selects it on the configuration that the experts modules read. The forward decodes and
-decodes again in backward (one expert at a time, or on a GPU one stack into a scratch that lives for
-the call), so that no decoded weight is alive in between; LoRA runs as two low-rank products beside
-the base product, never as W + B A.
+point, and selects it on the configuration that the experts modules read. One call, with T tokens,
+k assignments a token, R = T k rows sorted by expert:
 
-Kept between forward and backward, in bytes, beside the layer's input (which the router keeps too),
-the router's output and the adapters, with T tokens, k choices a token, R = T k rows, I the
-intermediate size, g = 2 for gated experts and 1 for others, b bytes an element:
+    experts_forward(module, hidden_states, top_k_index, top_k_weights)
+      |  read_call        backend.py: both packed weights, active LoRA factors, autocast
+      |  choose_backend   backend.py: which of these, and why
+      |
+      +- "unpacked": no expert weight is packed
+      |     the forward that was selected before `activate`
+      |
+      +- "fused layer": on CUDA, 16-bit activations, both projections as one operation
+      |     fused.run              eager: one autograd node; compiled: one custom operator
+      |       kernels/moe_layer.py   gate_up_forward: routing, x [W1 | B1], the gate
+      |                              down_forward: h [W2 | B2], summed to tokens
+      |                              backward: decodes again, LoRA's gradients
+      |         kernels/expert_mm.py   few rows an expert: quantized_mm.py, on the codes
+      |                                many: dequantize.py into workspace.py, grouped matmul
+      |
+      +- "projection by projection" or "reference loop": everything else, and the reference
+            Projection.packed, the gate in plain torch, Projection.packed    projection.py
+              kernels/projection.py  CUDA and 16 bit: dequantize, grouped matmul
+              kernels/reference.py   any device: expert by expert
+
+No decoded weight is alive between forward and backward: backward decodes again. LoRA runs as two
+low-rank products beside the base product, never as W + B A.
+
+Kept between forward and backward, projection by projection, in bytes, beside the layer's input
+(which the router keeps too), the router's output and the adapters, with E experts, I the
+intermediate size, H the hidden size, g = 2 for gated experts and 1 for others, b bytes an element:
 
     pre-activations        R g I b
     activations            R I b
-    sorted order           8 R, and 8 (E + 1) for the experts' bounds
+    sorted order           8 R, and 8 (E + 1) for the expert offsets
     routing weights        R b
-    one term's dropout     R I b for the down projection, T H b for the other, only where it drops
+    an adapter's dropout   R I b for the down projection, T H b for the other, only where it drops
 
-Nothing of a weight's size is among them. The gate runs in ordinary autograd, under a checkpoint of
-its own, so that any gate a model defines is right and keeps only its input.
+The gate runs in ordinary autograd, under a checkpoint of its own, so that any gate a model defines
+is right and keeps only its input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..detection.detect import dispatches
-from ..packing import parametrize
-from . import fused, fused_op
-from .projection import Inputs, Projection, compiled_projection
-from .projection_op import register_operators
+from . import fused
+from .backend import FUSED, UNPACKED, Call, choose_backend, prepare, read_call
+from .lora_source import LoraFactors, LoraSource, clear_lora_source, lora_source, set_lora_source
+from .operators import register_operators
+from .projection import Inputs, Projection
 
 IMPLEMENTATION = "moe_qlora"
 
-_PROVIDER = "_moe_qlora_lora"
 _PREVIOUS = "_moe_qlora_previous"
-
-
-@dataclass(frozen=True)
-class LoraFactors:
-    """One adapter's factors for one expert parameter, as PEFT stores them.
-
-    `in` and `out` are of the matrix as it is applied, whichever way round the parameter is stored.
-
-    Attributes:
-        a: `(E r, in)`, `lora_A.weight`, expert slowest: `a.reshape(E, r, in)`.
-        b: `(out, r E)`, `lora_B.weight`, expert fastest: `b.reshape(out, r, E)`.
-        scaling: Factor of the product.
-        dropout: Module applied to the projection's input, or None.
-    """
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-    dropout: nn.Module | None = None
-
-
-class LoraSource(Protocol):
-    """What the forward asks for LoRA, at each call."""
-
-    def active_lora(self, parameter_name: str) -> tuple[LoraFactors, ...]:
-        """The terms of the adapters that are active now; empty where there are none."""
-
-
-def set_lora_source(module: nn.Module, provider: LoraSource) -> None:
-    """Let the module's forward ask `provider` for LoRA terms. It is copied with the module."""
-    module.__dict__[_PROVIDER] = provider
-
-
-def clear_lora_source(module: nn.Module) -> None:
-    """Undo `set_lora_source`; nothing where none is set."""
-    module.__dict__.pop(_PROVIDER, None)
-
-
-def lora_source(module: nn.Module) -> LoraSource | None:
-    """The module's provider, None where none is set."""
-    return cast("LoraSource | None", module.__dict__.get(_PROVIDER))
 
 
 def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
     """Select `experts_forward` for the named experts modules.
 
-    The choice is made on the configuration object that each module reads, which it shares with the
-    model's other experts modules: those that hold nothing packed go on with what was chosen before.
+    The selection is made on the configuration object that each module reads, which it shares with
+    the model's other experts modules: those that hold nothing packed go on with what was selected
+    before.
 
     Args:
         model: Owner of the modules.
@@ -113,13 +90,12 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
         configs[id(config)] = config
     if configs and IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
         register_operators()
-        fused_op.register_operators()
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
     for module in model.modules():
         config = getattr(module, "config", None)
         if id(config) in configs and dispatches(module) and _PREVIOUS not in module.__dict__:
             module.__dict__[_PREVIOUS] = getattr(config, "_experts_implementation", None)
-            fused.prepare(module)
+            prepare(module)
     for config in configs.values():
         # The internal name, as `set_experts_implementation` writes it: the property's setter would
         # pass the choice on to sub-configurations that own no packed experts.
@@ -138,7 +114,7 @@ def deactivate(model: nn.Module) -> None:
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The registered forward.
+    """Compute an experts module: the registered forward.
 
     Args:
         self: An experts module whose class dispatches through transformers' interface.
@@ -149,49 +125,60 @@ def experts_forward(
     Returns:
         `(T, H)` in the dtype of `hidden_states`.
     """
-    first_name = "gate_up_proj" if self.has_gate else "up_proj"
-    names = (first_name, "down_proj")
-    if not any(parametrize.is_packed(self, name) for name in names):
+    call = read_call(self, hidden_states)
+    backend = choose_backend(self, call)
+    if backend.name == UNPACKED.name:
         return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
-    provider = lora_source(self)
-    terms = [provider.active_lora(name) if provider is not None else () for name in names]
-    whole = fused.run(
-        self, first_name, hidden_states, top_k_index, top_k_weights, terms,
-        _autocast_dtype(hidden_states),
-    )  # fmt: skip
-    if whole is not None:
-        return whole
-    top_k = top_k_index.shape[1]
-    experts = _num_experts(self, first_name)
-    flat = top_k_index.reshape(-1)
+    if backend.name == FUSED.name:
+        return fused.run(self, call, top_k_index, top_k_weights)
+    return _by_projection(self, call, top_k_index, top_k_weights)
+
+
+class _Routing(NamedTuple):
+    """Which rows are whose.
+
+    Attributes:
+        order: `(R,)`: the assignment (token x k + slot) in each sorted row.
+        expert_offsets: `(E + 1,)`: rows of expert e are [offsets[e], offsets[e + 1]).
+        top_k: k.
+    """
+
+    order: Tensor
+    expert_offsets: Tensor
+    top_k: int
+
+
+def _by_projection(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tensor:
+    """Compute a call as two projections with the gate between them."""
+    first = call.weights[0]
+    experts = int((getattr(module, call.names[0]) if first is None else first).shape[0])
+    flat = index.reshape(-1)
     sorted_ids, order = torch.sort(flat, stable=True)
-    edges = torch.arange(experts + 1, device=flat.device, dtype=sorted_ids.dtype)
-    routing = order, torch.searchsorted(sorted_ids, edges), top_k
-    pre = _project(self, first_name, hidden_states, routing, gathers=True)
-    inner = _gate(self, pre)
-    weights = top_k_weights.reshape(-1).index_select(0, order)
-    if self.has_post_expert_norm:
-        rows = _project(self, "down_proj", inner, routing)
-        return _normed(self, rows, routing, weights, hidden_states)
-    out = _project(self, "down_proj", inner, routing, scatters=True, scale=weights)
-    return out.to(hidden_states.dtype)
+    each = torch.arange(experts + 1, device=flat.device, dtype=sorted_ids.dtype)
+    routing = _Routing(order, torch.searchsorted(sorted_ids, each), index.shape[1])
+    pre = _project(module, call, 0, call.x, routing, gathers=True)
+    inner = _gate(module, pre)
+    weights = routing_weights.reshape(-1).index_select(0, order)
+    if module.has_post_expert_norm:
+        rows = _project(module, call, 1, inner, routing)
+        return _normed(module, rows, routing, weights, call.x)
+    out = _project(module, call, 1, inner, routing, scatters=True, scale=weights)
+    return out.to(call.x.dtype)
 
 
-def _normed(
-    module: Any, rows: Tensor, routing: tuple[Tensor, Tensor, int], weights: Tensor, like: Tensor
-) -> Tensor:
+def _normed(module: Any, rows: Tensor, routing: _Routing, weights: Tensor, like: Tensor) -> Tensor:
     """Norm, routing weights and sum, where a norm stands between the last projection and these."""
-    order, bounds, top_k = routing
     rows = module.post_expert_norm(rows)
     # Rows of no expert hold what the norm makes of zeros; they must not count.
-    live = torch.arange(rows.shape[0], device=rows.device) < bounds[-1]
+    live = torch.arange(rows.shape[0], device=rows.device) < routing.expert_offsets[-1]
     rows = torch.where(live[:, None], rows * weights[:, None], 0)
     wide = torch.promote_types(rows.dtype, torch.float32)
     out = torch.zeros(like.shape, dtype=wide, device=rows.device)
-    return out.index_add(0, order // top_k, rows.to(wide)).to(like.dtype)
+    return out.index_add(0, routing.order // routing.top_k, rows.to(wide)).to(like.dtype)
 
 
 def _previous_forward(module: Any) -> Any:
+    """Return the forward that a module had before `activate`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     own = type(module).forward
@@ -200,17 +187,6 @@ def _previous_forward(module: Any) -> Any:
     if previous in (None, "eager", IMPLEMENTATION):
         return eager
     return ALL_EXPERTS_FUNCTIONS.get_interface(previous, eager)
-
-
-def _num_experts(module: Any, name: str) -> int:
-    if not parametrize.is_packed(module, name):
-        return int(getattr(module, name).shape[0])
-    return parametrize.packed_shape(module, name)[0]
-
-
-def _autocast_dtype(like: Tensor) -> torch.dtype | None:
-    kind = like.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _gate(module: Any, pre: Tensor) -> Tensor:
@@ -224,38 +200,33 @@ def _gate(module: Any, pre: Tensor) -> Tensor:
 
 def _project(
     module: Any,
-    name: str,
+    call: Call,
+    which: int,
     x: Tensor,
-    routing: tuple[Tensor, Tensor, int],
+    routing: _Routing,
     *,
     gathers: bool = False,
     scatters: bool = False,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """One projection with its bias and LoRA terms, from packed codes or from a plain stack."""
-    order, bounds, top_k = routing
+    """Compute one projection with its bias and LoRA, from packed codes or from a plain weight."""
+    name, weight, lora = call.names[which], call.weights[which], call.lora[which]
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    provider = lora_source(module)
-    terms = provider.active_lora(name) if provider is not None else ()
-    dropped = [
-        t.dropout(x) if t.dropout is not None and t.dropout.training else None for t in terms
-    ]
     projection = Projection(
         transposed=bool(module.is_transposed),
-        top_k=top_k,
+        top_k=routing.top_k,
         gathers=gathers,
         scatters=scatters,
         partial=bool(module._is_expert_parallel),
-        scalings=tuple(t.scaling for t in terms),
-        autocast=_autocast_dtype(x),
+        scalings=tuple(factors.scaling for factors in lora),
+        autocast=call.autocast,
     )
-    a, b = [t.a for t in terms], [t.b for t in terms]
-    inputs = Inputs(x, scale, bias, order, bounds, dropped, a, b)
-    if not parametrize.is_packed(module, name):
+    dropped = [cast(nn.Module, f.dropout)(x) if f.drops else None for f in lora]
+    a, b = [f.a for f in lora], [f.b for f in lora]
+    inputs = Inputs(x, scale, bias, routing.order, routing.expert_offsets, dropped, a, b)
+    if weight is None:
         return projection.plain(getattr(module, name), inputs)
-    if torch.compiler.is_compiling():
-        return compiled_projection(module, name, projection, inputs)
-    return projection.packed(parametrize.read_packed(module, name), inputs)
+    return projection.packed(weight, inputs)
 
 
 __all__ = [

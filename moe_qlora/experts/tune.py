@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import QuantizationError
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
-from . import fused
+from . import backend
 
 
 def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -44,7 +44,7 @@ def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
         )
     measured = 0
     for stack in found.values():
-        if not fused.available(stack.device):
+        if not backend.kernels_run(stack.device):
             continue
         from ..kernels import autotune, quantized_mm
 

@@ -1,6 +1,6 @@
 """Finds the quickest way to cut the kernel on codes, once for each device and version.
 
-`products.py` asks `chosen`, which looks into a table and never measures: a measurement
+`expert_mm.py` asks `chosen`, which looks into a table and never measures: a measurement
 waits for the device, and a forward must not. The table is filled by `tune`, which takes seconds,
 and kept in Triton's cache folder (`TRITON_CACHE_DIR`, or below the user's home), one file for each
 device, Triton and torch:
@@ -93,10 +93,10 @@ def _load(index: int) -> dict[str, list[int]]:
 
 
 def chosen(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -> Config:
-    """The configuration for a product of this stack: the table's, or one never far behind.
+    """The configuration for a product of this weight: the table's, or one never far behind.
 
     Args:
-        packed: The stack.
+        packed: The weight.
         dtype: Of the rows.
         tile: Rows in a tile.
         back: Whether the stored rows are what is summed over.
@@ -117,12 +117,12 @@ def chosen(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -
 def tune(
     packed: PackedWeight, dtype: torch.dtype, tiles: tuple[int, ...] = (16, 32, 64, 128)
 ) -> dict[tuple[int, bool], Config]:
-    """Measure every configuration for this stack, and remember the quickest that is right.
+    """Measure every configuration for this weight, and remember the quickest that is right.
 
     Waits for the device; takes a few seconds for each tile the first time, compiling included.
 
     Args:
-        packed: A stack on a CUDA device; its shape and kind count, not its values.
+        packed: A weight on a CUDA device; its shape and kind count, not its values.
         dtype: bf16 or fp16.
         tiles: Rows in a tile: from 16 for few tokens an expert to 128 for many.
 
@@ -160,10 +160,10 @@ def _store(path: Path, table: dict[str, list[int]]) -> None:
 
 
 class _Problem(NamedTuple):
-    """Rows, the experts' bounds, tiles, and room for the absmax."""
+    """Rows, the experts' expert_offsets, tiles, and room for the absmax."""
 
     x: Tensor
-    bounds: Tensor
+    expert_offsets: Tensor
     tiles: Tensor
     absmax: Tensor
 
@@ -176,19 +176,21 @@ def _try(
         return None  # the kernel takes one or two blocks of a row at a time
     if config.hopper and not (tile >= 64 and on_hopper(packed.spec, problem.x.dtype, back=back)):
         return None
-    x, bounds, tiles, absmax = problem
+    x, expert_offsets, tiles, absmax = problem
     room = None if config.direct or packed.nested is None else absmax
     span = 0, packed.shape[2 if back else 1]
 
     def run() -> Tensor:
-        return launch(x, packed, None, room, bounds, tiles, tile, config, back=back, span=span)
+        return launch(
+            x, packed, None, room, expert_offsets, tiles, tile, config, back=back, span=span
+        )
 
     try:
         y = run()
     except (triton.compiler.errors.CompilationError, triton.runtime.errors.OutOfResources,
             RuntimeError):  # fmt: skip
         return None
-    if not _is_right(x, y, packed, bounds, back):
+    if not _is_right(x, y, packed, expert_offsets, back):
         return None
     times = []
     for _ in range(5):
@@ -213,7 +215,9 @@ def _problem(packed: PackedWeight, dtype: torch.dtype, tile: int, back: bool) ->
     return _Problem(x, first * each, tiles, absmax)
 
 
-def _is_right(x: Tensor, y: Tensor, packed: PackedWeight, bounds: Tensor, back: bool) -> bool:
+def _is_right(
+    x: Tensor, y: Tensor, packed: PackedWeight, expert_offsets: Tensor, back: bool
+) -> bool:
     """Compares the first, a middle and the last expert with their decoded product."""
     experts, n, k = packed.shape
     each = x.shape[0] // experts

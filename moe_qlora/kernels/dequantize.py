@@ -53,7 +53,7 @@ def _copy_factor(out, source, stride_r, stride_c, out_stride, first, total, WIDT
                        "below_se", "below_sr", "below_sc"]
 )  # fmt: skip
 def _decode_kernel(
-    out, words, absmax, table, table2, absmax2, offset, bounds, right, below,
+    out, words, absmax, table, table2, absmax2, offset, expert_offsets, right, below,
     first_expert, first_row, first_col,
     right_se, right_sr, right_sc, below_se, below_sr, below_sc,
     ROWS: tl.constexpr, COLS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_COLS: tl.constexpr,
@@ -72,7 +72,7 @@ def _decode_kernel(
     local = tl.program_id(1)
     expert = first_expert + local
     if SKIP:
-        if tl.load(bounds + expert) == tl.load(bounds + expert + 1):
+        if tl.load(expert_offsets + expert) == tl.load(expert_offsets + expert + 1):
             return
     expert = expert.to(tl.int64)
     out += local.to(tl.int64) * ((ROWS + RANK_B) * STRIDE)
@@ -122,7 +122,7 @@ def decode(
     *,
     first: int = 0,
     corner: tuple[int, int] = (0, 0),
-    bounds: Tensor | None = None,
+    expert_offsets: Tensor | None = None,
     right: Tensor | None = None,
     below: Tensor | None = None,
 ) -> None:
@@ -132,11 +132,11 @@ def decode(
         packed: The weight; `packed.dequantizes()` holds. It, and all that follow, start at
             multiples of 16 bytes.
         out: `(E', rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart; rows
-            and cols are the stack's, or fewer.
+            and cols are the weight's, or fewer.
         first: First expert.
         corner: First row and column (a multiple of 8) of the part.
-        bounds: `(E + 1,)` offsets of the experts' rows: those without rows are left as they are in
-            `out`. None decodes all.
+        expert_offsets: `(E + 1,)`: experts without rows are left as they are in `out`. None
+            decodes all.
         right: `(E, rows, r_r)`, any strides: written to the right of each matrix.
         below: `(E, r_b, cols)`, any strides: written below each matrix.
     """
@@ -144,15 +144,15 @@ def decode(
     nested = packed.nested
     none = packed.absmax
     table2, absmax2, offset, _ = nested if nested is not None else (none, none, none, 0)
-    step = _decode_step(
-        packed.spec, tuple(out.shape), out.stride(1), corner, bounds is not None, out.dtype,
+    step = _decode_launch(
+        packed.spec, tuple(out.shape), out.stride(1), corner, expert_offsets is not None, out.dtype,
         None if right is None else (right.shape[2], right.dtype),
         None if below is None else (below.shape[1], below.dtype),
     )  # fmt: skip
     step(
         out, packed.flat_codes if packed.kind == "int8" else packed.flat_codes.view(torch.int32),
         packed.absmax, none if packed.table is None else packed.table,
-        table2, absmax2, offset, none if bounds is None else bounds,
+        table2, absmax2, offset, none if expert_offsets is None else expert_offsets,
         out if right is None else right, out if below is None else below,
         first, *corner, *((0, 0, 0) if right is None else right.stride()),
         *((0, 0, 0) if below is None else below.stride()),
@@ -160,7 +160,7 @@ def decode(
 
 
 @lru_cache(maxsize=256)
-def _decode_step(
+def _decode_launch(
     spec: WeightSpec, shape: tuple[int, int, int], stride: int, corner: tuple[int, int],
     skips: bool, dtype: torch.dtype, right: tuple[int, torch.dtype] | None,
     below: tuple[int, torch.dtype] | None,

@@ -1,9 +1,10 @@
-"""x [W | B]^T and x [W ; A] for each expert's rows: straight on codes, or over decoded scratch.
+"""x [W | B]^T and x [W ; A] for each expert's rows: on the codes, or over the workspace.
 
-Few rows an expert are multiplied on codes (`codes.py`). For many, a stack is decoded into the
-shared scratch, LoRA's factors beside it, and multiplied by torch's grouped product. Where a decoded
-stack, or what comes out, is over the scratch's cap, both go in slices of the features that come
-out: every expert's rows are then still there, and nobody has to know on the host where they begin.
+Few rows an expert go into the quantized matmul (`quantized_mm.py`). For many, a weight is
+dequantized into the shared workspace, LoRA's factors beside it, and multiplied by torch's grouped
+matmul. Where a dequantized weight, or what comes out, is over the workspace's cap, both go in
+slices of the features that come out: every expert's rows are then still there, and nobody has to
+know on the host where they begin.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Factors(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Whose rows are whose, as a product needs it.
+    """Which rows are whose, as a matmul needs it.
 
     Attributes:
-        routing: Has the experts' bounds.
+        routing: Has the expert offsets.
         tiles: `(2 n,)` int32: one of its tables.
         tile: Rows in a tile.
     """
@@ -48,15 +49,15 @@ class Rows(NamedTuple):
     tile: int
 
 
-class Side(NamedTuple):
-    """One product: of a projection, forward or back.
+class ExpertMatmul(NamedTuple):
+    """One matmul of all experts: of a projection, forward or backward.
 
     Attributes:
-        packed: The stack.
+        packed: The weight.
         factors: Of LoRA, or None.
-        by_rows: Whether the stack's rows are the features that come out, else its columns.
+        by_rows: Whether the weight's rows are the features that come out, else its columns.
         back: Whether it belongs to backward.
-        few: Whether it runs on codes.
+        on_quantized: Whether it is the quantized matmul, on the codes.
         dtype: bf16 or fp16.
     """
 
@@ -64,7 +65,7 @@ class Side(NamedTuple):
     factors: Factors | None
     by_rows: bool
     back: bool
-    few: bool
+    on_quantized: bool
     dtype: torch.dtype
 
     @property
@@ -78,8 +79,8 @@ class Side(NamedTuple):
         return self.packed.shape[1 if self.by_rows else 2]
 
     @property
-    def _sides(self) -> tuple[Tensor | None, Tensor | None]:
-        """What lies to the right of a decoded stack, and below it."""
+    def _beside(self) -> tuple[Tensor | None, Tensor | None]:
+        """What lies to the right of a dequantized weight, and below it."""
         if self.factors is None:
             return None, None
         first, second = self.factors.b, self.factors.a
@@ -90,82 +91,88 @@ class Side(NamedTuple):
     @property
     def factor(self) -> Tensor | None:
         """`(E, N, r)`: the factor that the product's last r columns meet."""
-        right, below = self._sides
+        right, below = self._beside
         if self.by_rows or below is None:
             return right
         return below.transpose(1, 2)
 
 
-def is_few(
-    packed: PackedWeight, count: int, dtype: torch.dtype, *, back: bool, twice: bool = False
+def runs_quantized(
+    packed: PackedWeight,
+    count: int,
+    dtype: torch.dtype,
+    *,
+    back: bool,
+    reused_in_backward: bool = False,
 ) -> bool:
-    """Whether a product of so many rows runs on codes.
+    """Whether a matmul of so many rows runs on the codes.
 
     Args:
-        packed: The stack.
+        packed: The weight.
         count: R.
         dtype: Of the rows.
-        back: Whether the product sums over stored rows.
-        twice: Whether a second product would find the decoded stack.
+        back: Whether it sums over stored rows.
+        reused_in_backward: Whether a second matmul would find the dequantized weight.
     """
     if packed.kind == "int8" and not quantized_mm.takes_int8(packed.device):
         return False
     spec = packed.spec
-    hopper = quantized_mm.on_hopper(spec, dtype, back=back) and not twice
+    hopper = quantized_mm.on_hopper(spec, dtype, back=back) and not reused_in_backward
     few = few_rows(count, spec.shape[0], hopper=hopper)
     return few and quantized_mm.supports(spec)
 
 
-def wants_wide(packed: PackedWeight, count: int, dtype: torch.dtype) -> bool:
-    """Whether products on codes want tiles of `WIDE_TILE` rows, and not of 64."""
+def prefers_wide_tiles(packed: PackedWeight, count: int, dtype: torch.dtype) -> bool:
+    """Whether the quantized matmul is faster in tiles of `WIDE_TILE` rows than of 64."""
     least = 64 if quantized_mm.on_hopper(packed.spec, dtype, back=False) else 4 * 64
     return 3 * count > least * packed.experts
 
 
-def multiply(x: Tensor, side: Side, rows: Rows, name: str) -> Tensor:
-    """`(R, N)`: x, whose last r columns are LoRA's, times a stack and its factor.
+def multiply(x: Tensor, matmul: ExpertMatmul, rows: Rows, name: str) -> Tensor:
+    """Return x, whose last r columns are LoRA's, times a weight and its factor: `(R, N)`.
 
     Args:
         x: `(R, K + r)` sorted rows.
-        side: The product.
+        matmul: The matmul.
         rows: Whose rows are whose.
-        name: Of the scratch's buffer.
+        name: The workspace's buffer.
     """
     out = None
-    for (first, end), part in slices(x, side, rows, name):
-        if end - first == side.features:
+    for (first, end), part in slices(x, matmul, rows, name):
+        if end - first == matmul.features:
             return part
         if out is None:
-            out = torch.empty(x.shape[0], side.features, dtype=x.dtype, device=x.device)
+            out = torch.empty(x.shape[0], matmul.features, dtype=x.dtype, device=x.device)
         out[:, first:end] = part
     assert out is not None
     return out
 
 
 def slices(
-    x: Tensor, side: Side, rows: Rows, name: str
+    x: Tensor, matmul: ExpertMatmul, rows: Rows, name: str
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """`multiply`, a slice of features at a time: (first, end), and `(R, end - first)`."""
-    experts, n_rows, n_cols = side.packed.shape
-    inner = (n_cols if side.by_rows else n_rows) + side.rank
+    """Yield `multiply` a slice of features at a time: (first, end), and `(R, end - first)`."""
+    experts, n_rows, n_cols = matmul.packed.shape
+    inner = (n_cols if matmul.by_rows else n_rows) + matmul.rank
     # What comes out may be half of the cap: in backward it stands beside two others of its kind.
-    each = side.dtype.itemsize * max(2 * x.shape[0], 0 if side.few else experts * inner)
+    dequantized = 0 if matmul.on_quantized else experts * inner
+    each = matmul.dtype.itemsize * max(2 * x.shape[0], dequantized)
     step = max(64, workspace.workspace_cap(x.device) // each // 64 * 64)
     absmax = config = None
-    if side.few:
-        config = autotune.chosen(side.packed, x.dtype, rows.tile, back=not side.by_rows)
-        absmax = _room(side.packed, config, x.device)
-    for first in range(0, side.features, step):
-        span = first, min(first + step, side.features)
+    if matmul.on_quantized:
+        config = autotune.chosen(matmul.packed, x.dtype, rows.tile, back=not matmul.by_rows)
+        absmax = _room(matmul.packed, config, x.device)
+    for first in range(0, matmul.features, step):
+        span = first, min(first + step, matmul.features)
         if config is not None:
             part = quantized_mm.launch(
-                x, side.packed, side.factor, absmax, rows.routing.bounds, rows.tiles, rows.tile,
-                config, back=not side.by_rows, span=span,
+                x, matmul.packed, matmul.factor, absmax, rows.routing.expert_offsets, rows.tiles,
+                rows.tile, config, back=not matmul.by_rows, span=span,
             )  # fmt: skip
-        elif step >= side.features:
-            part = F.grouped_mm(x, _whole(side, rows.routing, name), offs=rows.routing.ends)
+        elif step >= matmul.features:
+            part = F.grouped_mm(x, _whole(matmul, rows.routing, name), offs=rows.routing.ends)
         else:
-            part = F.grouped_mm(x, _slice(side, rows.routing, span), offs=rows.routing.ends)
+            part = F.grouped_mm(x, _slice(matmul, rows.routing, span), offs=rows.routing.ends)
         yield span, part
 
 
@@ -175,49 +182,52 @@ def _room(packed: PackedWeight, config: quantized_mm.Config, device: torch.devic
     return workspace.take("absmax", tuple(packed.absmax.shape), torch.float32, device)[0]
 
 
-def _whole(side: Side, routing: Routing, name: str) -> Tensor:
-    """The operand `(E, K + r, N)` of a grouped product, as a view of the scratch.
+def _whole(matmul: ExpertMatmul, routing: Routing, name: str) -> Tensor:
+    """Return the operand `(E, K + r, N)` of a grouped matmul, as a view of the workspace.
 
-    Both factors lie beside the stack, so that what was decoded forward serves backward as well.
+    Both factors lie beside the weight: what the forward dequantized serves backward as well.
     """
-    right, below = side._sides
-    experts, n_rows, n_cols = side.packed.shape
+    right, below = matmul._beside
+    experts, n_rows, n_cols = matmul.packed.shape
     device = routing.ints.device
-    owner = owner_of(side.packed, routing)
-    width = n_cols + side.rank
-    stride = row_stride(width, side.dtype.itemsize)
+    owner = owner_of(matmul.packed, routing)
+    width = n_cols + matmul.rank
+    stride = row_stride(width, matmul.dtype.itemsize)
     full, held = workspace.take(
-        name, (experts, n_rows + side.rank, stride), side.dtype, device, owner, (routing.ints,)
+        name, (experts, n_rows + matmul.rank, stride), matmul.dtype, device, owner, (routing.ints,)
     )
     full = full[:, :, :width]
     if not held:
-        dequantize.decode(side.packed, full, bounds=routing.bounds, right=right, below=below)
-    return full[:, :n_rows].transpose(1, 2) if side.by_rows else full[:, :, :n_cols]
+        offsets = routing.expert_offsets
+        dequantize.decode(matmul.packed, full, expert_offsets=offsets, right=right, below=below)
+    return full[:, :n_rows].transpose(1, 2) if matmul.by_rows else full[:, :, :n_cols]
 
 
 def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int] | None:
-    """The scratch's name of a decoded stack; None while a graph is captured, which replays."""
+    """Return the workspace's name of a dequantized weight; None while a graph is captured."""
     ints = routing.ints
     if ints.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     return ints.data_ptr(), packed.codes.data_ptr()
 
 
-def _slice(side: Side, routing: Routing, span: tuple[int, int]) -> Tensor:
-    """The columns `span` of `_whole`, decoded apart."""
-    experts, n_rows, n_cols = side.packed.shape
+def _slice(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int]) -> Tensor:
+    """Return the columns `span` of `_whole`, dequantized apart."""
+    experts, n_rows, n_cols = matmul.packed.shape
     first, width = span[0], span[1] - span[0]
-    right, below = side._sides
-    shape, corner = (width, n_cols + side.rank), (first, 0)
-    if side.by_rows:
+    right, below = matmul._beside
+    shape, corner = (width, n_cols + matmul.rank), (first, 0)
+    if matmul.by_rows:
         right, below = None if right is None else right[:, span[0] : span[1]], None
     else:
-        shape, corner = (n_rows + side.rank, width), (0, first)
+        shape, corner = (n_rows + matmul.rank, width), (0, first)
         right, below = None, None if below is None else below[:, :, span[0] : span[1]]
-    bounds = routing.bounds
-    part, _ = workspace.take("first", (experts, *shape), side.dtype, bounds.device)
-    dequantize.decode(side.packed, part, corner=corner, bounds=bounds, right=right, below=below)
-    return part.transpose(1, 2) if side.by_rows else part
+    expert_offsets = routing.expert_offsets
+    part, _ = workspace.take("first", (experts, *shape), matmul.dtype, expert_offsets.device)
+    dequantize.decode(
+        matmul.packed, part, corner=corner, expert_offsets=expert_offsets, right=right, below=below
+    )
+    return part.transpose(1, 2) if matmul.by_rows else part
 
 
 def in_backward() -> bool:

@@ -1,13 +1,13 @@
-"""A whole layer of packed experts with LoRA, forward and backward, over decoded scratch.
+"""A whole layer of packed experts with LoRA, forward and backward.
 
-Shape legend: T tokens, k choices a token, R = T k rows sorted by expert, E experts, H hidden size,
-I intermediate size, P = 2 I (gated) or I, r1 and r2 the padded ranks of both projections.
+Shape legend: T tokens, k assignments a token, R = T k rows sorted by expert, E experts, H hidden
+size, I intermediate size, P = 2 I (gated) or I, r1 and r2 the padded ranks of both projections.
 
     rows   (R, H + r1)  the tokens' rows, and beside them s1 x A1^T
-    pre    (R, P)       = rows [W1 | B1]^T: the LoRA product is r1 more terms of the contraction
+    pre    (R, P)       = rows [W1 | B1]^T: LoRA is r1 more terms of the contraction
     inner  (R, I + r2)  h = gate(pre + bias), and beside it s2 h A2^T
     y      (R, H)       = inner [W2 | B2]^T
-    out    (T, H)       the sum over choices of w (y + bias), in fp32
+    out    (T, H)       the sum over a token's assignments of w (y + bias), in fp32
 
 and backward, from the tokens' gradient g:
 
@@ -32,15 +32,15 @@ from torch import Tensor
 
 from . import quantized_mm, row_launches, workspace
 from .expert_mm import (
+    ExpertMatmul,
     Factors,
     Rows,
-    Side,
     in_backward,
-    is_few,
     multiply,
     owner_of,
+    prefers_wide_tiles,
+    runs_quantized,
     slices,
-    wants_wide,
 )
 from .launch import aligned, cdiv
 from .limits import WIDE_TILE, padded, row_stride
@@ -49,7 +49,7 @@ from .row_launches import ACTS, Gate
 from .weights import PackedWeight
 
 _PIECES = 16
-"""At most so many pieces of copied rows, however low the scratch's cap."""
+"""At most so many pieces of copied rows, however low the workspace's cap."""
 
 
 class Lora(NamedTuple):
@@ -70,12 +70,12 @@ class Layer(NamedTuple):
     """What is constant of a layer.
 
     Attributes:
-        first: PackedWeight stack of gate and up, `(E, P, H)`, or `(E, H, P)` where transposed.
-        second: PackedWeight stack of down, `(E, H, I)` or `(E, I, H)`.
-        transposed: Whether stacks are stored `(E, in, out)`.
-        partial: Whether some choices belong to no expert that is held here.
+        first: Packed weight of gate and up, `(E, P, H)`, or `(E, H, P)` where transposed.
+        second: Packed weight of down, `(E, H, I)` or `(E, I, H)`.
+        transposed: Whether the weights are stored `(E, in, out)`.
+        partial: Whether some assignments belong to no expert that is held here.
         gate: The gate.
-        dtype: bf16 or fp16: of rows and decoded weights.
+        dtype: bf16 or fp16: of rows and dequantized weights.
     """
 
     first: PackedWeight
@@ -105,23 +105,23 @@ class Saved(NamedTuple):
     products: Tensor
 
 
-class Begun(NamedTuple):
-    """A forward up to the second product.
+class ForwardState(NamedTuple):
+    """A forward up to the down projection.
 
     Attributes:
         routing: The routing.
         saved: What backward needs.
         inner: `(R, I + r2)`.
-        side: The second product.
-        found: Its rows.
-        name: The scratch's buffer for it.
+        matmul: The down projection's matmul.
+        rows: Its rows.
+        name: The workspace's buffer for it.
     """
 
     routing: Routing
     saved: Saved
     inner: Tensor
-    side: Side
-    found: Rows
+    matmul: ExpertMatmul
+    rows: Rows
     name: str
 
 
@@ -142,24 +142,24 @@ def prepare(device: torch.device) -> None:
 
 
 def _factors(loras: tuple[Lora | None, Lora | None], layer: Layer) -> list[Factors | None]:
-    """Both projections' factors as the products read them."""
-    experts, made = layer.first.experts, [_padded_factors(lora, layer) for lora in loras]
-    given = [(lora, factors) for lora, factors in zip(loras, made, strict=True) if lora and factors]
-    if not given:
-        return made
-    (lora1, f1), (lora2, f2) = given[0], given[-1]
+    """Return both projections' factors as the matmuls read them."""
+    experts, factors = layer.first.experts, [_padded_factors(lora, layer) for lora in loras]
+    pairs = [(lora, f) for lora, f in zip(loras, factors, strict=True) if lora and f]
+    if not pairs:
+        return factors
+    (lora1, f1), (lora2, f2) = pairs[0], pairs[-1]
     total1 = f1.b.shape[1] * f1.rank
-    total2 = f2.b.shape[1] * f2.rank if len(given) == 2 else 0
+    total2 = f2.b.shape[1] * f2.rank if len(pairs) == 2 else 0
     ranks = lora1.a.shape[0] // experts, f1.rank, lora2.a.shape[0] // experts, f2.rank
     plain1, plain2 = aligned(lora1.b.contiguous()), aligned(lora2.b.contiguous())
     kinds = layer.dtype, plain1.dtype, plain2.dtype
     launch = row_launches.spread(experts, total1, total2, ranks, kinds, f1.b.get_device())
     launch(plain1, plain2, f1.b, f2.b, total1, total2)
-    return made
+    return factors
 
 
 def _padded_factors(lora: Lora | None, layer: Layer) -> Factors | None:
-    """`Factors` whose b is room only."""
+    """Return `Factors` whose b is room only."""
     if lora is None:
         return None
     experts = layer.first.experts
@@ -172,64 +172,64 @@ def _padded_factors(lora: Lora | None, layer: Layer) -> Factors | None:
     return Factors(aligned(a), b, lora.scaling)
 
 
-def _found(routing: Routing, count: int, layer: Layer, *sides: Side) -> Rows:
-    """The rows of products: in wider tiles where codes meet many."""
-    wide = any(s.few and wants_wide(s.packed, count, layer.dtype) for s in sides)
+def _tiled_rows(routing: Routing, count: int, layer: Layer, *matmuls: ExpertMatmul) -> Rows:
+    """Return the rows of matmuls: in wide tiles where the quantized matmul has many."""
+    wide = any(m.on_quantized and prefers_wide_tiles(m.packed, count, layer.dtype) for m in matmuls)
     if wide and routing.counts[1]:
         return Rows(routing, routing.wide, WIDE_TILE)
     return Rows(routing, routing.tiles, routing.tile)
 
 
-def _strip(count: int, width: int, like: Tensor, side: Side) -> Tensor:
-    """Room for the rows of a product."""
-    stride = row_stride(width, like.dtype.itemsize, quantized=side.few)
+def _strip(count: int, width: int, like: Tensor, matmul: ExpertMatmul) -> Tensor:
+    """Return room for the rows of a matmul."""
+    stride = row_stride(width, like.dtype.itemsize, quantized=matmul.on_quantized)
     room = torch.empty(count, stride, dtype=like.dtype, device=like.device)
     return room if stride == width else room[:, :width]
 
 
 def _gathered(
-    layer: Layer, found: Rows, x: Tensor, side: Side, factor: Tensor | None, name: str,
+    layer: Layer, rows: Rows, x: Tensor, matmul: ExpertMatmul, factor: Tensor | None, name: str,
     product: Tensor, bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The product of the tokens' rows, and those rows' own products with a bias.
+    """Return the matmul of the tokens' rows, and those rows' own products with a bias.
 
-    Their products with a factor `(E, r, K)` if it is `side.factors.a`, else `(E, K, r)`, are
+    Their products with a factor `(E, r, K)` if it is `matmul.factors.a`, else `(E, K, r)`, are
     written to `product`. The rows are copied a piece at a time where all of them are over the
     scratch's cap.
     """
-    routing = found.routing
+    routing = rows.routing
     count = routing.count
     dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
-    nbytes = count * (x.shape[1] + side.rank) * layer.dtype.itemsize
+    nbytes = count * (x.shape[1] + matmul.rank) * layer.dtype.itemsize
     pieces = min(_PIECES, -(-nbytes // workspace.workspace_cap(x.device)))
     if pieces <= 1:
-        copied = _copied(routing, x, side, factor, product, dots, bias)
-        return multiply(copied, side, found, name), dots
-    out = torch.empty(count, side.features, dtype=layer.dtype, device=x.device)
+        copied = _copied(routing, x, matmul, factor, product, dots, bias)
+        return multiply(copied, matmul, rows, name), dots
+    out = torch.empty(count, matmul.features, dtype=layer.dtype, device=x.device)
     step = cdiv(cdiv(count, pieces), 64) * 64  # pieces start at multiples of 16 bytes
     for first in range(0, count, step):
         part = slice(first, min(first + step, count))
         some = routing.part(part)
-        rank = side.rank
+        rank = matmul.rank
         copied = _copied(
-            some, x, side, factor, product[first * rank : part.stop * rank], dots[part], bias
+            some, x, matmul, factor, product[first * rank : part.stop * rank], dots[part], bias
         )
-        wide = found.tile == WIDE_TILE and some.counts[1] > 0
-        fewer = Rows(some, some.wide, WIDE_TILE) if wide else Rows(some, some.tiles, some.tile)
-        for (start, end), columns in slices(copied, side, fewer, name):
+        wide = rows.tile == WIDE_TILE and some.counts[1] > 0
+        piece = Rows(some, some.wide, WIDE_TILE) if wide else Rows(some, some.tiles, some.tile)
+        for (start, end), columns in slices(copied, matmul, piece, name):
             out[part, start:end] = columns
     return out, dots
 
 
-def begin(
+def gate_up_forward(
     layer: Layer,
     index: Tensor,
     x: Tensor,
     bias1: Tensor | None,
     lora1: Lora | None,
     lora2: Lora | None,
-) -> Begun:
-    """Everything of a forward that backward needs: all but the second product.
+) -> ForwardState:
+    """Compute everything of a forward that backward needs: all but the down projection.
 
     A checkpoint's recomputation ends here, as soon as the last tensor is saved.
 
@@ -246,53 +246,55 @@ def begin(
     count, recomputed = routing.count, in_backward()
     f1, f2 = _factors((lora1, lora2), layer)
     by_rows = not layer.transposed
-    # What a recomputation decodes, backward finds in the scratch, if nothing displaces it.
-    few1 = is_few(layer.first, count, layer.dtype, back=not by_rows, twice=recomputed)
-    few2 = is_few(layer.second, count, layer.dtype, back=not by_rows)
-    side1 = Side(layer.first, f1, by_rows, False, few1, layer.dtype)
-    side2 = Side(layer.second, f2, by_rows, False, few2, layer.dtype)
-    found = _found(routing, count, layer, side1, side2)
-    sizes = count * side1.rank, count * side2.rank
+    # What a recomputation dequantizes, backward finds in the workspace, if nothing displaces it.
+    quantized1 = runs_quantized(
+        layer.first, count, layer.dtype, back=not by_rows, reused_in_backward=recomputed
+    )
+    quantized2 = runs_quantized(layer.second, count, layer.dtype, back=not by_rows)
+    matmul1 = ExpertMatmul(layer.first, f1, by_rows, False, quantized1, layer.dtype)
+    matmul2 = ExpertMatmul(layer.second, f2, by_rows, False, quantized2, layer.dtype)
+    rows = _tiled_rows(routing, count, layer, matmul1, matmul2)
+    sizes = count * matmul1.rank, count * matmul2.rank
     products = torch.empty(sum(sizes), dtype=layer.dtype, device=x.device)
     product1, product2 = products.split_with_sizes(sizes)
     factor = None if f1 is None else f1.a
-    pre, _ = _gathered(layer, found, x, side1, factor, "first", product1)
+    pre, _ = _gathered(layer, rows, x, matmul1, factor, "first", product1)
     inner_size = layer.sizes[-1]
-    inner = _strip(count, inner_size + side2.rank, x, side2)
+    inner = _strip(count, inner_size + matmul2.rank, x, matmul2)
     bias = None if bias1 is None else aligned(bias1)
     launch = row_launches.gate(
-        layer.gate, inner_size, inner.stride(0), side2.rank, routing.tile, routing.counts[0],
+        layer.gate, inner_size, inner.stride(0), matmul2.rank, routing.tile, routing.counts[0],
         pre.dtype, None if bias is None else bias.dtype, pre.get_device(),
     )  # fmt: skip
     launch(
         pre, pre if bias is None else bias, x if f2 is None else f2.a, routing.tiles,
-        routing.bounds, inner, product2, 1.0 if f2 is None else f2.scaling,
+        routing.expert_offsets, inner, product2, 1.0 if f2 is None else f2.scaling,
         *row_launches.numbers(layer.gate),
     )  # fmt: skip
     name = "second" if recomputed else "first"
-    return Begun(routing, Saved(pre, products), inner, side2, found, name)
+    return ForwardState(routing, Saved(pre, products), inner, matmul2, rows, name)
 
 
-def finish(
+def down_forward(
     layer: Layer,
-    begun: Begun,
+    state: ForwardState,
     weights: Tensor,
     index: Tensor,
     bias2: Tensor | None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The layer's output: the second product, summed to tokens.
+    """Return the layer's output: the down projection, summed to tokens.
 
     Args:
         layer: The layer.
-        begun: What came before.
+        state: From `gate_up_forward`.
         weights: `(T, k)` routing weights.
-        index: `(T, k)`, as given to `begin`.
+        index: `(T, k)`, as given to `gate_up_forward`.
         bias2: `(E, H)` or None.
         out: `(T, H)`: where to write, or None.
     """
     return _summed(
-        layer, begun.inner, begun.side, begun.found, begun.name, out, weights, index, bias2
+        layer, state.inner, state.matmul, state.rows, state.name, out, weights, index, bias2
     )
 
 
@@ -306,50 +308,57 @@ def forward(
     lora1: Lora | None,
     lora2: Lora | None,
 ) -> tuple[Tensor, Routing, Saved]:
-    """The layer's output, and what its backward needs; arguments as of `begin` and `finish`."""
-    begun = begin(layer, index, x, bias1, lora1, lora2)
-    return finish(layer, begun, weights, index, bias2), begun.routing, begun.saved
+    """Return the layer's output, and what its backward needs.
+
+    The arguments are those of `gate_up_forward` and `down_forward`.
+    """
+    state = gate_up_forward(layer, index, x, bias1, lora1, lora2)
+    return down_forward(layer, state, weights, index, bias2), state.routing, state.saved
 
 
 def _copied(
-    routing: Routing, x: Tensor, side: Side, factor: Tensor | None, product: Tensor, dots: Tensor,
-    bias: Tensor | None,
+    routing: Routing, x: Tensor, matmul: ExpertMatmul, factor: Tensor | None, product: Tensor,
+    dots: Tensor, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The tokens' rows, their product with a factor beside them (and alone, and with the bias)."""
-    size, factors = x.shape[-1], side.factors
-    out = _strip(routing.count, size + side.rank, x, side)
+    """Return the tokens' rows, and beside them their product with a factor.
+
+    That product alone goes to `product`, their product with the bias to `dots`.
+    """
+    size, factors = x.shape[-1], matmul.factors
+    out = _strip(routing.count, size + matmul.rank, x, matmul)
     f = x if factor is None else factor
     over_rows = factors is not None and factor is factors.a
     launch = row_launches.copy(
-        size, out.stride(0), side.rank, over_rows, routing.top_k, routing.tile, routing.counts[0],
+        size, out.stride(0), matmul.rank, over_rows, routing.top_k, routing.tile, routing.counts[0],
         x.dtype, None if bias is None else bias.dtype, x.get_device(),
     )  # fmt: skip
     launch(
-        x, routing.order, f, routing.tiles, routing.bounds, out, product,
+        x, routing.order, f, routing.tiles, routing.expert_offsets, out, product,
         f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling,
     )  # fmt: skip
     return out
 
 
 def _summed(
-    layer: Layer, x: Tensor, side: Side, found: Rows, name: str, out: Tensor | None = None,
-    weights: Tensor | None = None, index: Tensor | None = None, bias: Tensor | None = None,
+    layer: Layer, x: Tensor, matmul: ExpertMatmul, rows: Rows, name: str,
+    out: Tensor | None = None, weights: Tensor | None = None, index: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The product of x's rows, summed to tokens `(T, N)`."""
-    size, routing = side.features, found.routing
+    """Return the matmul of x's rows, summed to tokens `(T, N)`."""
+    size, routing = matmul.features, rows.routing
     tokens = routing.count // routing.top_k
     if out is None:
         out = torch.empty(tokens, size, dtype=layer.dtype, device=x.device)
     weights, index, bias = (None if t is None else aligned(t) for t in (weights, index, bias))
     kinds = tuple(None if t is None else t.dtype for t in (weights, index, bias))
-    for (first, end), y in slices(x, side, found, name):
+    for (first, end), y in slices(x, matmul, rows, name):
         launch = row_launches.to_tokens(
             tokens, first, end, size, routing.top_k, routing.experts, layer.partial, y.dtype,
             kinds, y.get_device(),
         )  # fmt: skip
         launch(
             y, routing.inverse, y if weights is None else weights, y if index is None else index,
-            y if bias is None else bias, routing.bounds, out, tokens, first, size,
+            y if bias is None else bias, routing.expert_offsets, out, tokens, first, size,
         )  # fmt: skip
     return out
 
@@ -368,12 +377,12 @@ def backward(
     *,
     needs_x: bool = True,
 ) -> Grads:
-    """Gradients of `forward`.
+    """Return the gradients of `forward`.
 
     Args:
         layer: The layer, as given to `forward`, like all that follow but `grad`.
-        routing: What `forward` gave.
-        saved: What `forward` gave.
+        routing: From `forward`.
+        saved: From `forward`.
         grad: `(T, H)`, of the output.
         x: As there.
         weights: As there.
@@ -388,26 +397,17 @@ def backward(
     grad, x, weights = aligned(grad.to(layer.dtype).contiguous()), aligned(x), aligned(weights)
     bias1, bias2 = (None if b is None else aligned(b) for b in (bias1, bias2))
     f1, f2 = _factors((lora1, lora2), layer)
-    side1, side2, name = _back_sides(layer, routing, f1, f2)
-    found = _found(routing, count, layer, side1, side2)
-    product_g = torch.empty(count * side2.rank, dtype=layer.dtype, device=grad.device)
+    matmul1, matmul2, name = _backward_matmuls(layer, routing, f1, f2)
+    rows = _tiled_rows(routing, count, layer, matmul1, matmul2)
+    product_g = torch.empty(count * matmul2.rank, dtype=layer.dtype, device=grad.device)
     factor = None if f2 is None else f2.b
-    u, dots = _gathered(layer, found, grad, side2, factor, name, product_g, bias2)
-    d_pre = _strip(count, width + side1.rank, u, side1)
-    empty = torch.zeros_like if layer.partial else torch.empty_like
-    d_weights = empty(weights)
-    kinds = weights.dtype, *(None if b is None else b.dtype for b in (bias1, bias2))
-    launch = row_launches.gate_backward(
-        layer.gate, inner_size, d_pre.stride(0), side1.rank, routing.tile, routing.counts[0],
-        u.dtype, kinds, u.get_device(),
-    )  # fmt: skip
-    launch(
-        u, saved.pre, u if bias1 is None else bias1, weights, routing.order, dots,
-        u if f1 is None else f1.b, routing.tiles, routing.bounds, d_pre, d_weights,
-        1.0 if f1 is None else f1.scaling, *row_launches.numbers(layer.gate),
-    )  # fmt: skip
+    u, dots = _gathered(layer, rows, grad, matmul2, factor, name, product_g, bias2)
+    d_pre, d_weights = _gate_backward(
+        layer, routing, saved.pre, u, dots, weights, bias1, bias2, matmul1
+    )
     del u
-    product1, product2 = saved.products.split_with_sizes((count * side1.rank, count * side2.rank))
+    sizes = count * matmul1.rank, count * matmul2.rank
+    product1, product2 = saved.products.split_with_sizes(sizes)
     a1 = b1 = a2 = b2 = None
     if f2 is not None and lora2 is not None:
         a2 = _outer(lora2.a, product_g, f2.rank, saved.pre, layer, routing, inner_size,
@@ -420,14 +420,48 @@ def backward(
         b1 = _outer(lora1.b, product1, f1.rank, d_pre, layer, routing, width, over=True)
     dx = None
     if needs_x:
-        dx = _summed(layer, d_pre, side1, found, "first")
+        dx = _summed(layer, d_pre, matmul1, rows, "first")
     return Grads(dx, d_weights, a1, b1, a2, b2)
 
 
-def _back_sides(
+def _gate_backward(
+    layer: Layer, routing: Routing, pre: Tensor, u: Tensor, dots: Tensor, weights: Tensor,
+    bias1: Tensor | None, bias2: Tensor | None, matmul: ExpertMatmul,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of the pre-activation, LoRA's beside it, and of the routing weights.
+
+    Args:
+        layer: The layer.
+        routing: Its routing.
+        pre: `(R, P)`.
+        u: `(R, I)`: gradient of the gate's output before the routing weights.
+        dots: `(R,)` products of the tokens' gradient with bias2, empty without it.
+        weights: `(T, k)`.
+        bias1: `(E, P)` or None.
+        bias2: `(E, H)` or None.
+        matmul: Of the first projection, backward.
+    """
+    factors, size = matmul.factors, layer.sizes[-1]
+    d_pre = _strip(routing.count, pre.shape[1] + matmul.rank, u, matmul)
+    empty = torch.zeros_like if layer.partial else torch.empty_like
+    d_weights = empty(weights)
+    kinds = weights.dtype, *(None if b is None else b.dtype for b in (bias1, bias2))
+    launch = row_launches.gate_backward(
+        layer.gate, size, d_pre.stride(0), matmul.rank, routing.tile, routing.counts[0], u.dtype,
+        kinds, u.get_device(),
+    )  # fmt: skip
+    launch(
+        u, pre, u if bias1 is None else bias1, weights, routing.order, dots,
+        u if factors is None else factors.b, routing.tiles, routing.expert_offsets, d_pre,
+        d_weights, 1.0 if factors is None else factors.scaling, *row_launches.numbers(layer.gate),
+    )  # fmt: skip
+    return d_pre, d_weights
+
+
+def _backward_matmuls(
     layer: Layer, routing: Routing, f1: Factors | None, f2: Factors | None
-) -> tuple[Side, Side, str]:
-    """Backward's products, on what the scratch still holds, and the second one's buffer."""
+) -> tuple[ExpertMatmul, ExpertMatmul, str]:
+    """Return backward's matmuls, on what the workspace still holds, and the second's buffer."""
     by_rows, device = layer.transposed, routing.ints.device
     owners = [owner_of(packed, routing) for packed in (layer.first, layer.second)]
     held1 = workspace.holds("first", device, owners[0])
@@ -435,11 +469,13 @@ def _back_sides(
     name = "second" if held1 or held2 else "first"
     held2 = held2 or workspace.holds(name, device, owners[1])
 
-    def side(packed: PackedWeight, factors: Factors | None, held: bool) -> Side:
-        few = not held and is_few(packed, routing.count, layer.dtype, back=not by_rows)
-        return Side(packed, factors, by_rows, True, few, layer.dtype)
+    def matmul(packed: PackedWeight, factors: Factors | None, held: bool) -> ExpertMatmul:
+        on_quantized = not held and runs_quantized(
+            packed, routing.count, layer.dtype, back=not by_rows
+        )
+        return ExpertMatmul(packed, factors, by_rows, True, on_quantized, layer.dtype)
 
-    return side(layer.first, f1, held1), side(layer.second, f2, held2), name
+    return matmul(layer.first, f1, held1), matmul(layer.second, f2, held2), name
 
 
 def _outer(
@@ -447,7 +483,7 @@ def _outer(
     size: int, *, rank: int | None = None, weights: Tensor | None = None,
     bias: Tensor | None = None, gathers: bool = False, gates: bool = False, over: bool = False,
 ) -> Tensor:  # fmt: skip
-    """A factor's gradient in the shape and dtype of `like`; `over`: it is B, expert fastest."""
+    """Return a factor's gradient like `like`; `over`: it is B, expert fastest."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     real = (like.shape[1] if over else like.shape[0]) // routing.experts
     launch = row_launches.outer(
@@ -458,14 +494,14 @@ def _outer(
     )  # fmt: skip
     launch(
         small, big, big if bias is None else bias, big if weights is None else weights,
-        routing.order, routing.bounds, out, *row_launches.numbers(layer.gate),
+        routing.order, routing.expert_offsets, out, *row_launches.numbers(layer.gate),
     )  # fmt: skip
     return out
 
 
 __all__ = [
     "ACTS",
-    "Begun",
+    "ForwardState",
     "Gate",
     "Grads",
     "Layer",
@@ -473,9 +509,9 @@ __all__ = [
     "Routing",
     "Saved",
     "backward",
-    "begin",
-    "finish",
+    "down_forward",
     "forward",
+    "gate_up_forward",
     "ints_size",
     "prepare",
     "route",

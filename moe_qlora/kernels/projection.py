@@ -1,8 +1,8 @@
 """One projection by torch's grouped matrix products: no loop over experts, no wait for the device.
 
-The weight is dequantized into memory that lives for the call only; weights over
-`DEQUANTIZED_WEIGHT_BYTES` are left to `reference.py`. What `reference.py` does expert by expert is
-done here for all rows at once; its docstring has the formula and the legend.
+The weight is dequantized into memory that lives for the call only; weights that
+`limits.dequantizes_whole` refuses are left to `reference.py`. What `reference.py` does expert by
+expert is done here for all rows at once; its docstring has the formula and the legend.
 """
 
 from __future__ import annotations
@@ -13,28 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .limits import DEQUANTIZED_WEIGHT_BYTES
-from .reference import Grads, Needs, Rows, Term, Weight
-
-_ALIGN = 8  # grouped_mm wants strides of 16 bytes: 8 elements of 16 bits
-_HALVES = (torch.bfloat16, torch.float16)
-
-
-def fits(x: Tensor, weight: Weight, terms: Sequence[Term]) -> bool:
-    """Whether this backend computes these dtypes, sizes and this device."""
-    if weight.dtype not in _HALVES or x.device.type != "cuda" or x.shape[0] == 0:
-        return False
-    if torch.cuda.get_device_capability(x.device) < (8, 0):
-        return False
-    return suits(x, weight, terms)
-
-
-def suits(x: Tensor, weight: Weight, terms: Sequence[Term]) -> bool:
-    """`fits`, but for the device."""
-    sizes = (x.shape[-1], weight.out_features)
-    wide = all(size % _ALIGN == 0 for size in sizes)
-    small = 2 * weight.experts * sizes[0] * sizes[1] <= DEQUANTIZED_WEIGHT_BYTES
-    return wide and small and all(term.dtype in (*_HALVES, torch.float32) for term in terms)
+from .limits import GROUP
+from .reference import Grads, LoraInputs, Needs, Rows, Weight
 
 
 def forward(
@@ -43,10 +23,10 @@ def forward(
     rows: Rows,
     scale: Tensor | None,
     bias: Tensor | None,
-    terms: Sequence[Term],
+    lora: Sequence[LoraInputs],
 ) -> Tensor:
     """As `reference.forward`."""
-    offs = rows.edges[1:].to(torch.int32)
+    offs = rows.expert_offsets[1:].to(torch.int32)
     read = _read(x, rows)
     matrices = weight.decode(0, weight.experts)
     right = matrices if weight.transposed else matrices.transpose(1, 2)
@@ -54,11 +34,11 @@ def forward(
     del matrices, right
     if bias is not None:
         y = y + bias.to(y.dtype).index_select(0, _experts(rows, weight))
-    for term in terms:
-        source = read if term.source is None else _read(term.source, rows)
-        a, b = _factors(term, weight.experts)
-        inner = F.grouped_mm(source.to(term.dtype), a.transpose(1, 2), offs=offs)
-        y = y + F.grouped_mm(inner * term.scaling, b.transpose(1, 2), offs=offs)
+    for adapter in lora:
+        source = read if adapter.dropped is None else _read(adapter.dropped, rows)
+        a, b = _factors(adapter, weight.experts)
+        inner = F.grouped_mm(source.to(adapter.dtype), a.transpose(1, 2), offs=offs)
+        y = y + F.grouped_mm(inner * adapter.scaling, b.transpose(1, 2), offs=offs)
     y = y.to(x.dtype)
     if scale is not None:
         y = y * scale[:, None]
@@ -73,11 +53,11 @@ def backward(
     rows: Rows,
     scale: Tensor | None,
     bias: Tensor | None,
-    terms: Sequence[Term],
+    lora: Sequence[LoraInputs],
     needs: Needs,
 ) -> Grads:
     """As `reference.backward`."""
-    offs = rows.edges[1:].to(torch.int32)
+    offs = rows.expert_offsets[1:].to(torch.int32)
     g = grad.index_select(0, rows.token) if rows.scatters else grad
     g = _live(g, rows)
     factor = None if scale is None else scale[:, None]
@@ -102,11 +82,11 @@ def backward(
             bias_grad = torch.zeros(bias.shape, dtype=torch.float32, device=g.device)
             bias_grad = bias_grad.index_add_(0, experts, scaled).to(bias.dtype)
     grads = Grads(None, None, bias_grad, [], [], [])
-    for index, term in enumerate(terms):
-        source = read if term.source is None else _read(term.source, rows)
-        source = source.to(term.dtype)
-        a, b = _factors(term, weight.experts)
-        inner = _live(F.grouped_mm(g.to(term.dtype), b, offs=offs) * term.scaling, rows)
+    for index, adapter in enumerate(lora):
+        source = read if adapter.dropped is None else _read(adapter.dropped, rows)
+        source = source.to(adapter.dtype)
+        a, b = _factors(adapter, weight.experts)
+        inner = _live(F.grouped_mm(g.to(adapter.dtype), b, offs=offs) * adapter.scaling, rows)
         product: Tensor | None = None
         if dot is not None or needs.b[index]:
             product = _live(F.grouped_mm(source, a.transpose(1, 2), offs=offs), rows)
@@ -114,20 +94,20 @@ def backward(
             dot += (inner.float() * product.float()).sum(-1)
         if factor is not None:
             inner = inner * factor.to(inner.dtype)
-        grads.a.append(_grad_a(inner, source, offs, term) if needs.a[index] else None)
+        grads.a.append(_grad_a(inner, source, offs, adapter) if needs.a[index] else None)
         outer = g if factor is None else g * factor
         grads.b.append(
-            _grad_b(outer.to(term.dtype), product, offs, term)
+            _grad_b(outer.to(adapter.dtype), product, offs, adapter)
             if needs.b[index] and product is not None
             else None
         )
         onward = F.grouped_mm(inner, a, offs=offs)
-        if term.source is None:
+        if adapter.dropped is None:
             back = None if back is None else back + onward
-            grads.sources.append(None)
+            grads.dropped.append(None)
         else:
-            wanted = needs.sources[index]
-            grads.sources.append(_to_input(onward, rows).to(x.dtype) if wanted else None)
+            wanted = needs.dropped[index]
+            grads.dropped.append(_to_input(onward, rows).to(x.dtype) if wanted else None)
     grads.x = None if back is None else _to_input(back, rows).to(x.dtype)
     grads.scale = None if dot is None or scale is None else dot.to(scale.dtype)
     return grads
@@ -140,7 +120,7 @@ def _read(x: Tensor, rows: Rows) -> Tensor:
 def _experts(rows: Rows, weight: Weight) -> Tensor:
     """`(R,)` expert of each row; the last one for rows of no expert."""
     places = torch.arange(rows.order.shape[0], device=rows.order.device)
-    found = torch.searchsorted(rows.edges[1:].contiguous(), places, right=True)
+    found = torch.searchsorted(rows.expert_offsets[1:].contiguous(), places, right=True)
     return found.clamp_(max=weight.experts - 1)
 
 
@@ -149,13 +129,13 @@ def _live(y: Tensor, rows: Rows) -> Tensor:
     if not rows.partial:
         return y
     places = torch.arange(y.shape[0], device=y.device)
-    return torch.where((places < rows.edges[-1])[:, None], y, 0)
+    return torch.where((places < rows.expert_offsets[-1])[:, None], y, 0)
 
 
 def _to_tokens(y: Tensor, rows: Rows) -> Tensor:
-    """Sum a token's rows, in the order of its choices: `(R, n)` -> `(T, n)` in fp32."""
-    choices = y.index_select(0, rows.inverse).view(-1, rows.top_k, y.shape[-1])
-    return choices.sum(1, dtype=torch.promote_types(y.dtype, torch.float32))
+    """Sum a token's rows, in the order of its assignments: `(R, n)` -> `(T, n)` in fp32."""
+    each = y.index_select(0, rows.inverse).view(-1, rows.top_k, y.shape[-1])
+    return each.sum(1, dtype=torch.promote_types(y.dtype, torch.float32))
 
 
 def _to_input(y: Tensor, rows: Rows) -> Tensor:
@@ -164,18 +144,18 @@ def _to_input(y: Tensor, rows: Rows) -> Tensor:
 
 
 def _pad(tensor: Tensor, dim: int) -> Tensor:
-    short = -tensor.shape[dim] % _ALIGN
+    short = -tensor.shape[dim] % GROUP
     if not short:
         return tensor
     pads = [0, 0] * (tensor.dim() - 1 - dim) + [0, short]
     return F.pad(tensor, pads)
 
 
-def _factors(term: Term, experts: int) -> tuple[Tensor, Tensor]:
+def _factors(adapter: LoraInputs, experts: int) -> tuple[Tensor, Tensor]:
     """`(E, r, in)` and `(E, out, r)`, contiguous, with r padded by zeros to whole 16 bytes."""
-    a, b = term.factors(experts)
+    a, b = adapter.factors(experts)
     b = b.permute(2, 0, 1)
-    a, b = _pad(a.to(term.dtype), 1), _pad(b.to(term.dtype), 2)
+    a, b = _pad(a.to(adapter.dtype), 1), _pad(b.to(adapter.dtype), 2)
     return a.contiguous(), b.contiguous()
 
 
@@ -184,13 +164,13 @@ def _outer(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     return F.grouped_mm(left.t(), right, offs=offs)
 
 
-def _grad_a(inner: Tensor, source: Tensor, offs: Tensor, term: Term) -> Tensor:
+def _grad_a(inner: Tensor, source: Tensor, offs: Tensor, adapter: LoraInputs) -> Tensor:
     grad = _outer(inner.contiguous(), source.contiguous(), offs)
-    rank = term.a.shape[0] // grad.shape[0]
-    return grad[:, :rank].reshape(term.a.shape).to(term.a.dtype)
+    rank = adapter.a.shape[0] // grad.shape[0]
+    return grad[:, :rank].reshape(adapter.a.shape).to(adapter.a.dtype)
 
 
-def _grad_b(outer: Tensor, product: Tensor, offs: Tensor, term: Term) -> Tensor:
-    grad = _outer(outer.contiguous(), product.contiguous(), offs) * term.scaling
-    rank = term.b.shape[1] // grad.shape[0]
-    return grad[:, :, :rank].permute(1, 2, 0).reshape(term.b.shape).to(term.b.dtype)
+def _grad_b(outer: Tensor, product: Tensor, offs: Tensor, adapter: LoraInputs) -> Tensor:
+    grad = _outer(outer.contiguous(), product.contiguous(), offs) * adapter.scaling
+    rank = adapter.b.shape[1] // grad.shape[0]
+    return grad[:, :, :rank].permute(1, 2, 0).reshape(adapter.b.shape).to(adapter.b.dtype)

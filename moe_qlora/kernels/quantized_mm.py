@@ -3,14 +3,14 @@
 Where an expert has few rows, a layer costs what its weights' bytes cost. The codes are read once
 (0.516 bytes a weight), turned into what decoding gives (a code's value times its block's absmax,
 rounded to 16 bits) in registers, and multiplied from there, in the place of 2 bytes written and 2
-read again on the way through scratch.
+read again on the way through memory.
 
 One kernel for both directions and for both layouts, since one only has to know whether the stored
 rows are the features that come out or the dimension that is summed over.
 
 The values of codes come from a table in fp16 (11 bits; decoding takes them from fp32), so that a
 weight may round to the neighbour of what decoding gives, about once in 30. On Hopper and for many
-rows `codes_hopper.py` does the same with exact values, and faster.
+rows `quantized_mm_hopper.py` does the same with exact values, and faster.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Config(NamedTuple):
         stages: Steps loaded ahead.
         warps: Warps in a program.
         direct: Whether a nested absmax is decoded by each program, else in a pass of its own.
-        hopper: Whether it is the kernel of `codes_hopper.py`, whose cut is fixed.
+        hopper: Whether it is the kernel of `quantized_mm_hopper.py`, whose cut is fixed.
     """
 
     features: int
@@ -116,13 +116,13 @@ def _halves(codes, table, ASM: tl.constexpr):
 
 @triton.jit
 def absmax_kernel(
-    absmax, table2, absmax2, offset, bounds, out,
+    absmax, table2, absmax2, offset, expert_offsets, out,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, NESTED: tl.constexpr,
     BR: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """A nested absmax (E, ROWS, BLOCKS) as fp32 (E, BLOCKS, ROWS), of the experts with rows."""
     expert = tl.program_id(2)
-    if tl.load(bounds + expert) == tl.load(bounds + expert + 1):
+    if tl.load(expert_offsets + expert) == tl.load(expert_offsets + expert + 1):
         return
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     block = tl.program_id(1) * BB + tl.arange(0, BB)
@@ -172,8 +172,8 @@ def _weights(
 
 
 @triton.jit
-def codes_kernel(
-    x, codes, absmax, table, table2, absmax2, offset, factor, tiles, bounds, y,
+def quantized_kernel(
+    x, codes, absmax, table, table2, absmax2, offset, factor, tiles, expert_offsets, y,
     stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
     ROWS: tl.constexpr, COLS: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr,
     BACK: tl.constexpr, BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, INT8: tl.constexpr,
@@ -189,7 +189,7 @@ def codes_kernel(
     if expert < 0:
         return
     rows = tl.load(tiles + 2 * pid + 1) + tl.arange(0, BM)
-    live = rows < tl.load(bounds + expert + 1)
+    live = rows < tl.load(expert_offsets + expert + 1)
     rows = rows.to(tl.int64)
     K: tl.constexpr = ROWS if BACK else COLS
     first = n_first + tl.program_id(0) * BN
@@ -282,7 +282,7 @@ def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> boo
         codes, table = codes[: numel // 2].clone(), torch.tensor(TABLES[kind], device=device)
         packed = PackedWeight(codes, absmax, table, 64, None, shape, kind, dtype)
     given = torch.randn(144, 256, device=device, generator=generator).to(dtype)
-    bounds = torch.tensor([0, 5, 144], device=device, dtype=torch.int32)
+    expert_offsets = torch.tensor([0, 5, 144], device=device, dtype=torch.int32)
     cut = [[0, 0], *([1, first] for first in range(5, 144, tile))]
     tiles = torch.tensor(cut, device=device, dtype=torch.int32)
     weight = torch.empty(shape, device=device, dtype=given.dtype)
@@ -291,7 +291,9 @@ def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> boo
         for back in (False, True):
             x = given[:, : shape[1 if back else 2]].contiguous()
             span = 0, shape[2 if back else 1]
-            y = launch(x, packed, None, None, bounds, tiles, tile, config, back=back, span=span)
+            y = launch(
+                x, packed, None, None, expert_offsets, tiles, tile, config, back=back, span=span
+            )
             operand = weight if back else weight.transpose(1, 2)
             right = torch.cat([x[:5] @ operand[0], x[5:] @ operand[1]]).float()
             if not (y.float() - right).norm() < 4e-3 * right.norm():
@@ -306,7 +308,7 @@ def launch(
     packed: PackedWeight,
     factor: Tensor | None,
     absmax: Tensor | None,
-    bounds: Tensor,
+    expert_offsets: Tensor,
     tiles: Tensor,
     tile: int,
     config: Config,
@@ -322,7 +324,7 @@ def launch(
         factor: `(E, N, r)`, any strides, or None for r = 0.
         absmax: fp32, as many as there are blocks: room for a nested absmax, which is decoded into
             it first. None where `config.direct`, or where it is not nested.
-        bounds: `(E + 1,)` int32.
+        expert_offsets: `(E + 1,)` int32.
         tiles: As `routing.Routing` has them.
         tile: Rows in a tile.
         config: How to cut it.
@@ -336,7 +338,7 @@ def launch(
     if packed.nested is not None:
         table2, absmax2, offset, _ = packed.nested
         if absmax is not None:
-            _absmax_step(spec)(packed.absmax, table2, absmax2, offset, bounds, absmax)
+            _absmax_launch(spec)(packed.absmax, table2, absmax2, offset, expert_offsets, absmax)
             statistics, strides = absmax, (1, spec.shape[1])
     y = torch.empty(x.shape[0], span[1] - span[0], dtype=x.dtype, device=x.device)
     rank = 0 if factor is None else factor.shape[2]
@@ -351,7 +353,7 @@ def launch(
         )
         try:
             step(
-                x, packed.flat_codes.view(torch.int32), statistics, given, tiles, bounds, y,
+                x, packed.flat_codes.view(torch.int32), statistics, given, tiles, expert_offsets, y,
                 x.shape[0] - 1, *strides, *span, *across,
             )  # fmt: skip
         except (RuntimeError, triton.compiler.errors.CompilationError) as error:
@@ -365,18 +367,18 @@ def launch(
         else:
             return y
     nested = spec.nested if absmax is None else 0
-    step = _codes_step(
+    step = _quantized_launch(
         spec, x.dtype, x.stride(0), rank, across, nested, back, tile, count, config, span
     )
     step(
         x, packed.flat_codes, statistics, packed.absmax if packed.table is None else packed.table,
-        table2, absmax2, offset, given, tiles, bounds, y, *strides, *span, *across,
+        table2, absmax2, offset, given, tiles, expert_offsets, y, *strides, *span, *across,
     )  # fmt: skip
     return y
 
 
 @lru_cache(maxsize=64)
-def _absmax_step(spec: WeightSpec) -> Launch:
+def _absmax_launch(spec: WeightSpec) -> Launch:
     experts, n_rows, n_cols = spec.shape
     blocks = n_cols // spec.blocksize
     return Launch(
@@ -386,13 +388,13 @@ def _absmax_step(spec: WeightSpec) -> Launch:
 
 
 @lru_cache(maxsize=256)
-def _codes_step(
+def _quantized_launch(
     spec: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...],
     nested: int, back: bool, tile: int, tiles: int, config: Config, span: tuple[int, int],
 ) -> Launch:  # fmt: skip
     int8 = spec.kind == "int8"
     return Launch(
-        codes_kernel, (cdiv(span[1] - span[0], config.features), tiles),
+        quantized_kernel, (cdiv(span[1] - span[0], config.features), tiles),
         ROWS=spec.shape[1], COLS=spec.shape[2], STRIDE=stride, RANK=rank, BACK=back,
         BLOCKSIZE=spec.blocksize, NESTED=nested, INT8=int8,
         ASM="" if int8 or triton.knobs.runtime.interpret else lookup_asm(spec.kind),

@@ -1,4 +1,4 @@
-"""The products of `codes.py` on Hopper: weights made ready while the matrix unit works on others.
+"""The quantized matmul on Hopper: weights made ready while the matrix unit works on others.
 
 Triton waits for a product before it goes on, where an operand was computed in the same step. Here a
 step's product is issued and left alone; the next step's weights are looked up meanwhile and stored
@@ -7,8 +7,8 @@ into another of three buffers. Each thread holds whole blocks of 64 weights of a
 once: looking up a weight is then two or three instructions, and gives what decoding gives, bit for
 bit.
 
-Written in Gluon, Triton's language for what the compiler otherwise decides; `codes.py` is its plain
-twin, which runs everywhere else.
+Written in Gluon, Triton's language for what the compiler otherwise decides. `quantized_mm.py` has
+the portable kernel, which runs everywhere else.
 """
 
 from __future__ import annotations
@@ -250,19 +250,19 @@ def _product(
 
 @gluon.jit(do_not_specialize=["last_row"])
 def hopper_kernel(
-    x, codes, absmax, factor, tiles, bounds, y, last_row,
+    x, codes, absmax, factor, tiles, expert_offsets, y, last_row,
     stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
     ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, RANK: gl.constexpr,
     BACK: gl.constexpr, BLOCKSIZE: gl.constexpr, TABLE: gl.constexpr, LOOKUP: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """As `codes.codes_kernel`, of 4-bit codes read as words; the contraction is whole steps."""
+    """Compute `quantized_mm.quantized_kernel`, of 4-bit codes as words, in whole steps."""
     pid = gl.program_id(1)
     expert = gl.load(tiles + 2 * pid).to(gl.int64)
     if expert < 0:
         return
     start_row = gl.load(tiles + 2 * pid + 1)
-    end_row = gl.load(bounds + expert + 1)
+    end_row = gl.load(expert_offsets + expert + 1)
     # An expert's last tile is often nearly empty: half of one costs half of the product.
     if end_row - start_row > 64 or BM == 64:
         _product(
@@ -289,7 +289,7 @@ def step(
     spec: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...],
     back: bool, tile: int, tiles: int, span: tuple[int, int],
 ) -> Launch:  # fmt: skip
-    """`hopper_kernel` for `codes.launch`, in whose words these are; tile is 64 or 128.
+    """`hopper_kernel` for `quantized_mm.launch`, in whose words these are; tile is 64 or 128.
 
     Its absmax is fp32; across: the factor's strides.
     """

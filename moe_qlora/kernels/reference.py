@@ -1,7 +1,7 @@
 """One projection of a layer's experts over sorted tokens, forward and backward, on any device.
 
-Shape legend: T tokens, k choices a token, R = T k rows (one for each choice, sorted by expert),
-E experts, r rank.
+Shape legend: T tokens, k assignments a token, R = T k rows (one for each top-k assignment, sorted
+by expert), E experts, r rank.
 
 For row i of expert e:  y_i = x_i W_e^T + b_e + sum_j s_j (d_j(x_i) A_je^T) B_je^T,  times scale_i
 where there is one. The weights come from `decode`, one expert at a time and only for experts that
@@ -27,17 +27,17 @@ class Rows:
     """Where each sorted row comes from and goes to.
 
     Attributes:
-        order: `(R,)` int64: the choice (token x k + slot) that stands in each sorted row.
-        edges: `(E + 1,)` offsets: rows [edges[e], edges[e + 1]) belong to expert e. Rows after the
-            last belong to no expert (another rank's, or a choice that is no expert).
+        order: `(R,)` int64: the assignment (token x k + slot) in each sorted row.
+        expert_offsets: `(E + 1,)`: rows [offsets[e], offsets[e + 1]) belong to expert e. Rows after
+            the last offset belong to no expert that is held here.
         top_k: k.
         gathers: Whether the input holds tokens, else sorted rows.
         scatters: Whether the output is summed to tokens, else sorted rows.
-        partial: Whether there may be rows after the last edge.
+        partial: Whether there may be rows after the last offset.
     """
 
     order: Tensor
-    edges: Tensor
+    expert_offsets: Tensor
     top_k: int
     gathers: bool
     scatters: bool
@@ -50,7 +50,7 @@ class Rows:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """`(R,)` sorted row of each choice."""
+        """`(R,)` sorted row of each assignment."""
         count = self.order.shape[0]
         places = torch.arange(count, device=self.order.device)
         return torch.empty_like(self.order).index_copy_(0, self.order, places)
@@ -73,25 +73,25 @@ class Rows:
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """(expert, first row, one past its last) of each expert with rows; waits for the device."""
-        edges = self.edges.tolist()
-        for expert, (low, high) in enumerate(pairwise(edges)):
+        expert_offsets = self.expert_offsets.tolist()
+        for expert, (low, high) in enumerate(pairwise(expert_offsets)):
             if high > low:
                 yield expert, low, high
 
 
 @dataclass(frozen=True)
-class Term:
-    """One LoRA adapter's part in a projection.
+class LoraInputs:
+    """One LoRA adapter's inputs to a projection.
 
     Attributes:
-        source: What it reads in the place of x (x after its dropout), of x's shape; None: x.
+        dropped: x after the adapter's dropout, which it reads instead of x; None where it reads x.
         a: `(E r, in)`, expert slowest.
         b: `(out, r E)`, expert fastest.
         scaling: Factor.
         dtype: Dtype to compute it in.
     """
 
-    source: Tensor | None
+    dropped: Tensor | None
     a: Tensor
     b: Tensor
     scaling: float
@@ -105,7 +105,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Weight:
-    """The packed stack of one projection, as this module sees it.
+    """One projection's weight, as this module sees it.
 
     Attributes:
         decode: Gives experts' matrices.
@@ -129,7 +129,7 @@ class Grads:
     x: Tensor | None
     scale: Tensor | None
     bias: Tensor | None
-    sources: list[Tensor | None]
+    dropped: list[Tensor | None]
     a: list[Tensor | None]
     b: list[Tensor | None]
 
@@ -141,7 +141,7 @@ class Needs:
     x: bool
     scale: bool
     bias: bool
-    sources: Sequence[bool]
+    dropped: Sequence[bool]
     a: Sequence[bool]
     b: Sequence[bool]
 
@@ -169,17 +169,17 @@ def forward(
     rows: Rows,
     scale: Tensor | None,
     bias: Tensor | None,
-    terms: Sequence[Term],
+    lora: Sequence[LoraInputs],
 ) -> Tensor:
     """Apply the projection.
 
     Args:
         x: `(N, in)`.
-        weight: The packed stack.
+        weight: The weight.
         rows: Sorted rows.
         scale: `(R,)` factors of the rows; None for 1.
         bias: `(E, out)` or None.
-        terms: LoRA.
+        lora: Each active adapter.
 
     Returns:
         `(rows.outputs, out)` in x's dtype; sums over scattered rows are taken in fp32 or finer.
@@ -193,19 +193,24 @@ def forward(
         if bias is not None:
             y = y + bias[expert].to(y.dtype)
         y = y.to(x.dtype)
-        for term in terms:
-            a, b = (f.to(term.dtype) for f in _slices(term, weight.experts, expert))
-            source = read if term.source is None else _take(term.source, rows.gather, low, high)
-            y = y + ((source.to(term.dtype) @ a.t()) @ b.t()) * term.scaling
+        for adapter in lora:
+            a, b = (f.to(adapter.dtype) for f in _slices(adapter, weight.experts, expert))
+            source = _source(adapter, read, rows, low, high)
+            y = y + ((source.to(adapter.dtype) @ a.t()) @ b.t()) * adapter.scaling
         if scale is not None:
             y = y * scale[low:high, None]
         _put(out, y, rows.scatter, low, high)
     return out.to(x.dtype)
 
 
-def _slices(term: Term, experts: int, expert: int) -> tuple[Tensor, Tensor]:
+def _source(adapter: LoraInputs, read: Tensor, rows: Rows, low: int, high: int) -> Tensor:
+    """Return what an adapter reads of rows [low, high)."""
+    return read if adapter.dropped is None else _take(adapter.dropped, rows.gather, low, high)
+
+
+def _slices(adapter: LoraInputs, experts: int, expert: int) -> tuple[Tensor, Tensor]:
     """`(r, in)` and `(out, r)` of one expert."""
-    a, b = term.factors(experts)
+    a, b = adapter.factors(experts)
     return a[expert], b[:, :, expert]
 
 
@@ -216,19 +221,19 @@ def backward(
     rows: Rows,
     scale: Tensor | None,
     bias: Tensor | None,
-    terms: Sequence[Term],
+    lora: Sequence[LoraInputs],
     needs: Needs,
 ) -> Grads:
-    """Gradients of `forward`, from its inputs alone: decodes again, and saves no product.
+    """Return the gradients of `forward`, from its inputs alone: it decodes again.
 
     Args:
         grad: `(rows.outputs, out)`.
         x: As given to `forward`, like all that follow.
-        weight: The packed stack.
+        weight: The weight.
         rows: Sorted rows.
         scale: `(R,)` or None.
         bias: `(E, out)` or None.
-        terms: LoRA.
+        lora: Each active adapter.
         needs: Which gradients to compute.
     """
     wide = _sum_dtype(x.dtype)
@@ -236,12 +241,12 @@ def backward(
         x=torch.zeros(x.shape, dtype=wide, device=x.device) if needs.x else None,
         scale=torch.zeros_like(scale) if scale is not None and needs.scale else None,
         bias=torch.zeros_like(bias) if bias is not None and needs.bias else None,
-        sources=[
+        dropped=[
             torch.zeros(x.shape, dtype=wide, device=x.device) if need else None
-            for need in needs.sources
+            for need in needs.dropped
         ],
-        a=[torch.zeros_like(t.a) if n else None for t, n in zip(terms, needs.a, strict=True)],
-        b=[torch.zeros_like(t.b) if n else None for t, n in zip(terms, needs.b, strict=True)],
+        a=[torch.zeros_like(t.a) if n else None for t, n in zip(lora, needs.a, strict=True)],
+        b=[torch.zeros_like(t.b) if n else None for t, n in zip(lora, needs.b, strict=True)],
     )
     wants_base = needs.x or (needs.scale and scale is not None)
     for expert, low, high in rows.spans():
@@ -266,15 +271,15 @@ def backward(
             grads.bias[expert] = scaled.sum(0, dtype=wide).to(grads.bias.dtype)
         if dot is not None and bias is not None:
             dot += (g.to(wide) * bias[expert].to(wide)).sum(-1)
-        for index, term in enumerate(terms):
-            _term_backward(
-                grads, index, term, weight, expert, rows, (low, high), g, factor, read, dot
+        for index, adapter in enumerate(lora):
+            _lora_backward(
+                grads, index, adapter, weight, expert, rows, (low, high), g, factor, read, dot
             )
         if grads.scale is not None and dot is not None:
             grads.scale[low:high] = dot.to(grads.scale.dtype)
     if grads.x is not None:
         grads.x = grads.x.to(x.dtype)
-    grads.sources = [None if s is None else s.to(x.dtype) for s in grads.sources]
+    grads.dropped = [None if s is None else s.to(x.dtype) for s in grads.dropped]
     return grads
 
 
@@ -285,10 +290,10 @@ def _add(target: Tensor, value: Tensor, index: Tensor | None, low: int, high: in
         target.index_add_(0, index[low:high], value.to(target.dtype))
 
 
-def _term_backward(
+def _lora_backward(
     grads: Grads,
     index: int,
-    term: Term,
+    adapter: LoraInputs,
     weight: Weight,
     expert: int,
     rows: Rows,
@@ -299,22 +304,22 @@ def _term_backward(
     dot: Tensor | None,
 ) -> None:
     low, high = span
-    a, b = (f.to(term.dtype) for f in _slices(term, weight.experts, expert))
-    source = read if term.source is None else _take(term.source, rows.gather, low, high)
-    source = source.to(term.dtype)
-    inner = (g.to(term.dtype) @ b) * term.scaling  # (rows, r), before the rows' own factors
+    a, b = (f.to(adapter.dtype) for f in _slices(adapter, weight.experts, expert))
+    source = _source(adapter, read, rows, low, high)
+    source = source.to(adapter.dtype)
+    inner = (g.to(adapter.dtype) @ b) * adapter.scaling  # (rows, r), before the rows' own factors
     product = source @ a.t() if dot is not None or grads.b[index] is not None else None
     if dot is not None and product is not None:
         dot += (inner.to(dot.dtype) * product.to(dot.dtype)).sum(-1)
     if factor is not None:
-        inner = inner * factor.to(term.dtype)
+        inner = inner * factor.to(adapter.dtype)
     grad_a, grad_b = grads.a[index], grads.b[index]
     if grad_a is not None:
         grad_a.view(weight.experts, -1, grad_a.shape[-1])[expert] = inner.t() @ source
     if grad_b is not None and product is not None:
         outer = g if factor is None else g * factor
-        value = (outer.to(term.dtype).t() @ product) * term.scaling
+        value = (outer.to(adapter.dtype).t() @ product) * adapter.scaling
         grad_b.view(grad_b.shape[0], -1, weight.experts)[:, :, expert] = value
-    target = grads.x if term.source is None else grads.sources[index]
+    target = grads.x if adapter.dropped is None else grads.dropped[index]
     if target is not None:
         _add(target, inner @ a, rows.gather, low, high)

@@ -1,7 +1,7 @@
-"""Which rows are whose: the choices sorted by expert, and tables of tiles, in three launches.
+"""Which rows are whose: top-k assignments sorted by expert, and tables of tiles, in three launches.
 
-A stable counting sort, since experts are few: each block of choices is counted by expert, the
-counts are summed up over the blocks before, and each block's choices placed. Nobody on the host
+A stable counting sort, since experts are few: each block of assignments is counted by expert, the
+counts are summed up over the blocks before, and each block's assignments placed. Nobody on the host
 ever knows the counts, no sum depends on the order in which programs run, and torch's sort, search
 and conversions, some fifteen launches, are not needed.
 
@@ -29,8 +29,8 @@ _TILES = 32
 
 
 @triton.jit
-def _choices(index, i, rows, E: tl.constexpr, EP: tl.constexpr):
-    """Experts of the choices i, E for those that are held elsewhere, EP - 1 beyond the last."""
+def _experts_of(index, i, rows, E: tl.constexpr, EP: tl.constexpr):
+    """Experts of the assignments i, E for those that are held elsewhere, EP - 1 beyond the last."""
     key = tl.load(index + i, mask=i < rows, other=0)
     key = tl.where((key < 0) | (key > E), E, key).to(tl.int32)
     return tl.where(i < rows, key, EP - 1)
@@ -40,9 +40,9 @@ def _choices(index, i, rows, E: tl.constexpr, EP: tl.constexpr):
 def count_kernel(
     index, counts, rows, E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """counts[b, e]: how many of the b-th BLOCK choices are of expert e."""
+    """counts[b, e]: how many of the b-th BLOCK assignments are of expert e."""
     pid = tl.program_id(0)
-    key = _choices(index, pid * BLOCK + tl.arange(0, BLOCK), rows, E, EP)
+    key = _experts_of(index, pid * BLOCK + tl.arange(0, BLOCK), rows, E, EP)
     tl.store(counts + pid * EP + tl.arange(0, EP), tl.histogram(key, EP))
 
 
@@ -64,30 +64,31 @@ def scan_kernel(counts, totals, blocks, EP: tl.constexpr, BE: tl.constexpr, BB: 
 # The counts differ with each sequence's length, and nothing here gains from knowing more of them.
 @triton.jit(do_not_specialize=["rows", "blocks", "count", "count_wide"])
 def sort_kernel(
-    index, counts, totals, order, inverse, bounds, tiles, wide, rows, blocks, count, count_wide,
+    index, counts, totals, order, inverse, expert_offsets, tiles, wide,
+    rows, blocks, count, count_wide,
     E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, TB: tl.constexpr,
 ):  # fmt: skip
-    """order, inverse, bounds and both tables of tiles, from what `scan_kernel` leaves."""
+    """order, inverse, expert_offsets and both tables of tiles, from what `scan_kernel` leaves."""
     pid = tl.program_id(0)
     e = tl.arange(0, EP)
     total = tl.load(totals + e)
     low = tl.cumsum(total, 0) - total
     if pid == 0:
-        tl.store(bounds + e, low, mask=e <= E)
+        tl.store(expert_offsets + e, low, mask=e <= E)
     if pid < blocks:
-        # From here on this block's row of counts says where its choices begin.
+        # From here on this block's row of counts says where its assignments gate_up_forward.
         counts += pid * EP
         tl.store(counts + e, tl.load(counts + e) + low)
         tl.debug_barrier()
         j = tl.arange(0, CHUNK)
         for chunk in range(0, BLOCK, CHUNK):
             i = pid * BLOCK + chunk + j
-            key = _choices(index, i, rows, E, EP)
+            key = _experts_of(index, i, rows, E, EP)
             earlier = (key[:, None] == key[None, :]) & (j[None, :] < j[:, None])
             spot = tl.load(counts + key) + tl.sum(earlier.to(tl.int32), 1)
             for other in range(0, chunk, CHUNK):
-                past = _choices(index, pid * BLOCK + other + j, rows, E, EP)
+                past = _experts_of(index, pid * BLOCK + other + j, rows, E, EP)
                 spot += tl.sum((key[:, None] == past[None, :]).to(tl.int32), 1)
             tl.store(order + spot, i, mask=i < rows)
             tl.store(inverse + i, spot, mask=i < rows)
@@ -99,13 +100,13 @@ def sort_kernel(
 
 @triton.jit(do_not_specialize=["count", "count_wide"])
 def tiles_kernel(
-    bounds, tiles, wide, count, count_wide,
+    expert_offsets, tiles, wide, count, count_wide,
     E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, TB: tl.constexpr,
 ):  # fmt: skip
-    """Both tables of tiles of any bounds."""
+    """Both tables of tiles of any expert_offsets."""
     e = tl.arange(0, EP)
-    low = tl.load(bounds + e, mask=e < E, other=0)
-    total = tl.load(bounds + e + 1, mask=e < E, other=0) - low
+    low = tl.load(expert_offsets + e, mask=e < E, other=0)
+    total = tl.load(expert_offsets + e + 1, mask=e < E, other=0) - low
     if tl.program_id(0) * TB < count:
         _tabulate(low, total, tiles, count, E, EP, TILE, TB)
     if tl.program_id(0) * TB < count_wide:
@@ -131,13 +132,13 @@ def _tabulate(
 
 
 class Routing:
-    """Which rows are whose.
+    """Which sorted rows are which expert's.
 
     Attributes:
         ints: `(sum of all,)` int32: what follows, one behind the other, each from a multiple of 4.
-        order: `(R,)`, and up to 3 more: the choice (token x k + slot) in each row.
-        inverse: Likewise: the row of each choice.
-        bounds: `(E + 1,)`, and up to 3 more: rows of expert e are [bounds[e], bounds[e + 1]).
+        order: `(R,)`, and up to 3 more: the assignment (token x k + slot) in each row.
+        inverse: Likewise: the row of each assignment.
+        expert_offsets: `(E + 1,)`, and up to 3 more: [offsets[e], offsets[e + 1]) are e's rows.
         tiles: `(2 n,)`: expert and first row of each tile in turn, an expert of -1 for none.
         wide: The same of tiles of `WIDE_TILE` rows; empty where experts have too few rows.
         count: R.
@@ -151,21 +152,21 @@ class Routing:
         self.ints, self.count, self.experts, self.top_k = ints, count, experts, top_k
         self.tile, self.counts, sizes = _sizes(count, experts)
         parts = ints.split_with_sizes(sizes)
-        self.order, self.inverse, self.bounds, self.tiles, self.wide = parts
+        self.order, self.inverse, self.expert_offsets, self.tiles, self.wide = parts
 
     @cached_property
     def ends(self) -> Tensor:
         """`(E,)`: as torch's grouped product wants them."""
-        return self.bounds[1 : self.experts + 1]
+        return self.expert_offsets[1 : self.experts + 1]
 
     def part(self, rows: slice) -> Routing:
         """The routing of some of the rows, counted from the first of them; no `inverse`."""
         count = rows.stop - rows.start
         some = _empty(count, self.experts, self.top_k, self.ints.device)
-        some.bounds.copy_(self.bounds).sub_(rows.start).clamp_(0, count)
+        some.expert_offsets.copy_(self.expert_offsets).sub_(rows.start).clamp_(0, count)
         some.order[:count] = self.order[rows]
-        _tiles_step(self.experts, some.tile, some.counts, self.ints.get_device())(
-            some.bounds, some.tiles, some.wide, *some.counts
+        _tiles_launch(self.experts, some.tile, some.counts, self.ints.get_device())(
+            some.expert_offsets, some.tiles, some.wide, *some.counts
         )
         return some
 
@@ -191,32 +192,32 @@ def _empty(count: int, experts: int, top_k: int, device: torch.device) -> Routin
 
 
 def route(index: Tensor, experts: int) -> Routing:
-    """Sort the choices by expert, stably.
+    """Sort the top-k assignments by expert, stably.
 
     Args:
         index: `(T, k)` integers, contiguous; what is no expert that is held here comes last.
-        experts: E, up to `packed.MAX_EXPERTS`.
+        experts: E, up to `limits.MAX_EXPERTS`.
     """
     count = index.numel()
     routing = _empty(count, experts, index.shape[-1], index.device)
     device = index.get_device()
-    counted, scanned, placed, blocks, bins = _sort_steps(count, experts, index.dtype, device)
+    counted, scanned, placed, blocks, bins = _sort_launches(count, experts, index.dtype, device)
     room = torch.empty((blocks + 1) * bins, dtype=torch.int32, device=index.device)
     totals, counts = room.split_with_sizes([bins, blocks * bins])
     counted(index, counts, count)
     scanned(counts, totals, blocks)
     placed(
-        index, counts, totals, routing.order, routing.inverse, routing.bounds, routing.tiles,
-        routing.wide, count, blocks, *routing.counts,
+        index, counts, totals, routing.order, routing.inverse, routing.expert_offsets,
+        routing.tiles, routing.wide, count, blocks, *routing.counts,
     )  # fmt: skip
     return routing
 
 
 @lru_cache(maxsize=256)
-def _sort_steps(
+def _sort_launches(
     count: int, experts: int, dtype: torch.dtype, device: int
 ) -> tuple[Launch, Launch, Launch, int, int]:
-    """The launches, how many blocks of choices there are, and the bins of each one's counts."""
+    """The launches, how many blocks of assignments there are, and the bins of each one's counts."""
     bins = triton.next_power_of_2(experts + 2)
     blocks = cdiv(count, _BLOCK)
     tile, counts, _ = _sizes(count, experts)
@@ -232,7 +233,7 @@ def _sort_steps(
 
 
 @lru_cache(maxsize=256)
-def _tiles_step(experts: int, tile: int, counts: tuple[int, int], device: int) -> Launch:
+def _tiles_launch(experts: int, tile: int, counts: tuple[int, int], device: int) -> Launch:
     programs = max(cdiv(n, _TILES) for n in counts)
     bins = triton.next_power_of_2(experts)
     return Launch(

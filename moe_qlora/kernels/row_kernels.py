@@ -1,14 +1,14 @@
 """Kernels over sorted rows: gather, gate, its backward, sum to tokens, the LoRA factors' gradients.
 
-Shapes: T tokens, k choices a token, R = T k rows sorted by expert, E experts, H hidden size,
-I intermediate size, r rank (padded, see `packed.padded`), N features.
+Shapes: T tokens, k assignments a token, R = T k rows sorted by expert, E experts, H hidden size,
+I intermediate size, r rank (padded, see `limits.padded`), N features.
 
 What these kernels read and write is all that a layer moves beside its matrix products, so each
 pass does what it can while a row is at hand: the low-rank product with the rows that are copied or
 activated anyway, the routing weights' gradient with the gate's. No atomics: every sum is taken by
 one program, in one order.
 
-Rows are worked on in tiles of some rows of one expert (`packed.tile_rows`), each tile by programs
+Rows are worked on in tiles of some rows of one expert (`limits.tile_rows`), each tile by programs
 of 16 rows. Which tile is whose is written by a kernel as well (`routing.py`), so that the host
 never has to know the routing.
 """
@@ -56,14 +56,14 @@ def _spread(
 
 
 @triton.jit
-def _tile(tiles, bounds, BM: tl.constexpr):
+def _tile(tiles, expert_offsets, BM: tl.constexpr):
     """This program's expert (-1: none), its rows, and which of them are the expert's."""
     pid = tl.program_id(0)
     expert = tl.load(tiles + 2 * pid)
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
     live = rows < 0
     if expert >= 0:
-        first, end = tl.load(tiles + 2 * pid + 1), tl.load(bounds + expert + 1)
+        first, end = tl.load(tiles + 2 * pid + 1), tl.load(expert_offsets + expert + 1)
         rows += first
         live = rows < end
         if first + tl.program_id(1) * BM >= end:
@@ -145,7 +145,7 @@ def _gate(
 
 @triton.jit
 def copy_kernel(
-    x, order, factor, tiles, bounds, out, small, bias, dots, scaling,
+    x, order, factor, tiles, expert_offsets, out, small, bias, dots, scaling,
     K: tl.constexpr, STRIDE: tl.constexpr, TOP_K: tl.constexpr, RANK: tl.constexpr,
     OVER: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +154,7 @@ def copy_kernel(
     x_i is row order[i] // TOP_K of x. out (R, K + RANK) in rows STRIDE apart, small (R, RANK),
     F (E, K, RANK), stored (E, RANK, K) if OVER.
     """
-    expert, rows, live = _tile(tiles, bounds, BM)
+    expert, rows, live = _tile(tiles, expert_offsets, BM)
     if expert < 0:
         return
     source = (tl.load(order + rows, mask=live, other=0) // TOP_K).to(tl.int64)
@@ -186,7 +186,7 @@ def copy_kernel(
 
 @triton.jit
 def gate_kernel(
-    pre, bias, factor, tiles, bounds, out, small, scaling, limit, alpha, shift,
+    pre, bias, factor, tiles, expert_offsets, out, small, scaling, limit, alpha, shift,
     I: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr,
     BM: tl.constexpr, BI: tl.constexpr,
@@ -195,7 +195,7 @@ def gate_kernel(
 
     out (R, I + RANK) in rows STRIDE apart, F (E, I, RANK), stored (E, RANK, I).
     """
-    expert, rows, live = _tile(tiles, bounds, BM)
+    expert, rows, live = _tile(tiles, expert_offsets, BM)
     if expert < 0:
         return
     j = tl.arange(0, RANK if RANK > 0 else 16)
@@ -222,7 +222,7 @@ def gate_kernel(
 
 @triton.jit
 def gate_backward_kernel(
-    u, pre, bias, weights, order, dots, factor, tiles, bounds, out, grad_weights,
+    u, pre, bias, weights, order, dots, factor, tiles, expert_offsets, out, grad_weights,
     scaling, limit, alpha, shift,
     I: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr,
@@ -234,15 +234,15 @@ def gate_backward_kernel(
     d = w u dh/dpre, out (R, width + RANK) in rows STRIDE apart, F (E, width, RANK);
     grad_weights[order[i]] = <u_i, h_i> (+ dots[i]).
     """
-    expert, rows, live = _tile(tiles, bounds, BM)
+    expert, rows, live = _tile(tiles, expert_offsets, BM)
     if expert < 0:
         return
     WIDTH: tl.constexpr = 2 * I if GATED else I
     j = tl.arange(0, RANK if RANK > 0 else 16)
     product = tl.zeros([BM, RANK if RANK > 0 else 16], tl.float32)
     dot = tl.zeros([BM], tl.float32)
-    choice = tl.load(order + rows, mask=live, other=0)
-    w = tl.load(weights + choice, mask=live, other=0.0).to(tl.float32)
+    assignment = tl.load(order + rows, mask=live, other=0)
+    w = tl.load(weights + assignment, mask=live, other=0.0).to(tl.float32)
     factor += expert.to(tl.int64) * (WIDTH * RANK)
     dtype = out.dtype.element_ty
     for start in range(0, I, BI):
@@ -285,16 +285,16 @@ def gate_backward_kernel(
         tl.store(out + rows[:, None] * STRIDE + WIDTH + j[None, :], tail, mask=live[:, None])
     if DOTS:
         dot += tl.load(dots + rows, mask=live, other=0.0)
-    tl.store(grad_weights + choice, dot.to(grad_weights.dtype.element_ty), mask=live)
+    tl.store(grad_weights + assignment, dot.to(grad_weights.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def sum_kernel(
-    y, inverse, weights, index, bias, bounds, out, tokens, first, size,
+    y, inverse, weights, index, bias, expert_offsets, out, tokens, first, size,
     N: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr, PARTIAL: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = the sum over t's choices, in their order, of w (y_row + bias_e), in fp32.
+    """out[t] = the sum over t's assignments, in their order, of w (y_row + bias_e), in fp32.
 
     y (R, N) are the columns [first, first + N) of out (T, size) and bias (E, size).
     """
@@ -303,20 +303,20 @@ def sum_kernel(
     here = t < tokens
     total = tl.zeros([BT, BN], tl.float32)
     for slot in tl.static_range(TOP_K):
-        choice = t * TOP_K + slot
-        row = tl.load(inverse + choice, mask=here, other=0)
+        assignment = t * TOP_K + slot
+        row = tl.load(inverse + assignment, mask=here, other=0)
         live = here
         if PARTIAL:
-            live = here & (row < tl.load(bounds + E))
+            live = here & (row < tl.load(expert_offsets + E))
         ok = live[:, None] & (n < N)[None, :]
         value = tl.load(y + row.to(tl.int64)[:, None] * N + n[None, :], mask=ok, other=0.0)
         value = value.to(tl.float32)
         if BIASED:
-            expert = tl.load(index + choice, mask=live, other=0).to(tl.int32)
+            expert = tl.load(index + assignment, mask=live, other=0).to(tl.int32)
             add = tl.load(bias + expert[:, None] * size + (first + n)[None, :], mask=ok, other=0.0)
             value += add.to(tl.float32)
         if WEIGHTED:
-            value *= tl.load(weights + choice, mask=live, other=0.0).to(tl.float32)[:, None]
+            value *= tl.load(weights + assignment, mask=live, other=0.0).to(tl.float32)[:, None]
         total += value
     ok = here[:, None] & (n < N)[None, :]
     to = out + t.to(tl.int64)[:, None] * size + (first + n)[None, :]
@@ -325,7 +325,7 @@ def sum_kernel(
 
 @triton.jit
 def outer_kernel(
-    small, big, bias, weights, order, bounds, out, limit, alpha, shift,
+    small, big, bias, weights, order, expert_offsets, out, limit, alpha, shift,
     SMALL: tl.constexpr, BIG: tl.constexpr, SE: tl.constexpr, SN: tl.constexpr, SJ: tl.constexpr,
     N: tl.constexpr, RANK: tl.constexpr, REAL: tl.constexpr, TOP_K: tl.constexpr,
     GATHERS: tl.constexpr, WEIGHTED: tl.constexpr, GATES: tl.constexpr,
@@ -338,7 +338,7 @@ def outer_kernel(
     SMALL and BIG are strides of rows, SE, SN and SJ those of out; only j < REAL is written.
     """
     expert = tl.program_id(1)
-    low, high = tl.load(bounds + expert), tl.load(bounds + expert + 1)
+    low, high = tl.load(expert_offsets + expert), tl.load(expert_offsets + expert + 1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     j = tl.arange(0, RANK)
     total = tl.zeros([BN, RANK], tl.float32)
@@ -359,8 +359,8 @@ def outer_kernel(
                 source = (tl.load(order + rows, mask=live, other=0) // TOP_K).to(tl.int64)
             value = tl.load(big + source[:, None] * BIG + n[None, :], mask=ok, other=0.0)
         if WEIGHTED:
-            choice = tl.load(order + rows, mask=live, other=0)
-            w = tl.load(weights + choice, mask=live, other=0.0).to(tl.float32)
+            assignment = tl.load(order + rows, mask=live, other=0)
+            w = tl.load(weights + assignment, mask=live, other=0.0).to(tl.float32)
             s = (s.to(tl.float32) * w[:, None]).to(value.dtype)
         total = tl.dot(tl.trans(value), s, total, input_precision="ieee")
     to = out + expert.to(tl.int64) * SE + n[:, None].to(tl.int64) * SN + j[None, :] * SJ

@@ -1,6 +1,6 @@
 """One buffer for decoded weights, shared by all layers of a device.
 
-A decoded stack lives between its decoding and its grouped product, so that all layers can use one
+A decoded weight lives between its decoding and its grouped product, so that all layers can use one
 buffer. It is kept between calls, on each device and stream, since a block of this size does not
 come back from the allocator in one piece.
 
@@ -43,7 +43,7 @@ _cap: int | None = None
 
 
 def set_workspace_cap(nbytes: int | None) -> None:
-    """Upper bound for the bytes of one decoded piece; stacks over it go in chunks of experts.
+    """Upper bound for the bytes of one decoded piece; weights over it go in chunks of experts.
 
     Args:
         nbytes: Bytes; one expert's matrix is decoded at a time where it is less than that. None

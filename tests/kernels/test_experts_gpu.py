@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
+from moe_qlora.experts.backend import runs_grouped
 from moe_qlora.kernels import projection, reference
 
 pytestmark = pytest.mark.gpu
@@ -23,8 +24,8 @@ def rows(tokens: int, way: tuple[bool, bool], partial: bool) -> reference.Rows:
     if partial:
         index[::4, 1] = E
     ids, order = index.reshape(-1).sort(stable=True)
-    edges = torch.searchsorted(ids, torch.arange(E + 1, device="cuda"))
-    return reference.Rows(order, edges, K, *way, partial)
+    offsets = torch.searchsorted(ids, torch.arange(E + 1, device="cuda"))
+    return reference.Rows(order, offsets, K, *way, partial)
 
 
 @pytest.mark.parametrize("transposed", [True, False])
@@ -44,11 +45,11 @@ def test_grouped_equals_fp64(transposed, partial, way, tokens):
 
     def run(backend, dtype):
         weight = reference.Weight(lambda i, j: stack[i:j].to(dtype), E, OUT, transposed, dtype)
-        term = reference.Term(None, a.to(dtype), b.to(dtype), 0.5, dtype)
+        term = reference.LoraInputs(None, a.to(dtype), b.to(dtype), 0.5, dtype)
         factor = None if scale is None else scale.bfloat16().to(dtype)
         args = (x.to(dtype), weight, sorted_rows, factor, bias.to(dtype), [term])
         if backend is projection:
-            assert projection.fits(args[0], weight, [term])
+            assert runs_grouped(stack.shape, args[0], dtype, (dtype,))
         needs = reference.Needs(True, scale is not None, True, [False], [True], [True])
         grads = backend.backward(grad.to(dtype), *args, needs)
         out = backend.forward(*args)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_qlora.experts import forward
-from moe_qlora.experts import fused as experts_layer
+from moe_qlora.experts import backend, forward, operators
 from moe_qlora.experts.activation import plain_gate
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
@@ -114,17 +113,17 @@ def gradients(module, provider, x, index, weights, call=None):
 
 def both_ways(module, provider, parts, monkeypatch):
     """Outputs and gradients of the kernels, and of the projections one by one."""
-    ran = []
-    real = experts_layer.run
-    monkeypatch.setattr(
-        experts_layer, "run", lambda *a: ran.append(real(*a)) or ran[-1], raising=True
-    )
+    assert choice(module, parts[0]) == backend.FUSED
     fused = gradients(module, provider, *parts)
-    assert ran[-1] is not None
-    monkeypatch.setattr(experts_layer, "run", lambda *a: None)
+    real = backend.kernels_run
+    monkeypatch.setattr(backend, "kernels_run", lambda device: False)
     plain = gradients(module, provider, *parts)
-    monkeypatch.setattr(experts_layer, "run", real)
+    monkeypatch.setattr(backend, "kernels_run", real)
     return fused, plain
+
+
+def choice(module, x):
+    return backend.choose_backend(module, backend.read_call(module, x))
 
 
 def in_fp64(tests, style, module, provider, parts, dtype, limit=0.4):
@@ -253,11 +252,11 @@ def test_what_does_not_suit_goes_on_projection_by_projection(tests):
     style = tests.STYLES["normed"]
     module = on_gpu(tests, style, torch.bfloat16)
     x, index, weights = routed(tests, torch.bfloat16)
-    assert experts_layer.run(module, "gate_up_proj", x, index, weights, [(), ()], None) is None
+    assert choice(module, x).name == "projection by projection"
     style = tests.STYLES["concatenated"]
     module = on_gpu(tests, style, torch.float32)
     x, index, weights = routed(tests, torch.float32)
-    assert experts_layer.run(module, "gate_up_proj", x, index, weights, [(), ()], None) is None
+    assert choice(module, x).name == "reference loop"
     with torch.autocast("cuda", torch.bfloat16):
         mixed = module(x, index, weights)
     assert mixed.dtype == torch.float32
@@ -308,8 +307,8 @@ def test_compiles_whole(tests, style, monkeypatch):
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     calls = []
-    real = experts_layer._layer
-    monkeypatch.setattr(experts_layer, "_layer", lambda *a: calls.append(1) or real(*a))
+    real = operators.make_layer
+    monkeypatch.setattr(operators, "make_layer", lambda *a: calls.append(1) or real(*a))
     for mine, other in zip(gradients(module, provider, *parts, call=compiled), plain, strict=True):
         assert torch.equal(mine, other)
     assert calls

@@ -29,11 +29,11 @@ def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90,
     decoded = torch.empty(shape, device="cuda", dtype=dtype)
     dequantize.decode(packed, decoded)
     right = torch.empty(len(index), outer, device="cuda", dtype=torch.float64)
-    edges = routing.bounds[: experts + 1].tolist()
+    offsets = routing.expert_offsets[: experts + 1].tolist()
     for e in range(experts):
-        rows = x[edges[e] : edges[e + 1]].double()
+        rows = x[offsets[e] : offsets[e + 1]].double()
         w = decoded[e].double() if back else decoded[e].double().t()
-        right[edges[e] : edges[e + 1]] = (
+        right[offsets[e] : offsets[e + 1]] = (
             rows[:, :inner] @ w + rows[:, inner:] @ factor[e].double().t()
         )
     return packed, routing, x, factor, right
@@ -41,15 +41,17 @@ def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90,
 
 def run(packed, routing, x, factor, config, tile, back, span):
     from moe_qlora.kernels import quantized_mm
-    from moe_qlora.kernels.routing import _tiles_step
+    from moe_qlora.kernels.routing import _tiles_launch
 
     count = len(x) // tile + packed.experts
     tiles = torch.empty(2 * count, dtype=torch.int32, device="cuda")
-    _tiles_step(packed.experts, tile, (count, 0), 0)(routing.bounds, tiles, tiles, count, 0)
+    _tiles_launch(packed.experts, tile, (count, 0), 0)(
+        routing.expert_offsets, tiles, tiles, count, 0
+    )
     room = None
     if packed.nested is not None and not config.direct:
         room = torch.empty(packed.absmax.shape, device="cuda")
-    return quantized_mm.launch(x, packed, factor, room, routing.bounds, tiles, tile, config,
+    return quantized_mm.launch(x, packed, factor, room, routing.expert_offsets, tiles, tile, config,
                         back=back, span=span)  # fmt: skip
 
 

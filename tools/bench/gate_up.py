@@ -119,7 +119,7 @@ def _product(
 
     def decoded() -> Tensor:
         room = torch.empty(shape, dtype=x.dtype, device=x.device)
-        dequantize.decode(stack, room, bounds=bounds)
+        dequantize.decode(stack, room, expert_offsets=bounds)
         return grouped(room)
 
     return decoded, expected
@@ -141,11 +141,11 @@ def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callabl
 
     if not quantized_mm.supports(stack.spec):
         raise NotImplementedError("no products on codes: blocks do not lie within rows")
-    side = expert_mm.Side(stack, None, not transposed, False, True, x.dtype)
+    matmul = expert_mm.ExpertMatmul(stack, None, not transposed, False, True, x.dtype)
     if x.is_cuda:
         moe_layer.prepare(x.device)
     routing = routing_.route(index, stack.experts)
     rows = expert_mm.Rows(routing, routing.tiles, routing.tile)
-    if expert_mm.wants_wide(stack, index.numel(), x.dtype):
+    if expert_mm.prefers_wide_tiles(stack, index.numel(), x.dtype):
         rows = expert_mm.Rows(routing, routing.wide, WIDE_TILE)
-    return lambda: expert_mm.multiply(x, side, rows, "first")
+    return lambda: expert_mm.multiply(x, matmul, rows, "first")

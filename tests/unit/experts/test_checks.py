@@ -14,6 +14,7 @@ import moe_qlora
 from moe_qlora import testing
 from moe_qlora.experts import checks
 from moe_qlora.packing import parametrize
+from moe_qlora.packing.quant_state import state_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 
@@ -51,13 +52,12 @@ def contents(model):
     """Every tensor that the packed stacks hold, as bytes, with its dtype."""
     found = []
     for _, module, name in parametrize.iter_packed(model):
-        state = module.parametrizations[name][0].quant_state
+        first = module.parametrizations[name][0]
         held = [parametrize.original_of(module, name).data]
-        if hasattr(state, "scales"):
-            held.append(state.scales)
+        if isinstance(first, parametrize.PackedInt8):
+            held.append(first.scale_bits.view(torch.float32))
         else:
-            held += [state.absmax, state.code, state.offset]
-            held += [state.state2.absmax, state.state2.code]
+            held += state_tensors(first.quant_state)
         found += [
             (one.dtype, one.contiguous().view(-1, 1).view(torch.uint8).tolist()) for one in held
         ]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from moe_qlora.experts import backend, fused, operators
 from moe_qlora.experts import forward as experts
-from moe_qlora.experts import fused
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_config
@@ -65,7 +65,7 @@ def case(monkeypatch):
     experts.activate(host, ["experts"])
     provider = Provider(torch.float16)
     experts.set_lora_source(host.experts, provider)
-    monkeypatch.setattr(fused, "available", lambda device: True)
+    monkeypatch.setattr(backend, "kernels_run", lambda device: True)
     x = torch.randn(T, H).half().requires_grad_()
     weights = torch.rand(T, K).half().requires_grad_()
     return host.experts, provider, (x, torch.rand(T, E).topk(K, -1).indices, weights)
@@ -82,14 +82,14 @@ def gradients(run, provider, parts):
 def test_eager_equals_the_projections_and_compiled_equals_eager(case, monkeypatch):
     module, provider, parts = case
     ran = []
-    real = fused._layer
-    fields = ("gate", "scalings", "transposed", "partial", "dtype")
+    real = fused.make_layer
 
-    def recorded(packed, made):
-        ran.append([getattr(made, field) for field in fields])
-        return real(packed, made)
+    def recorded(packed, *constants):
+        ran.append([list(constants[0]), *constants[1:]])
+        return real(packed, *constants)
 
-    monkeypatch.setattr(fused, "_layer", recorded)
+    for module_ in (fused, operators):
+        monkeypatch.setattr(module_, "make_layer", recorded)
     eager = gradients(module, provider, parts)
     assert len(ran) == 1
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -97,7 +97,7 @@ def test_eager_equals_the_projections_and_compiled_equals_eager(case, monkeypatc
         assert torch.equal(mine, other)
     assert len(ran) == 3  # in either operator
     assert ran[1:] == ran[:1] * 2
-    monkeypatch.setattr(fused, "run", lambda *a: None)
+    monkeypatch.setattr(backend, "kernels_run", lambda device: False)
     for mine, other in zip(eager, gradients(module, provider, parts), strict=True):
         assert (mine - other).float().norm() < 4e-3 * other.float().norm()
 
@@ -109,10 +109,10 @@ def checkpointed(function, *parts):
 @pytest.fixture
 def finished(monkeypatch):
     """How often second products have been computed."""
-    kernels = fused._kernels()
+    kernels = backend.layer_kernels()
     calls = []
-    real = kernels.finish
-    monkeypatch.setattr(kernels, "finish", lambda *a: calls.append(1) or real(*a))
+    real = kernels.down_forward
+    monkeypatch.setattr(kernels, "down_forward", lambda *a: calls.append(1) or real(*a))
     return calls
 
 
@@ -141,7 +141,7 @@ def test_a_recomputation_decodes_for_backward_as_well(case, monkeypatch):
     from moe_qlora.kernels import dequantize, expert_mm
 
     module, provider, parts = case
-    monkeypatch.setattr(expert_mm, "FEW", 0)
+    monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
     decoded = []
     real = dequantize.decode
     monkeypatch.setattr(
@@ -167,13 +167,13 @@ def test_a_recomputation_asks_for_what_serves_twice(case, monkeypatch):
 
     module, provider, parts = case
     asked = []
-    real = expert_mm.is_few
+    real = expert_mm.runs_quantized
 
-    def recorded(packed, count, dtype, *, back, twice=False):
-        asked.append((packed.shape[1], back, twice))
-        return real(packed, count, dtype, back=back, twice=twice)
+    def recorded(packed, count, dtype, *, back, reused_in_backward=False):
+        asked.append((packed.shape[1], back, reused_in_backward))
+        return real(packed, count, dtype, back=back, reused_in_backward=reused_in_backward)
 
-    monkeypatch.setattr(moe_layer, "is_few", recorded)
+    monkeypatch.setattr(moe_layer, "runs_quantized", recorded)
     gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
     forward = [(2 * INNER, False, False), (H, False, False)]
     again = [(2 * INNER, False, True), (H, False, False)]
@@ -183,8 +183,8 @@ def test_a_recomputation_asks_for_what_serves_twice(case, monkeypatch):
     packed = parametrize.read_packed(module, NAMES[0])
     for rows, expected in ((256, (True, True)), (257, (True, False)), (513, (False, False))):
         found = [
-            real(packed, rows * E, torch.bfloat16, back=False, twice=twice)
-            for twice in (False, True)
+            real(packed, rows * E, torch.bfloat16, back=False, reused_in_backward=reused)
+            for reused in (False, True)
         ]
         assert tuple(found) == expected
 
@@ -211,14 +211,14 @@ def test_a_checkpoint_frees_factors_that_were_put_together(case, monkeypatch):
     module, provider, parts = case
     two_adapters(provider)
     made = []
-    real = fused._one_term
+    real = fused.joined_lora
 
     def recorded(*args):
         factors = real(*args)
-        made.extend(weakref.ref(t) for t in factors[:2])
+        made.extend(weakref.ref(t) for t in factors)
         return factors
 
-    monkeypatch.setattr(fused, "_one_term", recorded)
+    monkeypatch.setattr(fused, "joined_lora", recorded)
     out = checkpointed(module, *parts)
     gc.collect()
     assert len(made) == 4 and not any(ref() is not None for ref in made)
@@ -233,15 +233,17 @@ def test_two_adapters_infer(case):
         assert torch.equal(module(*parts), right)
 
 
-def test_scalings_are_numbers_of_one_kind(case):
-    _, provider, _ = case
-    term = provider.all["down_proj"][0]
-    provider.all["down_proj"] = (replace(term, scaling=1),)
-    whole = fused._one_term(provider.all["down_proj"], E, torch.float16, None)
-    assert type(whole[2]) is float
-    provider.all["down_proj"] *= 2
-    whole = fused._one_term(provider.all["down_proj"], E, torch.float16, None)
-    assert type(whole[2]) is float
+def test_scalings_are_numbers_of_one_kind(case, monkeypatch):
+    module, provider, parts = case
+    scalings = []
+    real = fused._eager
+    monkeypatch.setattr(fused, "_eager", lambda c, *a: scalings.extend(c.scalings) or real(c, *a))
+    for name, (term,) in provider.all.items():
+        provider.all[name] = (replace(term, scaling=1),)
+    module(*parts)
+    two_adapters(provider)
+    module(*parts)
+    assert [type(scaling) for scaling in scalings] == [float] * 4
 
 
 def test_tensors_of_several_devices_are_refused(case, monkeypatch):
@@ -265,8 +267,8 @@ def test_statistics_that_start_anywhere_are_copied(case, monkeypatch):
         return replace(packed, absmax=wide[1:])
 
     monkeypatch.setattr(parametrize, "read_packed", shifted)
-    layer = fused._layer
-    monkeypatch.setattr(fused, "_layer", lambda *a: off.append(layer(*a)) or off[-1])
+    layer = fused.make_layer
+    monkeypatch.setattr(fused, "make_layer", lambda *a: off.append(layer(*a)) or off[-1])
     mine = gradients(module, provider, parts)
     assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
     assert all(s.absmax.data_ptr() % 16 == 0 for made in off for s in (made.first, made.second))
@@ -295,23 +297,68 @@ def test_factors_that_are_no_leaves_are_saved_as_any_tensor(case):
     assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
 
 
-def test_what_does_not_suit_is_left_to_the_projections(case, monkeypatch):
-    module, provider, parts = case
-    ran = []
-    real = fused.run
-    monkeypatch.setattr(fused, "run", lambda *a: ran.append(real(*a)) or ran[-1])
-    right = module(*parts).detach()
-    assert ran[-1] is not None
+def choice(module, x):
+    return backend.choose_backend(module, backend.read_call(module, x))
 
-    module(*(t.float() if t.is_floating_point() else t for t in parts))
-    assert ran[-1] is None  # float32 rows
+
+def test_what_does_not_suit_is_left_to_the_projections(case):
+    module, provider, parts = case
+    assert choice(module, parts[0]) == backend.FUSED
+    assert "suit its kernels" in backend.FUSED.reason
+    right = module(*parts).detach()
+
+    refused = choice(module, parts[0].float())
+    assert refused.name == "reference loop"  # on the CPU
+    assert refused.reason == "the activations are torch.float32, not bfloat16 or float16"
     with torch.autocast("cpu", torch.float16):
-        assert (module(*parts) - right).abs().max() < 0.01 * right.abs().max()
-    assert ran[-1] is not None
+        assert choice(module, parts[0].float()) == backend.FUSED
+        single = (t.float() if t.is_floating_point() else t for t in parts)
+        assert (module(*single) - right).abs().max() < 0.01 * right.abs().max()
 
     term = provider.all["down_proj"][0]
-    provider.all["down_proj"] = (replace(term, dropout=nn.Dropout(0.5)),)
-    module(*parts)
-    assert ran[-1] is None  # dropout on what stands between the projections
-    provider.all["down_proj"] = (replace(term, a=term.a.double(), b=term.b.double()),)
-    assert fused._one_term(provider.all["down_proj"], E, torch.float16, None) is None
+    for change, reason in (
+        ({"dropout": nn.Dropout(0.5)}, "dropout stands before the LoRA of down_proj"),
+        (
+            {"a": term.a.double(), "b": term.b.double()},
+            "the LoRA of down_proj is torch.float64, the activations are torch.float16",
+        ),
+        (
+            {"a": torch.zeros(E * 160, INNER), "b": torch.zeros(H, E * 160)},
+            "ranks of the adapters of down_proj sum up to 160, over 128",
+        ),
+    ):
+        provider.all["down_proj"] = (replace(term, **change),)
+        assert choice(module, parts[0]).reason == reason
+    provider.all["down_proj"] = (term, replace(term, scaling=2.0))
+    assert "scaled by 0.5 and 2.0" in choice(module, parts[0]).reason
+
+
+def test_each_reason_against_the_fused_layer(case, monkeypatch):
+    module, _, (x, *_) = case
+    assert choice(module, x[:0]).reason == "there are no tokens"
+    monkeypatch.setattr(module, "has_post_expert_norm", True, raising=False)
+    assert "a norm stands between" in choice(module, x).reason
+    monkeypatch.undo()
+    assert "need CUDA of compute capability 8.0 and Triton, not cpu" in choice(module, x).reason
+    monkeypatch.setattr(backend, "kernels_run", lambda device: True)
+    parametrize.detach(module, "down_proj")
+    assert choice(module, x).reason == "down_proj is not packed"
+    parametrize.detach(module, "gate_up_proj")
+    assert choice(module, x) == backend.UNPACKED
+
+
+def test_which_projections_run_grouped():
+    x = torch.empty(4, 16)
+    bf16 = torch.bfloat16
+    assert not backend.runs_grouped((E, 24, 16), x, bf16, ())  # no GPU
+    capable = pytest.MonkeyPatch()
+    with capable.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        grouped = backend._grouped.__wrapped__
+        assert grouped((E, 24, 16), 0, bf16, (torch.float32, bf16))
+        assert not grouped((E, 24, 12), 0, bf16, ())
+        assert not grouped((E, 24, 16), 0, torch.float32, ())
+        assert not grouped((E, 24, 16), 0, bf16, (torch.float64,))
+        assert not grouped((2**11, 2**10, 2**10), 0, bf16, ())
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert not grouped((E, 24, 16), 0, bf16, ())

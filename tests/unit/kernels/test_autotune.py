@@ -9,14 +9,13 @@ import torch
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.experts import fused
+from moe_qlora.experts import backend
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_model
 
 triton = pytest.importorskip("triton")
 
-from moe_qlora import kernels  # noqa: E402
 from moe_qlora.kernels import autotune  # noqa: E402
 
 
@@ -73,17 +72,17 @@ def test_wrong_results_are_refused(back, monkeypatch):
     def decode(packed, out, *, first):
         out.copy_(decoded[first : first + len(out)])
 
-    monkeypatch.setattr(kernels.decode, "decode", decode)
+    monkeypatch.setattr(autotune.dequantize, "decode", decode)
     x = torch.randn(3 * 12, 32 if back else 64)
     weights = decoded.transpose(1, 2) if back else decoded
     right = torch.einsum("erk,enk->ern", x.view(3, 12, -1), weights).flatten(0, 1)
-    bounds = torch.arange(4, dtype=torch.int32) * 12
-    assert autotune._is_right(x, right, stack, bounds, back)
+    offsets = torch.arange(4, dtype=torch.int32) * 12
+    assert autotune._is_right(x, right, stack, offsets, back)
     for expert in range(3):
         for bad in (0.0, float("nan")):
             wrong = right.clone()
             wrong[12 * expert + 5, 7:] = bad
-            assert not autotune._is_right(x, wrong, stack, bounds, back)
+            assert not autotune._is_right(x, wrong, stack, offsets, back)
 
 
 def test_defaults_are_candidates():
@@ -101,7 +100,7 @@ def test_each_shape_of_a_model_is_tuned_once(monkeypatch):
     moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
     assert moe_qlora.tune_kernels(model) == 0  # no GPU, nothing to measure
     tuned = []
-    monkeypatch.setattr(fused, "available", lambda device: True)
+    monkeypatch.setattr(backend, "kernels_run", lambda device: True)
     monkeypatch.setattr(
         autotune, "tune", lambda packed, dtype: tuned.append((packed.shape[1:], dtype))
     )

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 NAMES = {
-    "_decode_kernel", "_flat_kernel", "absmax_kernel", "copy_kernel", "codes_kernel",
+    "_decode_kernel", "absmax_kernel", "copy_kernel", "quantized_kernel",
     "count_kernel", "gate_backward_kernel", "gate_kernel", "outer_kernel", "scan_kernel",
     "sort_kernel", "spread_kernel", "sum_kernel", "tiles_kernel",
 }  # fmt: skip

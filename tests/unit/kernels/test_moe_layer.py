@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from moe_qlora.experts import activation, fused, fused_op
+from moe_qlora.experts import activation, operators
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
 
@@ -49,9 +49,9 @@ def test_decode_equals_the_codec(kind, double, shape, apart):
     right, below = torch.randn(rows, 16, experts).permute(2, 0, 1), torch.randn(experts, 32, cols)
     wide = torch.full((experts, rows + 32, cols + 16 + apart), float("nan"))
     out = wide[:, :, : cols + 16]
-    bounds = torch.tensor([0, 2] + [5] * (experts - 1), dtype=torch.int32)
-    live = [e for e in range(experts) if bounds[e] < bounds[e + 1]]
-    dequantize.decode(stack, out, bounds=bounds, right=right, below=below)
+    offsets = torch.tensor([0, 2] + [5] * (experts - 1), dtype=torch.int32)
+    live = [e for e in range(experts) if offsets[e] < offsets[e + 1]]
+    dequantize.decode(stack, out, expert_offsets=offsets, right=right, below=below)
     expected = codec.unpack(stack)
     for e in range(experts):
         if e not in live:
@@ -201,7 +201,7 @@ def test_layer_equals_plain_loops(case):
 def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
     case = CASES[name]
     if not few:
-        monkeypatch.setattr(expert_mm, "FEW", 0)
+        monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
     sliced = []
     real = expert_mm._slice
     monkeypatch.setattr(expert_mm, "_slice", lambda *a: sliced.append(a[2]) or real(*a))
@@ -217,15 +217,15 @@ def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
 @pytest.mark.parametrize("name", ["plain", "interleaved", "partial"])
 def test_rows_any_distance_apart(name, monkeypatch):
     """As of wide rows, which start at whole lines."""
-    monkeypatch.setattr(expert_mm, "FEW", 0)
+    monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
     for module in (moe_layer, expert_mm):
-        monkeypatch.setattr(module, "row_stride", lambda width, itemsize, few=False: width + 24)
+        monkeypatch.setattr(module, "row_stride", lambda width, *args, **kwargs: width + 24)
     test_layer_equals_plain_loops(CASES[name])
 
 
 def test_a_cap_keeps_what_is_decoded_and_copied_below_it(monkeypatch):
     case = Case(tokens=200, experts=3, hidden=256, inner=192)
-    monkeypatch.setattr(expert_mm, "FEW", 0)
+    monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
     copied = []
     real = moe_layer._copied
     monkeypatch.setattr(moe_layer, "_copied", lambda *a: copied.append(real(*a)) or copied[-1])
@@ -256,7 +256,7 @@ def test_few_tokens_never_decode(name, monkeypatch):
 
     monkeypatch.setattr(dequantize, "decode", forbidden)
     test_layer_equals_plain_loops(CASES[name])
-    monkeypatch.setattr(expert_mm, "FEW", 0)
+    monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
     with pytest.raises(AssertionError, match="decoded"):
         test_layer_equals_plain_loops(CASES[name])
 
@@ -265,12 +265,12 @@ def test_few_tokens_never_decode(name, monkeypatch):
 def test_a_part_of_each_matrix_is_decoded(kind):
     stack = stack_of((3, 40, 72), *kind)
     whole = codec.unpack(stack)
-    bounds = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     right, below = torch.randn(3, 16, 16), torch.randn(3, 16, 24)
     for corner, height, width in [((8, 0), 16, 72), ((0, 24), 40, 24), ((11, 16), 16, 24)]:
         out = torch.full((3, height + 16, width), float("nan"))
         under = below if width == 24 else torch.zeros(3, 16, width)
-        dequantize.decode(stack, out, corner=corner, bounds=bounds, below=under)
+        dequantize.decode(stack, out, corner=corner, expert_offsets=offsets, below=under)
         for e in (0, 2):
             part = whole[e, corner[0] : corner[0] + height, corner[1] : corner[1] + width]
             assert torch.equal(out[e, :height], part)
@@ -287,12 +287,12 @@ def test_routing(shape):
     routing = routing_.route(index, experts)
     flat = index.reshape(-1)
     order, inverse = routing.order[: flat.numel()].long(), routing.inverse[: flat.numel()].long()
-    assert routing.bounds[: experts + 1].tolist() == [
+    assert routing.expert_offsets[: experts + 1].tolist() == [
         int((flat < e).sum()) for e in range(experts + 1)
     ]
     assert torch.equal(order, flat.sort(stable=True).indices)
     assert torch.equal(inverse[order], torch.arange(flat.numel()))
-    assert torch.equal(routing.ends, routing.bounds[1 : experts + 1])
+    assert torch.equal(routing.ends, routing.expert_offsets[1 : experts + 1])
     tables = [(routing.tiles, routing.tile)]
     assert (routing.counts[1] > 0) == (routing.tile == limits.TILE)
     if routing.counts[1]:
@@ -301,10 +301,12 @@ def test_routing(shape):
         rows = [[] for _ in range(experts)]
         for expert, start in table.view(-1, 2).tolist():
             if expert >= 0:
-                end = min(start + tile, int(routing.bounds[expert + 1]))
+                end = min(start + tile, int(routing.expert_offsets[expert + 1]))
                 rows[expert] += range(start, end)
         for e in range(experts):
-            assert rows[e] == list(range(int(routing.bounds[e]), int(routing.bounds[e + 1])))
+            assert rows[e] == list(
+                range(int(routing.expert_offsets[e]), int(routing.expert_offsets[e + 1]))
+            )
             assert (flat[order[rows[e]]] == e).all()
 
 
@@ -324,28 +326,30 @@ def test_scratch_remembers_its_owner():
 
 @pytest.mark.parametrize("tokens", [2, 40, 700])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_compiler_is_told_the_right_shapes(tokens, transposed, monkeypatch):
+def test_the_compiler_is_told_the_right_shapes(tokens, transposed):
     """What the custom operators promise is what they give, whatever the size of tiles."""
-    monkeypatch.setattr(fused, "available", lambda device: True)
     case = Case(experts=4, hidden=64, inner=64, transposed=transposed, ranks=(3, 0))
     made, stacks, *_ = build(case)
     x = torch.randn(tokens, 64, dtype=torch.float16)
     index = torch.rand(tokens, 4).topk(2, -1).indices
     weights = torch.rand(tokens, 2, dtype=torch.float16)
     lora = [torch.randn(4 * 3, 64).half(), torch.randn(128, 3 * 4).half()]
-    packed, described = [], []
+    packed, numbers = [], []
     for stack in stacks:
         nested = stack.nested
         inner = [nested.offset, nested.absmax, nested.table]
         packed += [stack.codes, stack.absmax, stack.table, *inner]
-        described.append((6, "nf4", tuple(stack.shape), 64, nested.blocksize))
-    constants = repr((tuple(made.gate), described, [0.5, None], case.transposed, False,
-                      "torch.float16"))  # fmt: skip
-    arguments = x, weights, index, [], lora, packed, constants
-    real, promised = fused_op._forward_op(*arguments), fused_op._forward_fake(*arguments)
+        numbers.append([0, 64, nested.blocksize, *stack.shape])
+    act, gated, interleaved, _, alpha, shift = made.gate
+    constants = (
+        *numbers, act, [gated, interleaved], [alpha, shift], [True, False], [0.5],
+        case.transposed, False,
+    )  # fmt: skip
+    arguments = x, weights, index, [], lora, packed, *constants
+    real, promised = operators._layer_forward(*arguments), operators._layer_forward_fake(*arguments)
     assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
-    later = x, x, weights, [], lora, packed, real[1:], constants, True
-    real, promised = fused_op._backward_op(*later), fused_op._backward_fake(*later)
+    later = x, x, weights, [], lora, packed, real[1:], True, *constants
+    real, promised = operators._layer_backward(*later), operators._layer_backward_fake(*later)
     assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
 
 

@@ -1,0 +1,260 @@
+"""Which backend computes a call of an experts module, and why: every condition stands here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.limits import GROUP, MAX_EXPERTS, MAX_LORA_RANK, dequantizes_whole, supports_fused
+from ..kernels.weights import PackedWeight, WeightSpec
+from .activation import find_gate
+from .lora_source import LoraFactors, active_lora
+from .operands import PackedOperand, read_operand
+
+HALVES = (torch.bfloat16, torch.float16)
+
+_kernels_run: dict[int, bool] = {}
+"""By CUDA device: whether the fused layer's kernels run there; found out in eager calls."""
+
+
+class Backend(NamedTuple):
+    """What computes a call.
+
+    Attributes:
+        name: "fused layer", "projection by projection", "reference loop" or "unpacked".
+        template: The reason, to be formatted with `values`: most calls never ask for it.
+        values: What the reason names.
+    """
+
+    name: str
+    template: str
+    values: tuple[Any, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why this backend computes the call, in words."""
+        return self.template.format(*self.values)
+
+
+FUSED = Backend("fused layer", "both packed projections, the gate and LoRA suit its kernels")
+UNPACKED = Backend("unpacked", "no expert weight is packed: transformers' own forward runs")
+
+Obstacle = tuple[str, tuple[Any, ...]] | None
+"""A reason against a backend, as template and values; None where there is none."""
+
+
+class Call(NamedTuple):
+    """One call of an experts module, as far as the choice of a backend depends on it.
+
+    Attributes:
+        names: Parameters of the first projection and of the second.
+        x: `(T, H)`: the hidden states.
+        weights: Both packed weights; None for one that is not packed.
+        lora: The active adapters' factors for each projection.
+        autocast: The autocast dtype, None outside autocast.
+    """
+
+    names: tuple[str, str]
+    x: Tensor
+    weights: tuple[PackedWeight | PackedOperand | None, PackedWeight | PackedOperand | None]
+    lora: tuple[tuple[LoraFactors, ...], tuple[LoraFactors, ...]]
+    autocast: torch.dtype | None
+
+
+def read_call(module: Any, x: Tensor) -> Call:
+    """Return what a call of `module` with hidden states x `(T, H)` computes with now."""
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    weights = read_operand(module, names[0]), read_operand(module, names[1])
+    lora = active_lora(module, names[0]), active_lora(module, names[1])
+    return Call(names, x, weights, lora, autocast_dtype(x))
+
+
+def choose_backend(module: Any, call: Call) -> Backend:
+    """Return what computes this call, and why.
+
+    Args:
+        module: The experts module.
+        call: From `read_call`; a doctor gives hidden states of the dtype and device in question.
+    """
+    if call.weights[0] is None and call.weights[1] is None:
+        return UNPACKED
+    obstacle = fused_obstacle(module, call)
+    if obstacle is None:
+        return FUSED
+    name = "projection by projection"
+    if not torch.compiler.is_compiling():  # there the custom operator chooses as it runs
+        grouped = (
+            weight is not None
+            and runs_grouped(
+                weight.shape,
+                call.x,
+                call.autocast or weight.compute_dtype or call.x.dtype,
+                tuple(call.autocast or each.a.dtype for each in factors),
+            )
+            for weight, factors in zip(call.weights, call.lora, strict=True)
+        )
+        name = name if all(grouped) else "reference loop"
+    return Backend(name, *obstacle)
+
+
+def fused_obstacle(module: Any, call: Call) -> Obstacle:
+    """Return why the fused layer does not compute a call, None where it does."""
+    x = call.x
+    if not kernels_run(x.device):
+        return "the fused kernels need CUDA of compute capability 8.0 and Triton, not {}", (
+            x.device,
+        )
+    if x.numel() == 0:
+        return "there are no tokens", ()
+    if module.has_post_expert_norm:
+        return "a norm stands between the last projection and the routing weights", ()
+    dtype = call.autocast or x.dtype
+    if find_gate(module) is None:
+        return "the kernels know no such activation as {}'s", (type(module).__name__,)
+    if dtype not in HALVES:
+        return "the activations are {}, not bfloat16 or float16", (dtype,)
+    for name, weight, factors in zip(call.names, call.weights, call.lora, strict=True):
+        if weight is None:
+            return "{} is not packed", (name,)
+        if module.has_bias and getattr(module, f"{name}_bias").requires_grad:
+            return "{}_bias is trained", (name,)
+        obstacle = _lora_obstacle(name, factors, weight.shape[0], dtype, call.autocast)
+        if obstacle is None:
+            obstacle = _weight_obstacle(name, weight, x.device, dtype, call.autocast)
+        if obstacle is not None:
+            return obstacle
+    return None
+
+
+def _lora_obstacle(
+    name: str,
+    lora: Sequence[LoraFactors],
+    experts: int,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
+) -> Obstacle:
+    """Return why adapters cannot run as one of all their ranks.
+
+    float32 factors are multiplied in 16 bit, as under autocast, and get float32 gradients: stock
+    PEFT rounds the sum of weight and delta to 16 bit, which loses more.
+    """
+    rank = 0
+    for factors in lora:
+        if factors.drops:
+            return "dropout stands before the LoRA of {}", (name,)
+        if factors.scaling != lora[0].scaling:
+            return "the adapters of {} are scaled by {} and {}", (
+                name, lora[0].scaling, factors.scaling,
+            )  # fmt: skip
+        if autocast is None and factors.a.dtype not in (dtype, torch.float32):
+            return "the LoRA of {} is {}, the activations are {}", (name, factors.a.dtype, dtype)
+        rank += factors.a.shape[0] // experts
+    if rank > MAX_LORA_RANK:
+        return "ranks of the adapters of {} sum up to {}, over {}", (name, rank, MAX_LORA_RANK)
+    return None
+
+
+def _weight_obstacle(
+    name: str,
+    weight: PackedWeight | PackedOperand,
+    device: torch.device,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
+) -> Obstacle:
+    compute = weight.compute_dtype
+    if len(weight.shape) != 3:
+        return "{} has {} dimensions, not 3", (name, len(weight.shape))
+    if compute is not None and compute != dtype and autocast is None:
+        return "{} is to be computed in {}, the activations are {}", (name, compute, dtype)
+    if isinstance(weight, PackedOperand):  # in a graph, where a cache would not be read
+        plain, supports = weight.lies_on(device), _supports.__wrapped__
+    else:
+        codes = weight.flat_codes
+        plain, supports = type(codes) is Tensor and codes.device == device, _supports
+    if not plain:
+        return "{} is sharded, or not on {}", (name, device)
+    if not supports(weight.spec):
+        return "{} of shape {} is not all groups of {}, or has over {} experts", (
+            name, tuple(weight.shape), GROUP, MAX_EXPERTS,
+        )  # fmt: skip
+    return None
+
+
+@lru_cache(maxsize=256)
+def _supports(spec: WeightSpec) -> bool:
+    experts, *sizes = spec.shape
+    return supports_fused(experts, tuple(sizes), kind=spec.kind, blocksize=spec.blocksize)
+
+
+def runs_grouped(
+    shape: Sequence[int],
+    x: Tensor,
+    dtype: torch.dtype,
+    lora_dtypes: tuple[torch.dtype, ...],
+) -> bool:
+    """Whether `kernels/projection.py` computes one projection; else `kernels/reference.py` does.
+
+    Args:
+        shape: Of the packed weight.
+        x: `(N, in)`.
+        dtype: In which the weight is multiplied.
+        lora_dtypes: In which each adapter's factors are multiplied.
+    """
+    some = x.is_cuda and x.shape[0] > 0
+    return some and _grouped(tuple(shape), x.get_device(), dtype, lora_dtypes)
+
+
+@lru_cache(maxsize=256)
+def _grouped(
+    shape: tuple[int, int, int],
+    device: int,
+    dtype: torch.dtype,
+    lora_dtypes: tuple[torch.dtype, ...],
+) -> bool:
+    known = dtype in HALVES and all(each in (*HALVES, torch.float32) for each in lora_dtypes)
+    capable = torch.cuda.get_device_capability(device) >= (8, 0)
+    return known and capable and dequantizes_whole(*shape)
+
+
+@cache
+def layer_kernels() -> Any:
+    """`kernels.moe_layer`, None where Triton is not installed."""
+    try:
+        from ..kernels import moe_layer
+    except ImportError:
+        return None
+    return moe_layer
+
+
+def kernels_run(device: torch.device) -> bool:
+    """Whether the fused kernels run on this device: CUDA, capability 8.0 or more, and Triton."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    index = device.index or 0
+    if index not in _kernels_run:
+        if torch.compiler.is_compiling():
+            return False
+        kernels = layer_kernels()
+        capable = torch.cuda.get_device_capability(device) >= (8, 0)
+        _kernels_run[index] = kernels is not None and capable
+        if _kernels_run[index]:
+            kernels.prepare(device)
+    return _kernels_run[index]
+
+
+def prepare(module: Any) -> None:
+    """Find out, outside of any compiler, what a compiled call of this module must know."""
+    find_gate(module)
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.is_cuda:
+        kernels_run(parameter.device)
+
+
+def autocast_dtype(like: Tensor) -> torch.dtype | None:
+    """Return the dtype of autocast on this tensor's device, None outside autocast."""
+    kind = like.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

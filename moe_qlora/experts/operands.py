@@ -1,0 +1,95 @@
+"""Packed expert weights as the operands of an eager call, and of custom operators in graphs.
+
+An eager call reads a `PackedWeight`. `torch.compile` cannot follow that, and a custom operator
+takes tensors and plain numbers only: there a weight is a `PackedOperand`, and the operator puts the
+`PackedWeight` together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.weights import NestedAbsmax, PackedWeight, WeightSpec
+from ..packing import parametrize
+
+_KINDS = ("nf4", "fp4", "int8")
+
+
+class PackedOperand(NamedTuple):
+    """A packed weight as tensors and constants.
+
+    Attributes:
+        tensors: Codes and the bits of the row scales for int8; else codes, absmax, table and, with
+            double quantization, offset, nested absmax and nested table.
+        spec: What kernels are chosen by; its device is not told here.
+        dtype: Dtype of the weight that was packed.
+        compute_dtype: What the user's config asks to compute in, or None.
+    """
+
+    tensors: list[Tensor]
+    spec: WeightSpec
+    dtype: torch.dtype
+    compute_dtype: torch.dtype | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the decoded weight."""
+        return self.spec.shape
+
+    @property
+    def numbers(self) -> list[int]:
+        """`spec` as a custom operator takes it: kind, block sizes and shape."""
+        shape, kind, blocksize, nested, _ = self.spec
+        return [_KINDS.index(kind), blocksize, nested, *shape]
+
+    def lies_on(self, device: torch.device) -> bool:
+        """Whether every part is a plain tensor on this device."""
+        return all(t.device == device and not hasattr(t, "device_mesh") for t in self.tensors)
+
+
+def packed_operand(module: Any, name: str) -> PackedOperand:
+    """Return a packed parameter by attribute reads that Dynamo can follow."""
+    chain = module.parametrizations[name]
+    first, codes = chain[0], chain.original
+    if hasattr(first, "scale_bits"):
+        spec = WeightSpec(tuple(first.weight_shape), "int8", 0, 0, -1)
+        return PackedOperand([codes, first.scale_bits], spec, first.weight_dtype, None)
+    state = first.quant_state
+    tensors = [codes, state.absmax, state.code]
+    nested = 0
+    if state.nested:
+        tensors += [state.offset, state.state2.absmax, state.state2.code]
+        nested = state.state2.blocksize
+    spec = WeightSpec(tuple(state.shape), state.quant_type, state.blocksize, nested, -1)
+    return PackedOperand(tensors, spec, state.dtype, getattr(first, "compute_dtype", None))
+
+
+def packed_weight(
+    tensors: Iterator[Tensor], numbers: Sequence[int], dtype: torch.dtype
+) -> PackedWeight:
+    """Return the packed weight of a `PackedOperand`: its numbers, and its tensors, taken."""
+    code, blocksize, nested, *sizes = numbers
+    kind, shape, codes = _KINDS[code], torch.Size(sizes), next(tensors).detach()
+    if kind == "int8":
+        scales = next(tensors).view(torch.float32)
+        return PackedWeight(codes, scales, None, 0, None, shape, kind, dtype)
+    absmax, table = islice(tensors, 2)
+    second = None
+    if nested:
+        offset, outer, outer_table = islice(tensors, 3)
+        second = NestedAbsmax(outer_table, outer, offset, nested)
+    return PackedWeight(codes, absmax, table, blocksize, second, shape, kind, dtype)
+
+
+def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
+    """Return an expert parameter as a call computes with it; None where it is not packed."""
+    if not parametrize.is_packed(module, name):
+        return None
+    if torch.compiler.is_compiling():
+        return packed_operand(module, name)
+    return parametrize.read_packed(module, name)

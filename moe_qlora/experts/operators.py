@@ -1,0 +1,253 @@
+"""The custom operators that a compiled graph calls: the fused layer, and one projection.
+
+An operator takes tensors and plain numbers: packed weights come as `operands.PackedOperand` has
+them, a gate and the constants of a call as lists and flags. Each family has a forward, a backward,
+and for both a fake version that tells the compiler shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.limits import padded
+from .backend import layer_kernels
+from .fused import check_devices, layer_backward, make_layer, make_loras
+from .operands import packed_weight
+from .projection import Inputs, Projection, no_autocast
+
+# The fused layer: `_LAYER_CONSTANTS` follow the tensors of forward and backward alike.
+
+_LAYER_CONSTANTS = (
+    "int[] first, int[] second, str act, bool[] gate_flags, float[] gate_numbers, "
+    "bool[] adapted, float[] scalings, bool transposed, bool partial"
+)
+_LAYER_FORWARD = (
+    "(Tensor x, Tensor weights, Tensor index, Tensor[] biases, Tensor[] lora, Tensor[] packed, "
+    f"{_LAYER_CONSTANTS}) -> Tensor[]"
+)
+_LAYER_BACKWARD = (
+    "(Tensor grad, Tensor x, Tensor weights, Tensor[] biases, Tensor[] lora, Tensor[] packed, "
+    f"Tensor[] saved, bool needs_x, {_LAYER_CONSTANTS}) -> Tensor[]"
+)
+
+
+def _layer_of(packed: Sequence[Tensor], dtype: torch.dtype, constants: Sequence[Any]) -> Any:
+    """Return the `moe_layer.Layer` that an operator's arguments describe."""
+    first, second, act, flags, (alpha, shift, *limit), _, _, transposed, partial = constants
+    tensors = iter(packed)
+    weights = [packed_weight(tensors, numbers, dtype) for numbers in (first, second)]
+    gate = act, *flags, limit[0] if limit else None, alpha, shift
+    return make_layer(weights, gate, transposed, partial, dtype)
+
+
+def _scalings(constants: Sequence[Any]) -> list[float | None]:
+    """Return each projection's scaling, None for one without LoRA."""
+    adapted, values = constants[5], iter(constants[6])
+    return [next(values) if flag else None for flag in adapted]
+
+
+def _layer_forward(
+    x: Tensor, weights: Tensor, index: Tensor, biases: Any, lora: Any, packed: Any, *constants: Any
+) -> list[Tensor]:
+    """Return the output, the routing, and what else backward needs."""
+    check_devices(x, weights, index, *biases, *lora)
+    layer = _layer_of(packed, x.dtype, constants)
+    with torch.no_grad(), no_autocast(x):
+        out, routing, saved = layer_kernels().forward(
+            layer, x, weights, index, *(biases or (None, None)),
+            *make_loras(lora, _scalings(constants)),
+        )  # fmt: skip
+    return [out, routing.ints, *saved]
+
+
+def _layer_forward_fake(
+    x: Tensor, weights: Tensor, index: Tensor, biases: Any, lora: Any, packed: Any, *constants: Any
+) -> list[Tensor]:
+    experts, rows, columns = constants[0][-3:]
+    transposed, count = constants[-2], index.numel()
+    ranks = [padded(a.shape[0] // experts) for a in lora[::2]]
+    return [
+        torch.empty_like(x),
+        index.new_empty(layer_kernels().ints_size(count, experts), dtype=torch.int32),
+        x.new_empty(count, columns if transposed else rows),
+        x.new_empty(count * sum(ranks)),
+    ]
+
+
+def _layer_backward(
+    grad: Tensor, x: Tensor, weights: Tensor, biases: Any, lora: Any, packed: Any, saved: Any,
+    needs_x: bool, *constants: Any,
+) -> list[Tensor]:  # fmt: skip
+    layer = _layer_of(packed, x.dtype, constants)
+    scalings = _scalings(constants)
+    grads = layer_backward(layer, scalings, grad, x, weights, biases, lora, saved, needs_x)
+    return [grad.new_empty(0) if g is None else g for g in grads]
+
+
+def _layer_backward_fake(
+    grad: Tensor, x: Tensor, weights: Tensor, biases: Any, lora: Any, packed: Any, saved: Any,
+    needs_x: bool, *constants: Any,
+) -> list[Tensor]:  # fmt: skip
+    first = torch.empty_like(x) if needs_x else grad.new_empty(0)
+    return [first, torch.empty_like(weights), *(torch.empty_like(f) for f in lora)]
+
+
+def _layer_setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    x, weights, _, biases, lora, packed, *constants = inputs
+    ctx.counts = len(biases), len(lora), len(packed)
+    ctx.constants = constants
+    ctx.save_for_backward(x, weights, *biases, *lora, *packed, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _layer_autograd(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
+    x, weights, *rest = ctx.saved_tensors
+    biases, lora, packed, saved = _split(rest, ctx.counts)
+    nothing = (None,) * len(ctx.constants)
+    if grads[0] is None:
+        return (None,) * 6 + nothing
+    need = ctx.needs_input_grad
+    out = torch.ops.moe_qlora.experts_layer_backward(
+        grads[0], x, weights, biases, lora, packed, saved, need[0], *ctx.constants
+    )
+    return (
+        out[0] if need[0] else None,
+        out[1] if need[1] else None,
+        None,
+        [None] * len(biases),
+        list(out[2:]),
+        [None] * len(packed),
+        *nothing,
+    )
+
+
+def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
+    """Cut a list into parts of these lengths, and the rest."""
+    parts, rest = [], list(tensors)
+    for count in counts:
+        parts.append(rest[:count])
+        rest = rest[count:]
+    return [*parts, rest]
+
+
+# One projection: the dropped inputs are those of adapters with dropout alone.
+
+_PROJECTION_INPUTS = (
+    "Tensor x, Tensor? scale, Tensor? bias, Tensor order, Tensor expert_offsets, "
+    "Tensor[] dropped, Tensor[] a, Tensor[] b, Tensor[] packed, int[] numbers, ScalarType dtype, "
+    "ScalarType? compute_dtype, bool transposed, int top_k, bool gathers, bool scatters, "
+    "bool partial, float[] scalings, ScalarType? autocast, bool[] drops"
+)
+
+
+def _projection_of(
+    x: Tensor, scale: Any, bias: Any, order: Tensor, expert_offsets: Tensor, dropped: Any, a: Any,
+    b: Any, packed: Any, numbers: Any, dtype: torch.dtype, compute_dtype: torch.dtype | None,
+    transposed: bool, top_k: int, gathers: bool, scatters: bool, partial: bool, scalings: Any,
+    autocast: torch.dtype | None, drops: Sequence[bool],
+) -> tuple[Projection, Any, Inputs]:  # fmt: skip
+    """Return what `Projection.run` takes, from the operator's arguments."""
+    weight = packed_weight(iter(packed), numbers, dtype)
+    weight.compute_dtype = compute_dtype
+    tensors = iter(dropped)
+    every = [next(tensors) if drop else None for drop in drops]
+    projection = Projection(
+        transposed, top_k, gathers, scatters, partial, tuple(scalings), autocast
+    )
+    return projection, weight, Inputs(x, scale, bias, order, expert_offsets, every, a, b)
+
+
+def _projection_forward(*args: Any) -> Tensor:
+    projection, weight, inputs = _projection_of(*args)
+    return projection.run(weight, inputs)
+
+
+def _projection_forward_fake(x: Tensor, *rest: Any) -> Tensor:
+    numbers, transposed, top_k, gathers, scatters = rest[8], *rest[11:15]
+    rows = x.shape[0] * top_k if gathers else x.shape[0]
+    out_features = numbers[-1] if transposed else numbers[-2]
+    return x.new_empty(rows // top_k if scatters else rows, out_features)
+
+
+def _projection_backward(grad: Tensor, needs: Sequence[bool], *args: Any) -> list[Tensor]:
+    projection, weight, inputs = _projection_of(*args)
+    drops, n = args[-1], len(inputs.a)
+    grads = projection.run_backward(weight, inputs, grad, needs)
+    kept = [g for i, g in enumerate(grads) if not (3 <= i < 3 + n) or drops[i - 3]]
+    return [grad.new_empty(0) if g is None else g for g in kept]
+
+
+def _projection_backward_fake(grad: Tensor, needs: Sequence[bool], *args: Any) -> list[Tensor]:
+    x, scale, bias, _, _, dropped, a, b, *_, drops = args
+    n = len(a)
+    source_needs = [need for need, drop in zip(needs[3 : 3 + n], drops, strict=True) if drop]
+    wanted = [*needs[:3], *source_needs, *needs[3 + n :]]
+    return [
+        torch.empty_like(like) if need and like is not None else grad.new_empty(0)
+        for like, need in zip([x, scale, bias, *dropped, *a, *b], wanted, strict=True)
+    ]
+
+
+def _projection_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, scale, bias, order, expert_offsets, dropped, a, b, packed, *constants = inputs
+    ctx.counts = len(dropped), len(a), len(b)
+    ctx.constants = constants
+    ctx.save_for_backward(x, scale, bias, order, expert_offsets, *dropped, *a, *b, *packed)
+
+
+def _projection_autograd(ctx: Any, grad: Tensor) -> Any:
+    single, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    dropped, a, b, packed = _split(rest, ctx.counts)
+    # Lists count as one input: their members' flags are not told apart here.
+    needs = [*ctx.needs_input_grad[:3], *ctx.constants[-1], *([True] * (len(a) + len(b)))]
+    grads = torch.ops.moe_qlora.experts_projection_backward(
+        grad, needs, *single, dropped, a, b, packed, *ctx.constants
+    )
+    lists = _split(grads[3:], ctx.counts[:2])
+    return (
+        *(g if flag else None for g, flag in zip(grads[:3], needs[:3], strict=True)),
+        None,
+        None,
+        *lists,
+        [None] * len(packed),
+        *(None for _ in ctx.constants),
+    )
+
+
+def register_operators() -> None:
+    """Define the custom operators, once; nothing is registered on import."""
+    if hasattr(torch.ops.moe_qlora, "experts_layer"):
+        return
+
+    def define(name: str, schema: str, function: Callable[..., Any], fake: Any) -> Any:
+        operator = torch.library.custom_op(
+            f"moe_qlora::{name}", function, mutates_args=(), schema=schema
+        )
+        operator.register_fake(fake)
+        return operator
+
+    layer = define("experts_layer", _LAYER_FORWARD, _layer_forward, _layer_forward_fake)
+    define("experts_layer_backward", _LAYER_BACKWARD, _layer_backward, _layer_backward_fake)
+    layer.register_autograd(_layer_autograd, setup_context=_layer_setup)
+    projection = define(
+        "experts_projection",
+        f"({_PROJECTION_INPUTS}) -> Tensor",
+        _projection_forward,
+        _projection_forward_fake,
+    )
+    define(
+        "experts_projection_backward",
+        f"(Tensor grad, bool[] needs, {_PROJECTION_INPUTS}) -> Tensor[]",
+        _projection_backward,
+        _projection_backward_fake,
+    )
+    projection.register_autograd(_projection_autograd, setup_context=_projection_setup)
+
+
+__all__ = [
+    "register_operators",
+]
