@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from .experts.tune import tune_kernels
     from .hf.switch import disable, enable, enabled
+    from .kernels.workspace import set_scratch_cap, set_workspace_cap
     from .layout import ExpertParam, ModelLayout
     from .lora.config import adapt_lora_config
     from .lora.load import load_adapter
@@ -63,6 +64,8 @@ _HOME = {
     "plan": "memory.plan",
     "quantize_checkpoint": "checkpoint.quantize",
     "quantize_experts": "quantize",
+    "set_scratch_cap": "kernels.workspace",  # the earlier name of set_workspace_cap
+    "set_workspace_cap": "kernels.workspace",
     "target_parameters": "lora.targets",
     "tune_kernels": "experts.tune",
 }
@@ -94,6 +97,8 @@ __all__ = [
     "plan",
     "quantize_checkpoint",
     "quantize_experts",
+    "set_scratch_cap",
+    "set_workspace_cap",
     "target_parameters",
     "tune_kernels",
 ]

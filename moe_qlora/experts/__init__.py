@@ -1,1 +1,18 @@
-"""To be described."""
+"""The experts forward: an experts module of transformers, computed from its packed weights.
+
+In goes a module whose parameters `packing` has packed, with hidden states and top-k assignments;
+out comes the layer's output, with gradients for activations, routing weights and LoRA. Open
+`forward.py` first: its docstring draws the path of a call, in this order.
+
+    forward.py      `activate`, and the forward that transformers then calls
+    backend.py      `choose_backend`: what computes a call, and why
+    lora_source.py  where the forward gets its LoRA factors from
+    operands.py     packed weights as eager calls and compiled graphs take them
+    fused.py        a whole module as one operation, by kernels/moe_layer.py
+    projection.py   one projection as one operation, by kernels/projection.py or reference.py
+    operators.py    both as custom operators, for torch.compile
+    activation.py   which activation a module computes
+    checks.py       checks before a packed model runs
+    restore.py      packed experts back to plain parameters
+    tune.py         `tune_kernels`
+"""

@@ -1,4 +1,21 @@
-"""What computes with packed experts' decoded slices: torch (and later Triton) only.
+"""What computes with packed experts: torch and Triton only, and nothing of transformers or PEFT.
 
-reference.py    one projection of all experts, forward and backward, expert by expert
+In go a `weights.PackedWeight`, rows of activations, top-k assignments and LoRA factors; out come a
+layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls, in this order:
+
+    moe_layer.py            the whole layer, forward and backward
+    routing.py              sorts top-k assignments by expert, cuts the rows into tiles
+    row_kernels.py          kernels over sorted rows: gather, gate, sum to tokens, LoRA's gradients
+    row_launches.py         how these are cut and launched
+    expert_mm.py            x W for each expert's rows, by one of the next three
+    quantized_mm.py         few rows: multiplies on the codes, any GPU
+    quantized_mm_hopper.py  the same on Hopper
+    dequantize.py           many rows: codes to 16 bit, for torch's grouped matmul
+    workspace.py            the buffer that dequantize.py writes into
+    autotune.py             the quickest cut of the quantized matmul, measured on request
+    launch.py               launches kernels with little of the host's time
+
+One projection runs by `projection.py` (grouped matmul) or `reference.py` (any device, and what the
+others are held against). `weights.py` has the packed weight, `limits.py` the numbers and size rules
+that decide between all of these.
 """

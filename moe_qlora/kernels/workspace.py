@@ -1,7 +1,7 @@
-"""One buffer for decoded weights, shared by all layers of a device.
+"""One buffer for dequantized weights, shared by all layers of a device.
 
-A decoded weight lives between its decoding and its grouped product, so that all layers can use one
-buffer. It is kept between calls, on each device and stream, since a block of this size does not
+A dequantized weight lives between its decoding and its grouped matmul, so that all layers can use
+one buffer. It is kept between calls, on each device and stream, since a block of this size does not
 come back from the allocator in one piece.
 
 Under gradient checkpointing a layer's backward follows its recomputation at once. What was decoded
@@ -43,15 +43,22 @@ _cap: int | None = None
 
 
 def set_workspace_cap(nbytes: int | None) -> None:
-    """Upper bound for the bytes of one decoded piece; weights over it go in chunks of experts.
+    """Bound the memory that experts' weights are dequantized into on a GPU.
+
+    A weight over the bound is dequantized in slices, which costs time. Buffers that are held now
+    are given back to the allocator.
 
     Args:
-        nbytes: Bytes; one expert's matrix is decoded at a time where it is less than that. None
-            is an eighth of the device's memory, as it is before the first call.
+        nbytes: Bytes of one piece; at least one slice of 64 features is dequantized at a time.
+            None is an eighth of the device's memory, as before the first call.
     """
     global _cap
     _cap = None if nbytes is None else int(nbytes)
     release_workspace()
+
+
+set_scratch_cap = set_workspace_cap
+"""The earlier name of `set_workspace_cap`."""
 
 
 @cache
@@ -62,7 +69,7 @@ def _default(device: torch.device) -> int:
 
 
 def workspace_cap(device: torch.device) -> int:
-    """The bound in bytes on this device."""
+    """Return the bound in bytes on this device."""
     return _default(device) if _cap is None else _cap
 
 
@@ -72,7 +79,7 @@ def release_workspace() -> None:
 
 
 def held_bytes() -> int:
-    """Bytes of all buffers."""
+    """Return the bytes of all buffers."""
     return sum(slot.buffer.nbytes for slot in _slots.values() if slot.buffer is not None)
 
 
@@ -95,7 +102,7 @@ def take(
     owner: Hashable = None,
     alive: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, bool]:
-    """A contiguous tensor on the shared buffer, valid until the next call with this name.
+    """Return a contiguous tensor on the shared buffer, valid until the next call with this name.
 
     Args:
         name: Which buffer: one for each projection, so that a layer's two do not displace each
