@@ -5,6 +5,7 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
 
     moe_layer.py            the whole layer, forward and backward
     routing.py              sorts top-k assignments by expert, cuts the rows into tiles
+    factors.py              pads LoRA's factors for the kernels
     row_kernels.py          kernels over sorted rows: gather, gate, sum to tokens, LoRA's gradients
     row_launches.py         how these are cut and launched
     expert_mm.py            x W for each expert's rows, by one of the next three

@@ -17,22 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import autotune, dequantize, quantized_mm, workspace
+from .factors import Factors
 from .limits import few_rows, row_stride
 from .routing import Routing
 from .weights import PackedWeight
-
-
-class Factors(NamedTuple):
-    """LoRA factors as the kernels read them: a `(E, r, in)`, b `(E, out, r)`, r padded."""
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-
-    @property
-    def rank(self) -> int:
-        """r, padded."""
-        return self.a.shape[1]
 
 
 class Rows(NamedTuple):

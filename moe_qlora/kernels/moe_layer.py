@@ -27,13 +27,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import quantized_mm, row_launches, workspace
 from .expert_mm import (
     ExpertMatmul,
-    Factors,
     Rows,
     in_backward,
     multiply,
@@ -42,28 +40,15 @@ from .expert_mm import (
     runs_quantized,
     slices,
 )
+from .factors import Factors, Lora, pad_factors
 from .launch import aligned, cdiv
-from .limits import WIDE_TILE, padded, row_stride
+from .limits import WIDE_TILE, row_stride
 from .routing import Routing, ints_size, route, routing_of
 from .row_launches import ACTS, Gate
 from .weights import PackedWeight
 
 _PIECES = 16
 """At most so many pieces of copied rows, however low the workspace's cap."""
-
-
-class Lora(NamedTuple):
-    """One projection's factors, as PEFT stores them.
-
-    Attributes:
-        a: `(E r, in)`, expert slowest.
-        b: `(out, r E)`, expert fastest.
-        scaling: Factor of the product.
-    """
-
-    a: Tensor
-    b: Tensor
-    scaling: float
 
 
 class Layer(NamedTuple):
@@ -141,37 +126,6 @@ def prepare(device: torch.device) -> None:
     quantized_mm.prepare(device)
 
 
-def _factors(loras: tuple[Lora | None, Lora | None], layer: Layer) -> list[Factors | None]:
-    """Return both projections' factors as the matmuls read them."""
-    experts, factors = layer.first.experts, [_padded_factors(lora, layer) for lora in loras]
-    pairs = [(lora, f) for lora, f in zip(loras, factors, strict=True) if lora and f]
-    if not pairs:
-        return factors
-    (lora1, f1), (lora2, f2) = pairs[0], pairs[-1]
-    total1 = f1.b.shape[1] * f1.rank
-    total2 = f2.b.shape[1] * f2.rank if len(pairs) == 2 else 0
-    ranks = lora1.a.shape[0] // experts, f1.rank, lora2.a.shape[0] // experts, f2.rank
-    plain1, plain2 = aligned(lora1.b.contiguous()), aligned(lora2.b.contiguous())
-    kinds = layer.dtype, plain1.dtype, plain2.dtype
-    launch = row_launches.spread(experts, total1, total2, ranks, kinds, f1.b.get_device())
-    launch(plain1, plain2, f1.b, f2.b, total1, total2)
-    return factors
-
-
-def _padded_factors(lora: Lora | None, layer: Layer) -> Factors | None:
-    """Return `Factors` whose b is room only."""
-    if lora is None:
-        return None
-    experts = layer.first.experts
-    rank = lora.a.shape[0] // experts
-    wide = padded(rank)
-    a = lora.a.to(layer.dtype).contiguous().view(experts, rank, lora.a.shape[1])
-    if wide != rank:
-        a = F.pad(a, (0, 0, 0, wide - rank))
-    b = torch.empty(experts, lora.b.shape[0], wide, dtype=layer.dtype, device=a.device)
-    return Factors(aligned(a), b, lora.scaling)
-
-
 def _tiled_rows(routing: Routing, count: int, layer: Layer, *matmuls: ExpertMatmul) -> Rows:
     """Return the rows of matmuls: in wide tiles where the quantized matmul has many."""
     wide = any(m.on_quantized and prefers_wide_tiles(m.packed, count, layer.dtype) for m in matmuls)
@@ -244,7 +198,7 @@ def gate_up_forward(
     x = aligned(x)
     routing = route(aligned(index.contiguous()), layer.first.experts)
     count, recomputed = routing.count, in_backward()
-    f1, f2 = _factors((lora1, lora2), layer)
+    f1, f2 = pad_factors((lora1, lora2), layer.first.experts, layer.dtype)
     by_rows = not layer.transposed
     # What a recomputation dequantizes, backward finds in the workspace, if nothing displaces it.
     quantized1 = runs_quantized(
@@ -396,7 +350,7 @@ def backward(
     count = routing.count
     grad, x, weights = aligned(grad.to(layer.dtype).contiguous()), aligned(x), aligned(weights)
     bias1, bias2 = (None if b is None else aligned(b) for b in (bias1, bias2))
-    f1, f2 = _factors((lora1, lora2), layer)
+    f1, f2 = pad_factors((lora1, lora2), layer.first.experts, layer.dtype)
     matmul1, matmul2, name = _backward_matmuls(layer, routing, f1, f2)
     rows = _tiled_rows(routing, count, layer, matmul1, matmul2)
     product_g = torch.empty(count * matmul2.rank, dtype=layer.dtype, device=grad.device)

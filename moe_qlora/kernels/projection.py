@@ -58,8 +58,7 @@ def backward(
 ) -> Grads:
     """As `reference.backward`."""
     offs = rows.expert_offsets[1:].to(torch.int32)
-    g = grad.index_select(0, rows.token) if rows.scatters else grad
-    g = _live(g, rows)
+    g = _live(grad.index_select(0, rows.token) if rows.scatters else grad, rows)
     factor = None if scale is None else scale[:, None]
     read = _read(x, rows)
     wants_scale = needs.scale and scale is not None
@@ -72,16 +71,13 @@ def backward(
     dot = (u.float() * read.float()).sum(-1) if wants_scale and u is not None else None
     back = None if u is None or not needs.x else (u if factor is None else u * factor)
     del u
-    bias_grad = None
+    grads = Grads(None, None, None, [], [], [])
     if bias is not None:
         experts = _experts(rows, weight)
         if dot is not None:
             dot += (g.float() * bias.float().index_select(0, experts)).sum(-1)
         if needs.bias:
-            scaled = (g if factor is None else g * factor).float()
-            bias_grad = torch.zeros(bias.shape, dtype=torch.float32, device=g.device)
-            bias_grad = bias_grad.index_add_(0, experts, scaled).to(bias.dtype)
-    grads = Grads(None, None, bias_grad, [], [], [])
+            grads.bias = _grad_bias(g if factor is None else g * factor, bias, experts)
     for index, adapter in enumerate(lora):
         source = read if adapter.dropped is None else _read(adapter.dropped, rows)
         source = source.to(adapter.dtype)
@@ -92,8 +88,7 @@ def backward(
             product = _live(F.grouped_mm(source, a.transpose(1, 2), offs=offs), rows)
         if dot is not None and product is not None:
             dot += (inner.float() * product.float()).sum(-1)
-        if factor is not None:
-            inner = inner * factor.to(inner.dtype)
+        inner = inner if factor is None else inner * factor.to(inner.dtype)
         grads.a.append(_grad_a(inner, source, offs, adapter) if needs.a[index] else None)
         outer = g if factor is None else g * factor
         grads.b.append(
@@ -162,6 +157,11 @@ def _factors(adapter: LoraInputs, experts: int) -> tuple[Tensor, Tensor]:
 def _outer(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     """`(R, m)`, `(R, n)` -> `(E, m, n)`: left^T right over each expert's rows."""
     return F.grouped_mm(left.t(), right, offs=offs)
+
+
+def _grad_bias(grad: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
+    total = torch.zeros(bias.shape, dtype=torch.float32, device=grad.device)
+    return total.index_add_(0, experts, grad.float()).to(bias.dtype)
 
 
 def _grad_a(inner: Tensor, source: Tensor, offs: Tensor, adapter: LoraInputs) -> Tensor:

@@ -1,9 +1,9 @@
-"""Grouped products straight on packed codes, for experts of few rows: x W^T, and d W for backward.
+"""The quantized matmul: grouped products on packed codes, for few rows an expert, both directions.
 
 Where an expert has few rows, a layer costs what its weights' bytes cost. The codes are read once
 (0.516 bytes a weight), turned into what decoding gives (a code's value times its block's absmax,
-rounded to 16 bits) in registers, and multiplied from there, in the place of 2 bytes written and 2
-read again on the way through memory.
+rounded to 16 bits) in registers, and multiplied from there, instead of 2 bytes written and 2 read
+again on the way through memory.
 
 One kernel for both directions and for both layouts, since one only has to know whether the stored
 rows are the features that come out or the dimension that is summed over.
@@ -316,14 +316,14 @@ def launch(
     back: bool,
     span: tuple[int, int],
 ) -> Tensor:
-    """`(R, b - a)`: features [a, b) of x W^T, or of x W, and x's last r columns times the factor.
+    """Return `(R, b - a)`: features [a, b) of x W^T, or of x W, plus LoRA's product.
 
     Args:
-        x: `(R, K + r)` sorted rows, any distance apart, from a multiple of 16 bytes on.
+        x: `(R, K + r)` sorted rows, any distance apart; the last r columns meet the factor.
         packed: `(E, rows, cols)`; K is cols, or rows where `back`.
         factor: `(E, N, r)`, any strides, or None for r = 0.
-        absmax: fp32, as many as there are blocks: room for a nested absmax, which is decoded into
-            it first. None where `config.direct`, or where it is not nested.
+        absmax: fp32, room for a nested absmax, which is decoded into it first; None where
+            `config.direct`, or where it is not nested.
         expert_offsets: `(E + 1,)` int32.
         tiles: As `routing.Routing` has them.
         tile: Rows in a tile.
@@ -332,19 +332,12 @@ def launch(
         span: (a, b), a and b whole groups of 64 features, or the end.
     """
     spec = packed.spec
-    blocks = 1 if spec.kind == "int8" else spec.shape[2] // spec.blocksize
-    table2 = absmax2 = offset = statistics = packed.absmax
-    strides = (blocks, 1)
-    if packed.nested is not None:
-        table2, absmax2, offset, _ = packed.nested
-        if absmax is not None:
-            _absmax_launch(spec)(packed.absmax, table2, absmax2, offset, expert_offsets, absmax)
-            statistics, strides = absmax, (1, spec.shape[1])
+    (table2, absmax2, offset), statistics, strides = _statistics(packed, expert_offsets, absmax)
     y = torch.empty(x.shape[0], span[1] - span[0], dtype=x.dtype, device=x.device)
     rank = 0 if factor is None else factor.shape[2]
     count = tiles.numel() // 2
     across = (0, 0, 0) if factor is None else factor.stride()
-    given = x if factor is None else factor
+    operand = x if factor is None else factor
     if config.hopper:
         from . import quantized_mm_hopper
 
@@ -353,17 +346,11 @@ def launch(
         )
         try:
             step(
-                x, packed.flat_codes.view(torch.int32), statistics, given, tiles, expert_offsets, y,
-                x.shape[0] - 1, *strides, *span, *across,
+                x, packed.flat_codes.view(torch.int32), statistics, operand, tiles, expert_offsets,
+                y, x.shape[0] - 1, *strides, *span, *across,
             )  # fmt: skip
         except (RuntimeError, triton.compiler.errors.CompilationError) as error:
-            _hopper_works[x.get_device()] = False
-            warnings.warn(
-                f"the kernel for Hopper does not compile for experts of shape {packed.shape} "
-                f"({type(error).__name__}); this process goes on with the slower portable kernel",
-                stacklevel=2,
-            )
-            config = Config(128, 64, 3, 4, False)
+            config = _without_hopper(packed, x.get_device(), error)
         else:
             return y
     nested = spec.nested if absmax is None else 0
@@ -372,9 +359,35 @@ def launch(
     )
     step(
         x, packed.flat_codes, statistics, packed.absmax if packed.table is None else packed.table,
-        table2, absmax2, offset, given, tiles, expert_offsets, y, *strides, *span, *across,
+        table2, absmax2, offset, operand, tiles, expert_offsets, y, *strides, *span, *across,
     )  # fmt: skip
     return y
+
+
+def _statistics(
+    packed: PackedWeight, expert_offsets: Tensor, room: Tensor | None
+) -> tuple[tuple[Tensor, ...], Tensor, tuple[int, int]]:
+    """Return the second level, the absmax, and its strides by row and by block of a row."""
+    spec = packed.spec
+    strides = 1 if spec.kind == "int8" else spec.shape[2] // spec.blocksize, 1
+    if packed.nested is None:
+        return (packed.absmax,) * 3, packed.absmax, strides
+    second = packed.nested[:3]
+    if room is None:
+        return second, packed.absmax, strides
+    _absmax_launch(spec)(packed.absmax, *second, expert_offsets, room)
+    return second, room, (1, spec.shape[1])
+
+
+def _without_hopper(packed: PackedWeight, device: int, error: Exception) -> Config:
+    """Return the configuration to go on with where the kernel for Hopper does not compile."""
+    _hopper_works[device] = False
+    warnings.warn(
+        f"the kernel for Hopper does not compile for experts of shape {tuple(packed.shape)} "
+        f"({type(error).__name__}); this process goes on with the slower portable kernel",
+        stacklevel=3,
+    )
+    return Config(128, 64, 3, 4, False)
 
 
 @lru_cache(maxsize=64)

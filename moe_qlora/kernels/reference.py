@@ -237,17 +237,7 @@ def backward(
         needs: Which gradients to compute.
     """
     wide = _sum_dtype(x.dtype)
-    grads = Grads(
-        x=torch.zeros(x.shape, dtype=wide, device=x.device) if needs.x else None,
-        scale=torch.zeros_like(scale) if scale is not None and needs.scale else None,
-        bias=torch.zeros_like(bias) if bias is not None and needs.bias else None,
-        dropped=[
-            torch.zeros(x.shape, dtype=wide, device=x.device) if need else None
-            for need in needs.dropped
-        ],
-        a=[torch.zeros_like(t.a) if n else None for t, n in zip(lora, needs.a, strict=True)],
-        b=[torch.zeros_like(t.b) if n else None for t, n in zip(lora, needs.b, strict=True)],
-    )
+    grads = _zero_grads(x, scale, bias, lora, needs)
     wants_base = needs.x or (needs.scale and scale is not None)
     for expert, low, high in rows.spans():
         g = _take(grad, rows.scatter, low, high)
@@ -281,6 +271,24 @@ def backward(
         grads.x = grads.x.to(x.dtype)
     grads.dropped = [None if s is None else s.to(x.dtype) for s in grads.dropped]
     return grads
+
+
+def _zero_grads(
+    x: Tensor, scale: Tensor | None, bias: Tensor | None, lora: Sequence[LoraInputs], needs: Needs
+) -> Grads:
+    wide = _sum_dtype(x.dtype)
+
+    def zeros(tensor: Tensor | None, need: bool, dtype: torch.dtype | None = None) -> Tensor | None:
+        return torch.zeros_like(tensor, dtype=dtype) if tensor is not None and need else None
+
+    return Grads(
+        x=zeros(x, needs.x, wide),
+        scale=zeros(scale, needs.scale),
+        bias=zeros(bias, needs.bias),
+        dropped=[zeros(x, need, wide) for need in needs.dropped],
+        a=[zeros(adapter.a, need) for adapter, need in zip(lora, needs.a, strict=True)],
+        b=[zeros(adapter.b, need) for adapter, need in zip(lora, needs.b, strict=True)],
+    )
 
 
 def _add(target: Tensor, value: Tensor, index: Tensor | None, low: int, high: int) -> None:
