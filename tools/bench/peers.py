@@ -139,7 +139,7 @@ def _ours(options: argparse.Namespace, holder: Any) -> list[Tensor]:
     forward_.activate(holder, ["experts"])
 
     class Provider:
-        def terms(self, parameter_name: str) -> tuple[forward_.LoraFactors, ...]:
+        def active_lora(self, parameter_name: str) -> tuple[forward_.LoraFactors, ...]:
             return terms[parameter_name]
 
     forward_.set_lora_source(module, Provider())
