@@ -8,7 +8,7 @@ configuration and the class that they name. Importing this module imports no tor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -22,75 +22,6 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Parameters of one name pattern that have the same shape.
-
-    Attributes:
-        shape: Shape of each.
-        num_experts: Experts in each.
-        at: For each parameter, the numbers that stand at the `*` of the pattern.
-    """
-
-    shape: tuple[int, ...]
-    num_experts: int
-    at: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RegistryParam:
-    """One expert parameter of an architecture.
-
-    Attributes:
-        pattern: Its full name, with `*` for each number.
-        aliases: Patterns of the other names of the same tensors (tied experts).
-        shape: Each size as a term over configuration attributes ("2*moe_intermediate_size");
-            None where a size is no simple term of them.
-        config: Path of the part of the configuration that those attributes are read from, as in
-            "text_config"; "" for the whole.
-        role: As `ExpertParam.role`.
-        transposed: As `ExpertParam.transposed`.
-        gated, interleaved, post_norm: How the experts class uses it: gated unit, gate and up rows
-            interleaved, a norm after each expert.
-        biases: Parameters of the same module that hold one bias vector for each expert.
-        packed_rows: Experts lie one below the other in a 2-D parameter, `(E * rows, columns)`.
-        dispatches: Its class goes through transformers' experts interface.
-        experts_class: Name of that class.
-        router: Pattern of the router's weight: a Linear layer, or a bare parameter; None where
-            there is none.
-        router_module: Pattern of the router's module.
-        router_plain_linear: Whether the router has a plain `nn.Linear`, which bitsandbytes packs.
-        shared_kind: "linear", "stacked" or "none": how shared experts stand beside it.
-        shared_module: Pattern of their module.
-        checkpoint_keys: Patterns of the keys that hold it in a checkpoint.
-        checkpoint_layout: "per expert" or "fused".
-        published, tiny: Where it is at each size; empty where that size has none.
-    """
-
-    pattern: str
-    aliases: tuple[str, ...]
-    shape: tuple[str | None, ...]
-    config: str
-    role: str
-    transposed: bool | None
-    gated: bool
-    biases: tuple[str, ...]
-    interleaved: bool
-    post_norm: bool
-    packed_rows: bool
-    dispatches: bool
-    experts_class: str
-    router: str | None
-    router_module: str | None
-    router_plain_linear: bool
-    shared_kind: str
-    shared_module: str | None
-    checkpoint_keys: tuple[str, ...]
-    checkpoint_layout: str
-    published: tuple[Group, ...]
-    tiny: tuple[Group, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RegistryEntry:
     """One architecture.
 
@@ -98,11 +29,10 @@ class RegistryEntry:
         model_type: `config.model_type`.
         class_name: The transformers class that its names belong to.
         transformers: Version that it was generated from.
-        params: Its expert parameters, in the model's order.
-        tied: Whether any of them has two names.
+        experts: Its expert weights in the model's order, as the file describes them
+            (tools/registry/describe.py says what each key means).
         tiny_config: Keyword arguments of a configuration that builds in milliseconds.
         published_config: Keyword arguments that complete the default configuration.
-        published_sizes: Integer attributes of the default configuration.
         checkpoints: Well-known checkpoints by hub id, each with the keyword arguments that make its
             configuration out of the default one.
     """
@@ -110,17 +40,15 @@ class RegistryEntry:
     model_type: str
     class_name: str
     transformers: str
-    params: tuple[RegistryParam, ...]
-    tied: bool
+    experts: tuple[Mapping[str, Any], ...] = field(hash=False)
     tiny_config: Mapping[str, Any] = field(hash=False)
     published_config: Mapping[str, Any] = field(hash=False)
-    published_sizes: Mapping[str, int] = field(hash=False)
     checkpoints: Mapping[str, Mapping[str, Any]] = field(hash=False)
 
     @property
     def published(self) -> bool:
-        """Whether the sizes of the default configuration are known."""
-        return any(param.published for param in self.params)
+        """Whether the default configuration builds a model with experts."""
+        return any(expert["published"] for expert in self.experts)
 
 
 def _folder() -> Traversable:
@@ -191,73 +119,15 @@ def parse(content: bytes | str, source: str) -> RegistryEntry:
 
 
 def _entry(data: dict[str, Any]) -> RegistryEntry:
-    published = data["published"]
+    for expert in data["experts"]:
+        if not (expert["pattern"] and expert["tiny"]["count"] and "published" in expert):
+            raise ValueError(f"{expert['pattern']!r} has no sizes")
     return RegistryEntry(
         model_type=data["model_type"],
         class_name=data["class"],
         transformers=data["transformers"],
-        params=tuple(_param(item) for item in data["experts"]),
-        tied=data["tied"],
+        experts=tuple(data["experts"]),
         tiny_config=dict(data["tiny_config"]),
-        published_config=dict(published["config"]),
-        published_sizes=dict(published["sizes"]),
+        published_config=dict(data["published"]["config"]),
         checkpoints={name: dict(sizes) for name, sizes in data["checkpoints"].items()},
     )
-
-
-def _param(item: dict[str, Any]) -> RegistryParam:
-    router = item["router"] or {"module": None, "plain_linear": False, "weight": None}
-    tiny = _instances(item["tiny"])
-    if not tiny:
-        raise ValueError(f"{item['pattern']} has no tiny sizes")
-    return RegistryParam(
-        pattern=item["pattern"],
-        aliases=tuple(item["aliases"]),
-        shape=tuple(item["shape"]),
-        config=item["config"],
-        role=item["role"],
-        transposed=item["transposed"],
-        gated=item["gated"],
-        biases=tuple(item["biases"]),
-        interleaved=item["interleaved"],
-        post_norm=item["post_norm"],
-        packed_rows=item["packed_rows"],
-        dispatches=item["dispatches"],
-        experts_class=item["experts_class"],
-        router=router["weight"],
-        router_module=router["module"],
-        router_plain_linear=router["plain_linear"],
-        shared_kind=item["shared_experts"]["kind"],
-        shared_module=item["shared_experts"]["module"],
-        checkpoint_keys=tuple(item["checkpoint"]["keys"]),
-        checkpoint_layout=item["checkpoint"]["layout"],
-        published=_instances(item["published"]),
-        tiny=tiny,
-    )
-
-
-def _instances(item: dict[str, Any] | None) -> tuple[Group, ...]:
-    if item is None:
-        return ()
-    groups = tuple(
-        Group(
-            shape=tuple(int(size) for size in group["shape"]),
-            num_experts=int(group["experts"]),
-            at=tuple(_indices(group["at"])),
-        )
-        for group in item["groups"]
-    )
-    listed = sum(len(group.at) for group in groups)
-    if listed != item["count"]:
-        raise ValueError(f"{listed} stacks are listed, {item['count']} are counted")
-    return groups
-
-
-def _indices(text: str) -> Iterator[tuple[int, ...]]:
-    """Yield (0,), (1,), (2,), (5,) for "0-2,5", and (0, 1), (0, 2) for "0.1,0.2"."""
-    for part in filter(None, text.split(",")):
-        if "." in part:
-            yield tuple(int(number) for number in part.split("."))
-            continue
-        first, _, last = part.partition("-")
-        yield from ((number,) for number in range(int(first), int(last or first) + 1))

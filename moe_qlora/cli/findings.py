@@ -60,11 +60,6 @@ class Findings:
     target_parameters: tuple[str, ...]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all expert parameters now."""
-        return self.layout.nbytes
-
-    @property
     def packed_nbytes(self) -> int:
         """Bytes of all expert parameters packed."""
         return sum(group.packed_nbytes for group in self.groups)

@@ -21,11 +21,6 @@ def orientation(param: ExpertParam) -> str:
     return {False: "(E, out, in)", True: "(E, in, out)", None: "unknown"}[param.transposed]
 
 
-def setting(findings: Findings) -> str:
-    """Return the packed type in words: `nf4, double quantization`."""
-    return findings.kind + (", double quantization" if findings.double_quant else "")
-
-
 def show(findings: Findings, out: Console, *, why: bool = False) -> None:
     """Print the table, the totals, the lists for PEFT and the notes; with `why` the evidence."""
     for note in findings.source.notes:
@@ -40,10 +35,10 @@ def show(findings: Findings, out: Console, *, why: bool = False) -> None:
             _why(findings, out)
         return
     out.print(_table(findings))
-    ratio = findings.nbytes / max(findings.packed_nbytes, 1)
+    nbytes, packed_nbytes = findings.layout.nbytes, findings.packed_nbytes
     out.print(
-        f"{len(findings.layout)} expert parameters: {human_bytes(findings.nbytes)} now, "
-        f"{human_bytes(findings.packed_nbytes)} packed ({ratio:.2f} times smaller)."
+        f"{len(findings.layout)} expert parameters: {human_bytes(nbytes)} now, "
+        f"{human_bytes(packed_nbytes)} packed ({nbytes / max(packed_nbytes, 1):.2f} times smaller)."
     )
     _linear_experts(findings, out)
     plain = [router.name for router in findings.layout.routers if router.plain_linear]
@@ -78,7 +73,7 @@ def as_dict(findings: Findings) -> dict[str, Any]:
         "quantization": {"kind": findings.kind, "double_quant": findings.double_quant},
         "totals": {
             "parameters": len(layout),
-            "nbytes": findings.nbytes,
+            "nbytes": layout.nbytes,
             "packed_nbytes": findings.packed_nbytes,
         },
         "experts": [_group_as_dict(group) for group in findings.groups],
@@ -183,8 +178,9 @@ def _runs(numbers: list[int]) -> list[tuple[int, int]]:
 
 
 def _table(findings: Findings) -> Table:
+    nested = ", double quantization" if findings.double_quant else ""
     rows = table(
-        f"{escape(findings.source.label)}: experts packed as {setting(findings)}",
+        f"{escape(findings.source.label)}: experts packed as {findings.kind}{nested}",
         ("parameter", "count", "shape", "layout", "role", "dtype", "now", "packed"),
         right=("count", "now", "packed"),
     )

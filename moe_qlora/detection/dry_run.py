@@ -39,13 +39,8 @@ def best_trace(
 ) -> Trace:
     """Return the first complete run of a copy of `block`, else the run that saw most.
 
-    Args:
-        block: The module to copy, with everything below it.
-        members: The candidates; the key of `members[i]` in the trace is i.
-        everything: All leaves of the model.
-        hidden_sizes: Sizes of hidden states to try, in this order.
-        experts: Among how many a router chooses.
-        routers: Leaves that could be the router: what is computed from them is followed.
+    The key of `members[i]`, a candidate, in the trace is i. `everything` are all leaves of the
+    model. `hidden_sizes` are tried in order; `routers` choose among `experts`.
     """
     best = Trace(error="the block's forward was not called")
     try:

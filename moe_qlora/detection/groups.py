@@ -81,12 +81,7 @@ def plausible(router: RouterCandidate, sizes: set[int]) -> bool:
 
 
 def find_groups(candidates: Sequence[Leaf], index: RouterIndex) -> list[ExpertGroup]:
-    """Group the candidates, each group under the router that stands nearest to it.
-
-    Args:
-        candidates: Parameters that may hold the weights of experts.
-        index: What is asked for routers.
-    """
+    """Group the candidates, each group under the router that stands nearest to it."""
     by_module: dict[int, list[Leaf]] = defaultdict(list)
     for leaf in candidates:
         by_module[id(leaf.node)].append(leaf)

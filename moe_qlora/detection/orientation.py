@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..layout import DOWN, EXPERT, GATE, GATE_UP, UP
@@ -11,13 +12,14 @@ from .trace import Trace
 from .tree import Leaf
 
 
-class Orientation(NamedTuple):
-    """How a parameter's matrices are applied, and how that was found; None where unknown."""
+class Use(NamedTuple):
+    """How a parameter's matrices are applied, as `ExpertParam` says it; None where unknown."""
 
+    role: str
     transposed: bool | None
     in_features: int | None
     out_features: int | None
-    evidence: str
+    orientation_evidence: str
 
 
 def slice_size(leaf: Leaf, axis: int, count: int) -> int:
@@ -25,19 +27,14 @@ def slice_size(leaf: Leaf, axis: int, count: int) -> int:
     return leaf.numel // count if len(leaf.shape) == 2 else math.prod(leaf.shape[axis + 1 :])
 
 
-def orientation_of(
-    leaf: Leaf, key: int, axis: int, count: int, chain: Chain | None, trace: Trace
-) -> Orientation:
-    """Return how a parameter's matrices are applied.
+def use_of(
+    members: Sequence[Leaf], key: int, axis: int, count: int, chain: Chain | None, trace: Trace
+) -> Use:
+    """Return how one member is applied, whose dimension `axis` counts `count` experts.
 
-    Args:
-        leaf: The parameter.
-        key: Its key in `chain` and `trace`.
-        axis: The dimension that counts experts.
-        count: How many experts it holds.
-        chain: How one expert's matrices chain.
-        trace: What a dry run showed.
+    `key` is the member's place among the members, in `chain` and in `trace`.
     """
+    leaf, role = members[key], role_of(key, chain, trace, len(members))
     numel = slice_size(leaf, axis, count)
     last = len(leaf.shape) - 1
     uses = [c for c in trace.contractions if c.weight == key and c.axis is not None and c.size > 1]
@@ -46,19 +43,19 @@ def orientation_of(
     if len(ways) == 1:
         is_last, size = ways.pop()
         evidence = f"a dry run of the block sums over the {size} of dimension {uses[0].axis}"
-        return Orientation(not is_last, size, numel // size, evidence)
+        return Use(role, not is_last, size, numel // size, evidence)
     fit = chain.fits.get(key) if chain is not None else None
     if fit is not None and fit.transposed is not None:
         rows, columns = numel // leaf.shape[-1], leaf.shape[-1]
         sides = (rows, columns) if fit.transposed else (columns, rows)
         evidence = "the sizes of its siblings leave one orientation"
-        return Orientation(fit.transposed, *sides, evidence)
+        return Use(role, fit.transposed, *sides, evidence)
     if ways:
         evidence = "undecided: the forward uses it both ways round"
     else:
         why = trace.error or "the dry run did not use it"
         evidence = f"undecided: its shapes fit both ways round, and {why}"
-    return Orientation(None, None, None, evidence)
+    return Use(role, None, None, None, evidence)
 
 
 def role_of(key: int, chain: Chain | None, trace: Trace, number: int) -> str:

@@ -69,12 +69,9 @@ class RouterIndex:
     def candidates(
         self, parameter: Leaf, num_choices: int | None, climb: int = MAX_CLIMB
     ) -> list[RouterCandidate]:
-        """Return possible routers for a parameter, nearest first.
+        """Return possible routers up to `climb` levels above a parameter, nearest first.
 
-        Args:
-            parameter: What may hold the weights of experts.
-            num_choices: Among how many they must choose; None for any number.
-            climb: Levels to go up from the parameter's module.
+        They choose among `num_choices`, or among any number where that is None.
         """
         candidates: list[RouterCandidate] = []
         seen = {id(parameter)}

@@ -19,7 +19,7 @@ from ..layout import ExpertParam
 from .dry_run import best_trace
 from .groups import ExpertGroup, chain_of, find_groups, plausible
 from .low_rank import low_rank_problem
-from .orientation import Orientation, orientation_of, role_of, slice_size
+from .orientation import Use, slice_size, use_of
 from .routers import RouterCandidate, RouterIndex, is_list
 from .trace import Contraction, Trace
 from .tree import Leaf, common_ancestor
@@ -43,12 +43,7 @@ class Classification:
 
 
 def classify(leaves: Sequence[Leaf], index: RouterIndex) -> list[Classification]:
-    """Classify each parameter of three or more dimensions, and each flat one that holds experts.
-
-    Args:
-        leaves: All tensors of the model.
-        index: What is asked for routers.
-    """
+    """Classify each parameter of three or more dimensions, and each flat one that holds experts."""
     return _Classifier(leaves, index).run()
 
 
@@ -70,21 +65,13 @@ def not_a_candidate(leaf: Leaf) -> str | None:
 
 @dataclass(slots=True)
 class _Routing:
-    """What a dry run showed of how a group's experts are chosen.
+    """What a dry run showed of how a group's experts are chosen."""
 
-    Attributes:
-        seen: Whether the forward returned and used a member.
-        routed: Whether the block's code chooses among the experts.
-        mixed: Whether ranked scores weigh the experts' matrices, which are summed to one.
-        merged: Products that sum over the experts.
-        ranked_from: Keys of members that the choice is computed from.
-    """
-
-    seen: bool
-    routed: bool
-    mixed: bool
-    merged: list[Contraction]
-    ranked_from: set[int]
+    seen: bool  # the forward returned and used a member
+    routed: bool  # the block's code chooses among the experts
+    mixed: bool  # ranked scores weigh the experts' matrices, which are summed to one
+    merged: list[Contraction]  # products that sum over the experts
+    ranked_from: set[int]  # keys of members that the choice is computed from
 
 
 def routing_of(group: ExpertGroup, trace: Trace) -> _Routing:
@@ -180,21 +167,15 @@ def _has_biases(group: ExpertGroup) -> bool:
 
 @dataclass(eq=False, slots=True)
 class _SharedExpertScope:
-    """A module in which stacked shared experts may stand beside routed ones.
+    """A module in which stacked shared experts may stand beside routed ones."""
 
-    Attributes:
-        beside: Name of the routed parameter.
-        hidden_sizes: Sizes that shared experts must read and give.
-        direct: Whether it is the routed experts' block, not only the module around it.
-    """
-
-    beside: str
-    hidden_sizes: set[int] = field(default_factory=set)
-    direct: bool = False
+    beside: str  # name of the routed parameter
+    hidden_sizes: set[int] = field(default_factory=set)  # one of which shared experts must have
+    direct: bool = False  # the routed experts' block, not only the module around it
 
 
 class _Classifier:
-    """Classifies every candidate of one model; the arguments are those of `classify`."""
+    """The state of `classify`: what was decided so far, and the dry runs by kind of block."""
 
     def __init__(self, leaves: Sequence[Leaf], index: RouterIndex) -> None:
         self.leaves = leaves
@@ -234,8 +215,6 @@ class _Classifier:
         routing = routing_of(group, trace)
         problem = why_no_experts(group, trace, routing)
         for key, leaf in enumerate(group.members):
-            if id(leaf) in self._by_leaf:
-                continue
             if problem is not None:
                 self._reject(leaf, problem)
             elif group.chain is None and key in routing.ranked_from:
@@ -243,17 +222,15 @@ class _Classifier:
                 self._reject(leaf, f"{reason} ({leaf.shape_text})")
             else:
                 evidence = _evidence(group, key, routing.routed)
-                count, axis, number = group.counts[key], group.axes[key], len(group.members)
-                way = orientation_of(leaf, key, axis, count, group.chain, trace)
-                role = role_of(key, group.chain, trace, number)
-                self._accept(leaf, count, role, way, evidence, group.router)
+                count, axis = group.counts[key], group.axes[key]
+                use = use_of(group.members, key, axis, count, group.chain, trace)
+                self._accept(leaf, count, use, evidence, group.router)
 
     def _accept(
         self,
         leaf: Leaf,
         num_experts: int,
-        role: str,
-        way: Orientation,
+        use: Use,
         evidence: str,
         router: RouterCandidate | None = None,
     ) -> None:
@@ -263,16 +240,12 @@ class _Classifier:
             parameter_name=leaf.attribute,
             shape=leaf.shape,
             num_experts=num_experts,
-            in_features=way.in_features,
-            out_features=way.out_features,
-            transposed=way.transposed,
-            role=role,
             dtype=leaf.dtype,
             nbytes=leaf.nbytes,
             evidence=evidence,
             aliases=tuple(leaf.aliases),
             packed=leaf.packed,
-            orientation_evidence=way.evidence,
+            **use._asdict(),
         )
         self._by_leaf[id(leaf)] = Classification(leaf, expert, router=router)
 
@@ -330,9 +303,9 @@ class _Classifier:
                         f"({chain.describe()}) beside the routed stack {scope.beside} of the same "
                         "hidden size: shared experts, which always run"
                     )
-                    way = orientation_of(leaf, key, 0, count, chain, trace)
-                    role = role_of(key, chain, trace, len(members))
-                    self._accept(leaf, count, role, way, evidence)
+                    self._accept(
+                        leaf, count, use_of(members, key, 0, count, chain, trace), evidence
+                    )
 
     def _shared_expert_scopes(self) -> dict[int, _SharedExpertScope]:
         """Return where shared experts may stand: the blocks of routed ones, and what holds them."""

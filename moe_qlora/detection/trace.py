@@ -12,8 +12,8 @@ between the two:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -110,38 +110,21 @@ class Trace:
         return feeds
 
 
-@dataclass(frozen=True, slots=True)
-class _History:
-    """What is known of a tensor.
+class _History(NamedTuple):
+    """What is known of a tensor."""
 
-    Attributes:
-        from_input: It depends on the block's input.
-        upstream: Weights that it was computed from.
-        ranked: Sizes along which something was ranked on the way.
-        scores: It is a router's weight, or the scores computed from it, each expert's still apart.
-        picked: Its rows were picked by such scores.
-        merged: Weights whose slices were summed to it.
-    """
-
-    from_input: bool = False
+    from_input: bool = False  # it depends on the block's input
     upstream: Upstream = frozenset()
-    ranked: frozenset[int] = frozenset()
-    scores: bool = False
-    picked: bool = False
-    merged: frozenset[int] = frozenset()
+    ranked: frozenset[int] = frozenset()  # sizes along which something was ranked on the way
+    scores: bool = False  # a router's weight, or scores computed from it, not summed over experts
+    picked: bool = False  # its rows were picked by such scores
+    merged: frozenset[int] = frozenset()  # weights whose slices were summed to it
 
     def join(self, other: _History) -> _History:
-        return _History(
-            self.from_input or other.from_input,
-            self.upstream | other.upstream,
-            self.ranked | other.ranked,
-            self.scores or other.scores,
-            self.picked or other.picked,
-            self.merged | other.merged,
-        )
+        return _History(*(mine | others for mine, others in zip(self, other, strict=True)))
 
     def after_nonlinearity(self) -> _History:
-        return replace(self, upstream=frozenset((key, True) for key, _ in self.upstream))
+        return self._replace(upstream=frozenset((key, True) for key, _ in self.upstream))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +150,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 class BlockTrace(TorchDispatchMode):
     """The mode that records contractions and rankings while the copy of a block runs.
 
-    Args:
-        weights: The meta parameters that stand for the candidates, by key.
-        generator: Source of the random numbers that stand for activations.
+    `weights` are the candidates' meta parameters by key; `generator` gives activations' numbers.
     """
 
     def __init__(self, weights: dict[int, torch.Tensor], generator: torch.Generator) -> None:
@@ -253,14 +234,14 @@ class BlockTrace(TorchDispatchMode):
         elif name in _PRODUCTS:
             history = self._follow_product(name, args, history)
         elif name in _SUMS:
-            history = replace(history, scores=False)
+            history = history._replace(scores=False)
         elif name in _PICKS:
             index = self._joined(_tensors(args[1:]))
             by_scores = index.from_input and index.scores
-            history = replace(history, picked=history.picked or by_scores)
+            history = history._replace(picked=history.picked or by_scores)
         if history.from_input and name in _RANKINGS and args and isinstance(args[0], torch.Tensor):
             sizes = self._record_ranking(args, history)
-            history = replace(history, ranked=history.ranked | sizes)
+            history = history._replace(ranked=history.ranked | sizes)
         if history.from_input or history.upstream or history.scores:
             for tensor in _tensors(out):
                 self._histories[tensor] = history
@@ -275,7 +256,7 @@ class BlockTrace(TorchDispatchMode):
             if other.from_input:
                 self.trace.applied |= merged.merged - {key for key, _ in other.upstream}
         fresh = any(side.scores and not side.from_input for side in (left, right))
-        return replace(history, scores=fresh, merged=frozenset())
+        return history._replace(scores=fresh, merged=frozenset())
 
     def _record_ranking(self, args: Any, history: _History) -> frozenset[int]:
         sizes = list(args[0].shape)
@@ -301,8 +282,7 @@ class BlockTrace(TorchDispatchMode):
         contraction = self._record_product(name, args, history)
         if contraction is not None:
             key = contraction.weight
-            history = replace(
-                history,
+            history = history._replace(
                 upstream=history.upstream | {(key, False)},
                 scores=False,
                 merged=frozenset({key} if contraction.axis == 0 else ()),

@@ -25,7 +25,7 @@ RANK, SCALING = 3, 0.7
 FAMILIES = [
     name
     for name in registry.model_types()
-    if any(param.dispatches for param in registry.load(name).params)
+    if any(item["dispatches"] for item in registry.load(name).experts)
 ]
 # Models without a forward that takes text: their experts modules are called by themselves.
 BY_MODULE = ["dots3_note_vision_encoder", "qwen3_omni_moe"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,19 +46,34 @@ def filled(pattern: str, numbers: tuple[int, ...]) -> str:
     return ".".join(str(next(rest)) if part == "*" else part for part in pattern.split("."))
 
 
+def indices(text: str) -> Iterator[tuple[int, ...]]:
+    """Yield (0,), (1,), (2,), (5,) for "0-2,5", and (0, 1), (0, 2) for "0.1,0.2"."""
+    for part in filter(None, text.split(",")):
+        if "." in part:
+            yield tuple(int(number) for number in part.split("."))
+            continue
+        first, _, last = part.partition("-")
+        yield from ((number,) for number in range(int(first), int(last or first) + 1))
+
+
+def instances(item: dict[str, Any]) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
+    """Return each weight's group (its shape and number of experts) and its numbers at `*`."""
+    pairs = [(group, at) for group in item["groups"] for at in indices(group["at"])]
+    assert len(pairs) == item["count"]
+    return pairs
+
+
 def expected_layout(model_type: str, sizes: str) -> ModelLayout:
     """Return the layout that the registry expects, at its "published" or "tiny" sizes."""
-    entry = registry.load(model_type)
     placed = []
     towers: list[str] = []
-    for order, param in enumerate(entry.params):
-        tower = param.pattern.partition("*")[0]
+    entry = registry.load(model_type)
+    for order, item in enumerate(entry.experts):
+        tower = item["pattern"].partition("*")[0]
         if tower not in towers:
             towers.append(tower)
-        for group in getattr(param, sizes):
-            for numbers in group.at:
-                expert = expected_expert(param, group, numbers)
-                placed.append(((towers.index(tower), numbers, order), expert))
+        for group, at in instances(item[sizes]):
+            placed.append(((towers.index(tower), at, order), expected_expert(item, group, at)))
     # The model's own order: layer by layer, and within a layer as the file lists them.
     experts = [expert for _, expert in sorted(placed, key=lambda item: item[0])]
     modules = expected_modules(entry, experts)
@@ -65,29 +82,29 @@ def expected_layout(model_type: str, sizes: str) -> ModelLayout:
 
 
 def expected_expert(
-    param: registry.RegistryParam, group: registry.Group, numbers: tuple[int, ...]
+    item: dict[str, Any], group: dict[str, Any], numbers: tuple[int, ...]
 ) -> ExpertParam:
-    name = filled(param.pattern, numbers)
+    name = filled(item["pattern"], numbers)
     module_name, _, parameter_name = name.rpartition(".")
-    rows, columns = group.shape[-2:]
-    if param.packed_rows:
-        rows //= group.num_experts
-    first, second = (columns, rows) if param.transposed else (rows, columns)
-    known = param.transposed is not None
+    rows, columns = group["shape"][-2:]
+    if item["packed_rows"]:
+        rows //= group["experts"]
+    first, second = (columns, rows) if item["transposed"] else (rows, columns)
+    known = item["transposed"] is not None
     return ExpertParam(
         name=name,
         module_name=module_name,
         parameter_name=parameter_name,
-        shape=group.shape,
-        num_experts=group.num_experts,
+        shape=tuple(group["shape"]),
+        num_experts=group["experts"],
         in_features=second if known else None,
         out_features=first if known else None,
-        transposed=param.transposed,
-        role=param.role,
+        transposed=item["transposed"],
+        role=item["role"],
         dtype="bfloat16",
-        nbytes=prod(group.shape) * 2,
+        nbytes=prod(group["shape"]) * 2,
         evidence="",
-        aliases=tuple(filled(alias, numbers) for alias in param.aliases),
+        aliases=tuple(filled(alias, numbers) for alias in item["aliases"]),
     )
 
 
@@ -97,24 +114,25 @@ def expected_modules(
     by_module: dict[str, list[ExpertParam]] = {}
     for expert in experts:
         by_module.setdefault(expert.module_name, []).append(expert)
-    params = {param.pattern: param for param in entry.params}
+    items = {item["pattern"]: item for item in entry.experts}
     modules = []
     for name, owned in by_module.items():
-        param = params[owned[0].pattern]
+        item = items[owned[0].pattern]
         numbers = tuple(int(part) for part in name.split(".") if part.isdigit())
         count = max(expert.num_experts for expert in owned)
         router = None
-        if param.router is not None:
-            router = Router(filled(param.router, numbers), count, param.router_plain_linear)
+        if item["router"] is not None and item["router"]["weight"] is not None:
+            name_of_router = filled(item["router"]["weight"], numbers)
+            router = Router(name_of_router, count, item["router"]["plain_linear"])
         modules.append(
             ExpertsModule(
                 name=name,
-                class_name=param.experts_class,
+                class_name=item["experts_class"],
                 num_experts=count,
                 parameters=tuple(owned),
                 router=router,
-                dispatches=param.dispatches,
-                bias_names=param.biases,
+                dispatches=item["dispatches"],
+                bias_names=tuple(item["biases"]),
             )
         )
     return tuple(modules)
@@ -139,6 +157,19 @@ def test_about_a_hundred_types():
     assert {"dbrx", "gpt_oss", "jetmoe", "llama4", "mixtral", "qwen3_moe"} <= set(TYPES)
 
 
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("", []),
+        ("3", [(3,)]),
+        ("0-2,5", [(0,), (1,), (2,), (5,)]),
+        ("0.1,2.10", [(0, 1), (2, 10)]),
+    ],
+)
+def test_indices(text, numbers):
+    assert list(indices(text)) == numbers
+
+
 def test_qwen3_moe_by_hand():
     layout = expected_layout("qwen3_moe", "published")
     gate_up, down = layout.experts[:2]
@@ -149,10 +180,10 @@ def test_qwen3_moe_by_hand():
     assert len(layout) == 48
     assert layout.nbytes == 24 * 3 * 128 * 768 * 2048 * 2
     assert layout.modules[0].router.name == "model.layers.0.mlp.gate.weight"
-    assert registry.load("qwen3_moe").params[0].checkpoint_keys == (
+    assert registry.load("qwen3_moe").experts[0]["checkpoint"]["keys"] == [
         "model.layers.*.mlp.experts.*.gate_proj.weight",
         "model.layers.*.mlp.experts.*.up_proj.weight",
-    )
+    ]
 
 
 def test_gpt_oss_by_hand():
@@ -161,8 +192,8 @@ def test_gpt_oss_by_hand():
     assert gate_up.transposed is True
     assert (gate_up.in_features, gate_up.out_features) == (64, 192)
     assert (down.in_features, down.out_features) == (96, 64)
-    param = registry.load("gpt_oss").params[0]
-    assert (param.interleaved, param.gated) == (True, True)
+    item = registry.load("gpt_oss").experts[0]
+    assert (item["interleaved"], item["gated"]) == (True, True)
     assert layout.modules[0].bias_names == ("gate_up_proj_bias", "down_proj_bias")
 
 
@@ -176,7 +207,7 @@ def test_tied_experts_have_one_entry():
     layout = expected_layout("diffusion_gemma", "tiny")
     assert len(layout) == 4
     assert layout.find("model.decoder.layers.1.experts.down_proj") is layout.experts[3]
-    assert registry.load("diffusion_gemma").tied
+    assert registry.load("diffusion_gemma").experts[0]["aliases"]
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -227,12 +258,12 @@ def test_shapes_follow_from_the_configuration(model_type):
     """The written shape, evaluated on the tiny configuration, is the tiny shape."""
     entry = registry.load(model_type)
     config = transformers.CONFIG_MAPPING[model_type](**entry.tiny_config)
-    for param in entry.params:
+    for item in entry.experts:
         part = config
-        for name in filter(None, param.config.split(".")):
+        for name in filter(None, item["config"].split(".")):
             part = getattr(part, name)
-        for group in param.tiny:
-            assert tuple(evaluate(term, part) for term in param.shape) == group.shape
+        for group in item["tiny"]["groups"]:
+            assert [evaluate(term, part) for term in item["shape"]] == group["shape"]
 
 
 def evaluate(term, config):

@@ -21,20 +21,20 @@ def test_routers_and_shared_experts_are_there(model_type):
     model = tiny_model(model_type, device="meta")
     modules = {name_pattern(name): module for name, module in model.named_modules()}
     weights = {name_pattern(name) for name, _ in model.named_parameters()}
-    owners = {param.pattern.rpartition(".")[0] for param in registry.load(model_type).params}
+    experts = registry.load(model_type).experts
+    owners = {item["pattern"].rpartition(".")[0] for item in experts}
     shared = set()
-    for param in registry.load(model_type).params:
-        if param.router is not None:
-            assert param.router in modules or param.router in weights
-            assert param.router_module in modules
-        if param.shared_kind == "none":
-            assert param.shared_module is None
+    for item in experts:
+        router, beside = item["router"], item["shared_experts"]
+        if router is not None:
+            assert router["weight"] in modules or router["weight"] in weights
+            assert router["module"] in modules
+        if beside["kind"] == "none":
+            assert beside["module"] is None
             continue
-        inside = list(modules[param.shared_module].modules())
-        assert any(type(module) is nn.Linear for module in inside) == (
-            param.shared_kind == "linear"
-        )
-        shared.add(param.shared_module)
+        inside = list(modules[beside["module"]].modules())
+        assert any(type(module) is nn.Linear for module in inside) == (beside["kind"] == "linear")
+        shared.add(beside["module"])
     named = {
         name
         for name, module in modules.items()
@@ -56,14 +56,14 @@ def test_checkpoint_keys_are_what_is_saved(model_type, tmp_path):
             for key in file.keys():  # noqa: SIM118 - not a mapping
                 written[name_pattern(key)] = written.get(name_pattern(key), 0) + 1
     expected: dict[str, dict[str, int]] = {}
-    for param in registry.load(model_type).params:
-        blocks = sum(len(group.at) for group in param.tiny)
-        experts = max(group.num_experts for group in param.tiny)
-        owner = param.pattern.rpartition(".")[0]
-        for key in param.checkpoint_keys:
-            per_block = experts if param.checkpoint_layout == "per expert" else 1
+    for item in registry.load(model_type).experts:
+        blocks = item["tiny"]["count"]
+        experts = max(group["experts"] for group in item["tiny"]["groups"])
+        owner = item["pattern"].rpartition(".")[0]
+        for key in item["checkpoint"]["keys"]:
+            per_block = experts if item["checkpoint"]["layout"] == "per expert" else 1
             expected.setdefault(key, {})[owner] = blocks * per_block
-    # Two banks may share one list on disk (text and vision experts, one after the other).
+    # Experts of two modules may share one list on disk (text, then vision experts).
     assert {key: written.get(key) for key in expected} == {
         key: sum(owners.values()) for key, owners in expected.items()
     }

@@ -288,6 +288,16 @@ def _entry(
     models: tuple[PreTrainedModel, PreTrainedModel | None],
     everything: list[ExpertWeight],
 ) -> dict[str, Any]:
+    """Return what the file says of the weights of one name pattern.
+
+    Its keys, where their names do not tell: `shape`, each size as a term over configuration
+    attributes ("2*moe_intermediate_size"), null where there is none; `config`, the part of the
+    configuration that these are read from; `role` and `transposed`, as of `ExpertParam`;
+    `interleaved`, gate and up rows by turns; `post_norm`, a norm after each expert; `packed_rows`,
+    experts one below the other in a 2-D parameter; `dispatches`, through transformers' experts
+    interface; `shared_experts`, "linear", "stacked" or "none"; `checkpoint`, the keys on disk,
+    "per expert" or "fused"; `published` and `tiny`, where the weights are at these sizes.
+    """
     first, model = tiny[0], models[0]
     path, config = _config_of(first, model)
     values, shapes = [integers(config)], [first.shape]
