@@ -303,9 +303,8 @@ class _Classifier:
                         f"({chain.describe()}) beside the routed stack {scope.beside} of the same "
                         "hidden size: shared experts, which always run"
                     )
-                    self._accept(
-                        leaf, count, use_of(members, key, 0, count, chain, trace), evidence
-                    )
+                    use = use_of(members, key, 0, count, chain, trace)
+                    self._accept(leaf, count, use, evidence)
 
     def _shared_expert_scopes(self) -> dict[int, _SharedExpertScope]:
         """Return where shared experts may stand: the blocks of routed ones, and what holds them."""

@@ -121,7 +121,8 @@ class _History(NamedTuple):
     merged: frozenset[int] = frozenset()  # weights whose slices were summed to it
 
     def join(self, other: _History) -> _History:
-        return _History(*(mine | others for mine, others in zip(self, other, strict=True)))
+        fields: Any = zip(self, other, strict=True)  # flags and sets
+        return _History(*(first | second for first, second in fields))
 
     def after_nonlinearity(self) -> _History:
         return self._replace(upstream=frozenset((key, True) for key, _ in self.upstream))
