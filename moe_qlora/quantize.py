@@ -39,7 +39,7 @@ from .layout import (
     name_pattern,
 )
 from .packing import parametrize
-from .packing.codec import PackedWeight, first_nonfinite, pack
+from .packing.codec import first_nonfinite, pack
 from .packing.selection import (
     ALREADY_QUANTIZED,
     QUANTIZED,
@@ -96,7 +96,14 @@ def quantize_experts(
     packed = {name for name, module, _ in parametrize.iter_packed(model)}
     served = finish_packing(model, layout, config, settings) if packed else set()
     slow = tuple(
-        SlowModule(module.name, module.class_name, sum(map(_decoded_bytes, module.parameters)))
+        SlowModule(
+            module.name,
+            module.class_name,
+            sum(
+                param.numel * getattr(torch, param.dtype_name).itemsize
+                for param in module.parameters
+            ),
+        )
         for module in layout.modules
         if module.name in packed - served
     )
@@ -306,28 +313,22 @@ def _pack_selected(
 
 
 def _pack_one(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> ReportRow:
-    before = _weight(model, param.name).nbytes
-    packed = pack(_weight(model, param.name), settings)
-    _attach_everywhere(model, param, packed)
-    return ReportRow(param.name, QUANTIZED, "", before, packed.nbytes)
-
-
-def _attach_everywhere(model: nn.Module, param: ExpertParam, packed: PackedWeight) -> None:
-    """Attach a packed weight to its module and to every module that shares it; all or none."""
-    attached: list[tuple[nn.Module, str]] = []
+    """Pack a weight and attach it to every module that holds it; all or none."""
     weight = _weight(model, param.name)
+    packed = pack(weight, settings)
+    attached: list[tuple[nn.Module, str]] = []
     try:
         for name in param.names:
-            module, parameter = parametrize.owner_of(model, name)
-            if parametrize.is_packed(module, parameter):
-                continue  # an alias through a shared module
-            attached.append((module, parameter))
-            parametrize.attach(module, parameter, packed)
+            module, leaf = parametrize.owner_of(model, name)
+            if not parametrize.is_packed(module, leaf):  # an alias through a shared module is
+                attached.append((module, leaf))
+                parametrize.attach(module, leaf, packed)
     except BaseException:
-        for module, parameter in attached:
-            if parametrize.is_packed(module, parameter):
-                parametrize.detach(module, parameter, weight)
+        for module, leaf in attached:
+            if parametrize.is_packed(module, leaf):
+                parametrize.detach(module, leaf, weight)
         raise
+    return ReportRow(param.name, QUANTIZED, "", weight.nbytes, packed.nbytes)
 
 
 def _half_way(error: Exception, name: str, done: list[str], total: int) -> QuantizationError:
@@ -351,12 +352,6 @@ def _nbytes(model: nn.Module, name: str) -> int:
     if parametrize.is_packed(module, parameter):
         return parametrize.read_packed(module, parameter).nbytes
     return _weight(model, name).nbytes
-
-
-def _decoded_bytes(param: ExpertParam) -> int:
-    dtype = param.dtype
-    itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
-    return param.numel * itemsize
 
 
 __all__ = [
