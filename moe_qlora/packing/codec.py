@@ -1,7 +1,7 @@
-"""Packing of weight stacks into bitsandbytes' formats, and decoding of any range of experts.
+"""Packs weights into bitsandbytes' formats, and dequantizes any range of their experts.
 
-A stack of two or more dimensions, `(E, out, in)` or any other, is packed as bitsandbytes packs one
-tensor:
+A weight of two or more dimensions, `(E, out, in)` or any other, is packed as bitsandbytes packs one
+tensor (format.py names the tensors that hold it):
 
     nf4, fp4   the weights in row-major order, cut into blocks of 64; two 4-bit codes in a byte, the
                first weight in the high half; one fp32 absmax a block. With double quantization the
@@ -12,7 +12,7 @@ tensor:
 Codes and statistics equal, bit for bit, what `bitsandbytes.functional.quantize_4bit` and
 `int8_vectorwise_quant` give for the whole tensor. Unlike these, packing goes chunk by chunk, so
 that it costs little more than the packed form (bitsandbytes' own CPU path holds about 20 bytes a
-weight), and so that a stack may hold more than 2**31 - 1 weights, where bitsandbytes' int32 counts
+weight), and so that a tensor may hold more than 2**31 - 1 weights, where bitsandbytes' int32 counts
 overflow.
 
 Codes and statistics are flat and in the order of the weights, so any range of experts is a range of
@@ -56,10 +56,10 @@ _DEVICE_CHUNK = 2**24
 
 
 def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
-    """Index of the first NaN or inf in row-major order, None where all is finite.
+    """Return the index of the first NaN or inf in row-major order, None where all is finite.
 
-    Reads the stack once, in pieces, without a temporary the size of one: minimum and maximum
-    propagate NaN. One synchronisation for the whole stack where there is nothing to be found.
+    It reads the weight once, in pieces, with small temporaries only: minimum and maximum propagate
+    NaN. A finite weight costs one synchronisation with the device.
     """
     weight = weight.detach()
     step = _chunk_elements(weight.device, MAX_ELEMENTS)
@@ -68,9 +68,9 @@ def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
         return None
     start = 0
     for chunk in _flat_chunks(weight, step, 1):
-        found = torch.nonzero(~chunk.isfinite())
-        if len(found):
-            flat = start + int(found[0])
+        nonfinite = torch.nonzero(~chunk.isfinite())
+        if len(nonfinite):
+            flat = start + int(nonfinite[0])
             return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), weight.shape))
         start += chunk.numel()
     return None
@@ -79,7 +79,7 @@ def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
 def pack(
     weight: Tensor, settings: CodecSettings, *, max_elements: int = MAX_ELEMENTS
 ) -> PackedWeight:
-    """Pack a stack; the result equals bitsandbytes' own for the whole tensor, bit for bit.
+    """Pack a weight; the result equals bitsandbytes' own for the whole tensor, bit for bit.
 
     int8: bitsandbytes' CUDA kernel takes float16 only, so that other dtypes are cast to float16
     there, as its own `Int8Params` does; on other devices the weights go in as they are.
@@ -103,18 +103,12 @@ def pack(
 
 
 class Packer:
-    """Packs a stack that arrives in pieces, so that it need never be whole in memory.
+    """Packs a weight that arrives in pieces, so that it need never be whole in memory.
 
-    The result equals `pack` of the whole stack bit for bit, wherever it was cut: blocks that
-    straddle two pieces are held back until they are full. Takes the packed form, and for double
-    quantization the fp32 absmax until `finish`.
-
-    Args:
-        shape: Of the whole stack.
-        dtype: Of the weights: float32, float16 or bfloat16.
-        device: Where to pack; pieces elsewhere are moved there.
-        settings: What to pack into.
-        max_elements: Upper bound for the weights in one kernel call.
+    The result equals `pack` of the whole weight bit for bit, wherever it was cut: blocks that
+    straddle two pieces are held back until they are full. It takes memory for the packed form, and
+    with double quantization for the fp32 absmax until `finish`. Pieces on other devices are moved;
+    `max_elements` bounds the weights in one kernel call.
     """
 
     def __init__(
@@ -154,7 +148,7 @@ class Packer:
 
     @torch.no_grad()
     def finish(self) -> PackedWeight:
-        """The packed stack.
+        """Return the packed weight.
 
         Raises:
             ValueError: More or fewer weights came than the shape has.
@@ -163,7 +157,7 @@ class Packer:
         if len(self._rest):
             self._take(self._rest)
         if self._done != math.prod(self.shape):
-            raise ValueError(f"{self._done} weights came for a stack of shape {tuple(self.shape)}")
+            raise ValueError(f"{self._done} weights came for a weight of shape {tuple(self.shape)}")
         return self._finish_int8() if self._int8 else self._finish_4bit()
 
     def _hold(self, chunk: Tensor) -> None:
@@ -176,7 +170,7 @@ class Packer:
     def _take(self, chunk: Tensor) -> None:
         start, end = self._done, self._done + len(chunk)
         if end > math.prod(self.shape):
-            raise ValueError(f"more weights came than a stack of shape {tuple(self.shape)} has")
+            raise ValueError(f"more weights came than shape {tuple(self.shape)} has")
         if self._int8:
             rows = chunk.view(-1, self._unit)
             if self.device.type == "cuda":
@@ -226,40 +220,40 @@ def restore(
     dtype: torch.dtype,
     settings: CodecSettings,
 ) -> PackedWeight:
-    """A packed stack from the tensors that a state dict holds for it.
+    """Return the packed weight that a state dict's tensors hold.
 
     Args:
-        codes: As `PackedWeight.codes`; used as they are.
+        codes: As `PackedWeight.codes`; not copied.
         stats: bitsandbytes' statistics by their key's end, such as ".absmax" or ".SCB".
-        shape: Of the decoded stack.
-        dtype: Of a decoded int8 stack; a 4-bit one says its own.
-        settings: What it was packed with.
+        shape: Shape of the dequantized weight.
+        dtype: Dtype of a dequantized int8 weight; the record of a 4-bit one has its own.
+        settings: How it was packed.
 
     Raises:
-        ValueError: The tensors are no stack of this shape and these settings.
+        ValueError: The tensors are not of this shape and these settings.
     """
     shape = torch.Size(shape)
     tensors = {end.removeprefix("."): value for end, value in stats.items()}
     if settings.kind == "int8":
         scales = tensors.get("SCB")
         if scales is None or scales.numel() != shape.numel() // shape[-1] or codes.shape != shape:
-            raise ValueError(f"the tensors are no int8 stack of shape {tuple(shape)}")
+            raise ValueError(f"the tensors are no int8 weight of shape {tuple(shape)}")
         return PackedWeight(codes, scales, None, 0, None, shape, "int8", dtype)
     try:
         state = QuantState.from_dict(tensors, device=codes.device)
     except (KeyError, ValueError, AssertionError, AttributeError, TypeError) as error:
         raise ValueError(f"the statistics cannot be read ({error})") from error
-    found = (state.quant_type, state.nested, state.blocksize, codes.dtype)
+    stored = (state.quant_type, state.nested, state.blocksize, codes.dtype)
     asked = (settings.kind, settings.double_quant, settings.blocksize, settings.storage_dtype)
-    if found != asked or torch.Size(state.shape or ()) != shape:
+    if stored != asked or torch.Size(state.shape or ()) != shape:
         raise ValueError(
-            f"the tensors are of a stack of shape {tuple(state.shape or ())} with {found}, not "
+            f"the tensors are of a weight of shape {tuple(state.shape or ())} with {stored}, not "
             f"{tuple(shape)} with {asked} (kind, double quantization, block size, storage dtype)"
         )
     specs = packed_tensors(shape, settings)
     if codes.nbytes != specs[CODES].nbytes or state.absmax.numel() != specs[ABSMAX].numel:
         raise ValueError(
-            f"{codes.nbytes} bytes of codes and {state.absmax.numel()} blocks do not make a stack "
+            f"{codes.nbytes} bytes of codes and {state.absmax.numel()} blocks do not make a weight "
             f"of shape {tuple(shape)}"
         )
     return from_quant_state(codes, state, settings.compute_dtype)
@@ -268,7 +262,7 @@ def restore(
 def unpack(
     packed: PackedWeight, *, out: Tensor | None = None, max_elements: int = MAX_ELEMENTS
 ) -> Tensor:
-    """Decode the whole stack in its original shape and dtype, into `out` where it is given."""
+    """Dequantize a whole weight in its original shape and dtype, into `out` if given."""
     return unpack_range(packed, 0, packed.shape[0], out=out, max_elements=max_elements)
 
 
@@ -281,13 +275,13 @@ def unpack_range(
     out: Tensor | None = None,
     max_elements: int = MAX_ELEMENTS,
 ) -> Tensor:
-    """Decode the rows `[start, stop)` of the first dimension.
+    """Dequantize the rows `[start, stop)` of the first dimension.
 
-    Equal, bit for bit, to the same slice of the whole decoded stack (then cast to `dtype`), also
-    where blocks straddle the ends. Never synchronises with the device.
+    The result equals, bit for bit, the same slice of the whole dequantized weight (then cast to
+    `dtype`), also where blocks straddle the ends. It never waits for the device.
 
     Args:
-        packed: The stack.
+        packed: The weight.
         start: First row, 0 <= start <= stop.
         stop: One past the last row, at most `packed.shape[0]`.
         dtype: Of the result; None is `out`'s, or else the packed weight's own.
@@ -298,22 +292,15 @@ def unpack_range(
         `(stop - start, *packed.shape[1:])`, `out` where it was given.
     """
     if not 0 <= start <= stop <= packed.shape[0]:
-        raise IndexError(
-            f"rows [{start}, {stop}) are not within the stack of shape {tuple(packed.shape)}"
-        )
+        raise IndexError(f"rows [{start}, {stop}) are not within the shape {tuple(packed.shape)}")
     shape = (stop - start, *packed.shape[1:])
     row = packed.numel // packed.shape[0]
     first, last = start * row, stop * row
-    decode, unit = (
-        (_decode_int8, packed.shape[-1])
-        if packed.kind == "int8"
-        else (_decode_4bit, packed.blocksize)
-    )
+    int8 = packed.kind == "int8"
+    decode, unit = (_decode_int8, packed.shape[-1]) if int8 else (_decode_4bit, packed.blocksize)
+    chunk = _chunk_elements(packed.device, max_elements)
     # int8 decodes by way of two fp32 copies, which only a chunk may cost.
-    largest = (
-        _chunk_elements(packed.device, max_elements) if packed.kind == "int8" else max_elements
-    )
-    limit = largest - 2 * unit
+    limit = (chunk if int8 else max_elements) - 2 * unit
     with torch.no_grad():
         if out is None and last - first <= limit:
             return decode(packed, first, last).view(shape).to(dtype or packed.dtype)
@@ -324,7 +311,7 @@ def unpack_range(
         if not out.is_contiguous():
             return out.copy_(unpack_range(packed, start, stop, max_elements=max_elements))
         flat = out.view(-1)
-        step = max(_chunk_elements(packed.device, max_elements) // unit - 2, 1) * unit
+        step = max(chunk // unit - 2, 1) * unit
         position = first
         while position < last:
             # All chunks but the first start on a block boundary, so that no block is decoded twice.
@@ -335,7 +322,7 @@ def unpack_range(
 
 
 def _decode_4bit(packed: PackedWeight, first: int, last: int) -> Tensor:
-    """Decode the weights [first, last) of the flattened stack, in the packed weight's own dtype."""
+    """Decode the weights [first, last) of the flattened weight, in its own dtype."""
     block = packed.blocksize
     begin, blocks = first // block, ceil_div(last, block)
     end = min(blocks * block, packed.numel)
@@ -344,8 +331,8 @@ def _decode_4bit(packed: PackedWeight, first: int, last: int) -> Tensor:
     if packed.device.type != "cpu":
         flat = _kernel(packed, codes, absmax, (end - begin * block,))
     else:
-        # One block as one row: see the module's docstring. A last block that is not full is a row
-        # of its own, of even length, since the kernel falls back to a compiled path for odd ones.
+        # One block as one row: see the module's docstring. A last block that is not full is a
+        # separate row of even length, since the kernel falls back to a compiled path for odd ones.
         full = (end - begin * block) // block
         rest = end - begin * block - full * block
         flat = _kernel(packed, codes[: full * block // 2], absmax[:full], (full, block)).view(-1)
@@ -381,7 +368,7 @@ def _absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
 
 
 def _decode_int8(packed: PackedWeight, first: int, last: int) -> Tensor:
-    """Decode the weights [first, last) of the flattened stack; both are whole rows."""
+    """Decode the weights [first, last) of the flattened weight; both are whole rows."""
     columns = packed.shape[-1]
     rows = packed.codes.detach().view(-1, columns)[first // columns : last // columns]
     scales = packed.absmax[first // columns : last // columns]
@@ -394,10 +381,10 @@ def _chunk_elements(device: torch.device, max_elements: int) -> int:
 
 
 def _flat_chunks(weight: Tensor, step: int, unit: int) -> Iterator[Tensor]:
-    """Cut the stack, in row-major order, into flat pieces of whole `unit`s, about `step` weights.
+    """Cut a weight, in row-major order, into flat pieces of whole `unit`s, of about `step` weights.
 
-    Views where the stack is contiguous; otherwise copies of a few rows of the first dimension at a
-    time. Only the last piece may end within a unit.
+    They are views of a contiguous weight; otherwise copies of a few rows of the first dimension at
+    a time. Only the last piece may end within a unit.
     """
     step = max(step // unit, 1) * unit
     if weight.is_contiguous():

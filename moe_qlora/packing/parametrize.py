@@ -1,17 +1,17 @@
-"""How a packed stack sits on the module that owned the weight.
+"""How a packed weight sits on its module.
 
 A packed parameter becomes a torch parametrization, as `bitsandbytes.nn.parametrize` does it, so
-that code which reads `module.<name>` gets the decoded tensor and need not know:
+that code which reads `module.<name>` gets the dequantized weight and need not know:
 
     module.parametrizations.<name>            torch's ParametrizationList
         .original    4-bit: bnb.nn.Params4bit, the codes; the QuantState travels with it
-                     int8:  nn.Parameter of int8 codes, in the stack's own shape
+                     int8:  nn.Parameter of int8 codes, in the weight's own shape
         [0]          Packed4bit (a Bnb4bitParametrization) with the same QuantState object,
                      or PackedInt8 with the row scales
 
-`Params4bit` rather than bitsandbytes' own plain Parameter, because its `to` moves the statistics
-with the codes, PEFT's k-bit preparation spares it by its class name, and transformers counts its
-weights right. What bitsandbytes' own helper packed is read here as well.
+The codes are a `Params4bit`, where bitsandbytes' own helper has a plain Parameter: its `to` moves
+the statistics with the codes, PEFT's k-bit preparation spares it by its class name, and
+transformers counts its weights right. What that helper packed is read here as well.
 
 Statistics are never parameters, and the int8 scales are a buffer of their fp32 bits as int32: hosts
 cast every fp32 parameter or buffer that they find, and statistics must move with the model but keep
@@ -43,15 +43,15 @@ from .quant_state import QuantState, from_quant_state, state_dict_entries, to_qu
 
 Params4bit: Any = cast(Any, bitsandbytes.nn).Params4bit
 
-_BOOK = "_moe_qlora_storage"
+_RECORD = "_moe_qlora_storage"
 _SHARED = "_moe_qlora_int8"
 
 
 class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
-    """Decodes a 4-bit stack on access.
+    """Dequantizes a 4-bit weight on access.
 
-    Unlike the class it extends it decodes stacks of more than 2**31 - 1 weights and of any row
-    length, and takes its statistics from the codes' own `Params4bit`, so that both stay one object
+    Unlike the class it extends it takes tensors of more than 2**31 - 1 weights and of any row
+    length, and reads its statistics from the codes' own `Params4bit`, so that both stay one object
     through deepcopy and device moves.
     """
 
@@ -78,7 +78,7 @@ class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
         return new
 
     def follow(self, codes: Tensor) -> Any:
-        """The statistics that belong to these codes, on their device."""
+        """Return the statistics that belong to these codes, on their device."""
         own = codes.__dict__.get("quant_state") if isinstance(codes, Params4bit) else None
         if own is not None and own is not self.quant_state:
             self.quant_state = own
@@ -87,12 +87,12 @@ class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
 
     @torch.no_grad()
     def forward(self, quantized_param: Tensor) -> Tensor:
-        """`(bytes / itemsize, 1)` codes -> the decoded stack, in the packed weight's dtype."""
-        return unpack(_stack_4bit(quantized_param, self))
+        """Dequantize `(bytes / itemsize, 1)` codes to the weight's shape and dtype."""
+        return unpack(_read_4bit(quantized_param, self))
 
 
 class PackedInt8(nn.Module):
-    """Decodes an int8 stack on access; its row scales live in a buffer of their fp32 bits."""
+    """Dequantizes an int8 weight on access; its row scales live in a buffer of their fp32 bits."""
 
     scale_bits: Tensor
 
@@ -103,12 +103,18 @@ class PackedInt8(nn.Module):
 
     @torch.no_grad()
     def forward(self, codes: Tensor) -> Tensor:
-        """int8 codes in the stack's shape -> the decoded stack, in the packed weight's dtype."""
-        return unpack(_stack_int8(codes, self))
+        """Dequantize int8 codes to the weight's dtype."""
+        return unpack(_read_int8(codes, self))
 
 
-class _Book:
-    """What `attach` put on one module, to be found again in copies of it, and undone."""
+class _AttachRecord:
+    """What `attach` put on one module; copies of the module have it too, and `detach` undoes it.
+
+    Attributes:
+        order: The module's parameters in their order of registration.
+        handles: Of the hooks.
+        names: The parameters that are packed.
+    """
 
     def __init__(self, order: tuple[str, ...]) -> None:
         self.order = order
@@ -117,9 +123,9 @@ class _Book:
 
 
 def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
-    """Put a packed stack in the place of a plain parameter (or of nothing).
+    """Replace a plain parameter, or nothing, by a packed weight.
 
-    The parameter's memory is free as soon as nobody else holds it. A stack that already sits on
+    The parameter's memory is free as soon as nobody else holds it. A weight that already sits on
     another module is shared with it: one parameter, one set of statistics (tied experts).
 
     Raises:
@@ -129,12 +135,12 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
         raise QuantizationError(
             f"{type(module).__name__}.{name} is packed already: detach it before packing it again."
         )
-    _own_class(module)
-    book = _book(module)
+    _unshare_class(module)
+    record = _record(module)
     owner = hold(packed)
     parametrization: nn.Module
     if packed.kind == "int8":
-        # Tied stacks share the module that holds their scales, so that one move moves all.
+        # Tied weights share the module that holds their scales, so that one move moves all.
         parametrization = getattr(owner, _SHARED, None) or PackedInt8(packed)
         setattr(owner, _SHARED, parametrization)
     else:
@@ -149,7 +155,7 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
             module._parameters[name] = plain
             _forget(module, name)
         raise
-    book.names.append(name)
+    record.names.append(name)
 
 
 def _register(module: nn.Module, name: str, parametrization: nn.Module) -> None:
@@ -172,7 +178,7 @@ def _register(module: nn.Module, name: str, parametrization: nn.Module) -> None:
 
 
 def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Parameter:
-    """Make a packed parameter plain again: `weight`, or by default the decoded stack.
+    """Make a packed parameter plain again: `weight`, or by default the dequantized one.
 
     The parameter takes its old place in registration order, does not require gradients, and with
     the last packed parameter of the module the hooks go as well.
@@ -184,7 +190,7 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
         raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
     if weight is None:
         weight = unpack(read_packed(module, name))
-    _own_class(module)
+    _unshare_class(module)
     P.remove_parametrizations(module, name, leave_parametrized=False)
     parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, False)
     module._parameters[name] = parameter
@@ -193,31 +199,31 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
 
 
 def is_packed(module: nn.Module, name: str) -> bool:
-    """Whether this parameter is packed, by this package or by bitsandbytes' own helper."""
+    """Return whether this parameter is packed, by this package or by bitsandbytes' own helper."""
     return _parametrization(module, name) is not None
 
 
 def is_foreign(module: nn.Module, name: str) -> bool:
-    """Whether this parameter was packed by bitsandbytes' own helper."""
-    found = _parametrization(module, name)
-    return found is not None and not isinstance(found, (Packed4bit, PackedInt8))
+    """Return whether this parameter was packed by bitsandbytes' own helper."""
+    decoder = _parametrization(module, name)
+    return decoder is not None and not isinstance(decoder, (Packed4bit, PackedInt8))
 
 
 def has_packed(module: nn.Module) -> bool:
-    """Whether any parameter of this very module is packed."""
+    """Return whether any parameter of this very module is packed."""
     lists = module._modules.get("parametrizations")
     return lists is not None and any(is_packed(module, name) for name in lists._modules)
 
 
 def packed_names(module: nn.Module) -> tuple[str, ...]:
-    """The packed parameters of this very module, in registration order."""
+    """Return the packed parameters of this very module, in registration order."""
     lists = module._modules.get("parametrizations")
     if lists is None:
         return ()
     names = [name for name in cast(nn.ModuleDict, lists) if is_packed(module, name)]
-    book: _Book | None = module.__dict__.get(_BOOK)
-    if book is not None:
-        place = {name: index for index, name in enumerate(book.order)}
+    record: _AttachRecord | None = module.__dict__.get(_RECORD)
+    if record is not None:
+        place = {name: index for index, name in enumerate(record.order)}
         names.sort(key=lambda name: place.get(name, len(place)))
     return tuple(names)
 
@@ -229,37 +235,36 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def iter_packed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Every packed parameter as `(module's dotted name, module, parameter's name)`."""
+    """Yield every packed parameter as `(module's dotted name, module, parameter's name)`."""
     for module_name, module in model.named_modules():
         for name in packed_names(module):
             yield module_name, module, name
 
 
 def read_packed(module: nn.Module, name: str) -> PackedWeight:
-    """What lives on the module now, wherever it has been moved to. Decodes nothing, copies nothing.
+    """Return the packed weight where it is now; nothing is dequantized or copied.
 
     Raises:
         QuantizationError: The parameter is not packed, or its codes were cast to another dtype,
             which destroys them.
     """
-    found = _parametrization(module, name)
-    if found is None:
+    decoder = _parametrization(module, name)
+    if decoder is None:
         raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
-    original = cast(Tensor, original_of(module, name))
-    if isinstance(found, PackedInt8):
-        return _stack_int8(original, found)
-    return _stack_4bit(original, found)
+    codes = original_of(module, name)
+    read = _read_int8 if isinstance(decoder, PackedInt8) else _read_4bit
+    return read(codes, decoder)
 
 
 def packed_shape(module: Any, name: str) -> tuple[int, ...]:
-    """Shape of a packed parameter's decoded stack, by attribute reads that Dynamo can follow."""
+    """Return the shape of a packed parameter's weight, by reads that Dynamo can follow."""
     first = module.parametrizations[name][0]
     shape = first.weight_shape if hasattr(first, "weight_shape") else first.quant_state.shape
     return tuple(shape)
 
 
 def original_of(module: nn.Module, name: str) -> nn.Parameter:
-    """The parameter that holds the codes."""
+    """Return the parameter that holds the codes."""
     lists = cast(Any, module._modules["parametrizations"])
     return cast(nn.Parameter, lists[name].original)
 
@@ -279,7 +284,7 @@ def _on_device(state: Any, codes: Tensor) -> Any:
     return state
 
 
-def _stack_4bit(codes: Tensor, parametrization: Any) -> PackedWeight:
+def _read_4bit(codes: Tensor, parametrization: Any) -> PackedWeight:
     if isinstance(parametrization, Packed4bit):
         state = parametrization.follow(codes)
     else:
@@ -287,7 +292,7 @@ def _stack_4bit(codes: Tensor, parametrization: Any) -> PackedWeight:
     storage = codes.__dict__.get("quant_storage") if isinstance(codes, Params4bit) else None
     if storage is not None and codes.dtype != storage:
         raise QuantizationError(
-            f"The packed codes of a stack of shape {tuple(state.shape)} were cast from {storage} "
+            f"The packed codes of a weight of shape {tuple(state.shape)} were cast from {storage} "
             f"to {codes.dtype}, which destroys them: do not cast a packed model, or set "
             "bnb_4bit_quant_storage=torch.uint8, which casts leave alone."
         )
@@ -296,7 +301,7 @@ def _stack_4bit(codes: Tensor, parametrization: Any) -> PackedWeight:
     return from_quant_state(codes.data, state, compute, owner)
 
 
-def _stack_int8(codes: Tensor, parametrization: PackedInt8) -> PackedWeight:
+def _read_int8(codes: Tensor, parametrization: PackedInt8) -> PackedWeight:
     scales = parametrization.scale_bits.view(torch.float32)
     owner = codes if isinstance(codes, nn.Parameter) else None
     return PackedWeight(
@@ -306,7 +311,7 @@ def _stack_int8(codes: Tensor, parametrization: PackedInt8) -> PackedWeight:
 
 
 def hold(packed: PackedWeight) -> nn.Parameter:
-    """The one parameter that holds this stack's codes: made on first use, then `packed.owner`."""
+    """Return the one parameter that holds this weight's codes, made on first use."""
     if packed.owner is None:
         packed.owner = _parameter(packed)
         packed.codes = packed.owner.data
@@ -333,13 +338,13 @@ def _params4bit(codes: Tensor, state: Any) -> nn.Parameter:
     return cast(nn.Parameter, parameter)
 
 
-def _book(module: nn.Module) -> _Book:
-    """The module's record, made with its hooks on first use: each hook once a module."""
-    book: _Book | None = module.__dict__.get(_BOOK)
-    if book is None:
-        book = module.__dict__[_BOOK] = _Book(tuple(module._parameters))
-        # bitsandbytes' own pair: the decoded stack is cached while the module's forward runs.
-        book.handles = [
+def _record(module: nn.Module) -> _AttachRecord:
+    """Return the module's record, made with its hooks on first use: each hook once a module."""
+    record: _AttachRecord | None = module.__dict__.get(_RECORD)
+    if record is None:
+        record = module.__dict__[_RECORD] = _AttachRecord(tuple(module._parameters))
+        # bitsandbytes' own pair: the dequantized weight is cached while the module's forward runs.
+        record.handles = [
             module.register_forward_pre_hook(bnb_parametrize._enable_parametrization_cache),
             module.register_forward_hook(
                 bnb_parametrize._disable_parametrization_cache, always_call=True
@@ -347,32 +352,32 @@ def _book(module: nn.Module) -> _Book:
             cast(Any, module).register_state_dict_post_hook(_save),
             cast(Any, module).register_load_state_dict_pre_hook(_load),
         ]
-    return book
+    return record
 
 
 def _forget(module: nn.Module, name: str) -> None:
     """Restore registration order; the hooks go with the module's last packed parameter."""
-    book: _Book | None = module.__dict__.get(_BOOK)
-    if book is None:
+    record: _AttachRecord | None = module.__dict__.get(_RECORD)
+    if record is None:
         return
-    if name in book.names:
-        book.names.remove(name)
-    known = [name for name in book.order if name in module._parameters]
+    if name in record.names:
+        record.names.remove(name)
+    known = [name for name in record.order if name in module._parameters]
     others = [name for name in module._parameters if name not in known]
     ordered = {name: module._parameters[name] for name in (*known, *others)}
     module._parameters.clear()
     module._parameters.update(ordered)
-    if not book.names:
-        for handle in book.handles:
+    if not record.names:
+        for handle in record.handles:
             handle.remove()
-        del module.__dict__[_BOOK]
+        del module.__dict__[_RECORD]
 
 
-def _own_class(module: nn.Module) -> None:
-    """Give a parametrized module a class of its own.
+def _unshare_class(module: nn.Module) -> None:
+    """Give a parametrized module a class that no copy shares.
 
-    Torch gives it one, with a property for each parametrized name, but deepcopy shares that class:
-    adding or removing a property on the copy would change the model it was copied from.
+    torch gives it a class with a property for each parametrized name, but deepcopy shares that
+    class: a property added to the copy or removed would change the model it was copied from.
     """
     if not P.is_parametrized(module):
         return
@@ -382,7 +387,7 @@ def _own_class(module: nn.Module) -> None:
 
 
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """State-dict hook: bitsandbytes' keys instead of torch's parametrization keys."""
+    """Write bitsandbytes' keys instead of torch's parametrization keys (state-dict hook)."""
     for name in packed_names(module):
         key = f"{prefix}parametrizations.{name}.original"
         if key not in state_dict or is_foreign(module, name):
@@ -402,25 +407,23 @@ def _load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Load hook: takes the statistics from bitsandbytes' keys, and hands torch the codes."""
+    """Take the statistics from bitsandbytes' keys, and leave torch the codes (load hook)."""
     for name in packed_names(module):
-        given = state_dict.get(f"{prefix}{name}")
-        if is_foreign(module, name) or given is None:
+        if is_foreign(module, name) or state_dict.get(f"{prefix}{name}") is None:
             continue
-        if given.shape != original_of(module, name).shape:
-            errors.append(
-                f"{prefix}{name} has the shape {tuple(given.shape)}, the packed codes have "
-                f"{tuple(original_of(module, name).shape)}: load 16-bit weights into an unpacked "
-                "model, or codes that were packed with the same settings."
-            )
-            given = None
         codes = state_dict.pop(f"{prefix}{name}")
         stats_prefix = f"{prefix}{name}."
         stats = {
             key.removeprefix(stats_prefix): state_dict.pop(key).clone()
             for key in [key for key in state_dict if key.startswith(stats_prefix)]
         }
-        if given is None:
+        shape = original_of(module, name).shape
+        if codes.shape != shape:
+            errors.append(
+                f"{prefix}{name} has the shape {tuple(codes.shape)}, the packed codes have "
+                f"{tuple(shape)}: load 16-bit weights into an unpacked model, or codes that were "
+                "packed with the same settings."
+            )
             continue
         try:
             _load_stats(module, name, stats)
@@ -428,13 +431,11 @@ def _load(
             errors.append(f"{stats_prefix[:-1]}: the packed statistics cannot be read: {error}")
             continue
         if metadata.get("assign_to_params_buffers"):
-            parametrization = _parametrization(module, name)
-            int8 = isinstance(parametrization, PackedInt8)
-            codes = (
-                nn.Parameter(codes, requires_grad=False)
-                if int8
-                else _params4bit(codes, parametrization.quant_state)
-            )
+            decoder = _parametrization(module, name)
+            if isinstance(decoder, PackedInt8):
+                codes = nn.Parameter(codes, requires_grad=False)
+            else:
+                codes = _params4bit(codes, decoder.quant_state)
         state_dict[f"{prefix}parametrizations.{name}.original"] = codes
 
 
@@ -447,7 +448,7 @@ def _load_stats(module: nn.Module, name: str, stats: dict[str, Any]) -> None:
     loaded: Any = QuantState.from_dict(stats, device=packed.device)
     if (loaded.shape, loaded.quant_type) != (packed.shape, packed.kind):
         raise ValueError(
-            f"they are of a {loaded.quant_type} stack of shape {tuple(loaded.shape)}, the model "
+            f"they are of {loaded.quant_type} weights of shape {tuple(loaded.shape)}, the model "
             f"has {packed.kind} of shape {tuple(packed.shape)}"
         )
     parametrization.quant_state.__dict__.update(loaded.__dict__)

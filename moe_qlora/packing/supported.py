@@ -42,7 +42,7 @@ def why_not_packed(
         )
     numel = math.prod(shape)
     if len(shape) < 2 or numel == 0:
-        return f"has the shape {tuple(shape)}: a stack has two or more dimensions and no empty one"
+        return f"has the shape {tuple(shape)}: a weight has two or more dimensions and no empty one"
     if settings.kind != "int8" and code_nbytes(numel) % settings.storage_dtype.itemsize:
         return (
             f"has {numel} weights, whose {code_nbytes(numel)} bytes of codes do not fill whole "
