@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers.core_model_loading import dot_natural_key
 
 from ..errors import CheckpointError
+from ..kernels.weights import PackedWeight
 from ..packing import codec
-from ..packing.codec import PackedWeight
 from ..packing.format import RECORD, SCALES
 from .conversion import DiskLayout, Group, revert, same_bits
 from .integrity import check_folder, open_checkpoint

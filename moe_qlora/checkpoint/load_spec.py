@@ -16,8 +16,8 @@ from torch import nn
 
 from ..detection.detect import detect
 from ..errors import CheckpointError, UnsupportedWeightError
+from ..kernels.weights import PackedWeight
 from ..layout import ExpertParam, ModelLayout
-from ..packing.codec import PackedWeight
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from ..packing.sizes import packed_nbytes

@@ -30,9 +30,9 @@ from transformers.core_model_loading import build_glob_alternation
 
 from .. import build as checkpoint_source
 from ..errors import AdapterError, CheckpointError, ConfigError
+from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, human_bytes
 from ..packing import codec
-from ..packing.codec import PackedWeight
 from ..progress import Progress, reporting
 from . import rounding
 from .adapter import CONFIG as ADAPTER_CONFIG

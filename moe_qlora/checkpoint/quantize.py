@@ -31,8 +31,9 @@ from transformers import initialization as init
 from .. import build
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
+from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, listed
-from ..packing.codec import PackedWeight, Packer, first_nonfinite
+from ..packing.codec import Packer, first_nonfinite
 from ..packing.format import SCALES, key_ends
 from ..packing.quant_state import state_dict_entries
 from ..packing.sizes import packed_nbytes

@@ -23,9 +23,10 @@ from torch import nn
 
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
+from ..kernels.weights import PackedWeight
 from ..layout import unwrapped_name
 from ..packing import parametrize
-from ..packing.codec import PackedWeight, Packer
+from ..packing.codec import Packer
 from ..packing.linear import is_packed_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AdapterError, CheckpointError, ConfigError
+from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 from ..packing import parametrize
-from ..packing.codec import PackedWeight
 from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
 from . import manifest as manifests

@@ -27,9 +27,10 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ..checkpoint.load_spec import LoadSpec
 from ..errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
+from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 from ..packing import parametrize
-from ..packing.codec import PackedWeight, Packer, restore
+from ..packing.codec import Packer, restore
 from ..packing.format import key_ends
 
 _SLICE_BYTES = 8 << 20

@@ -39,7 +39,8 @@ from torch import Tensor, nn
 from ..detection.detect import dispatches
 from ..errors import AdapterError
 from ..experts.forward import IMPLEMENTATION, LoraFactors, clear_lora_source, set_lora_source
-from ..packing.codec import PackedWeight, first_nonfinite
+from ..kernels.weights import PackedWeight
+from ..packing.codec import first_nonfinite
 from ..packing.parametrize import has_packed, is_packed, packed_names, read_packed
 from .merge import Product, merged_weight, replace_parameter, restore_packed
 from .supported import check_dropout

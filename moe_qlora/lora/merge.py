@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..kernels.weights import PackedWeight
 from ..packing import codec, parametrize
-from ..packing.codec import PackedWeight
 from ..packing.settings import CodecSettings
 
 Product = tuple[Tensor, Tensor, float]

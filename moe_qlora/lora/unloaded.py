@@ -19,8 +19,8 @@ from .. import build
 from ..checkpoint import rounding
 from ..checkpoint.manifest import read_manifest
 from ..errors import ConfigError
+from ..kernels.weights import PackedWeight
 from ..packing import parametrize
-from ..packing.codec import PackedWeight
 from ..packing.meta import blank_weight
 
 

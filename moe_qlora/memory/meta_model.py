@@ -24,11 +24,11 @@ from ..detection import detect as detection
 from ..detection.detect import detect
 from ..errors import ConfigError
 from ..experts import forward
+from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout, dtype_name
 from ..lora.config import top_k_of
 from ..lora.model import get_peft_model
 from ..packing import parametrize
-from ..packing.codec import PackedWeight
 from ..packing.linear import is_packed_linear
 from ..packing.meta import blank_like, blank_weight, pack_blank
 from ..packing.selection import weights_to_pack

@@ -402,16 +402,3 @@ def _flat_chunks(weight: Tensor, step: int, unit: int) -> Iterator[Tensor]:
         pending = flat[whole:].clone()
     if len(pending):
         yield pending
-
-
-__all__ = [
-    "MAX_ELEMENTS",
-    "CodecSettings",
-    "PackedWeight",
-    "Packer",
-    "first_nonfinite",
-    "pack",
-    "restore",
-    "unpack",
-    "unpack_range",
-]

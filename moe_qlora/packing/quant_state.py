@@ -69,12 +69,3 @@ def state_dict_entries(packed: PackedWeight) -> dict[str, Tensor]:
     return {
         f".{part}": value for part, value in to_quant_state(packed).as_dict(packed=True).items()
     }
-
-
-__all__ = [
-    "QuantState",
-    "from_quant_state",
-    "state_dict_entries",
-    "state_tensors",
-    "to_quant_state",
-]

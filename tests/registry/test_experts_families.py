@@ -18,6 +18,7 @@ from torch.func import functional_call
 from moe_qlora import registry
 from moe_qlora.detection import detect
 from moe_qlora.experts import forward
+from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -76,7 +77,7 @@ def packed_and_plain(model_type: str) -> tuple[Any, Any]:
     """The packed model on this package's forward, and its decoded twin on plain loops."""
     plain = build(model_type)
     packed = copy.deepcopy(plain)
-    stacks: dict[int, codec.PackedWeight] = {}
+    stacks: dict[int, PackedWeight] = {}
     twins = {name: module for name, module, _ in banks(plain)}
     found = list(banks(packed))
     for module_name, module, names in found:

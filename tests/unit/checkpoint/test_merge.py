@@ -633,7 +633,7 @@ def test_a_note_rounds_what_it_names_and_nothing_else(folders: Path, tmp_path: P
     assert other == {v_proj} | {
         key for key in exact if "layers.0.mlp.experts" in key and "down_proj" in key
     }
-    settings = moe_qlora.packing.codec.CodecSettings("fp4", double_quant=True)
+    settings = moe_qlora.packing.settings.CodecSettings("fp4", double_quant=True)
     packed = moe_qlora.packing.codec.pack(tensors(folders / "base")[v_proj], settings)
     assert torch.equal(rounded[v_proj], moe_qlora.packing.codec.unpack(packed))
 
