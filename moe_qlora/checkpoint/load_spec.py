@@ -141,7 +141,7 @@ def reload_spec(
         if stored.shape != tuple(param.shape) or not DTYPES[stored.dtype].is_floating_point:
             raise CheckpointError(
                 f"{folder} holds {stored.dtype} of shape {stored.shape} as {name}, but its "
-                "manifest does not say that this stack is packed."
+                "manifest does not say that this weight is packed."
             )
     saved, asked = manifest.settings.to_dict(), settings.to_dict()
     for key in ("kind", "double_quant", "blocksize", "storage_dtype"):
@@ -168,7 +168,7 @@ def _packed_params(
         param = param_of(name)
         if param is None:
             raise CheckpointError(
-                f"{folder} holds the packed stack {name}, which a {type(model).__name__} does not "
+                f"{folder} holds the packed weight {name}, which a {type(model).__name__} does not "
                 "have: load it with the class that it was saved from."
             )
         if tuple(param.shape) != tuple(entry.shape):

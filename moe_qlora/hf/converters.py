@@ -148,7 +148,7 @@ class PackingConverter(WeightConverter):
             except (RuntimeError, ValueError, KeyError, IndexError) as error:
                 counts = ", ".join(f"{len(items)} of {p}" for p, items in collected.items())
                 raise CheckpointError(
-                    f"{layer_name}: the checkpoint's tensors ({counts}) do not make this stack: "
+                    f"{layer_name}: the checkpoint's tensors ({counts}) do not make this weight: "
                     f"some are missing, or of another shape ({error})."
                 ) from error
             yield tensors
@@ -233,7 +233,7 @@ class WeightPacker:
         if tuple(piece.shape[1:]) != self.shape[1:] or self.rows + len(piece) > self.shape[0]:
             seen = (self.rows + len(piece), *piece.shape[1:])
             raise CheckpointError(
-                f"{self.name}: the checkpoint gives a stack of shape {seen} or more, the model's "
+                f"{self.name}: the checkpoint gives a weight of shape {seen} or more, the model's "
                 f"config asks for {self.shape}: they are not of one model."
             )
         self.extremes.append((self.rows, torch.stack(torch.aminmax(piece))))

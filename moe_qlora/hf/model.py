@@ -109,12 +109,12 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
         if isinstance(scale, torch.Tensor):
             scales[scale.data_ptr()] = scale
     for _, module, name in parametrize.iter_packed(self):
-        stack = parametrize.read_packed(module, name)
-        if stack.kind == "int8":
+        packed = parametrize.read_packed(module, name)
+        if packed.kind == "int8":
             if not return_buffers:
-                scales[stack.absmax.data_ptr()] = stack.absmax
+                scales[packed.absmax.data_ptr()] = packed.absmax
         else:
-            statistics |= {id(tensor): tensor for tensor in stack.statistics}
+            statistics |= {id(tensor): tensor for tensor in packed.statistics}
     return total + sum(t.nbytes for t in (*scales.values(), *statistics.values()))
 
 
