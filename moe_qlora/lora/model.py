@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -265,23 +265,17 @@ class LoraModel(StockLoraModel):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        combine_layer = super()._svd_generalized_task_arithmetic_weighted_adapter
-        if not isinstance(target, ParamWrapper):
-            return cast(
-                "tuple[Tensor, Tensor]",
-                combine_layer(
-                    combination_type, adapters, weights, new_rank, target, *args, **kwargs
-                ),
-            )
-        experts = (SingleExpert(target, index) for index in range(target.num_experts))
-        return stored_factors(
-            [
-                combine_layer(
-                    combination_type, adapters, weights, new_rank, expert, *args, **kwargs
-                )
-                for expert in experts
-            ]
+        combine_layer = partial(
+            super()._svd_generalized_task_arithmetic_weighted_adapter,
+            combination_type,
+            adapters,
+            weights,
+            new_rank,
         )
+        if not isinstance(target, ParamWrapper):
+            return cast("tuple[Tensor, Tensor]", combine_layer(target, *args, **kwargs))
+        experts = [SingleExpert(target, index) for index in range(target.num_experts)]
+        return stored_factors([combine_layer(expert, *args, **kwargs) for expert in experts])
 
 
 @contextmanager
@@ -291,10 +285,8 @@ def without_false_warning(config: PeftConfig) -> Iterator[None]:
     PEFT 0.21 compares these patterns with the modules that it targets, not with the parameters.
     """
     parameters = getattr(config, "target_parameters", None) or ()
-    patterns = [
-        *(getattr(config, "rank_pattern", None) or ()),
-        *(getattr(config, "alpha_pattern", None) or ()),
-    ]
+    fields = ("rank_pattern", "alpha_pattern")
+    patterns = [key for field in fields for key in getattr(config, field, None) or ()]
     all_match = patterns and all(
         any(re.match(rf"(.*\.)?({key})$", name) for name in parameters) for key in patterns
     )

@@ -1,7 +1,7 @@
 """What PEFT is told for a model with packed experts: `resolve_targets`, and two lists for hosts.
 
-`resolve_targets` is pure: it reads the model and the config and changes neither. Four fields of a
-LoraConfig need its answer, each for one reason:
+`resolve_targets` is pure: it reads the model and the config and changes neither. Three fields of
+a LoraConfig need its answer, each for one reason:
 
     exclude_modules    + every packed experts module and the modules inside it, which leaf names
                        would reach; with "all-linear" also routers that are Linear layers
