@@ -182,11 +182,10 @@ class MoeQloraPlugin(BasePlugin):
             asked.target_modules = "all-linear"
         adapted: Any = self.host.before_peft(model, asked)
         self._users = (cfg, {key: cfg.get(key) for key in _WRITTEN})
-        excluded = adapted.exclude_modules
         cfg["lora_target_modules"] = _as_list(adapted.target_modules)
         cfg["lora_target_linear"] = None  # its layers are among the modules now
         cfg["lora_target_parameters"] = _as_list(adapted.target_parameters)
-        cfg["lora_exclude_modules"] = _as_list(excluded)
+        cfg["lora_exclude_modules"] = _as_list(adapted.exclude_modules)
         if adapted.target_parameters:
             # PEFT's own layer for parameters refuses it; set on the layers once they are there
             cfg["lora_dropout"] = 0.0

@@ -24,7 +24,7 @@ from torch import nn
 from ..checkpoint import rounding
 from ..errors import ConfigError
 from ..layout import name_pattern
-from .inject import register_wrapper
+from .inject import wrap_parameter
 from .names import base_model, packed_parameters
 from .rewrite import rewritten
 from .supported import check_modules_to_save, check_supported, check_type, is_lora
@@ -235,7 +235,8 @@ def make_adapted(
     if awaited:  # a config that was adapted before the load goes on awaiting what it did
         adapted._awaited = awaited
     if targets.experts:
-        register_wrapper(adapted)
+        # PEFT's own table of layer classes, of this config alone: it holds in stock PEFT too.
+        adapted._register_custom_module({nn.Module: wrap_parameter})
     return cast(PeftConfig, adapted)
 
 

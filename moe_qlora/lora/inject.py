@@ -21,15 +21,6 @@ from ..packing.settings import CodecSettings
 from .layer import ExpertAdapters, ParamWrapper, innermost
 
 
-def register_wrapper(config: LoraConfig) -> None:
-    """Have PEFT wrap parameters of packed modules with this package's `ParamWrapper`.
-
-    Uses the config's own table of layer classes (`LoraConfig._register_custom_module`), so that it
-    holds for this config alone, in stock `peft.get_peft_model` too.
-    """
-    config._register_custom_module({nn.Module: wrap_parameter})
-
-
 def wrap_parameter(
     target: nn.Module,
     adapter_name: str,
