@@ -67,10 +67,6 @@ class Base(ABC):
         """
 
     @abstractmethod
-    def read(self, key: str, start: int, stop: int | None) -> Tensor:
-        """Return rows of a tensor as it is on disk."""
-
-    @abstractmethod
     def close(self) -> None:
         """Close the files."""
 
@@ -91,6 +87,7 @@ class PlainBase(Base):
     """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
+        self.folder = folder
         self.checkpoint = open_checkpoint(folder)
         infos = {key: self.checkpoint.info(key) for key in self.checkpoint}
         self.disk = {key: (info.shape, info.dtype) for key, info in infos.items()}
@@ -122,6 +119,7 @@ class PlainBase(Base):
         return values
 
     def read(self, key: str, start: int, stop: int | None) -> Tensor:
+        """Return rows of a tensor as it is on disk."""
         if stop is None:
             return self.checkpoint.read(key)
         return self.checkpoint.read(key, start, stop)
@@ -287,11 +285,19 @@ class PackedBase(Base):
         weight = self._weights.weight(name)
         return codec.unpack_range(weight, start, weight.shape[0] if stop is None else stop)
 
-    def read(self, key: str, start: int, stop: int | None) -> Tensor:
-        raise AssertionError(f"{key} of a packed base is not on disk as it is written")
-
     def close(self) -> None:
         self.checkpoint.close()
+
+
+def refuse_quantized(folder: Path, config: Any, wanted: str) -> None:
+    """Raise where a model's config says that its weights are quantized."""
+    quantized: Any = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        settings = quantized if isinstance(quantized, Mapping) else quantized.to_dict()
+        raise CheckpointError(
+            f"{folder} is quantized ({settings.get('quant_method') or 'bitsandbytes'}); "
+            f"name {wanted}."
+        )
 
 
 def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:

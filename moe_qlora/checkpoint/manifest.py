@@ -30,12 +30,12 @@ from ..errors import CheckpointError
 from ..packing.settings import CodecSettings
 from .reader import (
     DTYPE_NAMES,
+    Checkpoint,
     TensorInfo,
     header_bytes,
     inside,
     parse_fields,
     parse_json,
-    read_header,
     read_json,
     read_raw,
 )
@@ -188,19 +188,15 @@ def _digest(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def tensor_entries(files: Sequence[Path], workers: int | None = None) -> dict[str, TensorEntry]:
+def tensor_entries(files: Sequence[Path]) -> dict[str, TensorEntry]:
     """Describe every tensor of some safetensors files, checksums included.
 
     Raises:
         CheckpointError: A file cannot be read, or two hold the same key.
     """
-    infos: dict[str, TensorInfo] = {}
-    for file in files:
-        for key, info in read_header(file).items():
-            if key in infos:
-                raise CheckpointError(f"{file}: {key} is in {infos[key].file.name} as well.")
-            infos[key] = info
-    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
+    checkpoint = Checkpoint(files)
+    infos = {key: checkpoint.info(key) for key in checkpoint}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         sums = pool.map(checksum, infos.values())
         return {
             key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, digest)

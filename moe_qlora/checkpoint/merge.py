@@ -37,7 +37,7 @@ from ..progress import Progress, reporting
 from . import rounding
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import Adapter, LoraDelta, Resolver, Updates, open_adapter
-from .base import FLOATS, INDEX, Base, OutFile, PackedBase, PlainBase, index_text
+from .base import FLOATS, INDEX, Base, OutFile, PackedBase, PlainBase, index_text, refuse_quantized
 from .conversion import Group
 from .manifest import CONFIG, CONFIG_KEY, is_packed
 from .reader import index_of, read_json
@@ -154,13 +154,9 @@ def _check_roles(base: Path, adapter: Path) -> None:
 def _model_builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Module]:
     """Return a function that builds the base's model on meta, tied; the same each time."""
     source = checkpoint_source.resolve(str(folder), trust_remote_code=trust_remote_code)
-    quantized: Any = getattr(source.config, "quantization_config", None)
-    if quantized is not None and not is_packed(folder):
-        quantized = quantized if isinstance(quantized, Mapping) else quantized.to_dict()
-        raise CheckpointError(
-            f"The base {folder} is quantized ({quantized.get('quant_method') or 'bitsandbytes'}); "
-            "name the 16-bit checkpoint, or a folder that moe_qlora packed."
-        )
+    if not is_packed(folder):
+        wanted = "the 16-bit checkpoint, or a folder that moe_qlora packed"
+        refuse_quantized(folder, source.config, wanted)
     for name in _PACKED_KEYS:
         source.config.__dict__.pop(name, None)
 
@@ -393,11 +389,7 @@ class _Writers:
             file = self._files[name]
             tensors = {k: (self._dtypes[k], self._disk[k][0]) for k in file.keys}
             self._open[name] = ShardWriter(self._folder / name, tensors, file.metadata)
-        tensor = tensor.to(self._dtypes[key])
-        if start is None:
-            self._open[name].write(key, tensor)
-        else:
-            self._open[name].write_rows(key, start, tensor)
+        self._open[name].write(key, tensor.to(self._dtypes[key]), start)
 
     def finish(self, done: set[str]) -> None:
         """Close the files whose tensors are all done."""

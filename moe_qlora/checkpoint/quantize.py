@@ -20,7 +20,8 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from ..packing.quant_state import state_dict_entries
 from ..packing.sizes import packed_nbytes
 from ..progress import Progress, reporting
 from . import save
-from .conversion import DiskLayout, Group
-from .integrity import open_checkpoint
+from .base import PlainBase, refuse_quantized
+from .conversion import Group
 from .load_spec import LoadSpec, dtype_policy, packing_spec
 from .manifest import CONFIG, Manifest, PackedEntry, is_packed
 from .reader import read_header, read_json
@@ -100,7 +101,7 @@ def quantize_checkpoint(
     model = _build_model(folder, dtype, trust_remote_code)
     job = _Job(folder, model, config, _usable_device(device))
     with (
-        job.files,
+        closing(job.base),
         new_folder(out, keep_partial=True) as work,
         reporting(progress, "Packing", "Packed") as tell,
     ):
@@ -142,13 +143,7 @@ def _build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: boo
     if is_packed(folder):
         raise CheckpointError(f"{folder} is packed already: name the 16-bit checkpoint.")
     source = build.resolve(str(folder), trust_remote_code=trust_remote_code)
-    quantized = getattr(source.config, "quantization_config", None)
-    if quantized is not None:
-        quantized = quantized if isinstance(quantized, Mapping) else quantized.to_dict()
-        raise CheckpointError(
-            f"{folder} is quantized ({quantized.get('quant_method') or 'bitsandbytes'}) already: "
-            "name the 16-bit checkpoint."
-        )
+    refuse_quantized(folder, source.config, "the 16-bit checkpoint")
     if dtype is not None:
         source.config.dtype = dtype
         for name in source.config.sub_configs:
@@ -159,63 +154,51 @@ def _build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: boo
         return build.build(source, trust_remote_code=trust_remote_code)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A group of tensors on disk, and the names of its parameters that are written."""
-
-    group: Group
-    names: tuple[str, ...]
-
-
 class _Job:
     """One conversion: what is packed, and how everything is read and written."""
 
     def __init__(self, folder: Path, model: Any, config: Any, device: torch.device) -> None:
         self.device, self.config = device, config
-        self.files = open_checkpoint(folder)
-        dtype = model.dtype
-        self.spec: LoadSpec = packing_spec(model, config, dtype, None)
+        self.spec: LoadSpec = packing_spec(model, config, model.dtype, None)
         own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        self.policy = dtype_policy(model, dtype)
+        self.policy = dtype_policy(model, model.dtype)
+        dtype = model.dtype
         # Replaces the Linear layers of the model that bitsandbytes packs.
         self.linears = from_config(model, config).linears
         model.tie_weights()
         self.transposed = {n for n in self.linears if _is_transposed(model.get_submodule(n[:-7]))}
         self.dtypes = own | dict.fromkeys(self.linears & own.keys(), dtype)
-        disk = {key: (self.files.info(key).shape, self.files.info(key).dtype) for key in self.files}
-        self.layout = DiskLayout(model, disk)
+        self.base = PlainBase(folder, model)
+        self.tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         self.steps = self._steps(model)
 
-    def _steps(self, model: Any) -> list[_Step]:
-        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-        self.tied = tied
-        on_disk = {name for group in self.layout.groups for name in group.shapes}
-        left_out = {name for name, source in tied.items() if source in on_disk}
+    def _steps(self, model: Any) -> list[tuple[Group, list[str]]]:
+        """Return the groups to convert, and the names of their parameters that are written."""
+        on_disk = {name for group in self.base.layout.groups for name in group.shapes}
+        left_out = {name for name, source in self.tied.items() if source in on_disk}
         left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-        steps = []
-        for group in self.layout.groups:
-            names = tuple(name for name in group.shapes if name not in left_out)
-            if names:
-                steps.append(_Step(group, names))
         optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-        expected = {
+        missing = [
             name
-            for name in model.state_dict()
+            for name in sorted(model.state_dict().keys() - on_disk - left_out - self.tied.keys())
             if not any(re.search(pattern, name) for pattern in optional)
-        }
-        missing = sorted(expected - on_disk - left_out - tied.keys())
+        ]
         if missing:
             raise CheckpointError(
-                f"{self.files.files[0].parent} has no tensor for {listed(missing)}, "
+                f"{self.base.folder} has no tensor for {listed(missing)}, "
                 f"which a {type(model).__name__} needs: config.json is of another model."
             )
-        if not any(name in self.spec.params for step in steps for name in step.names):
+        if not (on_disk - left_out) & self.spec.params.keys():
             raise CheckpointError(self._why_nothing_to_pack(model))
-        return steps
+        steps = [
+            (group, [name for name in group.shapes if name not in left_out])
+            for group in self.base.layout.groups
+        ]
+        return [(group, names) for group, names in steps if names]
 
     def _why_nothing_to_pack(self, model: Any) -> str:
         """Say why no expert weight would be packed, and what to do."""
-        folder, skipped = self.files.files[0].parent, self.config.llm_int8_skip_modules
+        folder, skipped = self.base.folder, self.config.llm_int8_skip_modules
         if skipped and len(detect(model)):
             return (
                 f"{folder}: llm_int8_skip_modules ({', '.join(skipped)}) leaves every expert "
@@ -229,21 +212,19 @@ class _Job:
     def experts(self) -> dict[str, PackedEntry]:
         """Return the packed expert weights as the manifest has them."""
         entries = {}
-        for step in self.steps:
-            for name in step.names:
-                if name in self.spec.params:
-                    param = self.spec.params[name]
-                    dtype = dtype_name(self._dtype(name))
-                    others = {*param.names} - {name}
-                    others |= {alias for alias, source in self.tied.items() if source == name}
-                    entries[name] = PackedEntry(tuple(param.shape), dtype, tuple(sorted(others)))
+        for name in (name for _, names in self.steps for name in names if name in self.spec.params):
+            param = self.spec.params[name]
+            others = {*param.names} - {name}
+            others |= {alias for alias, source in self.tied.items() if source == name}
+            dtype = dtype_name(self._dtype(name))
+            entries[name] = PackedEntry(tuple(param.shape), dtype, tuple(sorted(others)))
         return entries
 
     def resume(self, work: Path, max_shard_size: int | str) -> None:
         """Keep the shards of an interrupted run of the very same job, and nothing else."""
-        sources = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in self.files.files]
+        files = self.base.checkpoint.files
         job = {
-            "sources": sources,
+            "sources": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files],
             "config": self.config.to_dict(),
             "dtypes": {name: str(dtype) for name, dtype in self.dtypes.items()},
             "shard": max_shard_size,
@@ -255,14 +236,14 @@ class _Job:
         for entry in work.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)
-            elif entry.name != _RUN and not (same_job and _is_shard(entry)):
+            elif entry.name != _RUN and not (same_job and entry.match("shard-*.safetensors")):
                 entry.unlink()
         if not same_job:
             replace_file(work / _RUN, mark)
 
     def write(self, work: Path, max_shard_size: int | str, tell: Progress) -> list[Path]:
         """Write the shards that are not there yet, and return all of them, in order."""
-        sizes = {str(index): self._nbytes(step) for index, step in enumerate(self.steps)}
+        sizes = {index: self._nbytes(*step) for index, step in enumerate(self.steps)}
         shards = []
         for number, indices in enumerate(plan_shards(sizes, max_shard_size), 1):
             path = work / f"shard-{number:05d}.safetensors"
@@ -270,13 +251,13 @@ class _Job:
             if path.exists():
                 read_header(path)
                 continue
-            steps = [(int(index), self.steps[int(index)]) for index in indices]
-            keys = [key for _, step in steps for name in step.names for key in self._keys(name)]
+            keys = [key for i in indices for name in self.steps[i][1] for key in self._keys(name)]
             shard = GrowingShard(path.with_suffix(".partial"), keys, {"format": "pt"})
             try:
-                for index, step in steps:
-                    tell(index, len(self.steps), step.names[0])
-                    for key, tensor in self._tensors(step):
+                for index in indices:
+                    group, names = self.steps[index]
+                    tell(index, len(self.steps), names[0])
+                    for key, tensor in self._tensors(group, names):
                         shard.add(key, tensor)
             except BaseException:
                 shard.abandon()
@@ -289,10 +270,10 @@ class _Job:
     def _dtype(self, name: str) -> torch.dtype:
         return self.spec.dtypes.get(name) or self.policy(name, self.dtypes[name])
 
-    def _nbytes(self, step: _Step) -> int:
+    def _nbytes(self, group: Group, names: list[str]) -> int:
         total = 0
-        for name in step.names:
-            shape = step.group.shapes[name]
+        for name in names:
+            shape = group.shapes[name]
             if name in self.spec.params or name in self.linears:
                 total += packed_nbytes(shape, self.spec.settings)
             else:
@@ -305,33 +286,25 @@ class _Job:
         module = name.rpartition(".")[0]
         return [*(name + end for end in ends), f"{module}{SCALES}", f"{module}.weight_format"]
 
-    def _tensors(self, step: _Step) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, group: Group, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of one group as they are stored."""
         packers: dict[str, Packer] = {}
         plain: dict[str, list[Tensor]] = {}
-        for start, stop in step.group.slices():
-            for name, value in self._values(step.group, start, stop).items():
-                if name not in step.names:
+        for start, stop in group.slices():
+            for name, value in self.base.parameters(group, start, stop).items():
+                if name not in names:
                     continue
                 if name in self.spec.params or name in self.linears:
                     if name not in packers:
-                        packers[name] = self._packer(name, step.group.shapes[name])
+                        packers[name] = self._packer(name, group.shapes[name])
                     self._add(packers[name], name, value, start)
                 else:
                     plain.setdefault(name, []).append(value.to(self._dtype(name)))
-        for name in step.names:
+        for name in names:
             if name in packers:
                 yield from self._packed(name, packers.pop(name).finish())
             else:
                 yield name, torch.cat(plain[name]) if len(plain[name]) > 1 else plain[name][0]
-
-    def _values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
-        parts = group.part(start, stop)
-        last = stop if group.unit == "row" else None
-        first = None if last is None else start
-        return self.layout.convert(
-            group, {stand_in: self.files.read(key, first, last) for key, stand_in in parts.items()}
-        )
 
     def _packer(self, name: str, shape: tuple[int, ...]) -> Packer:
         dtype = self._dtype(name)
@@ -373,10 +346,6 @@ class _Job:
 def _is_transposed(module: nn.Module) -> bool:
     """Whether a packed layer replaces one that stores its weight `(in, out)`."""
     return not issubclass(getattr(module, "source_cls", nn.Linear), nn.Linear)
-
-
-def _is_shard(file: Path) -> bool:
-    return file.name.startswith("shard-") and file.suffix == ".safetensors"
 
 
 def _write_auxiliary_files(folder: Path, work: Path, model: Any, config: Any) -> None:

@@ -15,6 +15,7 @@ folder holds is touched before all of the new model is on the disk.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -401,16 +402,11 @@ def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]
     api.upload_folder(
         repo_id=repository,
         folder_path=folder,
-        allow_patterns=[_literal(file) for file in written],
+        allow_patterns=[glob.escape(file) for file in written],
         delete_patterns=[_SHARDS, _MANIFESTS],
         commit_message=kwargs.get("commit_message") or "Upload model",
         create_pr=kwargs.get("create_pr", False),
     )
-
-
-def _literal(name: str) -> str:
-    """Return a pattern that matches this name only."""
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 _WEIGHTS = (".safetensors", INDEX_SUFFIX, ".bin.index.json")

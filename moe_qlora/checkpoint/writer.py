@@ -18,13 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
 from .reader import DTYPE_NAMES
+
+_Key = TypeVar("_Key")
 
 _PIECE = 16 << 20
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -52,64 +54,53 @@ class ShardWriter:
         tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-        self._places: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
-        offset = 0
-        for key, (dtype, shape) in tensors.items():
-            if dtype not in DTYPE_NAMES:
-                raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
-            nbytes = prod(shape) * dtype.itemsize
-            place = [offset, offset + nbytes]
-            header[key] = {
-                "dtype": DTYPE_NAMES[dtype],
-                "shape": list(shape),
-                "data_offsets": place,
-            }
-            self._places[key] = (offset, nbytes, dtype, tuple(shape))
-            offset += nbytes
+        self.path = Path(path)
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        self._tensors = {key: (dtype, tuple(shape)) for key, (dtype, shape) in tensors.items()}
+        self._spans: dict[str, tuple[int, int]] = {}
+        end = 0
+        for key, (dtype, shape) in self._tensors.items():
+            self._spans[key] = (end, end + prod(shape) * dtype.itemsize)
+            header[key] = _header_entry(key, dtype, shape, self._spans[key])
+            end = self._spans[key][1]
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
-        self.path = Path(path)
-        self._written: dict[str, list[tuple[int, int]]] = {key: [] for key in self._places}
+        self._written: dict[str, list[tuple[int, int]]] = {key: [] for key in self._tensors}
         try:
             self._file = self.path.open("xb")
         except FileExistsError as error:
             raise CheckpointError(f"{path} exists already.") from error
         self._begin = 8 + len(raw)
         self._file.write(len(raw).to_bytes(8, "little") + raw)
-        self._file.truncate(self._begin + offset)
+        self._file.truncate(self._begin + end)
 
-    def write(self, key: str, tensor: Tensor) -> None:
-        """Write a whole tensor, from any device, in any order.
+    def write(self, key: str, tensor: Tensor, start: int | None = None) -> None:
+        """Write a whole tensor, or its rows from `start` on, from any device, in any order.
 
         Raises:
-            CheckpointError: It is not of the dtype and shape that were announced.
+            CheckpointError: It is not of the dtype and shape that were announced, or some of its
+                rows are written already.
         """
-        shape = self._places[key][3]
-        if tuple(tensor.shape) != shape:
+        shape, begin = self._tensors[key][1], 0
+        if start is None and tuple(tensor.shape) != shape:
             raise CheckpointError(f"{key} has the shape {tuple(tensor.shape)}, not {shape}.")
-        self._put(key, 0, tensor)
+        if start is not None:
+            if tuple(tensor.shape[1:]) != shape[1:] or start + len(tensor) > shape[0]:
+                raise CheckpointError(
+                    f"{key}: rows of shape {tuple(tensor.shape)} are not of {shape}."
+                )
+            begin = start * prod(shape[1:]) * tensor.dtype.itemsize
+        self._put(key, begin, tensor)
 
-    def write_rows(self, key: str, start: int, tensor: Tensor) -> None:
-        """Write the rows from `start` on of the first dimension, in any order.
-
-        Raises:
-            CheckpointError: They are no rows of the tensor, or some of them are written already.
-        """
-        _, nbytes, _, shape = self._places[key]
-        if tuple(tensor.shape[1:]) != shape[1:] or start + len(tensor) > shape[0]:
-            raise CheckpointError(f"{key}: rows of shape {tuple(tensor.shape)} are not of {shape}.")
-        self._put(key, start * (nbytes // shape[0]) if shape[0] else 0, tensor)
-
-    def _put(self, key: str, skip: int, tensor: Tensor) -> None:
-        offset, _, dtype, _ = self._places[key]
+    def _put(self, key: str, begin: int, tensor: Tensor) -> None:
+        dtype = self._tensors[key][0]
         if tensor.dtype != dtype:
             raise CheckpointError(f"{key} is {tensor.dtype}, not {dtype}.")
-        span = (skip, skip + tensor.nbytes)
-        if any(span[0] < stop and start < span[1] for start, stop in self._written[key]):
+        end = begin + tensor.nbytes
+        if any(begin < stop and start < end for start, stop in self._written[key]):
             raise CheckpointError(f"{self.path}: {key} is written twice.")
-        self._written[key].append(span)
-        self._file.seek(self._begin + offset + skip)
+        self._written[key].append((begin, end))
+        self._file.seek(self._begin + self._spans[key][0] + begin)
         _write_tensor(self._file, tensor)
 
     def close(self) -> None:
@@ -118,14 +109,11 @@ class ShardWriter:
         Raises:
             CheckpointError: A tensor was not written, or not all of it.
         """
-        whole = {key: sum(b - a for a, b in spans) for key, spans in self._written.items()}
-        missing = next((key for key, place in self._places.items() if whole[key] < place[1]), None)
-        if missing is not None:
-            self._file.close()
-            raise CheckpointError(f"{self.path}: {missing} was not written.")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        for key, (begin, end) in self._spans.items():
+            if sum(stop - start for start, stop in self._written[key]) < end - begin:
+                self._file.close()
+                raise CheckpointError(f"{self.path}: {key} was not written.")
+        _close(self._file)
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -151,13 +139,13 @@ class GrowingShard:
 
     def __init__(self, path: Path, keys: Sequence[str], metadata: Mapping[str, str]) -> None:
         self.path = Path(path)
-        self._header: dict[str, object] = {"__metadata__": dict(metadata)}
+        self._header: dict[str, Any] = {"__metadata__": dict(metadata)}
         # per tensor: its key, escaped at worst, and dtype, shape and offsets at their longest
         room = len(json.dumps(self._header)) + sum(len(json.dumps(key)) + 192 for key in keys)
         self._room = room + -room % 8
         self._file = self.path.open("xb")
         self._file.write(b" " * (8 + self._room))
-        self._offset = 0
+        self._end = 0
 
     def add(self, key: str, tensor: Tensor) -> None:
         """Append a tensor, from any device.
@@ -165,15 +153,10 @@ class GrowingShard:
         Raises:
             CheckpointError: Of a dtype that the format does not have.
         """
-        if tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{key} is {tensor.dtype}, which safetensors cannot store.")
+        span = (self._end, self._end + tensor.nbytes)
+        self._header[key] = _header_entry(key, tensor.dtype, tensor.shape, span)
         _write_tensor(self._file, tensor)
-        self._header[key] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [self._offset, self._offset + tensor.nbytes],
-        }
-        self._offset += tensor.nbytes
+        self._end = span[1]
 
     def close(self) -> None:
         """Write the header, and flush the file to the disk."""
@@ -182,13 +165,25 @@ class GrowingShard:
             raise CheckpointError(f"{self.path}: the header needs {len(raw)} bytes.")
         self._file.seek(0)
         self._file.write(self._room.to_bytes(8, "little") + raw)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        _close(self._file)
 
     def abandon(self) -> None:
         """Close the file without its header."""
         self._file.close()
+
+
+def _header_entry(
+    key: str, dtype: torch.dtype, shape: Sequence[int], span: tuple[int, int]
+) -> dict[str, Any]:
+    if dtype not in DTYPE_NAMES:
+        raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
+    return {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": list(span)}
+
+
+def _close(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
 
 
 def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
@@ -214,10 +209,10 @@ def shard_bytes(size: int | str) -> int:
     return size
 
 
-def plan_shards(nbytes: Mapping[str, int], max_shard_size: int | str) -> list[list[str]]:
+def plan_shards(nbytes: Mapping[_Key, int], max_shard_size: int | str) -> list[list[_Key]]:
     """Cut keys, in their order, into shards of at most so many bytes; a larger tensor is alone."""
     limit = shard_bytes(max_shard_size)
-    shards: list[list[str]] = []
+    shards: list[list[_Key]] = []
     room = 0
     for key, size in nbytes.items():
         if not shards or size > room:

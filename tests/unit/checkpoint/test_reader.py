@@ -406,9 +406,9 @@ def test_rows_may_come_in_any_order_and_from_views(tmp_path):
         tmp_path / "f", {"w": (whole.dtype, whole.shape), "x": (torch.int8, (0, 2))}
     ) as w:
         w.write("x", torch.zeros(0, 2, dtype=torch.int8))
-        w.write_rows("w", 3, whole[3:])
-        w.write_rows("w", 1, whole.transpose(1, 2).contiguous().transpose(1, 2)[1:3])
-        w.write_rows("w", 0, whole[:1])
+        w.write("w", whole[3:], 3)
+        w.write("w", whole.transpose(1, 2).contiguous().transpose(1, 2)[1:3], 1)
+        w.write("w", whole[:1], 0)
     assert same(load_file(tmp_path / "f")["w"], whole)
 
 
@@ -425,7 +425,7 @@ def test_what_was_not_announced_is_not_written(tmp_path):
             pytest.raises(CheckpointError, match=r"^w: rows"),
             ShardWriter(tmp_path / f"r{start}{len(tensor)}{tensor.shape[1]}", spec) as writer,
         ):
-            writer.write_rows("w", start, tensor)
+            writer.write("w", tensor, start)
     with (
         pytest.raises(CheckpointError, match="w was not written"),
         ShardWriter(tmp_path / "g", spec),
@@ -435,7 +435,7 @@ def test_what_was_not_announced_is_not_written(tmp_path):
         pytest.raises(CheckpointError, match="w was not written"),
         ShardWriter(tmp_path / "h", spec) as writer,
     ):
-        writer.write_rows("w", 0, torch.ones(3, 2))
+        writer.write("w", torch.ones(3, 2), 0)
     with pytest.raises(CheckpointError, match="exists already"):
         ShardWriter(tmp_path / "g", spec)
     with pytest.raises(CheckpointError, match="safetensors cannot store"):
@@ -444,9 +444,9 @@ def test_what_was_not_announced_is_not_written(tmp_path):
 
 def test_a_row_written_twice_does_not_stand_in_for_a_missing_one(tmp_path):
     writer = ShardWriter(tmp_path / "f", {"w": (torch.float32, (4, 2))})
-    writer.write_rows("w", 0, torch.ones(2, 2))
+    writer.write("w", torch.ones(2, 2), 0)
     with pytest.raises(CheckpointError, match="w is written twice"):
-        writer.write_rows("w", 1, torch.ones(2, 2))
+        writer.write("w", torch.ones(2, 2), 1)
     with pytest.raises(CheckpointError, match="w was not written"):
         writer.close()
 
