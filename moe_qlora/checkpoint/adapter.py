@@ -216,30 +216,12 @@ def _refuse_unmergeable(folder: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """The keys of one LoRA layer by part: "Aweight", "Bweight", "Bbias", "Aembedding", ..."""
-
-    path: str
-    keys: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def first(self) -> str:
-        return next(iter(self.keys.values()))
-
-    @property
-    def embeds(self) -> bool:
-        return "Aembedding" in self.keys
+_Pair = dict[str, str]
+"""Keys of one LoRA layer by part: "Aweight", "Bweight", "Bbias", "Aembedding", "Bembedding"."""
 
 
 class Resolver:
-    """Finds the places of an adapter's tensors in a model and on its disk.
-
-    Args:
-        model: On the meta device, tied.
-        disk: Shape of each tensor of the base by its key.
-        adapter: The adapter.
-    """
+    """The places of an adapter's tensors in a model on meta, which is tied, and on its disk."""
 
     def __init__(
         self, model: nn.Module, disk: Mapping[str, tuple[int, ...]], adapter: Adapter
@@ -295,7 +277,7 @@ class Resolver:
             while path.endswith(_WRAPPED):
                 path, depth = path.removesuffix(_WRAPPED), depth + 1
             path = _plain(path)
-            pairs.setdefault(path, {}).setdefault(depth, _Pair(path)).keys[part] = key
+            pairs.setdefault(path, {}).setdefault(depth, {})[part] = key
         return pairs
 
     def _replace(self, key: str, name: str) -> None:
@@ -321,7 +303,7 @@ class Resolver:
         if module_name is None:
             key = self._known(f"{path}.weight", self._disk)
             if key is None or list(by_depth) != [0]:
-                first = pairs[-1].first
+                first = _first(pairs[-1])
                 shape = tuple(self._adapter.file.info(first).shape)
                 self._faults.append(f"{first} {shape} belongs to a module that it does not have")
             else:
@@ -334,7 +316,7 @@ class Resolver:
             parameters = ["weight"]
         if len(parameters) != len(pairs):
             self._faults.append(
-                f"{pairs[-1].first} is one of {len(pairs)} LoRA layers on {path}, of which "
+                f"{_first(pairs[-1])} is one of {len(pairs)} LoRA layers on {path}, of which "
                 f"target_parameters names {named or 'no parameter'}"
             )
             return
@@ -359,30 +341,26 @@ class Resolver:
         return chosen
 
     def _add(self, pair: _Pair, target: str, module: nn.Module | None, name: str) -> None:
-        """Note one pair's delta to one weight, or what is wrong with it.
+        """Note one pair's delta to the weight `name`, or what is wrong with it.
 
-        Args:
-            pair: The factors.
-            target: What the patterns of the adapter's config are matched with.
-            module: Whose parameter the weight is; None where it is a key on disk.
-            name: Of the weight.
+        `target` is what the patterns of the adapter's config are matched with; `module` is None
+        where the weight is a key on disk.
         """
-        leaf = "embedding" if pair.embeds else "weight"
-        a, b = pair.keys.get(f"A{leaf}"), pair.keys.get(f"B{leaf}")
+        leaf = "embedding" if "Aembedding" in pair else "weight"
+        a, b = pair.get(f"A{leaf}"), pair.get(f"B{leaf}")
         if a is None or b is None:
-            self._faults.append(f"{a or b or pair.first} lacks its other half")
+            self._faults.append(f"{a or b or _first(pair)} lacks its other half")
             return
         rank, scaling = self._adapter.settings.rank_and_scaling(target)
         if rank < 1:
             self._faults.append(f"{a} has the rank {rank} by the adapter's own settings")
             return
-        shapes, deltas = self._shapes, self._updates.deltas
-        if module is None:
-            shapes, deltas = dict(self._disk), self._updates.disk_deltas
+        shapes = self._disk if module is None else self._shapes
+        deltas = self._updates.disk_deltas if module is None else self._updates.deltas
         shape = shapes[name]
         convolves = isinstance(module, nn.modules.conv._ConvNd)
         experts = shape[0] if len(shape) == 3 and not convolves else 0
-        flip = pair.embeds or type(module).__name__ == "Conv1D"
+        flip = leaf == "embedding" or type(module).__name__ == "Conv1D"
         if experts:
             flip = bool(getattr(module, "is_transposed", False))
         if len(shape) < 2 or (convolves and getattr(module, "groups", 1) != 1):
@@ -397,13 +375,17 @@ class Resolver:
             )
             return
         deltas.setdefault(name, []).append(LoraDelta(a, b, scaling, experts, flip))
-        bias = pair.keys.get("Bbias")
+        bias = pair.get("Bbias")
         if bias is not None:
             other = f"{name.removesuffix('.weight')}.bias"
             if shapes.get(other) != tuple(self._adapter.file.info(bias).shape):
                 self._faults.append(f"{bias} needs {other} of its own shape, which is not there")
                 return
             deltas.setdefault(other, []).append(LoraDelta(bias, bias, scaling, bias=True))
+
+
+def _first(pair: _Pair) -> str:
+    return next(iter(pair.values()))
 
 
 def _plain(path: str) -> str:

@@ -7,6 +7,7 @@ Both give a model's parameters slice by slice, and say what files the merged fol
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,12 +48,12 @@ class Base(ABC):
     Attributes:
         disk: Shape and dtype of each tensor of the plain folder by its key.
         layout: How these make the model's parameters.
-        rounded: Whether weights that were packed in training are rounded by it already.
+        checkpoint: The base's own files.
     """
 
     disk: dict[str, tuple[tuple[int, ...], torch.dtype]]
     layout: DiskLayout
-    rounded = False
+    checkpoint: Checkpoint
 
     @abstractmethod
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
@@ -66,9 +67,9 @@ class Base(ABC):
             CheckpointError: They cannot, or a tensor cannot be read.
         """
 
-    @abstractmethod
     def close(self) -> None:
         """Close the files."""
+        self.checkpoint.close()
 
     def not_one_to_one(self, group: Group) -> CheckpointError:
         """Return the error for a group whose restored tensors are not those that were read."""
@@ -79,12 +80,7 @@ class Base(ABC):
 
 
 class PlainBase(Base):
-    """A 16-bit folder in its original layout.
-
-    Args:
-        folder: Holds safetensors files.
-        model: Its model on meta.
-    """
+    """A 16-bit folder in its original layout; `model` is its model on meta."""
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
         self.folder = folder
@@ -105,7 +101,8 @@ class PlainBase(Base):
 
     def _tensors(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
         last = stop if group.unit == "row" else None
-        return {key: self.read(key, start, last) for key in group.part(start, stop)}
+        first = start if last is not None else 0
+        return {k: self.checkpoint.read(k, first, last) for k in group.part(start, stop)}
 
     def values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
         parts, read = group.part(start, stop), self._tensors(group, start, stop)
@@ -118,15 +115,6 @@ class PlainBase(Base):
                 raise self.not_one_to_one(group)
         return values
 
-    def read(self, key: str, start: int, stop: int | None) -> Tensor:
-        """Return rows of a tensor as it is on disk."""
-        if stop is None:
-            return self.checkpoint.read(key)
-        return self.checkpoint.read(key, start, stop)
-
-    def close(self) -> None:
-        self.checkpoint.close()
-
 
 def _metadata(file: Path) -> dict[str, str]:
     metadata = json.loads(header_bytes(file)).get("__metadata__")
@@ -136,14 +124,8 @@ def _metadata(file: Path) -> dict[str, str]:
 class PackedWeights:
     """The packed weights of a folder, experts' and Linear layers', one in memory at a time.
 
-    Args:
-        folder: A packed folder that has been checked.
-        manifest: Its manifest.
-        checkpoint: Its files.
-        model: Its model on meta, which knows the shapes of Linear layers.
-
-    Attributes:
-        keys: Each packed weight by name, and the keys that hold it.
+    `keys` has the keys that hold each packed weight, by its name. The model, on meta, knows the
+    shapes of Linear layers.
     """
 
     def __init__(
@@ -194,15 +176,7 @@ class PackedWeights:
 
 
 class PackedBase(Base):
-    """A folder that this package packed, decoded; in the layout that transformers would save.
-
-    Args:
-        folder: Holds a manifest.
-        model: Its model on meta.
-        max_shard_size: Of the plain files.
-    """
-
-    rounded = True
+    """A folder that this package packed, decoded; in the layout that transformers would save."""
 
     def __init__(self, folder: Path, model: nn.Module, max_shard_size: int | str) -> None:
         self.manifest = check_folder(folder)
@@ -251,21 +225,16 @@ class PackedBase(Base):
 
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
         sizes = {
-            key: torch.Size(shape).numel() * dtypes[key].itemsize
-            for key, (shape, _) in self.disk.items()
+            key: math.prod(shape) * dtypes[key].itemsize for key, (shape, _) in self.disk.items()
         }
+        files = []
         shards = plan_shards(sizes, self._limit)
-        names = [
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            for number in range(1, len(shards) + 1)
-        ]
-        if len(names) == 1:
-            names = [SINGLE]
-        # The format wants tensors aligned to their dtype: the widest first.
-        return [
-            OutFile(name, tuple(sorted(keys, key=lambda k: -dtypes[k].itemsize)), {"format": "pt"})
-            for name, keys in zip(names, shards, strict=True)
-        ]
+        for number, keys in enumerate(shards, 1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            # The format wants tensors aligned to their dtype: the widest first.
+            order = tuple(sorted(keys, key=lambda key: -dtypes[key].itemsize))
+            files.append(OutFile(SINGLE if len(shards) == 1 else name, order, {"format": "pt"}))
+        return files
 
     def values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
         values = {name: self._rows(name, start, stop) for name in group.shapes}
@@ -279,14 +248,9 @@ class PackedBase(Base):
 
     def _rows(self, name: str, start: int, stop: int | None) -> Tensor:
         if name not in self._weights.keys:
-            if stop is None:
-                return self.checkpoint.read(name)
             return self.checkpoint.read(name, start, stop)
         weight = self._weights.weight(name)
         return codec.unpack_range(weight, start, weight.shape[0] if stop is None else stop)
-
-    def close(self) -> None:
-        self.checkpoint.close()
 
 
 def refuse_quantized(folder: Path, config: Any, wanted: str) -> None:

@@ -97,14 +97,9 @@ class Group:
 
 
 class DiskLayout:
-    """The correspondence between a model's parameters and the tensors on disk.
+    """The correspondence between the parameters of a model on meta and the tensors on disk.
 
-    Args:
-        model: On the meta device.
-        disk: Shape and dtype of each tensor by its key.
-
-    Attributes:
-        groups: Every key is in exactly one.
+    Every key of `disk`, which has shape and dtype of each tensor, is in exactly one of `groups`.
     """
 
     def __init__(
@@ -203,9 +198,7 @@ class DiskLayout:
     def convert(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert tensors by key on disk to parameters by name, as a load does.
 
-        Args:
-            group: The tensors' group.
-            tensors: All keys of the group, or those of a slice (`Group.part`).
+        The keys are all of the group, or those of a slice (`Group.part`).
 
         Raises:
             CheckpointError: They do not fit together.

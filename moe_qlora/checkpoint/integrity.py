@@ -44,20 +44,15 @@ from .reader import reading as reading_file
 _SMALL = 1 << 16
 
 
-def check_folder(
-    folder: str | Path, *, checksums: bool = True, workers: int | None = None
-) -> Manifest:
+def check_folder(folder: str | Path, *, checksums: bool = True) -> Manifest:
     """Check everything about a packed folder that can be checked without building the model.
 
-    Args:
-        folder: A packed folder.
-        checksums: Read all tensors and compare their checksums, too.
-        workers: Threads that do so; None is up to 8.
+    `checksums` compares those of large tensors too, for which all of them are read.
 
     Raises:
         CheckpointError: Something is missing, damaged or foreign; the message names it.
     """
-    check = FolderCheck(folder, workers=workers, large=checksums)
+    check = FolderCheck(folder, large=checksums)
     check.finish()
     return check.manifest
 
@@ -118,21 +113,13 @@ class FolderCheck:
     Args:
         folder: A packed folder.
         mark: What the model's config says of the manifest; None reads it from config.json.
-        workers: Threads; None is up to 8.
         large: Whether to compare large tensors' checksums at all.
 
     Raises:
         CheckpointError: As `check_folder`.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        mark: Mark | None = None,
-        *,
-        workers: int | None = None,
-        large: bool = True,
-    ) -> None:
+    def __init__(self, folder: str | Path, mark: Mark | None = None, *, large: bool = True) -> None:
         self.folder = folder = Path(folder)
         manifest = read_manifest(folder, mark)
         if manifest is None:
@@ -153,7 +140,7 @@ class FolderCheck:
         for key, info in order:
             if info.nbytes <= _SMALL:
                 self._compare(key, checksum(info))
-        self._pool = ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1))
+        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
         self._sums = {
             key: self._pool.submit(checksum, info)
             for key, info in order

@@ -251,11 +251,7 @@ def parse_mark(value: Any, file: Path = Path(CONFIG)) -> Mark:
 
 
 def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | None:
-    """Return the manifest that a folder's config names; None where it names none.
-
-    Args:
-        folder: The folder.
-        mark: What the config says; None reads it from config.json.
+    """Return the manifest that `mark`, or else the folder's config.json, names; None without one.
 
     Raises:
         CheckpointError: The manifest is missing, damaged or of another format, or names files

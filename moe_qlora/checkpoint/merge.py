@@ -2,10 +2,10 @@
 
     base W, on disk --convert--> parameter --(+ s B A, fp32)--> rounded once --restore--> on disk
 
-    open_adapter, _open_base    adapter.py, base.py: the two folders, checked
-    Resolver.resolve            which weight each of the adapter's tensors changes
-    _rounding                   rounding.py: what was packed in training, for `like_training`
-    _Merge.write                group by group (conversion.py), slice by slice
+    open_adapter, PackedBase, PlainBase    the two folders, checked (adapter.py, base.py)
+    Resolver.resolve    which weight each of the adapter's tensors changes
+    _rounding           what was packed in training, for `like_training` (rounding.py)
+    _Merge.write        group by group (conversion.py), slice by slice
 
 The merged folder has the layout of the original checkpoint: the same files, keys, shapes and
 dtypes, so that whatever loads the base loads it. The model is built on the meta device only. Memory
@@ -17,6 +17,7 @@ adapter does not change are copied byte for byte.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -59,7 +60,7 @@ class MergeReport:
         tensors: How many tensors it holds.
         changed: How many of them the adapter changed.
         rounded: How many parameters were rounded as in training.
-        nbytes: Of all tensors.
+        nbytes: Bytes of all tensors.
     """
 
     folder: Path
@@ -183,7 +184,7 @@ def _rounding(
     config: Any,
 ) -> Rounding | None:
     """Return what was packed in training, where the base is to be rounded like that."""
-    if not like_training or base.rounded:
+    if not like_training or isinstance(base, PackedBase):
         if config is not None:
             raise ConfigError("The base is packed, so it says itself how; leave the codec out.")
         return None
@@ -194,13 +195,7 @@ def _rounding(
 class _Merge:
     """One merge: what changes, group by group, and where it is written.
 
-    Args:
-        base: The opened base.
-        adapter: The opened adapter.
-        updates: What the adapter changes.
-        model: Of the base, on meta.
-        training: What was packed in training, and is rounded before the deltas are added.
-        dtype: As for `merge_adapter`.
+    `training` is what was packed in training, and is rounded before deltas are added.
     """
 
     def __init__(
@@ -220,9 +215,9 @@ class _Merge:
         self._rounded: set[str] = set()
         self.dtypes = _dtypes(base, model, dtype)
         self.files = base.files(self.dtypes)
+        self._specs = {key: (self.dtypes[key], shape) for key, (shape, _) in base.disk.items()}
         self.nbytes = sum(
-            torch.Size(shape).numel() * self.dtypes[key].itemsize
-            for key, (shape, _) in base.disk.items()
+            math.prod(shape) * dtype.itemsize for dtype, shape in self._specs.values()
         )
         self._check_reached()
 
@@ -264,8 +259,7 @@ class _Merge:
     def write(self, folder: Path, tell: Progress) -> None:
         """Write all safetensors files of the merged folder."""
         groups = {key: group for group in self._base.layout.groups for key in group.keys}
-        writers = _Writers(folder, self.files, self._base.disk, self.dtypes)
-        with writers:
+        with _Writers(folder, self.files, self._specs) as writers:
             done: set[str] = set()
             for file in self.files:
                 for key in file.keys:
@@ -279,8 +273,9 @@ class _Merge:
 
     def _write_group(self, group: Group, writers: _Writers) -> None:
         changes, packed = self._changes(group), self._pack(group)
-        if not changes and not packed:
-            self._copy(group, writers)
+        as_it_is = not changes and not packed
+        if as_it_is and isinstance(self._base, PlainBase):
+            _copy(self._base, group, writers)
             return
         self._factors = {}
         for start, stop in group.slices():
@@ -291,8 +286,16 @@ class _Merge:
             sums = {name: self._sum(name, value, start, stop) for name, value in values.items()}
             on_disk = self._base.layout.restore(group, sums)
             for key, stand_in in group.part(start, stop).items():
-                rows = start if stop is not None and group.unit == "row" else None
-                self._write_changed(key, on_disk[stand_in], rows, writers)
+                first = start if stop is not None and group.unit == "row" else None
+                deltas = self._updates.disk_deltas.get(key, ())
+                tensor = self._add_deltas(on_disk[stand_in], deltas, first or 0)
+                tensor = tensor.to(self.dtypes[key])
+                if not as_it_is and codec.first_nonfinite(tensor) is not None:
+                    raise AdapterError(
+                        f"Merged, {key} holds NaN or inf in {tensor.dtype}: the adapter, or the "
+                        "base, is broken, or the dtype too narrow."
+                    )
+                writers.write(key, tensor, first)
         if changes:
             self._changed.update(group.keys)
         self._factors = {}
@@ -315,29 +318,11 @@ class _Merge:
         self._rounded.update(names)
         return {name: rounding.finish(packers[name], dtypes[name]) for name in packers}
 
-    def _copy(self, group: Group, writers: _Writers) -> None:
-        """Write a group that does not change, in its own dtype or the merge's."""
-        if isinstance(self._base, PlainBase):
-            for key in group.keys:
-                shape = self._base.disk[key][0]
-                alone = Group((key,), {key: shape})
-                for start, stop in alone.slices():
-                    tensor = self._base.read(key, start, stop)
-                    writers.write(key, tensor, None if stop is None else start)
-            return
-        for start, stop in group.slices():
-            values = self._base.values(group, start, stop)
-            on_disk = self._base.layout.restore(group, values)
-            for key, stand_in in group.part(start, stop).items():
-                rows = stop is not None and group.unit == "row"
-                writers.write(key, on_disk[stand_in], start if rows else None)
-
     def _sum(self, name: str, value: Tensor, start: int, stop: int | None) -> Tensor:
         """Return rows of a parameter with the adapter's changes, in fp32 or finer."""
         replacement = self._updates.replacements.get(name)
         if replacement is not None:
-            file = self._adapter.file
-            value = file.read(replacement) if stop is None else file.read(replacement, start, stop)
+            value = self._adapter.file.read(replacement, start, stop)
         return self._add_deltas(value, self._updates.deltas.get(name, ()), start)
 
     def _add_deltas(self, value: Tensor, deltas: Sequence[LoraDelta], start: int) -> Tensor:
@@ -352,19 +337,14 @@ class _Merge:
             delta.add_rows(self._factors[delta], total, start)
         return total
 
-    def _write_changed(
-        self, key: str, tensor: Tensor, start: int | None, writers: _Writers
-    ) -> None:
-        """Write a changed tensor, or its rows from `start` on, having seen that it is finite."""
-        deltas = self._updates.disk_deltas.get(key, ())
-        tensor = self._add_deltas(tensor, deltas, start or 0)
-        tensor = tensor.to(self.dtypes[key])
-        if codec.first_nonfinite(tensor) is not None:
-            raise AdapterError(
-                f"Merged, {key} holds NaN or inf in {self.dtypes[key]}: the adapter, or the base, "
-                "is broken, or the dtype too narrow."
+
+def _copy(base: PlainBase, group: Group, writers: _Writers) -> None:
+    """Write the tensors of a group as they are on disk, slice by slice."""
+    for key in group.keys:
+        for start, stop in Group((key,), {key: base.disk[key][0]}).slices():
+            writers.write(
+                key, base.checkpoint.read(key, start, stop), None if stop is None else start
             )
-        writers.write(key, tensor, start)
 
 
 class _Writers:
@@ -374,22 +354,21 @@ class _Writers:
         self,
         folder: Path,
         files: list[OutFile],
-        disk: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-        dtypes: Mapping[str, torch.dtype],
+        specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     ) -> None:
-        self._folder, self._disk, self._dtypes = folder, disk, dtypes
+        self._folder, self._specs = folder, specs
         self._files = {file.name: file for file in files}
         self._home = {key: file.name for file in files for key in file.keys}
         self._open: dict[str, ShardWriter] = {}
 
     def write(self, key: str, tensor: Tensor, start: int | None) -> None:
-        """Write a tensor in its final dtype, or its rows from `start` on."""
+        """Write a tensor in the dtype of its spec, or its rows from `start` on."""
         name = self._home[key]
         if name not in self._open:
             file = self._files[name]
-            tensors = {k: (self._dtypes[k], self._disk[k][0]) for k in file.keys}
-            self._open[name] = ShardWriter(self._folder / name, tensors, file.metadata)
-        self._open[name].write(key, tensor.to(self._dtypes[key]), start)
+            specs = {key: self._specs[key] for key in file.keys}
+            self._open[name] = ShardWriter(self._folder / name, specs, file.metadata)
+        self._open[name].write(key, tensor.to(self._specs[key][0]), start)
 
     def finish(self, done: set[str]) -> None:
         """Close the files whose tensors are all done."""

@@ -122,7 +122,7 @@ class Checkpoint:
             place = self.files[0].parent if self.files else "the checkpoint"
             raise CheckpointError(f"{place} has no tensor {key}.") from None
 
-    def read(self, key: str, start: int | None = None, stop: int | None = None) -> Tensor:
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Read a tensor, or its rows `[start, stop)` of the first dimension, to the CPU.
 
         Raises:
@@ -132,11 +132,9 @@ class Checkpoint:
         with reading(file):
             if file not in self._open:
                 self._open[file] = self._stack.enter_context(safe_open(str(file), "pt"))
-            if start is None and stop is None:
-                tensor: Tensor = self._open[file].get_tensor(key)
-            else:
-                tensor = self._open[file].get_slice(key)[start:stop]
-            return tensor
+            if not start and stop is None:
+                return self._open[file].get_tensor(key)
+            return self._open[file].get_slice(key)[start:stop]
 
     def expect(self, keys: Sequence[str]) -> None:
         """Ask the system to read these tensors ahead, in the background."""
@@ -268,13 +266,9 @@ def parse_json(file: Path, raw: bytes) -> dict[str, Any]:
 
 
 def parse_fields(kind: type[_T], value: Any, file: Path, prefix: str = "") -> _T:
-    """Build a pydantic dataclass from JSON, having checked every field.
+    """Build a pydantic dataclass from parsed JSON, having checked every field.
 
-    Args:
-        kind: The dataclass.
-        value: Parsed JSON.
-        file: Where it comes from, for errors.
-        prefix: Key of the value in the file, with a dot at its end.
+    In errors, `prefix` stands before the fields' keys.
 
     Raises:
         CheckpointError: A key is missing or unknown, or its value is none of those allowed.

@@ -260,13 +260,9 @@ def _main_dtype(model: Any) -> str | None:
 def write_packed(
     work: Path, model: nn.Module, tensors: Mapping[str, Tensor], max_shard_size: int | str
 ) -> None:
-    """Write shards, config and manifest of a packed folder.
+    """Write shards, config and manifest of a packed model, whose state dict `tensors` is.
 
-    Args:
-        work: Where; holds config.json as transformers writes it.
-        model: Its experts are packed.
-        tensors: By key, as in its state dict; on any device.
-        max_shard_size: Bytes, or such as "5GB".
+    `work` holds config.json as transformers writes it.
     """
     shards = plan_shards({key: tensor.nbytes for key, tensor in tensors.items()}, max_shard_size)
     files = []
@@ -294,7 +290,7 @@ def finish_packed(
         files: Shards, in order; renamed here.
         experts: Packed expert weights by name.
         settings: How they are packed.
-        plain: Linear layers that are not packed although the config asks for it.
+        plain: Linear layers that are not packed, and that a reload would expect packed.
     """
     codec = settings.to_dict()
     tensors = manifests.tensor_entries(files)

@@ -14,13 +14,7 @@ from .conversion import same_bits
 
 
 class TiedWeights:
-    """The tied weights of a model: one tensor under several names, mostly one of them on disk.
-
-    Args:
-        model: On meta, tied.
-        base: Says which names lie on disk.
-        adapter: Whose changes go to all of them.
-    """
+    """The tied weights of a model on meta: one tensor under several names, mostly one on disk."""
 
     def __init__(self, model: nn.Module, base: Base, adapter: Adapter) -> None:
         self._base, self._adapter = base, adapter
