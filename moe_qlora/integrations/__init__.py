@@ -4,7 +4,7 @@ In goes the `moe_qlora:` block of a host's file; out comes a model with packed e
 them. Open host.py first: its docstring is the order of calls that every host follows.
 
     host.py            ExpertsHost: one method for each step of a loader
-    settings.py        ExpertsSettings: the `moe_qlora:` block, checked by pydantic (extra `hosts`)
+    settings.py        ExpertsSettings: the `moe_qlora:` block, checked by pydantic
     axolotl.py         axolotl's plugin
     axolotl_checks.py  what cannot work together in an axolotl file
     axolotl_merge.py   what follows `axolotl merge-lora`
@@ -30,16 +30,7 @@ _HOME = {"ExpertsHost": "host", "ExpertsSettings": "settings"}
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = import_module(f".{_HOME[name]}", __name__)
-    except ModuleNotFoundError as error:
-        if error.name != "pydantic":
-            raise
-        raise ModuleNotFoundError(
-            f"moe_qlora.integrations.{name} needs pydantic: pip install 'moe-qlora[hosts]'.",
-            name="pydantic",
-        ) from error
-    return getattr(module, name)
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
 
 
 __all__ = [
