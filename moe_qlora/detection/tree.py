@@ -77,13 +77,7 @@ class Node:
 
 def common_ancestor(first: Node, second: Node) -> Node:
     """Return the lowest node that holds both."""
-    while first.depth > second.depth:
-        first = first.parent or first
-    while second.depth > first.depth:
-        second = second.parent or second
-    while first is not second:
-        first, second = first.parent or first, second.parent or second
-    return first
+    return next(node for node in first.ancestors() if node.holds(second))
 
 
 def join(prefix: str, name: str) -> str:
