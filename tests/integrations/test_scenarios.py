@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 import moe_qlora
@@ -69,7 +73,7 @@ TABLE = [
 ]
 
 
-def scenarios(*arguments: object) -> subprocess.CompletedProcess[str]:
+def as_program(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(TOOL), *map(str, arguments)],
         cwd=ROOT,
@@ -81,13 +85,33 @@ def scenarios(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+def scenarios(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has imported everything."""
+    out, err = io.StringIO(), io.StringIO()
+    level = transformers.logging.get_verbosity()
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            code = tool().main([*map(str, arguments)])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        finally:
+            transformers.logging.set_verbosity(level)
+            transformers.logging.enable_progress_bar()
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
 def cells(table: str) -> list[list[str]]:
     return [line.strip("| \n").split(" | ") for line in table.splitlines()]
 
 
 def test_every_cell():
     assert (LORA, LORA + WEIGHTS, WEIGHTS) == (178_176, 3_792_256, 3_614_080)
-    done = scenarios("--cpu")
+    done = as_program("--cpu")
     assert done.returncode == 0, done.stderr[-2000:]
     head, rule, *rows = cells(done.stdout)
     assert head == ["Scenario", "Observed", "Trainable", "Experts", "Bytes"]
@@ -228,7 +252,7 @@ def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:
 def test_bad_folders(tmp_path):
     from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-    gone = one_line(scenarios("--model", tmp_path / "gone"), 2)
+    gone = one_line(as_program("--model", tmp_path / "gone"), 2)
     assert gone == f"error: --model {tmp_path / 'gone'} is no folder; name a checkpoint folder."
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
