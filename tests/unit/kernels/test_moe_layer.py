@@ -92,10 +92,10 @@ OSS = Gate("silu", interleaved=True, limit=0.7, alpha=1.7, shift=1.0)
 CASES = {
     "plain": Case(),
     "interleaved": Case(gate=OSS, transposed=True, biased=True, ranks=(3, 20)),
-    "tanh": Case(tokens=70, top_k=3, hidden=72, inner=40, gate=Gate("gelu_tanh"), transposed=True,
-                 ranks=(0, 4)),
-    "partial": Case(tokens=70, top_k=3, hidden=72, inner=40, gate=Gate("gelu"), biased=True,
-                    ranks=(4, 0), partial=True),
+    "tanh": Case(tokens=46, top_k=3, experts=4, hidden=72, inner=40, gate=Gate("gelu_tanh"),
+                 transposed=True, ranks=(0, 4)),
+    "partial": Case(tokens=46, top_k=3, experts=4, hidden=72, inner=40, gate=Gate("gelu"),
+                    biased=True, ranks=(4, 0), partial=True),
     "one-expert": Case(tokens=33, experts=4, hidden=64, inner=64, gate=Gate("relu2", gated=False),
                        biased=True, ranks=(1, 33), only=3),
     "int8": Case(tokens=1, experts=3, hidden=16, inner=136, gate=Gate("silu", limit=1.0),
@@ -103,15 +103,16 @@ CASES = {
     "no-lora": Case(tokens=9, experts=3, hidden=16, inner=16, gate=Gate("relu", gated=False),
                     transposed=True, ranks=(0, 0), kind=("fp4", False), partial=True),
     "high-rank": Case(experts=3, ranks=(128, 1)),
-    "few": Case(hidden=64, inner=128, biased=True),
-    "few-partial": Case(tokens=70, experts=3, hidden=128, inner=192, ranks=(3, 0), partial=True,
+    "few": Case(experts=3, hidden=64, inner=128, biased=True),
+    "few-partial": Case(tokens=70, experts=2, hidden=128, inner=192, ranks=(3, 0), partial=True,
                         kind=("fp4", True)),
-    "few-transposed": Case(hidden=128, inner=64, gate=OSS, transposed=True, biased=True,
+    "few-transposed": Case(experts=3, hidden=128, inner=64, gate=OSS, transposed=True, biased=True,
                            ranks=(0, 5)),
-    "few-wide-tiles": Case(tokens=150, top_k=3, experts=4, hidden=64, inner=64, ranks=(2, 2)),
-    "few-int8": Case(tokens=20, hidden=48, inner=72, kind=("int8", False)),
-    "few-int8-transposed": Case(hidden=72, inner=136, transposed=True, kind=("int8", False)),
-    "few-plain-absmax": Case(tokens=1, experts=3, hidden=128, inner=64, kind=("nf4", False)),
+    "few-wide-tiles": Case(tokens=150, top_k=2, experts=3, hidden=64, inner=64, ranks=(2, 2)),
+    "few-int8": Case(tokens=20, experts=3, hidden=48, inner=72, kind=("int8", False)),
+    "few-int8-transposed": Case(experts=3, hidden=72, inner=136, transposed=True,
+                                kind=("int8", False)),
+    "few-plain-absmax": Case(tokens=1, experts=2, hidden=128, inner=64, kind=("nf4", False)),
 }  # fmt: skip
 
 
@@ -179,8 +180,21 @@ def close(ours, theirs, tolerance=2e-5):
     assert error < tolerance, float(error)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_layer_equals_plain_loops(case):
+def forbid_decoding(monkeypatch):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(dequantize, "decode", forbidden)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layer_equals_plain_loops(name, monkeypatch):
+    if name.startswith("few"):
+        forbid_decoding(monkeypatch)
+    check_layer(CASES[name])
+
+
+def check_layer(case):
     made, stacks, x, weights, index, biases, loras = build(case)
     leaves = [x, weights, *(t for term in loras if term for t in (term.a, term.b))]
     expected = slow(made, stacks, x, weights, index, biases, loras)
@@ -195,8 +209,14 @@ def test_layer_equals_plain_loops(case):
         close(mine, right)
 
 
+# The sizes that only products on codes tell apart are left out.
+SLICED = [name for name in CASES if not name.startswith("few")] + [
+    *("few-partial", "few-transposed", "few-int8-transposed")
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "few"), [*((name, False) for name in CASES), ("few", True), ("few-transposed", True)]
+    ("name", "few"), [*((name, False) for name in SLICED), ("few", True), ("few-transposed", True)]
 )
 def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
     case = CASES[name]
@@ -207,7 +227,7 @@ def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
     monkeypatch.setattr(expert_mm, "_slice", lambda *a: sliced.append(a[2]) or real(*a))
     workspace.set_workspace_cap(1)
     try:
-        test_layer_equals_plain_loops(case)
+        check_layer(case)
         assert workspace.held_bytes() < 2**20
     finally:
         workspace.set_workspace_cap(None)
@@ -220,19 +240,19 @@ def test_rows_any_distance_apart(name, monkeypatch):
     monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
     for module in (moe_layer, expert_mm):
         monkeypatch.setattr(module, "row_stride", lambda width, *args, **kwargs: width + 24)
-    test_layer_equals_plain_loops(CASES[name])
+    check_layer(CASES[name])
 
 
 def test_a_cap_keeps_what_is_decoded_and_copied_below_it(monkeypatch):
-    case = Case(tokens=200, experts=3, hidden=256, inner=192)
+    case = Case(tokens=70, experts=2, hidden=128, inner=128, gate=Gate("relu2", gated=False))
     monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
     copied = []
     real = moe_layer._copied
     monkeypatch.setattr(moe_layer, "_copied", lambda *a: copied.append(real(*a)) or copied[-1])
-    cap = 3 * 4 * (2 * 192 + 16) * 64
+    cap = 2 * 4 * (128 + 16) * 64
     workspace.set_workspace_cap(cap)
     try:
-        test_layer_equals_plain_loops(case)
+        check_layer(case)
         assert 0 < workspace.held_bytes() <= cap
     finally:
         workspace.set_workspace_cap(None)
@@ -242,23 +262,27 @@ def test_a_cap_keeps_what_is_decoded_and_copied_below_it(monkeypatch):
 CONFIGS = [quantized_mm.Config(128, 64, 2, 4, True), quantized_mm.Config(64, 128, 2, 4, False)]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", ["few", "few-partial", "few-transposed", "few-plain-absmax"])
-def test_few_tokens_in_every_configuration(config, name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        *(("few-transposed", config) for config in CONFIGS),
+        ("few", CONFIGS[0]),
+        ("few-partial", CONFIGS[1]),
+        ("few-plain-absmax", CONFIGS[1]),
+    ],
+)
+def test_few_tokens_in_every_configuration(name, config, monkeypatch):
     monkeypatch.setattr(autotune, "chosen", lambda *args, **kwargs: config)
-    test_layer_equals_plain_loops(CASES[name])
+    check_layer(CASES[name])
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("few")])
-def test_few_tokens_never_decode(name, monkeypatch):
-    def forbidden(*args, **kwargs):
-        raise AssertionError("decoded")
-
-    monkeypatch.setattr(dequantize, "decode", forbidden)
-    test_layer_equals_plain_loops(CASES[name])
+def test_many_tokens_decode(name, monkeypatch):
+    """What `test_layer_equals_plain_loops` forbids of few tokens would be noticed there."""
+    forbid_decoding(monkeypatch)
     monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
     with pytest.raises(AssertionError, match="decoded"):
-        test_layer_equals_plain_loops(CASES[name])
+        check_layer(CASES[name])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -324,16 +348,15 @@ def test_scratch_remembers_its_owner():
     assert not held
 
 
-@pytest.mark.parametrize("tokens", [2, 40, 700])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("tokens", "transposed"), [(2, False), (20, True), (45, False)])
 def test_the_compiler_is_told_the_right_shapes(tokens, transposed):
     """What the custom operators promise is what they give, whatever the size of tiles."""
-    case = Case(experts=4, hidden=64, inner=64, transposed=transposed, ranks=(3, 0))
+    case = Case(experts=2, hidden=64, inner=64, transposed=transposed, ranks=(3, 0))
     made, stacks, *_ = build(case)
     x = torch.randn(tokens, 64, dtype=torch.float16)
-    index = torch.rand(tokens, 4).topk(2, -1).indices
+    index = torch.rand(tokens, 2).topk(2, -1).indices
     weights = torch.rand(tokens, 2, dtype=torch.float16)
-    lora = [torch.randn(4 * 3, 64).half(), torch.randn(128, 3 * 4).half()]
+    lora = [torch.randn(2 * 3, 64).half(), torch.randn(128, 3 * 2).half()]
     packed, numbers = [], []
     for stack in stacks:
         nested = stack.nested
