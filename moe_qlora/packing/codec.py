@@ -232,13 +232,13 @@ def restore(
     Raises:
         ValueError: The tensors are not of this shape and these settings.
     """
-    shape = torch.Size(shape)
-    tensors = {end.removeprefix("."): value for end, value in stats.items()}
+    shape, specs = torch.Size(shape), packed_tensors(shape, settings)
     if settings.kind == "int8":
-        scales = tensors.get("SCB")
-        if scales is None or scales.numel() != shape.numel() // shape[-1] or codes.shape != shape:
+        scales = stats.get(SCALES)
+        if scales is None or scales.numel() != specs[SCALES].numel or codes.shape != shape:
             raise ValueError(f"the tensors are no int8 weight of shape {tuple(shape)}")
         return PackedWeight(codes, scales, None, 0, None, shape, "int8", dtype)
+    tensors = {end.removeprefix("."): value for end, value in stats.items()}
     try:
         state = QuantState.from_dict(tensors, device=codes.device)
     except (KeyError, ValueError, AssertionError, AttributeError, TypeError) as error:
@@ -250,7 +250,6 @@ def restore(
             f"the tensors are of a weight of shape {tuple(state.shape or ())} with {stored}, not "
             f"{tuple(shape)} with {asked} (kind, double quantization, block size, storage dtype)"
         )
-    specs = packed_tensors(shape, settings)
     if codes.nbytes != specs[CODES].nbytes or state.absmax.numel() != specs[ABSMAX].numel:
         raise ValueError(
             f"{codes.nbytes} bytes of codes and {state.absmax.numel()} blocks do not make a weight "

@@ -256,13 +256,6 @@ def read_packed(module: nn.Module, name: str) -> PackedWeight:
     return read(codes, decoder)
 
 
-def packed_shape(module: Any, name: str) -> tuple[int, ...]:
-    """Return the shape of a packed parameter's weight, by reads that Dynamo can follow."""
-    first = module.parametrizations[name][0]
-    shape = first.weight_shape if hasattr(first, "weight_shape") else first.quant_state.shape
-    return tuple(shape)
-
-
 def original_of(module: nn.Module, name: str) -> nn.Parameter:
     """Return the parameter that holds the codes."""
     lists = cast(Any, module._modules["parametrizations"])
