@@ -56,7 +56,7 @@ def of_peer(rows, peer):
 
 def test_a_tiny_model_beside_its_peers_and_its_plot(tmp_path, monkeypatch):
     out = tmp_path / "model.csv"
-    ran("model.py", "--steps", 3, "--warmup", 1, "--out", out)
+    called(monkeypatch, "model", "--steps", 3, "--warmup", 1, "--out", out)
     rows = rows_of(out)
     ours, frozen, theirs, packed = (of_peer(rows, p) for p in ("ours", "frozen", "peft", "bnb"))
     for metrics in (ours, frozen, theirs, packed):
