@@ -17,7 +17,6 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..layout import ExpertParam, ModelLayout
-from . import parametrize
 from .settings import CodecSettings
 
 QUANTIZED = "quantized"
@@ -58,6 +57,9 @@ def select_weights(
 def _select(
     model: nn.Module, param: ExpertParam, left_to_config: tuple[str, ...], settings: CodecSettings
 ) -> WeightSelection:
+    # bitsandbytes prints to stderr when it is imported, which the rule alone does not need.
+    from . import parametrize
+
     module = model.get_submodule(param.module_name)
     if parametrize.is_packed(module, param.parameter_name):
         foreign = parametrize.is_foreign(module, param.parameter_name)
@@ -102,6 +104,8 @@ def skipping_pattern(param: ExpertParam, patterns: Iterable[str]) -> str | None:
 
 def _check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
     """Refuse skip patterns that are not valid, and warn of those that match nothing."""
+    from . import parametrize
+
     names = [name for name, _ in model.named_modules() if name]
     names += [name for name, _ in model.named_parameters()]
     names += [f"{name}.{parameter}" for name, _, parameter in parametrize.iter_packed(model)]
