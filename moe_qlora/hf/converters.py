@@ -218,12 +218,7 @@ class WeightPacker:
         self.extremes: list[tuple[int, Tensor]] = []
 
     def add(self, piece: Tensor) -> None:
-        """Pack the next rows of the first dimension.
-
-        Raises:
-            CheckpointError: The piece is of another shape than the weight's rows.
-            UnsupportedWeightError: It is packed already, or of a dtype that cannot be.
-        """
+        """Pack the next rows of the first dimension; refuse other shapes, and packed weights."""
         if not piece.is_floating_point() or piece.element_size() == 1:
             dtype = dtype_name(piece.dtype)
             raise UnsupportedWeightError(
@@ -244,11 +239,9 @@ class WeightPacker:
         self.rows += len(piece)
 
     def finish(self) -> nn.Parameter:
-        """Return the parameter that holds the codes, and give the spec the packed weight.
+        """Give the spec the packed weight, and return the parameter that holds its codes.
 
-        Raises:
-            CheckpointError: Rows are missing.
-            NonFiniteWeightError: The weight holds NaN or inf.
+        Missing rows, NaN and inf are refused.
         """
         if self.packer is None or self.rows != self.shape[0]:
             raise CheckpointError(

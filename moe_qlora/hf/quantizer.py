@@ -266,8 +266,7 @@ class _LeaveExperts(ConversionOps):
 def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     """Attach what converters packed, pack what they did not see, and mark the model quantized.
 
-    Raises:
-        CheckpointError: A weight of a packed folder was not in its files.
+    A weight that a packed folder does not hold is an error.
     """
     _restore_conversions(model, spec)
     if not spec.params:

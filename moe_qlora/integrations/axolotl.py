@@ -59,11 +59,10 @@ def is_named(config: Mapping[str, Any]) -> bool:
 
 
 class MoeQloraArgs(BaseModel):
-    """What the plugin adds to axolotl's schema.
+    """The fields that the plugin adds to axolotl's schema.
 
-    Attributes:
-        moe_qlora: The settings.
-        lora_exclude_modules: Read by axolotl's loader, and dropped by its schema unless named here.
+    axolotl's loader reads `lora_exclude_modules` too, which its schema drops unless it is named
+    here.
     """
 
     moe_qlora: ExpertsSettings | None = None
@@ -90,8 +89,7 @@ class MoeQloraArgs(BaseModel):
 class MoeQloraPlugin(BasePlugin):
     """Packs experts while axolotl loads a model, and trains LoRA on them.
 
-    Attributes:
-        host: That of the current run; None outside of one.
+    `host` is that of the current run, and None outside of one.
     """
 
     def __init__(self) -> None:
@@ -118,12 +116,7 @@ class MoeQloraPlugin(BasePlugin):
     # The model.
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Look at the model first, then have the build pack its experts.
-
-        Raises:
-            DetectionError: It holds no fused expert weights.
-            ConfigError: It has no experts of a role that the settings ask LoRA for.
-        """
+        """Refuse a model without the experts that are asked for; else have the build pack them."""
         self._leave()
         if not is_named(cfg) or cfg.get("merge_lora"):
             return
@@ -143,11 +136,7 @@ class MoeQloraPlugin(BasePlugin):
         _replace_once(loader, "_build_model", packing)
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """Check that everything that should be packed is.
-
-        Raises:
-            QuantizationError: Weights are not packed; each is named.
-        """
+        """Check that everything that should be packed is."""
         if self.host is None or not is_named(cfg):
             return
         report = self.host.after_build(model)
@@ -159,11 +148,7 @@ class MoeQloraPlugin(BasePlugin):
     # The adapters.
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
-        """Write what PEFT must be told of experts, until `post_lora_load`.
-
-        Raises:
-            ConfigError: The LoRA settings ask for what packed experts cannot have.
-        """
+        """Write what PEFT must be told of experts, until `post_lora_load`."""
         if self.host is None or not is_named(cfg) or not cfg.get("adapter"):
             return
         if not wants_packing(cfg):
@@ -191,11 +176,7 @@ class MoeQloraPlugin(BasePlugin):
             cfg["lora_dropout"] = 0.0
 
     def post_lora_load(self, cfg: Any, model: Any) -> None:
-        """Connect the adapters and check that they take part.
-
-        Raises:
-            AdapterError: LoRA that was asked for would have no effect.
-        """
+        """Connect the adapters, and check that the LoRA that was asked for takes part."""
         self._restore()
         # DPO, IPO and KTO come here too, with no adapter yet: see `post_trainer_create`.
         if self.host is not None and is_named(cfg) and hasattr(model, "peft_config"):

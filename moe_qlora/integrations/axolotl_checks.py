@@ -95,12 +95,9 @@ def wants_packing(cfg: Mapping[str, Any]) -> bool:
 
 
 def check(cfg: Mapping[str, Any]) -> None:
-    """Refuse a configuration that names the plugin and cannot be followed.
+    """Refuse a configuration that names the plugin and cannot be followed, by a `ConfigError`.
 
     It may be as it was read from the file, or as axolotl's schema gets it.
-
-    Raises:
-        ConfigError: One sentence with the key, what was seen and what to do.
     """
     settings = ExpertsSettings.read(cfg.get(BLOCK))
     if not wants_packing(cfg):

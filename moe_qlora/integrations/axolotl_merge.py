@@ -29,10 +29,8 @@ def replace_merged(
 ) -> MergeReport:
     """Merge again, and replace the weights that axolotl has written to `out` by the result.
 
-    Until the new weights are complete, `out` is left as it is.
-
-    Raises:
-        MoeQloraError: The merge failed; the message says that `out` is not to be used.
+    `out` stays as it is until the new weights are complete; an error says that it is not to be
+    used.
     """
     target = Path(out)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".moe_qlora-") as temporary:

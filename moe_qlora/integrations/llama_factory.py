@@ -93,11 +93,7 @@ class _Steps:
 
 
 def check(args: Mapping[str, Any]) -> ExpertsSettings:
-    """Return the settings in a run's arguments (a YAML file as it was read), or refuse them.
-
-    Raises:
-        ConfigError: A setting is wrong, or does not go with another argument.
-    """
+    """Return the settings in a run's arguments (a YAML file as it was read), or refuse them."""
     settings = ExpertsSettings.read(args.get(BLOCK))
     if not settings.pack_experts:
         return settings
@@ -130,11 +126,7 @@ def _is_quantized(model: Any) -> bool:
 
 
 def train() -> None:
-    """Train as `llamafactory-cli train` does, from the file and the overrides on the command line.
-
-    Raises:
-        ConfigError: There is no file or no LLaMA-Factory, or see `check`.
-    """
+    """Train as `llamafactory-cli train` does, from the file and overrides on the command line."""
     if find_spec("llamafactory") is None:
         raise ConfigError("LLaMA-Factory is not installed here: pip install llamafactory.")
     from llamafactory.hparams import read_args

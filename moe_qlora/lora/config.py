@@ -109,11 +109,10 @@ def adapt_lora_config(
 class AdaptedLoraConfig(LoraConfig):
     """A LoraConfig adapted to a model with packed experts; its file keeps the caller's spelling.
 
-    Attributes:
-        _edits: For each changed field the value set here and the caller's.
-        _notes: Sentences for `save_pretrained`, where stock PEFT would not load the file right.
-        _packed: What of the model was packed, for the note that a merge reads; None where unknown.
-        _awaited: Packed parameters that this config names and that are not loaded yet.
+    `_edits` maps each changed field to the value set here and the caller's; `_notes` are warnings
+    for `save_pretrained`, where stock PEFT would not load the file right. `_packed`, for the note
+    that a merge reads, says what was packed, None where unknown; `_awaited` names packed parameters
+    that are not loaded yet.
     """
 
     _edits: Mapping[str, tuple[Any, Any]] = {}

@@ -1,8 +1,7 @@
 """How wrappers for packed experts get into a model that stock PEFT walks.
 
-register_wrapper     has PEFT call `wrap_parameter`, for one config
 wrap_parameter       makes one wrapper, where it would be on the unpacked model
-upgrade_wrappers     turns wrappers that stock PEFT made into ours
+upgrade_wrappers     turns wrappers that stock PEFT made into `ParamWrapper`s
 check_connected      raises where LoRA on a packed parameter would have no effect
 """
 
@@ -32,11 +31,7 @@ def wrap_parameter(
 
     PEFT goes through full parameter names in alphabetical order. The new wrapper is put where it
     would be on the unpacked model, where they come in registration order: the first one registered
-    is innermost.
-
-    Raises:
-        ConfigError: The config was made for a model that was yet to be loaded, and this parameter
-            is not packed by now, or in another way.
+    is innermost. A parameter that the config awaits packed, and that is not, is refused.
     """
     base = innermost(target)
     if kwargs.get("target_name") in getattr(config, "_awaited", ()):

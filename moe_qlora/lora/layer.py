@@ -61,12 +61,8 @@ class ExpertAdapters:
 class ParamWrapper(StockParamWrapper):
     """PEFT's wrapper for one parameter of a module that holds packed experts.
 
-    The class has the stock name because PEFT tells its wrappers by it.
-
-    Attributes:
-        lora_source: What the module's forward asks for LoRA; None until connected.
-        merge_dtype: Dtype of a merged plain weight; None is the dtype that the packed weight had.
-        merge_repack: Whether a merged weight is packed again.
+    The class has the stock name because PEFT tells its wrappers by it. `lora_source` is None until
+    the wrapper is connected; a `merge_dtype` of None stands for the dtype before packing.
     """
 
     # PEFT takes full parameter names on modules that have this attribute, which is how a second
@@ -104,11 +100,7 @@ class ParamWrapper(StockParamWrapper):
         self.set_dropout(adapter_name, config.lora_dropout)
 
     def set_dropout(self, adapter_name: str, probability: float) -> None:
-        """Give an adapter this dropout, where it has none yet or another.
-
-        Raises:
-            ConfigError: The module's forward cannot apply it.
-        """
+        """Give an adapter this dropout, or refuse it where the forward cannot apply it."""
         if probability > 0.0:
             check_dropout(self.parameter_name, self.get_base_layer(), probability)
             self.lora_dropout[adapter_name] = nn.Dropout(p=probability)
@@ -248,10 +240,8 @@ class ParamWrapper(StockParamWrapper):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Replace the packed parameter by base + delta: plain, or packed again.
 
-        The packed original is kept for `unmerge`, which restores it exactly.
-
-        Raises:
-            ValueError: `safe_merge`, and the result is not finite.
+        The packed original is kept for `unmerge`, which restores it exactly. With `safe_merge` a
+        result that is not finite is refused.
         """
         base = self.get_base_layer()
         if self._unmerged is None and not is_packed(base, self.parameter_name):

@@ -115,8 +115,7 @@ def connect_adapters(model: PeftModel) -> PeftModel:
 def upgrade_peft_model(model: PeftModel) -> None:
     """Give a PEFT model over packed experts the class and wrappers that later calls need.
 
-    Raises:
-        AdapterError: LoRA on an expert parameter is not connected.
+    LoRA on an expert parameter that is not connected is an error.
     """
     tuner = model.base_model
     if not isinstance(tuner, BaseTuner):  # prompt learning leaves the model as it is

@@ -47,11 +47,7 @@ def packed_parameters(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def expert_parameters(model: nn.Module, roles: bool | Collection[str] = True) -> list[str]:
-    """Return the full names of the packed parameters: of all, or of those with one of these roles.
-
-    Raises:
-        ConfigError: No packed parameter of this model has such a role.
-    """
+    """Return the full names of the packed parameters, or of those with one of these roles."""
     packed = packed_parameters(model)
     if roles is True:
         return list(packed)
@@ -113,11 +109,7 @@ def as_set(value: Any) -> Any:
 def extend(setting: str, existing: str | Names | None, names: Iterable[str]) -> list[str] | str:
     """Return a new value that matches what the caller's value of a setting or a full name matches.
 
-    Returns:
-        One regex for a string, a new list for anything else.
-
-    Raises:
-        ConfigError: `existing` is no regex, or holds something else than names.
+    It is one regex for a string, and a new list for anything else.
     """
     names = list(names)
     if not isinstance(existing, str):
@@ -126,11 +118,7 @@ def extend(setting: str, existing: str | Names | None, names: Iterable[str]) -> 
 
 
 def as_names(setting: str, existing: Iterable[str] | None) -> list[str]:
-    """Return a new list of the caller's names, each once; a set's names are sorted.
-
-    Raises:
-        ConfigError: An entry is no string, or `existing` is no list, tuple or set.
-    """
+    """Return a new list of the caller's names, each once; a set's names are sorted."""
     if existing is None:
         return []
     if not isinstance(existing, (list, tuple, set, frozenset)):

@@ -42,10 +42,9 @@ def exact_targets(
 ) -> tuple[set[ExactName], list[str], str] | None:
     """Return what the config's `target_modules` reach; None where PEFT would not rewrite them.
 
-    Returns:
-        Full names of modules; full names of router weights, since transformers v5 keeps most
-        routers as a module with a bare `weight`, which PEFT adapts as a parameter; and one sentence
-        where stock PEFT, given the saved config, would adapt something else, or "".
+    These are full names of modules; full names of router weights, since transformers v5 keeps most
+    routers as a module with a bare `weight`, which PEFT adapts as a parameter; and one sentence
+    where stock PEFT, given the saved config, would adapt something else, or "".
     """
     if rewritten(model, config) is None:
         return None

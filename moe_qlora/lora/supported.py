@@ -54,11 +54,7 @@ def check_type(config: Any) -> None:
 
 
 def check_modules_to_save(config: PeftConfig, packed: Collection[str]) -> None:
-    """Refuse to train a module in full that holds packed experts.
-
-    Raises:
-        ConfigError: `modules_to_save` names such a module, or one around it.
-    """
+    """Refuse to train a module in full that holds packed experts, or one around it."""
     for name in packed:
         module = name.rpartition(".")[0]
         parts = module.split(".")
@@ -74,11 +70,7 @@ def check_modules_to_save(config: PeftConfig, packed: Collection[str]) -> None:
 def check_supported(
     config: PeftConfig, experts: Collection[str], packed: Mapping[str, nn.Module]
 ) -> None:
-    """Refuse settings that LoRA on these packed parameters cannot have.
-
-    Raises:
-        ConfigError: A setting is not supported, or a weight has more than three dimensions.
-    """
+    """Refuse settings, and shapes of weights, that LoRA on packed parameters cannot have."""
     for name in experts:
         shape = tuple(read_packed(packed[name], name.rpartition(".")[2]).shape)
         if len(shape) > 3:
@@ -111,9 +103,6 @@ def check_dropout(name: str, module: nn.Module, probability: float) -> None:
     """Refuse dropout where only the module's own forward runs.
 
     Dropout belongs to the input of LoRA's product, and such a forward knows the sum W + s B A only.
-
-    Raises:
-        ConfigError: The module's class does not go through transformers' experts interface.
     """
     if probability and not dispatches(module):
         raise ConfigError(

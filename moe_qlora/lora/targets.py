@@ -41,15 +41,11 @@ from .rewrite import ExactName, changed, exact_targets, reached_modules, rewritt
 
 @dataclass(frozen=True)
 class Targets:
-    """What PEFT is told for one model and one config.
+    """What PEFT is told for one model and one config: the values of three fields of a LoraConfig.
 
-    Attributes:
-        excludes: Value of `exclude_modules`.
-        modules: Value of `target_modules`.
-        parameters: Value of `target_parameters`.
-        notes: Sentences for whoever saves the adapter.
-        experts: The packed parameters that get LoRA, in model order.
-        written: What adapter_config.json says for these fields instead: the caller's own spelling.
+    `notes` are sentences for whoever saves the adapter, `experts` the packed parameters that get
+    LoRA, in model order, and `written` the caller's own spelling of these fields, for
+    adapter_config.json.
     """
 
     excludes: str | Sequence[str] | None = None
@@ -67,18 +63,11 @@ def resolve_targets(
     experts: bool | Collection[str] = False,
     router: bool = False,
 ) -> Targets:
-    """Work out what PEFT is told for this model.
+    """Work out what PEFT is told for this model, which may be a `PeftModel`.
 
-    Args:
-        model: Any model, a `PeftModel` included; names are those of the model without adapters.
-            Where no expert is packed, only `target_modules` are spelled out.
-        config: In the caller's own spelling; None is a config that names nothing.
-        experts: True targets every packed parameter, a collection of roles those that have one.
-        router: Whether to target the routers.
-
-    Raises:
-        ConfigError: A role that no packed parameter has, a value that is neither names nor a regex,
-            or parameters for an adapter type that adapts modules only.
+    Names are those of the model without adapters. `config` is in the caller's own spelling; None
+    names nothing. Where no expert is packed, only `target_modules` are spelled out. `experts=True`
+    targets every packed parameter, a collection of roles those that have one.
     """
     model = base_model(model)
     packed = packed_parameters(model)

@@ -18,11 +18,7 @@ from .load import misfit
 
 
 def add_adapter(self: Any, adapter_config: Any, adapter_name: str | None = None) -> None:
-    """Add an adapter as `PreTrainedModel.add_adapter` does, LoRA on packed experts included.
-
-    Raises:
-        ConfigError: See `moe_qlora.adapt_lora_config`.
-    """
+    """Add an adapter as `PreTrainedModel.add_adapter` does, LoRA on packed experts included."""
     type(self).add_adapter(self, adapt_lora_config(self, adapter_config), adapter_name)
 
 
@@ -38,11 +34,7 @@ def load_adapter(
 ) -> Any:
     """Load an adapter as `PreTrainedModel.load_adapter` does, LoRA on packed experts included.
 
-    Arguments and result are those of transformers.
-
-    Raises:
-        AdapterError: Tensors of the file have no place in the model, or places got no tensor.
-        ConfigError: See `moe_qlora.adapt_lora_config`.
+    Arguments and result are those of transformers; tensors that do not fit are an `AdapterError`.
     """
     if peft_config is None and peft_model_id is not None:
         # transformers looks these up only where it is given no config.

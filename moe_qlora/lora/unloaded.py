@@ -29,15 +29,8 @@ def blank_packed_model(
 ) -> tuple[nn.Module, rounding.Rounding]:
     """Build a model on meta, packed as a load would pack it, and say what is packed.
 
-    Args:
-        model: A checkpoint folder, a hub id, a model type or a configuration.
-        quantization_config: The `BitsAndBytesConfig` of the load, or its dict; None takes the one
-            that the checkpoint's own config.json holds.
-        trust_remote_code: Run model code that the checkpoint brings.
-
-    Raises:
-        CheckpointError: There is no such model.
-        ConfigError: Nothing says how the model will be packed, or it cannot be followed.
+    `model` is a checkpoint folder, a hub id, a model type or a configuration; a
+    `quantization_config` of None stands for the one in the checkpoint's own config.json.
     """
     if not isinstance(model, (str, Path, PretrainedConfig)):
         raise ConfigError(

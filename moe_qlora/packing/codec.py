@@ -148,12 +148,7 @@ class Packer:
 
     @torch.no_grad()
     def finish(self) -> PackedWeight:
-        """Return the packed weight.
-
-        Raises:
-            ValueError: More or fewer weights came than the shape has.
-            UnsupportedWeightError: int8 on CUDA, and the weights hold values that float16 cannot.
-        """
+        """Return the packed weight; raise where weights are missing, or too large for float16."""
         if len(self._rest):
             self._take(self._rest)
         if self._done != math.prod(self.shape):
@@ -220,17 +215,11 @@ def restore(
     dtype: torch.dtype,
     settings: CodecSettings,
 ) -> PackedWeight:
-    """Return the packed weight that a state dict's tensors hold.
+    """Return the packed weight that a state dict's tensors hold; copy nothing.
 
-    Args:
-        codes: As `PackedWeight.codes`; not copied.
-        stats: bitsandbytes' statistics by their key's end, such as ".absmax" or ".SCB".
-        shape: Shape of the dequantized weight.
-        dtype: Dtype of a dequantized int8 weight; the record of a 4-bit one has its own.
-        settings: How it was packed.
-
-    Raises:
-        ValueError: The tensors are not of this shape and these settings.
+    `stats` are bitsandbytes' statistics by their key's end, such as ".absmax" or ".SCB". `dtype` is
+    that of a dequantized int8 weight; the record of a 4-bit one names its dtype. A ValueError says
+    that the tensors are not of this shape and these settings.
     """
     shape, specs = torch.Size(shape), packed_tensors(shape, settings)
     if settings.kind == "int8":

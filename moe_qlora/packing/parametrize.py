@@ -110,10 +110,7 @@ class PackedInt8(nn.Module):
 class _AttachRecord:
     """What `attach` put on one module; copies of the module have it too, and `detach` undoes it.
 
-    Attributes:
-        order: The module's parameters in their order of registration.
-        handles: Of the hooks.
-        names: The parameters that are packed.
+    `order` are all the module's parameters as they were registered, `names` those that are packed.
     """
 
     def __init__(self, order: tuple[str, ...]) -> None:
@@ -127,9 +124,6 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
 
     The parameter's memory is free as soon as nobody else holds it. A weight that already sits on
     another module is shared with it: one parameter, one set of statistics (tied experts).
-
-    Raises:
-        QuantizationError: The parameter is packed already.
     """
     if is_packed(module, name):
         raise QuantizationError(
@@ -182,9 +176,6 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
 
     The parameter takes its old place in registration order, does not require gradients, and with
     the last packed parameter of the module the hooks go as well.
-
-    Raises:
-        QuantizationError: The parameter is not packed.
     """
     if not is_packed(module, name):
         raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
@@ -244,9 +235,7 @@ def iter_packed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 def read_packed(module: nn.Module, name: str) -> PackedWeight:
     """Return the packed weight where it is now; nothing is dequantized or copied.
 
-    Raises:
-        QuantizationError: The parameter is not packed, or its codes were cast to another dtype,
-            which destroys them.
+    Codes that were cast to another dtype, which destroys them, are an error.
     """
     decoder = _parametrization(module, name)
     if decoder is None:

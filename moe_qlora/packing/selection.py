@@ -28,13 +28,7 @@ _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 @dataclass(frozen=True)
 class WeightSelection:
-    """What becomes of one expert weight.
-
-    Attributes:
-        param: The weight.
-        status: QUANTIZED, ALREADY_QUANTIZED or SKIPPED.
-        reason: Why it is not to be packed; empty where there is nothing to say.
-    """
+    """One expert weight, its status (one of the three above), and why it is not packed."""
 
     param: ExpertParam
     status: str
@@ -46,8 +40,7 @@ def select_weights(
 ) -> list[WeightSelection]:
     """Decide for every expert weight of a model, which may be on meta, whether it is to be packed.
 
-    Raises:
-        ConfigError: A skip pattern is not a valid regex. One that matches nothing only warns.
+    A skip pattern that is no valid regex is an error, one that matches nothing a warning.
     """
     _check_patterns(model, settings.skip_modules)
     left_to_config = _target_parameters(config)
@@ -82,13 +75,10 @@ def weights_to_pack(
 
 
 def is_skipped(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether any pattern names this module or parameter.
+    """Return whether any pattern, which must be a valid regex, names this module or parameter.
 
     A pattern names what starts with it, up to a component's end, as a regex ("layer.1" names
     "layer.1.attn", not "layer.11"), and what ends with it, literally ("fc1" names "layer.2.fc1").
-
-    Raises:
-        re.error: A pattern is not a valid regex.
     """
     return any(
         re.match(f"(?:{pattern}){_BOUNDARY}", name) or name.endswith(pattern)

@@ -27,15 +27,10 @@ _STORAGE_NAMES = {dtype_name(dtype): dtype for dtype in (torch.int8, *STORAGE_DT
 class CodecSettings:
     """What of a `BitsAndBytesConfig` decides how a weight is packed.
 
-    Attributes:
-        kind: "nf4", "fp4" or "int8".
-        double_quant: Whether the 4-bit statistics are quantized as well; False for int8.
-        storage_dtype: The dtype that the 4-bit codes are viewed in; it holds bytes, not numbers.
-            int8 codes are always torch.int8.
-        compute_dtype: What this package computes in; None leaves it to the activations. It never
-            changes what a decoded tensor's dtype is.
-        blocksize: Weights to a first-level block.
-        skip_modules: The caller's `llm_int8_skip_modules`.
+    `storage_dtype` is what the 4-bit codes are viewed in; it holds bytes, not numbers, and is
+    always torch.int8 for int8. `compute_dtype` is what this package computes in; None leaves it to
+    the activations, and it never changes the dtype of a decoded tensor. `blocksize` counts the
+    weights of a first-level block; `double_quant` quantizes the 4-bit statistics as well.
     """
 
     kind: str
@@ -56,9 +51,7 @@ class CodecSettings:
     def from_config(cls, config: Any) -> CodecSettings:
         """Read a `BitsAndBytesConfig` or its dict; absent fields have that class's defaults.
 
-        Raises:
-            ConfigError: The config is of another method, asks for neither 4 nor 8 bit, or has a
-                field that bitsandbytes does not know.
+        A config that cannot be followed is a `ConfigError`.
         """
         if isinstance(config, type):
             raise ConfigError(
@@ -117,11 +110,7 @@ class CodecSettings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CodecSettings:
-        """Read what `to_dict` gave; the two dtypes may be left out.
-
-        Raises:
-            ValueError: A key is missing, or a value is none that `to_dict` gives.
-        """
+        """Read what `to_dict` gave, or raise ValueError; the two dtypes may be left out."""
         options: dict[str, tuple[Any, ...]] = {
             "kind": KINDS,
             "double_quant": (False, True),
