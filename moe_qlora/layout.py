@@ -35,6 +35,13 @@ def unwrapped_name(name: str) -> str:
     return name.replace(".base_layer", "")
 
 
+def unwrapped(module: Any) -> Any:
+    """Return the module inside all adapter layers around it."""
+    while (inner := module._modules.get("base_layer")) is not None:
+        module = inner
+    return module
+
+
 def dtype_name(dtype: Any) -> str:
     """Return the name of a torch dtype as a config has it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -35,9 +35,8 @@ from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, listed
 from ..packing.codec import Packer, first_nonfinite
-from ..packing.format import SCALES, key_ends
+from ..packing.format import SCALES, key_ends, packed_nbytes
 from ..packing.quant_state import state_dict_entries
-from ..packing.sizes import packed_nbytes
 from ..progress import Progress, reporting
 from . import save
 from .base import PlainBase, refuse_quantized

@@ -27,7 +27,6 @@ from ..kernels.weights import PackedWeight
 from ..layout import unwrapped_name
 from ..packing import parametrize
 from ..packing.codec import Packer
-from ..packing.linear import is_packed_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from .reader import parse_fields, read_json
@@ -112,7 +111,7 @@ def _packed_linears(model: nn.Module) -> frozenset[str]:
     return frozenset(
         unwrapped_name(f"{name}.weight")
         for name, module in model.named_modules(remove_duplicate=False)
-        if is_packed_linear(module)
+        if parametrize.is_packed_linear(module)
     )
 
 

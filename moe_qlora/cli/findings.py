@@ -9,9 +9,9 @@ from torch import nn
 from .. import build as source
 from ..detection.detect import detect
 from ..layout import ExpertParam, ModelLayout
+from ..packing.format import packed_nbytes
 from ..packing.selection import skipping_pattern
 from ..packing.settings import CodecSettings
-from ..packing.sizes import packed_nbytes
 
 
 @dataclass(frozen=True)

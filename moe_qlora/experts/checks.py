@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import AdapterError, QuantizationError
-from ..layout import unwrapped_name
+from ..layout import unwrapped, unwrapped_name
 from ..packing.parametrize import Params4bit, iter_packed, packed_names
 from .lora_source import lora_source
 
@@ -123,7 +123,7 @@ def check(model: nn.Module, configs: dict[str, Any]) -> None:
     wrappers = {}
     for name, module in model.named_modules():
         parameter = getattr(module, "parameter_name", None)
-        if type(module).__name__ == "ParamWrapper" and parameter in packed_names(_base(module)):
+        if type(module).__name__ == "ParamWrapper" and parameter in packed_names(unwrapped(module)):
             wrappers[f"{unwrapped_name(name)}.{parameter}"] = module
     packed = [
         f"{unwrapped_name(module)}.{name}".lstrip(".") for module, _, name in iter_packed(model)
@@ -146,9 +146,3 @@ def _message(adapter: str, name: str, what: str) -> str:
         "itself; use moe_qlora.get_peft_model (moe_qlora.load_adapter for a saved adapter), or "
         "give stock PEFT the config from moe_qlora.adapt_lora_config."
     )
-
-
-def _base(module: nn.Module) -> nn.Module:
-    while isinstance(inner := module._modules.get("base_layer"), nn.Module):
-        module = inner
-    return module

@@ -10,7 +10,6 @@ from torch import nn
 
 from ..packing import parametrize
 from ..packing.codec import unpack
-from ..packing.linear import is_packed_linear
 from . import checks
 
 BOUND_METHODS = "_moe_qlora_methods"
@@ -44,7 +43,7 @@ def clear_quantized(model: nn.Module) -> None:
 
 
 def _has_packed_linears(model: nn.Module) -> bool:
-    return any(map(is_packed_linear, model.modules()))
+    return any(map(parametrize.is_packed_linear, model.modules()))
 
 
 def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:

@@ -14,10 +14,10 @@ from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from torch import nn
 
 from ..errors import AdapterError, ConfigError
-from ..layout import unwrapped_name
+from ..layout import unwrapped, unwrapped_name
 from ..packing.parametrize import is_packed, packed_names, read_packed
 from ..packing.settings import CodecSettings
-from .layer import ExpertAdapters, ParamWrapper, innermost
+from .layer import ExpertAdapters, ParamWrapper
 
 
 def wrap_parameter(
@@ -33,7 +33,7 @@ def wrap_parameter(
     would be on the unpacked model, where they come in registration order: the first one registered
     is innermost. A parameter that the config awaits packed, and that is not, is refused.
     """
-    base = innermost(target)
+    base = unwrapped(target)
     if kwargs.get("target_name") in getattr(config, "_awaited", ()):
         _check_loaded(kwargs["target_name"], base, config)
     if parameter_name is None or not packed_names(base):
@@ -64,7 +64,7 @@ def upgrade_wrappers(model: nn.Module) -> None:
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, StockParamWrapper)
-        and packed_names(innermost(module))
+        and packed_names(unwrapped(module))
         and unwrapped_name(name) == name
     ]
     for name, module in outermost:

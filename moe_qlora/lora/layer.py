@@ -33,13 +33,14 @@ from typing import Any, cast
 import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from ..detection.detect import dispatches
 from ..errors import AdapterError
 from ..experts.forward import IMPLEMENTATION, LoraFactors, clear_lora_source, set_lora_source
 from ..kernels.weights import PackedWeight
+from ..layout import unwrapped
 from ..packing.codec import first_nonfinite
 from ..packing.parametrize import has_packed, is_packed, packed_names, read_packed
 from .merge import Product, merged_weight, replace_parameter, restore_packed
@@ -191,7 +192,7 @@ class ParamWrapper(StockParamWrapper):
             # PEFT asks a module for the parameter before it adds an adapter to it, and some
             # architectures (dbrx) read an experts module's weights from outside of it.
             base = self.__dict__.get("_modules", {}).get("base_layer")
-            inner = None if base is None else innermost(base)
+            inner = None if base is None else unwrapped(base)
             wrappers = {} if self.lora_source is None else self.lora_source.wrappers
             if inner is None or (name not in packed_names(inner) and name not in wrappers):
                 raise
@@ -297,13 +298,6 @@ class _AddOnRead(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         wrapper, factors = self.added
         return wrapper.add_lora(weight, factors)
-
-
-def innermost(module: nn.Module) -> nn.Module:
-    """Return the module inside all of PEFT's layers around it."""
-    while isinstance(module, BaseTunerLayer):
-        module = module.get_base_layer()
-    return module
 
 
 def asks_for_lora(module: nn.Module) -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES
 from ..packing import parametrize
-from ..packing.linear import is_packed_linear
 from ..packing.quant_state import state_tensors
 from .budget import Block
 
@@ -103,7 +102,7 @@ def _classify(module: nn.Module, leaf: str, tensor: Tensor) -> tuple[str, int, i
         return "experts", _nbytes(state), _dequantized(tuple(state.shape), state.dtype)
     if isinstance(module, parametrize.PackedInt8):
         return "statistics", 0, 0
-    if is_packed_linear(module) and leaf == "weight":
+    if parametrize.is_packed_linear(module) and leaf == "weight":
         linear: Any = module
         state = getattr(tensor, "quant_state", None)
         size = linear.in_features * linear.out_features

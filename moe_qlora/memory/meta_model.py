@@ -25,11 +25,10 @@ from ..detection.detect import detect
 from ..errors import ConfigError
 from ..experts import forward
 from ..kernels.weights import PackedWeight
-from ..layout import ModelLayout, dtype_name
+from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora.config import top_k_of
 from ..lora.model import get_peft_model
 from ..packing import parametrize
-from ..packing.linear import is_packed_linear
 from ..packing.meta import blank_like, blank_weight, pack_blank
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
@@ -139,7 +138,9 @@ def pack(model: Any, config: Any, *, linears: bool) -> MetaModel:
         if linears and hasattr(model, "all_tied_weights_keys"):
             _pack_linears(model, config, settings)
     packed = [f"{name}.{leaf}".lstrip(".") for name, _, leaf in parametrize.iter_packed(model)]
-    packed_linears = [name for name, part in model.named_modules() if is_packed_linear(part)]
+    packed_linears = [
+        name for name, part in model.named_modules() if parametrize.is_packed_linear(part)
+    ]
     kinds = {weight.kind for _, weight in _packed_experts(model)}
     kinds |= {_linear_kind(model.get_submodule(name)) for name in packed_linears}
     kind = next(iter(sorted(kinds)), None)
@@ -165,7 +166,7 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
     }
     replace_with_bnb_linear(model, modules_to_not_convert=skips, quantization_config=config)
     for name, module in model.named_modules():
-        if not is_packed_linear(module):
+        if not parametrize.is_packed_linear(module):
             continue
         weight, bias = before[name]
         blank = blank_weight((module.out_features, module.in_features), weight.dtype, settings)
@@ -261,7 +262,7 @@ def _attention_linears(model: nn.Module) -> list[str]:
 def fake_packed(meta: MetaModel) -> None:
     """Replace everything packed by fake operations, so that the model runs on meta."""
     for name in meta.linears:
-        module = _base_layer(meta.base.get_submodule(name))
+        module = unwrapped(meta.base.get_submodule(name))
         state = getattr(module.weight, "quant_state", None)
         shape = (module.out_features, module.in_features)
         dtype = torch.float16 if state is None else state.dtype
@@ -304,16 +305,10 @@ def fake_layers(meta: MetaModel) -> None:
             fake_layer(module, top_k)
 
 
-def _base_layer(module: Any) -> Any:
-    while hasattr(module, "base_layer"):
-        module = module.base_layer
-    return module
-
-
 def is_packed(model: nn.Module) -> bool:
     """Whether experts or Linear layers of a model are packed."""
     return next(parametrize.iter_packed(model), None) is not None or any(
-        is_packed_linear(module) for module in model.modules()
+        parametrize.is_packed_linear(module) for module in model.modules()
     )
 
 
@@ -330,7 +325,7 @@ def loaded_together(meta: MetaModel) -> Iterator[tuple[list[tuple[int, ...]], in
     for weights in by_module.values():
         yield [tuple(w.shape) for w in weights], max(w.dtype.itemsize for w in weights)
     for name in meta.linears:
-        module = _base_layer(meta.base.get_submodule(name))
+        module = unwrapped(meta.base.get_submodule(name))
         state = getattr(module.weight, "quant_state", None)
         itemsize = 2 if state is None else state.dtype.itemsize
         yield [(module.out_features, module.in_features)], itemsize

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
+from math import prod
 from typing import Any
+
+import torch
 
 from .. import build
 from ..errors import ConfigError, MoeQloraError
 from ..kernels.limits import WORKSPACE_PART
+from ..packing.format import ABSMAX, packed_tensors
 from ..packing.settings import CodecSettings
-from ..packing.sizes import load_extra_nbytes
 from . import blocks, meta_model, meta_step
 from .budget import Activity, Block, DeviceUse, Peak, Settings, StepBudget
 from .devices import reserve_nbytes
@@ -209,6 +212,21 @@ class Planner:
             for shapes, itemsize in meta_model.loaded_together(self.meta)
         ]
         return max(extras, default=0)
+
+
+def load_extra_nbytes(
+    shapes: Sequence[Sequence[int]], itemsize: int, settings: CodecSettings
+) -> int:
+    """Return the bytes that packing one module's weights while loading needs beside their codes.
+
+    They are the largest expert's matrix in the checkpoint's dtype, and with double quantization the
+    float32 absmax of all weights, which are packed themselves only once a weight is complete.
+    """
+    extra = itemsize * max(prod(shape[1:] if len(shape) > 2 else shape) for shape in shapes)
+    if settings.double_quant:
+        blocks = (packed_tensors(shape, settings)[ABSMAX].numel or 0 for shape in shapes)
+        extra += torch.float32.itemsize * sum(blocks)
+    return extra
 
 
 def _first_line(error: Exception) -> str:

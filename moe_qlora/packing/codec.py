@@ -62,7 +62,7 @@ def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
     NaN. A finite weight costs one synchronisation with the device.
     """
     weight = weight.detach()
-    step = _chunk_elements(weight.device, MAX_ELEMENTS)
+    step = _chunk_elements(weight.device)
     extremes = [torch.stack(torch.aminmax(chunk)) for chunk in _flat_chunks(weight, step, 1)]
     if bool(torch.stack(extremes).isfinite().all()):
         return None
@@ -76,28 +76,19 @@ def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
     return None
 
 
-def pack(
-    weight: Tensor, settings: CodecSettings, *, max_elements: int = MAX_ELEMENTS
-) -> PackedWeight:
+def pack(weight: Tensor, settings: CodecSettings) -> PackedWeight:
     """Pack a weight; the result equals bitsandbytes' own for the whole tensor, bit for bit.
 
     int8: bitsandbytes' CUDA kernel takes float16 only, so that other dtypes are cast to float16
     there, as its own `Int8Params` does; on other devices the weights go in as they are.
 
-    Args:
-        weight: `(..., rows, columns)`, float32, float16 or bfloat16, on any device, contiguous or
-            not. Not changed.
-        settings: What to pack into.
-        max_elements: Upper bound for the weights in one kernel call.
-
-    Raises:
-        UnsupportedWeightError: The weight is on meta, sharded, not of these dtypes, or does not fit
-            the storage dtype.
+    The weight is `(..., rows, columns)` in float32, float16 or bfloat16, on any device, contiguous
+    or not, and is not changed. One that cannot be packed is an `UnsupportedWeightError`.
     """
     reason = why_not(weight, settings)
     if reason is not None:
         raise UnsupportedWeightError(f"The weight {reason}.")
-    packer = Packer(weight.shape, weight.dtype, weight.device, settings, max_elements=max_elements)
+    packer = Packer(weight.shape, weight.dtype, weight.device, settings)
     packer.add(weight)
     return packer.finish()
 
@@ -107,8 +98,7 @@ class Packer:
 
     The result equals `pack` of the whole weight bit for bit, wherever it was cut: blocks that
     straddle two pieces are held back until they are full. It takes memory for the packed form, and
-    with double quantization for the fp32 absmax until `finish`. Pieces on other devices are moved;
-    `max_elements` bounds the weights in one kernel call.
+    with double quantization for the fp32 absmax until `finish`. Pieces on other devices are moved.
     """
 
     def __init__(
@@ -117,14 +107,12 @@ class Packer:
         dtype: torch.dtype,
         device: torch.device,
         settings: CodecSettings,
-        *,
-        max_elements: int = MAX_ELEMENTS,
     ) -> None:
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
         self.settings = settings
         self._int8 = settings.kind == "int8"
         self._unit = self.shape[-1] if self._int8 else settings.blocksize
-        self._step = max(_chunk_elements(self.device, max_elements), self._unit)
+        self._step = max(_chunk_elements(self.device), self._unit)
         self._specs = packed_tensors(self.shape, settings)
         scales = cast(int, self._specs[SCALES if self._int8 else ABSMAX].numel)
         kind = torch.int8 if self._int8 else torch.uint8
@@ -247,57 +235,34 @@ def restore(
     return from_quant_state(codes, state, settings.compute_dtype)
 
 
-def unpack(
-    packed: PackedWeight, *, out: Tensor | None = None, max_elements: int = MAX_ELEMENTS
-) -> Tensor:
-    """Dequantize a whole weight in its original shape and dtype, into `out` if given."""
-    return unpack_range(packed, 0, packed.shape[0], out=out, max_elements=max_elements)
+def unpack(packed: PackedWeight) -> Tensor:
+    """Dequantize a whole weight in its original shape and dtype."""
+    return unpack_range(packed, 0, packed.shape[0])
 
 
 def unpack_range(
-    packed: PackedWeight,
-    start: int,
-    stop: int,
-    *,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    max_elements: int = MAX_ELEMENTS,
+    packed: PackedWeight, start: int, stop: int, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Dequantize the rows `[start, stop)` of the first dimension.
+    """Dequantize the rows `[start, stop)` of the first dimension: `(stop - start, ...)`.
 
-    The result equals, bit for bit, the same slice of the whole dequantized weight (then cast to
-    `dtype`), also where blocks straddle the ends. It never waits for the device.
-
-    Args:
-        packed: The weight.
-        start: First row, 0 <= start <= stop.
-        stop: One past the last row, at most `packed.shape[0]`.
-        dtype: Of the result; None is `out`'s, or else the packed weight's own.
-        out: Where to write, `(stop - start, ...)`; takes precedence over `dtype`.
-        max_elements: Upper bound for the weights in one kernel call.
-
-    Returns:
-        `(stop - start, *packed.shape[1:])`, `out` where it was given.
+    The result equals, bit for bit, the same slice of the whole dequantized weight, then cast to
+    `dtype` (None: the packed weight's own), also where blocks straddle the ends. It never waits for
+    the device.
     """
     if not 0 <= start <= stop <= packed.shape[0]:
         raise IndexError(f"rows [{start}, {stop}) are not within the shape {tuple(packed.shape)}")
-    shape = (stop - start, *packed.shape[1:])
+    shape, dtype = (stop - start, *packed.shape[1:]), dtype or packed.dtype
     row = packed.numel // packed.shape[0]
     first, last = start * row, stop * row
     int8 = packed.kind == "int8"
     decode, unit = (_decode_int8, packed.shape[-1]) if int8 else (_decode_4bit, packed.blocksize)
-    chunk = _chunk_elements(packed.device, max_elements)
+    chunk = _chunk_elements(packed.device)
     # int8 decodes by way of two fp32 copies, which only a chunk may cost.
-    limit = (chunk if int8 else max_elements) - 2 * unit
+    limit = (chunk if int8 else MAX_ELEMENTS) - 2 * unit
     with torch.no_grad():
-        if out is None and last - first <= limit:
-            return decode(packed, first, last).view(shape).to(dtype or packed.dtype)
-        if out is None:
-            out = torch.empty(shape, dtype=dtype or packed.dtype, device=packed.device)
-        elif tuple(out.shape) != shape:
-            raise ValueError(f"out has the shape {tuple(out.shape)}, expected {shape}")
-        if not out.is_contiguous():
-            return out.copy_(unpack_range(packed, start, stop, max_elements=max_elements))
+        if last - first <= limit:
+            return decode(packed, first, last).view(shape).to(dtype)
+        out = torch.empty(shape, dtype=dtype, device=packed.device)
         flat = out.view(-1)
         step = max(chunk // unit - 2, 1) * unit
         position = first
@@ -364,8 +329,8 @@ def _decode_int8(packed: PackedWeight, first: int, last: int) -> Tensor:
     return cast(Tensor, decoded.to(packed.dtype)).view(-1)
 
 
-def _chunk_elements(device: torch.device, max_elements: int) -> int:
-    return min(_CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK, max_elements)
+def _chunk_elements(device: torch.device) -> int:
+    return min(_CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK, MAX_ELEMENTS)
 
 
 def _flat_chunks(weight: Tensor, step: int, unit: int) -> Iterator[Tensor]:

@@ -81,6 +81,12 @@ def packed_tensors(shape: Sequence[int], settings: CodecSettings) -> dict[str, T
     return tensors
 
 
+def packed_nbytes(shape: Sequence[int], settings: CodecSettings) -> int:
+    """Return the bytes of a packed weight in memory: codes, statistics and code tables together."""
+    offset = torch.float32.itemsize if settings.double_quant else 0
+    return offset + sum(spec.nbytes for spec in packed_tensors(shape, settings).values())
+
+
 def key_ends(settings: CodecSettings) -> tuple[str, ...]:
     """Return what follows a packed weight's name in its keys: "" for the codes, then statistics."""
     return tuple(packed_tensors((1, 1), settings))

@@ -41,7 +41,8 @@ from ..kernels.weights import PackedWeight
 from .codec import unpack
 from .quant_state import QuantState, from_quant_state, state_dict_entries, to_quant_state
 
-Params4bit: Any = cast(Any, bitsandbytes.nn).Params4bit
+bnb: Any = bitsandbytes.nn  # no type annotations to check against
+Params4bit = bnb.Params4bit
 
 _RECORD = "_moe_qlora_storage"
 _SHARED = "_moe_qlora_int8"
@@ -69,8 +70,8 @@ class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
         codes = self._codes()
         known = {"quant_state": self.quant_state, "_codes": self._codes}
         if codes is not None:
-            twin = copy.deepcopy(codes, memo)
-            known = {"quant_state": cast(Any, twin).quant_state, "_codes": weakref.ref(twin)}
+            copied: Any = copy.deepcopy(codes, memo)
+            known = {"quant_state": copied.quant_state, "_codes": weakref.ref(copied)}
         for key, value in self.__dict__.items():
             new.__dict__[key] = known[key] if key in known else copy.deepcopy(value, memo)
         if codes is None:
@@ -219,6 +220,11 @@ def packed_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
+def is_packed_linear(module: nn.Module) -> bool:
+    """Return whether this is one of the Linear layers that bitsandbytes packs itself."""
+    return isinstance(module, (bnb.Linear4bit, bnb.Linear8bitLt))
+
+
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the module that owns a parameter of this full name, and its name on that module."""
     module_name, _, leaf = name.rpartition(".")
@@ -295,15 +301,12 @@ def _read_int8(codes: Tensor, parametrization: PackedInt8) -> PackedWeight:
 def hold(packed: PackedWeight) -> nn.Parameter:
     """Return the one parameter that holds this weight's codes, made on first use."""
     if packed.owner is None:
-        packed.owner = _parameter(packed)
+        if packed.kind == "int8":
+            packed.owner = nn.Parameter(packed.codes, requires_grad=False)
+        else:
+            packed.owner = _params4bit(packed.codes, to_quant_state(packed))
         packed.codes = packed.owner.data
     return packed.owner
-
-
-def _parameter(packed: PackedWeight) -> nn.Parameter:
-    if packed.kind == "int8":
-        return nn.Parameter(packed.codes, requires_grad=False)
-    return _params4bit(packed.codes, to_quant_state(packed))
 
 
 def _params4bit(codes: Tensor, state: Any) -> nn.Parameter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import bitsandbytes.functional as bnb
 import pytest
@@ -44,15 +45,17 @@ def test_packs_and_decodes_as_bitsandbytes(
         )
         whole = bnb.dequantize_4bit(codes, state)
         for limit in (codec.MAX_ELEMENTS, 1000):
-            packed = pack(weight, settings, max_elements=limit)
+            middle = slice(shape[0] // 3, shape[0] // 2 + 1)
+            with mock.patch.object(codec, "MAX_ELEMENTS", limit):
+                packed = pack(weight, settings)
+                decoded = unpack(packed)
+                part = unpack_range(packed, middle.start, middle.stop)
             assert torch.equal(packed.codes.view(torch.uint8), codes.view(torch.uint8))
             for ours, theirs in zip(
                 packed.statistics, from_quant_state(codes, state).statistics, strict=True
             ):
                 assert torch.equal(ours, theirs)
-            assert torch.equal(unpack(packed, max_elements=limit), whole)
-            middle = slice(shape[0] // 3, shape[0] // 2 + 1)
-            part = unpack_range(packed, middle.start, middle.stop, max_elements=limit)
+            assert torch.equal(decoded, whole)
             assert torch.equal(part, whole[middle])
 
 
@@ -61,11 +64,13 @@ def test_int8_equals_vectorwise_quant(dtype: torch.dtype) -> None:
     weight = torch.randn(4, 40, 64, device="cuda").to(dtype)
     codes, scales, _ = bnb.int8_vectorwise_quant(weight.view(-1, 64).half())
     for limit in (codec.MAX_ELEMENTS, 200):
-        packed = pack(weight, INT8, max_elements=limit)
+        with mock.patch.object(codec, "MAX_ELEMENTS", limit):
+            packed = pack(weight, INT8)
+            decoded = unpack(packed)
         assert torch.equal(packed.codes.view(-1, 64), codes)
         assert torch.equal(packed.absmax, scales)
         expected = bnb.int8_vectorwise_dequant(codes, scales).to(dtype).view_as(weight)
-        assert torch.equal(unpack(packed, max_elements=limit), expected)
+        assert torch.equal(decoded, expected)
 
 
 def test_int8_refuses_what_float16_cannot_hold() -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from moe_qlora.memory.devices import exact_size, parse_size
+from moe_qlora.memory.planner import load_extra_nbytes
 from moe_qlora.packing.codec import pack
+from moe_qlora.packing.format import packed_nbytes
 from moe_qlora.packing.settings import KINDS, CodecSettings
-from moe_qlora.packing.sizes import load_extra_nbytes, packed_nbytes
 
 
 @pytest.mark.parametrize(
