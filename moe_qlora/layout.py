@@ -23,6 +23,7 @@ DOWN = "down"
 EXPERT = "expert"
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(b|(?<=[kmgt])ib|)", re.IGNORECASE)
 
 
 def name_pattern(name: str) -> str:
@@ -45,6 +46,20 @@ def unwrapped(module: Any) -> Any:
 def dtype_name(dtype: Any) -> str:
     """Return the name of a torch dtype as a config has it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of "24GiB", "80GB", "500 MiB", "24G" (binary), or "1024".
+
+    Raises:
+        ValueError: It is no such size.
+    """
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no size; write it as in 24GiB, 80GB or 500MiB")
+    number, prefix, ending = match.groups()
+    base = 1000 if ending.lower() == "b" else 1024
+    return int(float(number) * base ** " kmgt".index(prefix.lower() or " "))
 
 
 def human_bytes(count: int) -> str:

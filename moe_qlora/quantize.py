@@ -303,7 +303,12 @@ def _pack_selected(
                 try:
                     rows.append(_pack_one(model, selection.param, settings))
                 except Exception as error:
-                    raise _half_way(error, name, done, total) from error
+                    packed = ", ".join(done) or "none"
+                    raise QuantizationError(
+                        f"Packing stopped at {name} after {len(done)} of {total} weights ({error})."
+                        f" Packed: {packed}. All others, this one included, are whole; calling "
+                        "again goes on from here."
+                    ) from error
                 done.append(name)
             else:
                 nbytes = _nbytes(model, name)
@@ -331,14 +336,6 @@ def _pack_one(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> 
     return ReportRow(param.name, QUANTIZED, "", weight.nbytes, packed.nbytes)
 
 
-def _half_way(error: Exception, name: str, done: list[str], total: int) -> QuantizationError:
-    packed = ", ".join(done) if done else "none"
-    return QuantizationError(
-        f"Packing stopped at {name} after {len(done)} of {total} weights ({error}). Packed: "
-        f"{packed}. All others, this one included, are whole; calling again goes on from here."
-    )
-
-
 def _weight(model: nn.Module, name: str) -> Tensor:
     module, parameter = parametrize.owner_of(model, name)
     weight = module._parameters.get(parameter)
@@ -352,11 +349,3 @@ def _nbytes(model: nn.Module, name: str) -> int:
     if parametrize.is_packed(module, parameter):
         return parametrize.read_packed(module, parameter).nbytes
     return _weight(model, name).nbytes
-
-
-__all__ = [
-    "QuantizationReport",
-    "ReportRow",
-    "SlowModule",
-    "quantize_experts",
-]

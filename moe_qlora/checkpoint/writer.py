@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,13 +23,12 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..layout import parse_bytes
 from .reader import DTYPE_NAMES
 
 _Key = TypeVar("_Key")
 
 _PIECE = 16 << 20
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class ShardWriter:
@@ -200,10 +198,10 @@ def shard_bytes(size: int | str) -> int:
         CheckpointError: It is no size.
     """
     if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", size.upper())
-        if match is None:
-            raise CheckpointError(f"max_shard_size is {size!r}: give bytes, or such as '5GB'.")
-        size = int(float(match[1]) * _UNITS[match[2]])
+        try:
+            size = parse_bytes(size)
+        except ValueError as error:
+            raise CheckpointError(f"max_shard_size: {error}.") from None
     if size < 1:
         raise CheckpointError(f"max_shard_size is {size}: give a positive number of bytes.")
     return size

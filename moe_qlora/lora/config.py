@@ -1,7 +1,7 @@
 """A LoraConfig adapted to packed experts, whose file still says what the caller asked for.
 
     adapt_lora_config(model, config)      of a built model, or of one that a trainer is yet to load
-      adapt                               checks, `resolve_targets`, and `make_adapted`
+      _adapt                              checks, `resolve_targets`, and `make_adapted`
 
 The caller's config is copied, never changed. `AdaptedLoraConfig.to_dict`, which PEFT writes to
 adapter_config.json, gives the caller's own values for the fields that differ, so that the file is
@@ -96,14 +96,7 @@ def adapt_lora_config(
             "quantization_config is for a model that is not loaded yet, and a "
             f"{type(model).__name__} was given: leave it out, or name the model's folder."
         )
-    return adapt(
-        model,
-        lora_config,
-        experts=experts,
-        router=router,
-        scale_expert_rank=scale_expert_rank,
-        to_be_loaded=packing,
-    )
+    return _adapt(model, lora_config, experts, router, scale_expert_rank, packing)
 
 
 class AdaptedLoraConfig(LoraConfig):
@@ -152,19 +145,17 @@ class AdaptedLoraConfig(LoraConfig):
             rounding.write_note(Path(save_directory), self._packed)
 
 
-def adapt(
+def _adapt(
     model: nn.Module,
     config: PeftConfig,
-    *,
-    experts: bool | Collection[str] = False,
-    router: bool = False,
-    scale_expert_rank: bool | int = False,
-    to_be_loaded: rounding.Rounding | None = None,
+    experts: bool | Collection[str],
+    router: bool,
+    scale_expert_rank: bool | int,
+    to_be_loaded: rounding.Rounding | None,
 ) -> PeftConfig:
-    """Return the config adapted to a built model; see `adapt_lora_config`.
+    """Return the config adapted to a built model; both may be adapted already.
 
-    Both may be adapted already. `to_be_loaded` is given where `model` stands for one that is not
-    loaded yet: what its load will pack.
+    `to_be_loaded` says what a load will pack, where `model` stands for one that is not loaded yet.
     """
     model = base_model(model)
     packed = packed_parameters(model)

@@ -18,6 +18,7 @@ from ..layout import unwrapped, unwrapped_name
 from ..packing.parametrize import is_packed, packed_names, read_packed
 from ..packing.settings import CodecSettings
 from .layer import ExpertAdapters, ParamWrapper
+from .names import names_parameter, packed_parameters
 
 
 def wrap_parameter(
@@ -87,19 +88,21 @@ def upgrade_wrappers(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), child, chain[0])
 
 
-def check_connected(model: nn.Module, adapter_name: str, parameters: list[str]) -> None:
-    """Make sure that LoRA on each of these packed parameters takes part in the forward.
+def check_connected(model: nn.Module, adapter_name: str, config: Any) -> None:
+    """Raise where LoRA on a packed parameter that the config names has no effect.
 
-    Raises:
-        AdapterError: A parameter has no wrapper with this adapter, a stock one, or one that its
-            module does not know.
+    The parameter has no wrapper with this adapter then, a stock one, or one that its module does
+    not know.
     """
+    targets = getattr(config, "target_parameters", None) or ()
     wrappers = {
         f"{unwrapped_name(name)}.{module.parameter_name}": module
         for name, module in model.named_modules()
         if isinstance(module, StockParamWrapper)
     }
-    for parameter in parameters:
+    for parameter in packed_parameters(model):
+        if not any(names_parameter(target, parameter) for target in targets):
+            continue
         fault = _fault(wrappers.get(parameter), adapter_name)
         if fault:
             raise AdapterError(

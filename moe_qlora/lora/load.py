@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ..errors import AdapterError
-from .config import adapt, spell_exactly
+from .config import adapt_lora_config, spell_exactly
 from .model import upgrade_peft_model, warn_untested, without_false_warning
 from .names import base_model, packed_parameters
 from .rewrite import rewritten
@@ -58,7 +58,9 @@ def load_adapter(
     hub = {key: peft_kwargs[key] for key in _HUB_KEYS if key in peft_kwargs}
     config = _read_config(base, adapter, **hub)
     config.inference_mode = not is_trainable
-    peft_model = _add_empty_adapter(model, adapter_name, adapt(base, config), peft_kwargs)
+    peft_model = _add_empty_adapter(
+        model, adapter_name, adapt_lora_config(base, config), peft_kwargs
+    )
     if is_trainable:
         peft_model.set_requires_grad(adapter_name)
     peft_kwargs.setdefault("key_mapping", getattr(base, "_checkpoint_conversion_mapping", None))

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..experts import restore
 from .combine import SingleExpert, concatenate, stored_factors
-from .config import AdaptedLoraConfig, adapt, adapt_lora_config, become_adapted
+from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
 from .inject import check_connected, upgrade_wrappers
 from .layer import ParamWrapper
-from .names import as_set, names_parameter, packed_parameters
+from .names import as_set, packed_parameters
 
 _TESTED = {"peft": ((0, 20), (0, 21)), "transformers": ((5, 20), (5, 23))}
 
@@ -124,7 +124,7 @@ def upgrade_peft_model(model: PeftModel) -> None:
         tuner.__class__ = LoraModel
     upgrade_wrappers(tuner.model)
     for name, config in model.peft_config.items():
-        _check_adapter(tuner.model, name, config)
+        check_connected(tuner.model, name, config)
 
 
 def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
@@ -169,11 +169,11 @@ class LoraModel(StockLoraModel):
     def inject_adapter(
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        config = adapt(model, self.peft_config[adapter_name])
+        config = adapt_lora_config(model, self.peft_config[adapter_name])
         self.peft_config[adapter_name] = config
         with without_false_warning(config):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
-        _check_adapter(model, adapter_name, config)
+        check_connected(model, adapter_name, config)
 
     def merge_adapter(
         self,
@@ -310,14 +310,3 @@ def warn_untested() -> None:
                 UserWarning,
                 stacklevel=3,
             )
-
-
-def _check_adapter(model: nn.Module, adapter_name: str, config: PeftConfig) -> None:
-    """Raise where LoRA on a packed parameter that the config names has no effect."""
-    targets = getattr(config, "target_parameters", None) or ()
-    expected = [
-        name
-        for name in packed_parameters(model)
-        if any(names_parameter(target, name) for target in targets)
-    ]
-    check_connected(model, adapter_name, expected)

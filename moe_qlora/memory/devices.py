@@ -6,43 +6,20 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..layout import parse_bytes
+
 CONTEXT_BYTES = 600 << 20
 """What a process holds on a CUDA device before its first tensor: context, kernels, libraries."""
 
 FRAGMENTATION = 0.04
 """Part of the peak that the caching allocator reserves beyond it, in gaps between blocks."""
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-    "k": 1 << 10,
-    "m": 1 << 20,
-    "g": 1 << 30,
-    "t": 1 << 40,
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 _COUNTED = re.compile(r"(\d+)\s*[xX*]\s*(.+)")
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of "24GiB", "80GB", "500 MiB", "24G" (binary), or "1024".
-
-    Raises:
-        ValueError: It is no such size, or zero.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    unit = None if match is None else _UNITS.get(match[2].lower())
-    if match is None or unit is None:
-        raise ValueError(f"{text!r} is no size; write it as in 24GiB, 80GB or 500MiB")
-    size = int(float(match[1]) * unit)
+    """Return the bytes of a device in words, as `parse_bytes` does; it must have some."""
+    size = parse_bytes(text)
     if size <= 0:
         raise ValueError(f"{text!r} is no size of a device; it must be over 0")
     return size
@@ -50,9 +27,9 @@ def parse_size(text: str) -> int:
 
 def exact_size(nbytes: int) -> str:
     """Return the shortest text that `parse_size` reads as so many bytes, such as "24GiB"."""
-    for unit in ("GiB", "MiB", "KiB"):
-        if nbytes % _UNITS[unit.lower()] == 0:
-            return f"{nbytes // _UNITS[unit.lower()]}{unit}"
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes % size == 0:
+            return f"{nbytes // size}{unit}"
     return str(nbytes)
 
 

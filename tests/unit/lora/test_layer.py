@@ -467,13 +467,13 @@ def test_copies_are_independent() -> None:
 def test_the_self_check_names_what_is_not_connected() -> None:
     base = build("qwen3_moe")
     model = moe_qlora.get_peft_model(base, lora_config())
-    names = moe_qlora.target_parameters(base)
-    inject.check_connected(base, "default", names)
+    config = lora_config(target_parameters=moe_qlora.target_parameters(base))
+    inject.check_connected(base, "default", config)
     with pytest.raises(AdapterError, match=r"'other' on model\.layers\.0\..*is missing"):
-        inject.check_connected(base, "other", names)
-    wrapper = dict(expert_wrappers(model))[names[2]]
+        inject.check_connected(base, "other", config)
+    wrapper = dict(expert_wrappers(model))[config.target_parameters[2]]
     wrapper.lora_source.wrappers.clear()
     with pytest.raises(AdapterError, match=r"layers\.1\.mlp\.experts.*not connected"):
-        inject.check_connected(base, "default", names)
+        inject.check_connected(base, "default", config)
     with pytest.raises(AdapterError, match="was not created"):
-        inject.check_connected(model.unload(), "default", names)
+        inject.check_connected(model.unload(), "default", config)
