@@ -321,7 +321,7 @@ class _Reader:
             lists = zip_longest(*collected.values())
             self.files.expect([item.key for items in lists for item in items if item is not None])
 
-    def read(self, item: Deferred, start: int | None = None, stop: int | None = None) -> Tensor:
+    def read(self, item: Deferred, start: int = 0, stop: int | None = None) -> Tensor:
         if self.files is None or item.key not in self.files:
             tensor = item()
             if tensor is None:
