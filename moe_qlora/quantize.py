@@ -40,6 +40,7 @@ from .layout import (
 )
 from .packing import parametrize
 from .packing.codec import first_nonfinite, pack
+from .packing.format import why_not
 from .packing.selection import (
     ALREADY_QUANTIZED,
     QUANTIZED,
@@ -48,7 +49,6 @@ from .packing.selection import (
     select_weights,
 )
 from .packing.settings import CodecSettings
-from .packing.supported import why_not
 from .progress import Progress, reporting
 
 

@@ -18,10 +18,9 @@ from ..detection.detect import detect
 from ..errors import CheckpointError, UnsupportedWeightError
 from ..kernels.weights import PackedWeight
 from ..layout import ExpertParam, ModelLayout
-from ..packing.format import packed_nbytes
+from ..packing.format import packed_nbytes, why_not_packed
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
-from ..packing.supported import why_not_packed
 from .manifest import Manifest
 from .reader import DTYPES, Checkpoint
 

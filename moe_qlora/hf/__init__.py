@@ -8,12 +8,3 @@ quantizer.py   that class: what transformers asks a quantizer while it loads a m
 converters.py  packs the checkpoint's tensors as they are read, one expert at a time
 model.py       the attributes and methods that make a model look to hosts as bitsandbytes loaded it
 """
-
-from .switch import disable, enable, enabled, is_enabled
-
-__all__ = [
-    "disable",
-    "enable",
-    "enabled",
-    "is_enabled",
-]

@@ -100,7 +100,7 @@ def check(args: Mapping[str, Any]) -> ExpertsSettings:
     for key in _ELSEWHERE:
         if args.get(key):
             raise ConfigError(
-                f"{key} builds the model in a way of its own, which {BLOCK} cannot take part in: "
+                f"{key} builds the model by other code, which {BLOCK} cannot take part in: "
                 f"take {key} or {BLOCK} out of the file."
             )
     bits, method = args.get("quantization_bit"), args.get("quantization_method", "bnb")

@@ -117,7 +117,7 @@ def _check(args: Any) -> None:
         value = getattr(args, name, off)
         if value != off:
             raise ConfigError(
-                f"--{name} {value} makes adapters in a way of its own, which packed experts cannot "
+                f"--{name} {value} makes adapters by other code, which packed experts cannot "
                 f"take: leave it out, or use another --tuner_type than {TUNER}."
             )
 

@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
+from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
 from safetensors import safe_open
 from torch import nn
 
@@ -109,8 +110,6 @@ def _read_config(base: nn.Module, adapter: str, **hub: Any) -> PeftConfig:
 
 def _is_from_v4(adapter: str, **hub: Any) -> bool:
     """Tell whether the file holds one LoRA for each single expert, as transformers v4 had them."""
-    from peft.utils.save_and_load import load_peft_weights
-
     path = Path(adapter) / (hub.get("subfolder") or "") / "adapter_model.safetensors"
     if path.exists():
         with safe_open(path, framework="pt") as file:
@@ -141,8 +140,6 @@ def _load_by_own_names(model: PeftModel, adapter: str, adapter_name: str, **hub:
     For some model types (mistral_large4, deepseek_ocr2) PEFT 0.21 takes every name in the file for
     one of the published checkpoint and renames it, those that it wrote itself included.
     """
-    from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
-
     tensors = load_peft_weights(adapter, device="cpu", **hub)
     places = get_peft_model_state_dict(
         model, adapter_name=adapter_name, save_embedding_layers=False

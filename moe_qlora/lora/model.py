@@ -28,10 +28,6 @@ from .names import as_set, packed_parameters
 
 _TESTED = {"peft": ((0, 20), (0, 21)), "transformers": ((5, 20), (5, 23))}
 
-# Fields by which an adapter is known to be made from an adapted config; not target_modules, which
-# PEFT narrows to what it finds.
-_COMPARABLE = ("target_parameters", "exclude_modules")
-
 
 def get_peft_model(
     model: nn.Module,
@@ -136,10 +132,11 @@ def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
     """
     if not isinstance(adapted, AdaptedLoraConfig):
         return
+    # Not by target_modules, which PEFT narrows to what it finds.
+    fields = ("target_parameters", "exclude_modules")
     for name, config in model.peft_config.items():
         if type(config) is not LoraConfig or not all(
-            as_set(getattr(config, field)) == as_set(getattr(adapted, field))
-            for field in _COMPARABLE
+            as_set(getattr(config, field)) == as_set(getattr(adapted, field)) for field in fields
         ):
             continue
         become_adapted(config, adapted._edits, adapted._notes, adapted._packed)

@@ -29,7 +29,7 @@ from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora.config import top_k_of
 from ..lora.model import get_peft_model
 from ..packing import parametrize
-from ..packing.meta import blank_like, blank_weight, pack_blank
+from ..packing.meta import blank_weight, pack_blank
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from .blocks import block_modules, block_of, blocks_of
@@ -81,7 +81,8 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     for _, module, leaf in parametrize.iter_packed(model):
         packed = parametrize.read_packed(module, leaf)
         if packed.kind != "int8":
-            memo[id(parametrize.original_of(module, leaf))] = blank_like(packed)
+            blank = blank_weight(tuple(packed.shape), packed.dtype, CodecSettings.of(packed))
+            memo[id(parametrize.original_of(module, leaf))] = parametrize.hold(blank)
     for module in model.modules():
         weight = module._parameters.get("weight")
         state = getattr(weight, "quant_state", None)

@@ -38,10 +38,9 @@ from torch import Tensor
 
 from ..errors import UnsupportedWeightError
 from ..kernels.weights import NestedAbsmax, PackedWeight
-from .format import ABSMAX, CODES, NESTED_BLOCK, SCALES, ceil_div, packed_tensors
+from .format import ABSMAX, CODES, NESTED_BLOCK, SCALES, ceil_div, packed_tensors, why_not
 from .quant_state import QuantState, from_quant_state
 from .settings import CodecSettings
-from .supported import why_not
 
 # bitsandbytes has no type annotations to check against.
 bnb: Any = bitsandbytes.functional

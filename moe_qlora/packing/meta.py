@@ -47,12 +47,6 @@ def blank_weight(
     )  # fmt: skip
 
 
-def blank_like(packed: PackedWeight) -> nn.Parameter:
-    """Return the parameter of a packed weight like this one, on meta."""
-    blank = blank_weight(tuple(packed.shape), packed.dtype, CodecSettings.of(packed))
-    return parametrize.hold(blank)
-
-
 def pack_blank(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> None:
     """Attach a blank packed weight for one expert weight of a model, under each of its names."""
     weight = model.get_parameter(param.name)

@@ -57,9 +57,6 @@ class CodecSettings:
             raise ConfigError(
                 f"The quantization config is the class {config.__name__}: give an instance of it."
             )
-        if not isinstance(config, Mapping) and not hasattr(config, "load_in_4bit"):
-            method = getattr(config, "quant_method", None)
-            _refuse_method(method if method is not None else type(config).__name__)
 
         def get(name: str, default: Any = None) -> Any:
             if isinstance(config, Mapping):
@@ -68,7 +65,8 @@ class CodecSettings:
                 value = getattr(config, name, None)
             return default if value is None else value
 
-        method = get("quant_method")
+        known = isinstance(config, Mapping) or hasattr(config, "load_in_4bit")
+        method = get("quant_method", None if known else type(config).__name__)
         if method is not None:
             _refuse_method(method)
         four, eight = bool(get("load_in_4bit", False)), bool(get("load_in_8bit", False))

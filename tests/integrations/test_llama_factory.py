@@ -182,7 +182,7 @@ def test_without_it(monkeypatch, capsys):
         ({"quantization_bit": None}, "quantization_bit None and quantization_method bnb"),
         ({"quantization_bit": 3}, "set quantization_bit to 4 or 8"),
         ({"quantization_method": "hqq"}, "quantization_method hqq"),
-        ({"use_unsloth": True}, "use_unsloth builds the model in a way of its own"),
+        ({"use_unsloth": True}, "use_unsloth builds the model by other code"),
         ({"finetuning_type": "oft"}, "finetuning_type is oft, and packed experts take LoRA only"),
         ({"moe_qlora": {"lora_experts": ["middle"]}}, "moe_qlora.lora_experts is"),
         ({"moe_qlora": True}, "moe_qlora is True"),

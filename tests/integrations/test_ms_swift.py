@@ -177,7 +177,7 @@ def test_a_plain_model_afterwards(python, folder, model_folder):
             {"quant_method": None, "quant_bits": None},
             "was loaded without a BitsAndBytesConfig, so nothing says how to pack its experts",
         ),
-        ({"lorap_lr_ratio": 2}, "--lorap_lr_ratio 2.0 makes adapters in a way of its own"),
+        ({"lorap_lr_ratio": 2}, "--lorap_lr_ratio 2.0 makes adapters by other code"),
     ],
 )
 def test_options_that_do_not_go_together(sft, folder, model_folder, more, said):
