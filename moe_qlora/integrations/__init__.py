@@ -7,7 +7,6 @@ them. Open host.py first: its docstring is the order of calls that every host fo
     settings.py        ExpertsSettings: the `moe_qlora:` block, checked by pydantic
     axolotl.py         axolotl's plugin
     axolotl_checks.py  what cannot work together in an axolotl file
-    axolotl_merge.py   what follows `axolotl merge-lora`
     llama_factory.py   LLaMA-Factory: a program and a context manager
     ms_swift.py        ms-swift: a tuner for its registry, and loaders that pack
 

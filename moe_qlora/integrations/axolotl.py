@@ -27,17 +27,25 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Self
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from axolotl.integrations.base import BasePlugin, normalize_plugin_name
 from axolotl.utils.logging import get_logger
 from pydantic import BaseModel, model_validator
 
+from ..errors import MoeQloraError
 from .axolotl_checks import check, wants_packing
 from .host import ExpertsHost
 from .settings import BLOCK, ExpertsSettings
+
+if TYPE_CHECKING:
+    from ..checkpoint.merge import MergeReport
 
 LOG = get_logger("axolotl.plugins.moe_qlora")  # below the one that axolotl shows
 
@@ -51,6 +59,8 @@ _WRITTEN = (
     "lora_exclude_modules",
     "lora_dropout",
 )
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
 def is_named(config: Mapping[str, Any]) -> bool:
@@ -196,14 +206,12 @@ class MoeQloraPlugin(BasePlugin):
     # The end.
 
     def post_lora_merge(self, cfg: Any, adapter_path: str, output_path: str) -> None:
-        """Write the merged weights again, as the adapter was trained; see axolotl_merge.py."""
+        """Write the merged weights again, as the adapter was trained."""
         if not is_named(cfg):
             return
         settings = ExpertsSettings.read(cfg.get(BLOCK))
         if settings.pack_experts:
-            from .axolotl_merge import replace_merged
-
-            report = replace_merged(ExpertsHost(settings), cfg, adapter_path, output_path)
+            report = _replace_merged(ExpertsHost(settings), cfg, adapter_path, output_path)
             LOG.info("moe_qlora has merged the adapter again: %s", report)
 
     def post_train_unload(self, cfg: Any) -> None:
@@ -295,3 +303,46 @@ def _load_saved(loader: Any, cfg: Any, build: Callable[[], Any]) -> Any:
         set_dropout(loader.model, loader.model.active_adapter, cfg["lora_dropout"])
     loader.model.print_trainable_parameters()
     return loader.model.peft_config[loader.model.active_adapter]
+
+
+def _replace_merged(
+    host: ExpertsHost, cfg: Mapping[str, Any], adapter: str, out: str
+) -> MergeReport:
+    """Merge again, and replace the weights that axolotl has written to `out` by the result.
+
+    axolotl's own merge knows only experts that axolotl has packed. Where a checkpoint keeps experts
+    one by one and the adapter has them fused, it says "MERGE INCOMPLETE" and goes on; and it rounds
+    only Linear layers as in training. So the weights, their index and the configuration are written
+    again from the base; tokenizer and templates stay as axolotl wrote them.
+
+    `out` stays as it is until the new weights are complete; an error says that it is not to be
+    used.
+    """
+    target = Path(out)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".moe_qlora-") as temporary:
+        fresh = Path(temporary) / "merged"
+        try:
+            report = host.merge(_base_folder(cfg), adapter, fresh)
+        except MoeQloraError as error:
+            raise type(error)(
+                f"{out} was written by axolotl, whose merge does not know of packed experts, and "
+                f"is not to be used; merging anew failed ({error}): run moe-qlora merge "
+                f"{cfg['base_model']} {adapter} OUT."
+            ) from error
+        for pattern in _WEIGHTS:
+            for old in target.glob(pattern):
+                old.unlink()
+        for pattern in (*_WEIGHTS, "config.json"):
+            for new in fresh.glob(pattern):
+                shutil.move(new, target / new.name)
+    return replace(report, folder=target)
+
+
+def _base_folder(cfg: Mapping[str, Any]) -> Path:
+    """Return the checkpoint's folder; for a hub id the one in the cache."""
+    folder = Path(str(cfg["base_model"])).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(cfg["base_model"], revision=cfg.get("revision_of_model")))

@@ -28,6 +28,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import bitsandbytes.nn
@@ -108,16 +109,12 @@ class PackedInt8(nn.Module):
         return unpack(_read_int8(codes, self))
 
 
+@dataclass
 class _AttachRecord:
-    """What `attach` put on one module; copies of the module have it too, and `detach` undoes it.
+    """All parameters of a module as they were registered, and its hooks; its copies have it too."""
 
-    `order` are all the module's parameters as they were registered, `names` those that are packed.
-    """
-
-    def __init__(self, order: tuple[str, ...]) -> None:
-        self.order = order
-        self.handles: list[Any] = []
-        self.names: list[str] = []
+    order: tuple[str, ...]
+    hooks: list[Any]
 
 
 def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
@@ -131,7 +128,7 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
             f"{type(module).__name__}.{name} is packed already: detach it before packing it again."
         )
     _unshare_class(module)
-    record = _record(module)
+    _install_hooks(module)
     owner = hold(packed)
     parametrization: nn.Module
     if packed.kind == "int8":
@@ -148,9 +145,8 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
     except BaseException:
         if not is_packed(module, name):
             module._parameters[name] = plain
-            _forget(module, name)
+            _forget(module)
         raise
-    record.names.append(name)
 
 
 def _register(module: nn.Module, name: str, parametrization: nn.Module) -> None:
@@ -186,7 +182,7 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
     P.remove_parametrizations(module, name, leave_parametrized=False)
     parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, False)
     module._parameters[name] = parameter
-    _forget(module, name)
+    _forget(module)
     return parameter
 
 
@@ -323,38 +319,36 @@ def _params4bit(codes: Tensor, state: Any) -> nn.Parameter:
     return cast(nn.Parameter, parameter)
 
 
-def _record(module: nn.Module) -> _AttachRecord:
-    """Return the module's record, made with its hooks on first use: each hook once a module."""
-    record: _AttachRecord | None = module.__dict__.get(_RECORD)
-    if record is None:
-        record = module.__dict__[_RECORD] = _AttachRecord(tuple(module._parameters))
-        # bitsandbytes' own pair: the dequantized weight is cached while the module's forward runs.
-        record.handles = [
-            module.register_forward_pre_hook(bnb_parametrize._enable_parametrization_cache),
-            module.register_forward_hook(
-                bnb_parametrize._disable_parametrization_cache, always_call=True
-            ),
-            cast(Any, module).register_state_dict_post_hook(_save),
-            cast(Any, module).register_load_state_dict_pre_hook(_load),
-        ]
-    return record
+def _install_hooks(module: nn.Module) -> None:
+    """Register each hook once a module."""
+    if _RECORD in module.__dict__:
+        return
+    host: Any = module
+    # The first two are bitsandbytes' own: they cache the dequantized weight during a forward.
+    hooks = [
+        host.register_forward_pre_hook(bnb_parametrize._enable_parametrization_cache),
+        host.register_forward_hook(
+            bnb_parametrize._disable_parametrization_cache, always_call=True
+        ),
+        host.register_state_dict_post_hook(_save),
+        host.register_load_state_dict_pre_hook(_load),
+    ]
+    module.__dict__[_RECORD] = _AttachRecord(tuple(module._parameters), hooks)
 
 
-def _forget(module: nn.Module, name: str) -> None:
+def _forget(module: nn.Module) -> None:
     """Restore registration order; the hooks go with the module's last packed parameter."""
     record: _AttachRecord | None = module.__dict__.get(_RECORD)
     if record is None:
         return
-    if name in record.names:
-        record.names.remove(name)
     known = [name for name in record.order if name in module._parameters]
     others = [name for name in module._parameters if name not in known]
     ordered = {name: module._parameters[name] for name in (*known, *others)}
     module._parameters.clear()
     module._parameters.update(ordered)
-    if not record.names:
-        for handle in record.handles:
-            handle.remove()
+    if all(is_foreign(module, name) for name in packed_names(module)):
+        for hook in record.hooks:
+            hook.remove()
         del module.__dict__[_RECORD]
 
 
