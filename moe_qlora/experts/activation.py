@@ -1,4 +1,4 @@
-"""Which gate an experts module computes, found by trying it: no name says what one does."""
+"""Finds which gate an experts module computes, by trying it: no name says what one does."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _GATE = "_moe_qlora_gate"
 
 
 def find_gate(module: Any) -> tuple[Any, ...] | None:
-    """The fields of `kernels.layer.Gate` that give what the module's gate gives; None if none do.
+    """Return the fields of `row_launches.Gate` that compute the module's gate; None if none do.
 
     The gate is tried once, on the CPU in fp64, against every combination of the activations that
-    the kernels know and the numbers that the module has. Kept on the module.
+    the kernels know and the numbers that the module has. The result is kept on the module.
     """
     if torch.compiler.is_compiling():
         return module.__dict__.get(_GATE)
@@ -39,23 +39,23 @@ def _find_gate(module: Any) -> tuple[Any, ...] | None:
     probe = probe[torch.randperm(len(probe), generator=torch.Generator().manual_seed(0))]
     probe = probe.view(4, -1)[:, :256].contiguous()
     try:
-        wanted = gate(probe.clone())
+        expected = gate(probe.clone())
     except Exception:  # noqa: BLE001 - whatever it is, the module's own gate stays in use
         return None
     limits = [None, *numbers] if gated else [None]
-    ways = product(
+    combinations = product(
         ("silu", "gelu_tanh", "gelu", "relu", "relu2"),
         (False, True) if gated else (False,),
         limits,
         [1.0, *(n for n in numbers if n != 1.0)],
         (0.0, 1.0) if gated else (0.0,),
     )
-    for act, interleaved, limit, alpha, shift in ways:
+    for act, interleaved, limit, alpha, shift in combinations:
         if act != "silu" and alpha != 1.0:
             continue
         fields = (act, gated, interleaved, limit, alpha, shift)
-        ours = plain_gate(probe, *fields)
-        if wanted.shape == ours.shape and torch.allclose(wanted, ours, rtol=1e-6, atol=1e-9):
+        out = plain_gate(probe, *fields)
+        if expected.shape == out.shape and torch.allclose(expected, out, rtol=1e-6, atol=1e-9):
             return fields
     return None
 
@@ -69,7 +69,7 @@ def plain_gate(
     alpha: float,
     shift: float,
 ) -> Tensor:
-    """What the kernels compute for a `Gate` of these fields: `(R, P)` -> `(R, I)`."""
+    """Compute what the kernels do for a `Gate` of these fields: `(R, P)` -> `(R, I)`."""
     acts = {
         "silu": lambda z: z * torch.sigmoid(alpha * z),
         "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
@@ -83,9 +83,3 @@ def plain_gate(
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + shift) * acts[act](gate)
-
-
-__all__ = [
-    "find_gate",
-    "plain_gate",
-]

@@ -22,16 +22,10 @@ _kernels_run: dict[int, bool] = {}
 
 
 class Backend(NamedTuple):
-    """What computes a call.
+    """What computes a call."""
 
-    Attributes:
-        name: "fused layer", "projection by projection", "reference loop" or "unpacked".
-        template: The reason, to be formatted with `values`: most calls never ask for it.
-        values: What the reason names.
-    """
-
-    name: str
-    template: str
+    name: str  # "fused layer", "projection by projection", "reference loop" or "unpacked"
+    template: str  # The reason, formatted with `values` on demand: most calls never ask for it
     values: tuple[Any, ...] = ()
 
     @property
@@ -48,21 +42,14 @@ Obstacle = tuple[str, tuple[Any, ...]] | None
 
 
 class Call(NamedTuple):
-    """One call of an experts module, as far as the choice of a backend depends on it.
+    """One call of an experts module, as far as the choice of a backend depends on it."""
 
-    Attributes:
-        names: Parameters of the first projection and of the second.
-        x: `(T, H)`: the hidden states.
-        weights: Both packed weights; None for one that is not packed.
-        lora: The active adapters' factors for each projection.
-        autocast: The autocast dtype, None outside autocast.
-    """
-
-    names: tuple[str, str]
-    x: Tensor
+    names: tuple[str, str]  # Parameters of the first projection and of the second
+    x: Tensor  # `(T, H)`: the hidden states
+    # None for a weight that is not packed
     weights: tuple[PackedWeight | PackedOperand | None, PackedWeight | PackedOperand | None]
-    lora: tuple[tuple[LoraFactors, ...], tuple[LoraFactors, ...]]
-    autocast: torch.dtype | None
+    lora: tuple[tuple[LoraFactors, ...], tuple[LoraFactors, ...]]  # Of the active adapters
+    autocast: torch.dtype | None  # None outside autocast
 
 
 def read_call(module: Any, x: Tensor) -> Call:
@@ -74,12 +61,7 @@ def read_call(module: Any, x: Tensor) -> Call:
 
 
 def choose_backend(module: Any, call: Call) -> Backend:
-    """Return what computes this call, and why.
-
-    Args:
-        module: The experts module.
-        call: From `read_call`; a doctor gives hidden states of the dtype and device in question.
-    """
+    """Return what computes a call of this module, and why."""
     if call.weights[0] is None and call.weights[1] is None:
         return UNPACKED
     obstacle = fused_obstacle(module, call)
@@ -198,11 +180,7 @@ def runs_grouped(
 ) -> bool:
     """Whether `kernels/projection.py` computes one projection; else `kernels/reference.py` does.
 
-    Args:
-        shape: Of the packed weight.
-        x: `(N, in)`.
-        dtype: In which the weight is multiplied.
-        lora_dtypes: In which each adapter's factors are multiplied.
+    The dtypes are those in which the weight and each adapter's factors are multiplied.
     """
     some = x.is_cuda and x.shape[0] > 0
     return some and _grouped(tuple(shape), x.get_device(), dtype, lora_dtypes)
@@ -222,7 +200,7 @@ def _grouped(
 
 @cache
 def layer_kernels() -> Any:
-    """`kernels.moe_layer`, None where Triton is not installed."""
+    """Import `kernels.moe_layer`; None where Triton is not installed."""
     try:
         from ..kernels import moe_layer
     except ImportError:

@@ -1,4 +1,4 @@
-"""A last check before a packed model runs: nothing that it holds may be void.
+"""Checks a packed model before it runs: its codes must be intact and its adapters must have effect.
 
 Stock PEFT, given a config that this package has not adapted, finds no packed parameter under its
 short name and goes on without, or wraps it in a layer that the experts forward never asks. Neither
@@ -26,7 +26,7 @@ _WATCH = "_moe_qlora_codes_watched"
 
 
 class _Watch:
-    """The packed parameters that a cast could hit, by name; found anew for a copy of the model."""
+    """The packed parameters that a cast could hit, by name; collected anew for a model's copy."""
 
     def __init__(self) -> None:
         self.codes: tuple[tuple[str, weakref.ref[Any]], ...] | None = None
@@ -39,7 +39,7 @@ class _Watch:
 
 
 def install(model: nn.Module) -> None:
-    """Check codes and adapters before each forward of `model`; nothing where it does already."""
+    """Check codes and adapters before each forward of `model`; does nothing a second time."""
     if _HANDLE in model.__dict__:
         return
     model.__dict__[_WATCH] = _Watch()
@@ -77,7 +77,7 @@ def _before_forward(model: nn.Module, args: Any) -> None:
     configs: dict[str, Any] | None = getattr(model, "peft_config", None)
     if not configs:
         return
-    # a walk over the modules is for when adapters have come or gone
+    # the modules are walked only when adapters have come or gone
     seen = tuple((name, id(config)) for name, config in configs.items())
     if model.__dict__.get(_SEEN) != seen:
         check(model, configs)
@@ -115,7 +115,7 @@ def check_codes(model: nn.Module) -> None:
 
 
 def check(model: nn.Module, configs: dict[str, Any]) -> None:
-    """Raise where one of these adapters (name -> PEFT config) targets a packed parameter in vain.
+    """Raise where an adapter of `configs` (name -> PEFT config) has no effect on a packed target.
 
     Raises:
         AdapterError: LoRA on a packed parameter was not created, or by a layer without effect.

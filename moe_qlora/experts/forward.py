@@ -17,7 +17,7 @@ k assignments a token, R = T k rows sorted by expert:
       |                              down_forward: h [W2 | B2], summed to tokens
       |                              backward: decodes again, LoRA's gradients
       |         kernels/expert_mm.py   few rows an expert: quantized_mm.py, on the codes
-      |                                many: dequantize.py into workspace.py, grouped matmul
+      |                                else: dequantize.py into workspace.py, grouped matmul
       |
       +- "projection by projection" or "reference loop": everything else, and the reference
             Projection.packed, the gate in plain torch, Projection.packed    projection.py
@@ -69,10 +69,6 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
     the model's other experts modules: those that hold nothing packed go on with what was selected
     before.
 
-    Args:
-        model: Owner of the modules.
-        module_names: Dotted names of experts modules.
-
     Returns:
         Names of those whose class does not dispatch through transformers' experts interface; their
         own forward runs on, and reads decoded weights.
@@ -114,7 +110,7 @@ def deactivate(model: nn.Module) -> None:
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute an experts module: the registered forward.
+    """Compute an experts module, as the forward registered with transformers.
 
     Args:
         self: An experts module whose class dispatches through transformers' interface.
@@ -135,16 +131,10 @@ def experts_forward(
 
 
 class _Routing(NamedTuple):
-    """Which rows are whose.
+    """Which rows are whose."""
 
-    Attributes:
-        order: `(R,)`: the assignment (token x k + slot) in each sorted row.
-        expert_offsets: `(E + 1,)`: rows of expert e are [offsets[e], offsets[e + 1]).
-        top_k: k.
-    """
-
-    order: Tensor
-    expert_offsets: Tensor
+    order: Tensor  # `(R,)`: the assignment (token x k + slot) in each sorted row
+    expert_offsets: Tensor  # `(E + 1,)`: rows of expert e are [offsets[e], offsets[e + 1])
     top_k: int
 
 
@@ -167,7 +157,7 @@ def _by_projection(module: Any, call: Call, index: Tensor, routing_weights: Tens
 
 
 def _normed(module: Any, rows: Tensor, routing: _Routing, weights: Tensor, like: Tensor) -> Tensor:
-    """Norm, routing weights and sum, where a norm stands between the last projection and these."""
+    """Norm, weight and sum rows, where a norm stands between the last projection and the sum."""
     rows = module.post_expert_norm(rows)
     # Rows of no expert hold what the norm makes of zeros; they must not count.
     live = torch.arange(rows.shape[0], device=rows.device) < routing.expert_offsets[-1]

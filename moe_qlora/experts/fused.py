@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,62 +16,52 @@ from ..kernels.weights import PackedWeight
 from .activation import find_gate
 from .backend import Call, layer_kernels
 from .lora_source import LoraFactors
-from .operands import PackedOperand
 from .projection import no_autocast
 
 
-class FusedCall(NamedTuple):
-    """The tensors and constants of one call, but for the packed weights.
-
-    Attributes:
-        x: `(T, H)` in the dtype to compute in, contiguous.
-        routing_weights: `(T, k)`, contiguous.
-        index: `(T, k)`, contiguous: the top-k assignments.
-        biases: Of both projections, or none.
-        lora: a and b of each projection that has LoRA.
-        scalings: By projection, None without LoRA.
-        gate: Fields of `row_launches.Gate`.
-        transposed: Whether weights are stored `(E, in, out)`.
-        partial: Whether some assignments belong to no expert that is held here.
-    """
-
-    x: Tensor
-    routing_weights: Tensor
-    index: Tensor
-    biases: list[Tensor]
-    lora: list[Tensor]
-    scalings: list[float | None]
-    gate: tuple[Any, ...]
-    transposed: bool
-    partial: bool
-
-
 def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tensor:
-    """Return the module's output `(T, H)` in x's dtype, by the fused kernels.
-
-    Args:
-        module: The experts module.
-        call: The call, for which `choose_backend` gave the fused layer.
-        index: `(T, k)`.
-        routing_weights: `(T, k)`.
-    """
-    x, dtype = call.x, call.autocast or call.x.dtype
+    """Return the module's output `(T, H)` in x's dtype; `choose_backend` gave the fused layer."""
     biases = [getattr(module, f"{name}_bias") for name in call.names] if module.has_bias else []
+    packed: Any = call.weights
     lora: list[Tensor] = []
     scalings: list[float | None] = []
-    for weight, factors in zip(call.weights, call.lora, strict=True):
+    for weight, factors in zip(packed, call.lora, strict=True):
         scalings.append(float(factors[0].scaling) if factors else None)
-        lora += joined_lora(factors, cast(Any, weight).shape[0])
-    fused = FusedCall(
-        x.to(dtype).contiguous(), routing_weights.contiguous(), index.contiguous(), biases, lora,
-        scalings, cast(Any, find_gate(module)), bool(module.is_transposed),
-        bool(module._is_expert_parallel),
-    )  # fmt: skip
+        lora += joined_lora(factors, weight.shape[0])
+    x = call.x.to(call.autocast or call.x.dtype).contiguous()
+    routing_weights, index = routing_weights.contiguous(), index.contiguous()
+    gate: Any = find_gate(module)
+    transposed, partial = bool(module.is_transposed), bool(module._is_expert_parallel)
+    out: Tensor
     if torch.compiler.is_compiling():
-        out = _compiled(fused, cast(Any, call.weights))
+        act, gated, interleaved, limit, alpha, shift = gate
+        out = torch.ops.moe_qlora.experts_layer(
+            x,
+            routing_weights,
+            index,
+            biases,
+            lora,
+            [tensor for weight in packed for tensor in weight.tensors],
+            packed[0].numbers,
+            packed[1].numbers,
+            act,
+            [gated, interleaved],
+            [alpha, shift, *(() if limit is None else (limit,))],
+            [scaling is not None for scaling in scalings],
+            [scaling for scaling in scalings if scaling is not None],
+            transposed,
+            partial,
+        )[0]
     else:
-        out = _eager(fused, cast(Any, call.weights))
-    return out if out.dtype == x.dtype else out.to(x.dtype)
+        check_devices(x, routing_weights, index, *biases, *lora)
+        layer = make_layer(packed, gate, transposed, partial, x.dtype)
+        work = _Work(layer, scalings, len(biases))
+        out = _FusedLayer.apply(work, index, x, routing_weights, *biases, *lora)
+        # A checkpoint's recomputation has left by now: backward has no need of what follows.
+        with no_autocast(x):
+            bias2 = biases[1] if biases else None
+            layer_kernels().down_forward(layer, work.state, routing_weights, index, bias2, out)
+    return out if out.dtype == call.x.dtype else out.to(call.x.dtype)
 
 
 def joined_lora(lora: Sequence[LoraFactors], experts: int) -> tuple[Tensor, ...]:
@@ -83,25 +73,6 @@ def joined_lora(lora: Sequence[LoraFactors], experts: int) -> tuple[Tensor, ...]
     a = torch.cat([f.a.view(experts, -1, f.a.shape[-1]) for f in lora], 1)
     b = torch.cat([f.b.view(f.b.shape[0], -1, experts) for f in lora], 1)
     return a.flatten(0, 1), b.flatten(1, 2)
-
-
-# Eager
-
-
-def _eager(call: FusedCall, weights: Sequence[PackedWeight]) -> Tensor:
-    check_devices(call.x, call.routing_weights, call.index, *call.biases, *call.lora)
-    layer = make_layer(weights, call.gate, call.transposed, call.partial, call.x.dtype)
-    work = _Work(layer, call.scalings, len(call.biases))
-    out = _FusedLayer.apply(
-        work, call.index, call.x, call.routing_weights, *call.biases, *call.lora
-    )
-    # A checkpoint's recomputation has left by now: backward has no need of what follows.
-    with no_autocast(call.x):
-        bias2 = call.biases[1] if call.biases else None
-        layer_kernels().down_forward(
-            layer, work.state, call.routing_weights, call.index, bias2, out
-        )
-    return cast(Tensor, out)
 
 
 def make_layer(
@@ -130,18 +101,11 @@ def check_devices(x: Tensor, *others: Tensor) -> None:
 
 
 class _Work:
-    """What a call hands through autograd, beside its tensors.
-
-    Attributes:
-        layer: The `moe_layer.Layer`.
-        scalings: By projection.
-        biases: How many.
-        state: The `moe_layer.ForwardState`, until the output is there.
-    """
+    """What a call hands through autograd beside its tensors: a layer, and the number of biases."""
 
     def __init__(self, layer: Any, scalings: Sequence[float | None], biases: int) -> None:
         self.layer, self.scalings, self.biases = layer, scalings, biases
-        self.state: Any = None
+        self.state: Any = None  # the `moe_layer.ForwardState`, until the output is there
 
 
 class _FusedLayer(torch.autograd.Function):
@@ -194,10 +158,7 @@ class _SavedTensors:
         self.leaves = [(t, t._version) if _is_leaf(t) else None for t in tensors]
 
     def all(self, others: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors in their order.
-
-        Args:
-            others: Those that are not leaves, as autograd gives them back.
+        """Return the tensors in their order; `others` are not leaves: autograd gave them back.
 
         Raises:
             RuntimeError: A leaf was changed since.
@@ -235,46 +196,11 @@ def layer_backward(
     """Return the gradients of x and the routing weights, then of each LoRA factor."""
     kernels = layer_kernels()
     with torch.no_grad(), no_autocast(x):
-        routing = kernels.routing_of(saved[0], weights.shape, layer.first.experts)
+        top_k = weights.shape[-1]
+        routing = kernels.Routing(saved[0], weights.numel(), layer.first.experts, top_k)
         grads = kernels.backward(
             layer, routing, kernels.Saved(*saved[1:]), grad, x, weights,
             *(biases or (None, None)), *make_loras(lora, scalings), needs_x=needs_x,
         )  # fmt: skip
     factors = [g for g in (grads.a1, grads.b1, grads.a2, grads.b2) if g is not None]
     return [grads.x, grads.weights, *factors]
-
-
-# Under torch.compile
-
-
-def _compiled(call: FusedCall, weights: Sequence[PackedOperand]) -> Tensor:
-    act, gated, interleaved, limit, alpha, shift = call.gate
-    out: Tensor = torch.ops.moe_qlora.experts_layer(
-        call.x,
-        call.routing_weights,
-        call.index,
-        call.biases,
-        call.lora,
-        [tensor for weight in weights for tensor in weight.tensors],
-        weights[0].numbers,
-        weights[1].numbers,
-        act,
-        [gated, interleaved],
-        [alpha, shift, *(() if limit is None else (limit,))],
-        [scaling is not None for scaling in call.scalings],
-        [scaling for scaling in call.scalings if scaling is not None],
-        call.transposed,
-        call.partial,
-    )[0]
-    return out
-
-
-__all__ = [
-    "FusedCall",
-    "check_devices",
-    "joined_lora",
-    "layer_backward",
-    "make_layer",
-    "make_loras",
-    "run",
-]

@@ -15,18 +15,12 @@ class LoraFactors:
     """One adapter's factors for one expert parameter, as PEFT stores them.
 
     `in` and `out` are of the matrix as it is applied, whichever way round the parameter is stored.
-
-    Attributes:
-        a: `(E r, in)`, `lora_A.weight`, expert slowest: `a.reshape(E, r, in)`.
-        b: `(out, r E)`, `lora_B.weight`, expert fastest: `b.reshape(out, r, E)`.
-        scaling: Factor of the product.
-        dropout: Module applied to the projection's input, or None.
     """
 
-    a: Tensor
-    b: Tensor
-    scaling: float
-    dropout: nn.Module | None = None
+    a: Tensor  # `(E r, in)`, `lora_A.weight`, expert slowest: `a.reshape(E, r, in)`
+    b: Tensor  # `(out, r E)`, `lora_B.weight`, expert fastest: `b.reshape(out, r, E)`
+    scaling: float  # Factor of the product
+    dropout: nn.Module | None = None  # Module applied to the projection's input, or None
 
     @property
     def drops(self) -> bool:

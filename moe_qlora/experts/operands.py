@@ -21,20 +21,14 @@ _KINDS = ("nf4", "fp4", "int8")
 
 
 class PackedOperand(NamedTuple):
-    """A packed weight as tensors and constants.
+    """A packed weight as tensors and constants."""
 
-    Attributes:
-        tensors: Codes and the bits of the row scales for int8; else codes, absmax, table and, with
-            double quantization, offset, nested absmax and nested table.
-        spec: What kernels are chosen by; its device is not told here.
-        dtype: Dtype of the weight that was packed.
-        compute_dtype: What the user's config asks to compute in, or None.
-    """
-
+    # Codes and the bits of the row scales for int8; else codes, absmax, table and, with double
+    # quantization, offset, nested absmax and nested table
     tensors: list[Tensor]
-    spec: WeightSpec
-    dtype: torch.dtype
-    compute_dtype: torch.dtype | None
+    spec: WeightSpec  # What kernels are chosen by; its device is not told here
+    dtype: torch.dtype  # Dtype of the weight that was packed
+    compute_dtype: torch.dtype | None  # What the user's config asks to compute in, or None
 
     @property
     def shape(self) -> tuple[int, ...]:

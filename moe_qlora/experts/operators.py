@@ -67,12 +67,14 @@ def _layer_forward(
 def _layer_forward_fake(
     x: Tensor, weights: Tensor, index: Tensor, biases: Any, lora: Any, packed: Any, *constants: Any
 ) -> list[Tensor]:
+    from ..kernels.routing import ints_size  # needs Triton
+
     experts, rows, columns = constants[0][-3:]
     transposed, count = constants[-2], index.numel()
     ranks = [padded(a.shape[0] // experts) for a in lora[::2]]
     return [
         torch.empty_like(x),
-        index.new_empty(layer_kernels().ints_size(count, experts), dtype=torch.int32),
+        index.new_empty(ints_size(count, experts), dtype=torch.int32),
         x.new_empty(count, columns if transposed else rows),
         x.new_empty(count * sum(ranks)),
     ]
@@ -246,8 +248,3 @@ def register_operators() -> None:
         _projection_backward_fake,
     )
     projection.register_autograd(_projection_autograd, setup_context=_projection_setup)
-
-
-__all__ = [
-    "register_operators",
-]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,50 +24,29 @@ from .operands import PackedOperand
 
 
 class Inputs(NamedTuple):
-    """Tensors of one projection; R sorted rows, E experts.
+    """Tensors of one projection; R sorted rows, E experts."""
 
-    Attributes:
-        x: `(N, in)`.
-        scale: `(R,)` factors of the rows, or None.
-        bias: `(E, out)`, or None.
-        order: `(R,)` which assignment (token x k + slot) stands in each sorted row.
-        expert_offsets: `(E + 1,)` offsets of the experts' rows.
-        dropped: For each adapter x after its dropout, or None where it reads x.
-        a: `(E r, in)` for each adapter.
-        b: `(out, r E)` for each adapter.
-    """
-
-    x: Tensor
-    scale: Tensor | None
-    bias: Tensor | None
-    order: Tensor
-    expert_offsets: Tensor
-    dropped: Sequence[Tensor | None]
-    a: Sequence[Tensor]
-    b: Sequence[Tensor]
+    x: Tensor  # `(N, in)`
+    scale: Tensor | None  # `(R,)` factors of the rows, or None
+    bias: Tensor | None  # `(E, out)`, or None
+    order: Tensor  # `(R,)` which assignment (token x k + slot) stands in each sorted row
+    expert_offsets: Tensor  # `(E + 1,)` offsets of the experts' rows
+    dropped: Sequence[Tensor | None]  # For each adapter x after its dropout, None for x itself
+    a: Sequence[Tensor]  # `(E r, in)` for each adapter
+    b: Sequence[Tensor]  # `(out, r E)` for each adapter
 
 
 @dataclass(frozen=True)
 class Projection:
-    """What is constant of one call of one projection.
+    """What is constant of one call of one projection."""
 
-    Attributes:
-        transposed: Whether the weight is stored `(E, in, out)`.
-        top_k: k, assignments of a token.
-        gathers: Whether x holds tokens `(T, in)`, else sorted rows `(R, in)`.
-        scatters: Whether the result is summed to tokens `(T, out)`, else sorted rows `(R, out)`.
-        partial: Whether some rows belong to no expert that is held here.
-        scalings: One factor for each adapter.
-        autocast: The autocast dtype, None outside autocast.
-    """
-
-    transposed: bool
-    top_k: int
-    gathers: bool
-    scatters: bool
-    partial: bool
-    scalings: tuple[float, ...]
-    autocast: torch.dtype | None
+    transposed: bool  # Whether the weight is stored `(E, in, out)`
+    top_k: int  # k, assignments of a token
+    gathers: bool  # Whether x holds tokens `(T, in)`, else sorted rows `(R, in)`
+    scatters: bool  # Whether the result is summed to tokens `(T, out)`, else rows `(R, out)`
+    partial: bool  # Whether some rows belong to no expert that is held here
+    scalings: tuple[float, ...]  # One factor for each adapter
+    autocast: torch.dtype | None  # None outside autocast
 
     def plain(self, weight: Tensor, inputs: Inputs) -> Tensor:
         """Compute it with a weight that is not packed: ordinary autograd, its gradient included."""
@@ -82,8 +61,7 @@ class Projection:
             return self._compiled(weight, inputs)
         flat = (inputs.x, inputs.scale, inputs.bias, *inputs.dropped, *inputs.a, *inputs.b)
         routing = (inputs.order, inputs.expert_offsets)
-        out: Tensor = _PackedProjection.apply(self, weight, routing, len(inputs.a), *flat)
-        return out
+        return cast(Tensor, _PackedProjection.apply(self, weight, routing, len(inputs.a), *flat))
 
     def run(self, packed: PackedWeight, inputs: Inputs) -> Tensor:
         """Compute the forward alone."""
@@ -199,10 +177,3 @@ def _inputs(routing: Any, n: int, flat: Any) -> Inputs:
     x, scale, bias = flat[:3]
     parts = [flat[3 + i * n : 3 + (i + 1) * n] for i in range(3)]
     return Inputs(x, scale, bias, *routing, *parts)
-
-
-__all__ = [
-    "Inputs",
-    "Projection",
-    "no_autocast",
-]

@@ -1,4 +1,4 @@
-"""Turns packed experts back into plain parameters, and their model into one of no quantization."""
+"""Turns packed experts back into plain parameters, and their model into an unquantized one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
 
     Args:
         self: The model.
-        dtype: Of the decoded weights; None is each stack's own, and the model's for Linear layers.
+        dtype: Of the decoded weights; None is each one's own, and the model's for Linear layers.
     """
     decode_experts(self, dtype)
     clear_quantized(self)
@@ -63,12 +63,11 @@ def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def decode_experts(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Turn every packed stack back into a plain parameter; tied ones stay tied."""
+    """Turn every packed expert weight back into a plain parameter; tied ones stay tied."""
     plain: dict[int, nn.Parameter] = {}
     for _, module, name in list(parametrize.iter_packed(model)):
-        stack = parametrize.read_packed(module, name)
         key = id(parametrize.original_of(module, name))
         if key not in plain:
-            weight = unpack(stack)
+            weight = unpack(parametrize.read_packed(module, name))
             plain[key] = nn.Parameter(weight.to(dtype or weight.dtype), requires_grad=False)
         parametrize.detach(module, name, plain[key])

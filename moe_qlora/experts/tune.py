@@ -16,10 +16,10 @@ from . import backend
 
 
 def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Find the quickest cut of the products on codes for a model's packed experts.
+    """Find the fastest configuration of the quantized matmul for a model's packed experts.
 
-    One stack of each shape and kind is measured, every configuration's result being checked first;
-    what is found goes into Triton's cache folder, for this device and these versions, and holds for
+    One weight of each shape and kind is measured, every configuration's result being checked first;
+    the fastest go into Triton's cache folder, for this device and these versions, and hold for
     later processes. Takes some seconds a shape, once.
 
     Args:
@@ -32,29 +32,24 @@ def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
     Raises:
         QuantizationError: No experts of the model are packed.
     """
-    found: dict[tuple[str, tuple[int, ...]], PackedWeight] = {}
+    by_shape: dict[tuple[str, tuple[int, ...]], PackedWeight] = {}
     for _, module, name in parametrize.iter_packed(model):
-        stack = parametrize.read_packed(module, name)
-        if len(stack.shape) == 3:
-            found.setdefault((stack.kind, tuple(stack.shape[1:])), stack)
-    if not found:
+        weight = parametrize.read_packed(module, name)
+        if len(weight.shape) == 3:
+            by_shape.setdefault((weight.kind, tuple(weight.shape[1:])), weight)
+    if not by_shape:
         raise QuantizationError(
             f"tune_kernels: {type(model).__name__} has no packed experts; quantize_experts(model) "
             "or loading under moe_qlora.enabled() packs them."
         )
     measured = 0
-    for stack in found.values():
-        if not backend.kernels_run(stack.device):
+    for weight in by_shape.values():
+        if not backend.kernels_run(weight.device):
             continue
         from ..kernels import autotune, quantized_mm
 
-        packed = stack.aligned()
+        packed = weight.aligned()
         if packed.dequantizes() and quantized_mm.supports(packed.spec):
             autotune.tune(packed, dtype)
             measured += 1
     return measured
-
-
-__all__ = [
-    "tune_kernels",
-]

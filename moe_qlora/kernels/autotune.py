@@ -67,7 +67,7 @@ def _key(packed: PackedWeight, dtype: torch.dtype, tile: int, back: bool) -> str
 
 
 def cache_file(device: torch.device) -> Path:
-    """Where this device's table is kept."""
+    """Return the path of this device's table."""
     name = f"{torch.cuda.get_device_name(device)}-triton{triton.__version__}"
     name = re.sub(r"[^\w.]+", "-", f"{name}-torch{torch.__version__}")
     return Path(triton.knobs.cache.dir) / "moe_qlora" / f"kernels-{name}.json"
@@ -93,13 +93,9 @@ def _load(index: int) -> dict[str, list[int]]:
 
 
 def chosen(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -> Config:
-    """The configuration for a product of this weight: the table's, or one never far behind.
+    """Return the configuration for a product of this weight: the table's, or one never far behind.
 
-    Args:
-        packed: The weight.
-        dtype: Of the rows.
-        tile: Rows in a tile.
-        back: Whether the stored rows are what is summed over.
+    `tile` is the rows in a tile; `back` says that the stored rows are what is summed over.
     """
     default = _DEFAULTS[back][tile]
     device = packed.device
@@ -107,11 +103,11 @@ def chosen(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -
         default = HOPPER
     if device.type != "cuda":
         return default
-    found = _load(device.index or 0).get(_key(packed, dtype, tile, back))
-    if found is None or (found[-1] and default is not HOPPER):
+    entry = _load(device.index or 0).get(_key(packed, dtype, tile, back))
+    if entry is None or (entry[-1] and default is not HOPPER):
         return default
-    features, step, stages, warps, direct, hopper = found
-    return Config(features, step, stages, warps, bool(direct), bool(hopper))
+    *cut, direct, hopper = entry
+    return Config(*cut, bool(direct), bool(hopper))
 
 
 def tune(
@@ -119,15 +115,9 @@ def tune(
 ) -> dict[tuple[int, bool], Config]:
     """Measure every configuration for this weight, and remember the quickest that is right.
 
-    Waits for the device; takes a few seconds for each tile the first time, compiling included.
-
-    Args:
-        packed: A weight on a CUDA device; its shape and kind count, not its values.
-        dtype: bf16 or fp16.
-        tiles: Rows in a tile: from 16 for few tokens an expert to 128 for many.
-
-    Returns:
-        What was chosen for each tile, out (False) and back (True).
+    Waits for the device; takes a few seconds for each tile the first time, compiling included. Of
+    the weight its shape and kind count, not its values. Returns what was chosen for each of `tiles`
+    (rows in a tile, from 16 for few tokens an expert to 128 for many), out (False) and back (True).
     """
     device = packed.device
     table = _load(device.index or 0)
@@ -160,7 +150,7 @@ def _store(path: Path, table: dict[str, list[int]]) -> None:
 
 
 class _Problem(NamedTuple):
-    """Rows, the experts' expert_offsets, tiles, and room for the absmax."""
+    """Rows, the experts' offsets, tiles, and room for the absmax."""
 
     x: Tensor
     expert_offsets: Tensor
@@ -171,7 +161,7 @@ class _Problem(NamedTuple):
 def _try(
     problem: _Problem, packed: PackedWeight, tile: int, back: bool, config: Config
 ) -> float | None:
-    """Median milliseconds on random rows, None where the result is wrong or nothing runs."""
+    """Return the median milliseconds on random rows, None where the result is wrong or none."""
     if (config.features if back else config.step) > 2 * max(packed.blocksize, 64):
         return None  # the kernel takes one or two blocks of a row at a time
     if config.hopper and not (tile >= 64 and on_hopper(packed.spec, problem.x.dtype, back=back)):
@@ -204,7 +194,7 @@ def _try(
 
 
 def _problem(packed: PackedWeight, dtype: torch.dtype, tile: int, back: bool) -> _Problem:
-    """Three quarters of a tile of rows for each expert."""
+    """Return random rows, three quarters of a tile for each expert."""
     experts = packed.experts
     device = packed.device
     each = tile * 3 // 4
@@ -218,7 +208,7 @@ def _problem(packed: PackedWeight, dtype: torch.dtype, tile: int, back: bool) ->
 def _is_right(
     x: Tensor, y: Tensor, packed: PackedWeight, expert_offsets: Tensor, back: bool
 ) -> bool:
-    """Compares the first, a middle and the last expert with their decoded product."""
+    """Compare the first, a middle and the last expert with their decoded product."""
     experts, n, k = packed.shape
     each = x.shape[0] // experts
     for expert in {0, experts // 2, experts - 1}:

@@ -63,7 +63,7 @@ def _decode_kernel(
 ):  # fmt: skip
     """One expert's matrix (program 1) in pieces of BLOCK x UNROLL groups of 8 weights (program 0).
 
-    out: (E', ROWS + RANK_B, COLS + RANK_R), rows STRIDE apart, of stacks (E, ALL_ROWS, ALL_COLS);
+    out: (E', ROWS + RANK_B, COLS + RANK_R), rows STRIDE apart, of weights (E, ALL_ROWS, ALL_COLS);
     right: (E, ROWS, RANK_R); below: (E, RANK_B, COLS).
     """
     GROUPS: tl.constexpr = ROWS * COLS // 8
@@ -129,14 +129,13 @@ def decode(
     """Decode experts [first, first + len(out)), or a part of each, into `out`.
 
     Args:
-        packed: The weight; `packed.dequantizes()` holds. It, and all that follow, start at
-            multiples of 16 bytes.
+        packed: A weight for which `dequantizes()` holds. All tensors start at multiples of 16
+            bytes.
         out: `(E', rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart; rows
             and cols are the weight's, or fewer.
         first: First expert.
         corner: First row and column (a multiple of 8) of the part.
-        expert_offsets: `(E + 1,)`: experts without rows are left as they are in `out`. None
-            decodes all.
+        expert_offsets: `(E + 1,)`: experts without rows are left out. None decodes all.
         right: `(E, rows, r_r)`, any strides: written to the right of each matrix.
         below: `(E, r_b, cols)`, any strides: written below each matrix.
     """

@@ -24,41 +24,26 @@ from .weights import PackedWeight
 
 
 class Rows(NamedTuple):
-    """Which rows are whose, as a matmul needs it.
+    """Which rows are whose, as a matmul needs it."""
 
-    Attributes:
-        routing: Has the expert offsets.
-        tiles: `(2 n,)` int32: one of its tables.
-        tile: Rows in a tile.
-    """
-
-    routing: Routing
-    tiles: Tensor
-    tile: int
+    routing: Routing  # Has the expert offsets
+    tiles: Tensor  # `(2 n,)` int32: one of its tables
+    tile: int  # Rows in a tile
 
 
 class ExpertMatmul(NamedTuple):
-    """One matmul of all experts: of a projection, forward or backward.
-
-    Attributes:
-        packed: The weight.
-        factors: Of LoRA, or None.
-        by_rows: Whether the weight's rows are the features that come out, else its columns.
-        back: Whether it belongs to backward.
-        on_quantized: Whether it is the quantized matmul, on the codes.
-        dtype: bf16 or fp16.
-    """
+    """One matmul of all experts: of a projection, forward or backward."""
 
     packed: PackedWeight
-    factors: Factors | None
-    by_rows: bool
-    back: bool
-    on_quantized: bool
-    dtype: torch.dtype
+    factors: Factors | None  # Of LoRA, or None
+    by_rows: bool  # Whether the weight's rows are the features that come out, else its columns
+    back: bool  # Whether it belongs to backward
+    on_quantized: bool  # Whether it is the quantized matmul, on the codes
+    dtype: torch.dtype  # bf16 or fp16
 
     @property
     def rank(self) -> int:
-        """Terms that LoRA adds to the contraction."""
+        """r, by which LoRA lengthens the contraction."""
         return 0 if self.factors is None else self.factors.rank
 
     @property
@@ -93,14 +78,10 @@ def runs_quantized(
     back: bool,
     reused_in_backward: bool = False,
 ) -> bool:
-    """Whether a matmul of so many rows runs on the codes.
+    """Whether a matmul of `count` rows runs on the codes.
 
-    Args:
-        packed: The weight.
-        count: R.
-        dtype: Of the rows.
-        back: Whether it sums over stored rows.
-        reused_in_backward: Whether a second matmul would find the dequantized weight.
+    `back` says that it sums over stored rows, `reused_in_backward` that a second matmul would find
+    the dequantized weight.
     """
     if packed.kind == "int8" and not quantized_mm.takes_int8(packed.device):
         return False
@@ -117,13 +98,9 @@ def prefers_wide_tiles(packed: PackedWeight, count: int, dtype: torch.dtype) -> 
 
 
 def multiply(x: Tensor, matmul: ExpertMatmul, rows: Rows, name: str) -> Tensor:
-    """Return x, whose last r columns are LoRA's, times a weight and its factor: `(R, N)`.
+    """Return `(R, N)`: x `(R, K + r)`, whose last r columns are LoRA's, times weight and factor.
 
-    Args:
-        x: `(R, K + r)` sorted rows.
-        matmul: The matmul.
-        rows: Whose rows are whose.
-        name: The workspace's buffer.
+    `name` is the workspace's buffer.
     """
     out = None
     for (first, end), part in slices(x, matmul, rows, name):

@@ -14,16 +14,10 @@ from .limits import padded
 
 
 class Lora(NamedTuple):
-    """One projection's factors, as PEFT stores them.
+    """One projection's factors, as PEFT stores them."""
 
-    Attributes:
-        a: `(E r, in)`, expert slowest.
-        b: `(out, r E)`, expert fastest.
-        scaling: Factor of the product.
-    """
-
-    a: Tensor
-    b: Tensor
+    a: Tensor  # `(E r, in)`, expert slowest
+    b: Tensor  # `(out, r E)`, expert fastest
     scaling: float
 
 

@@ -36,12 +36,10 @@ class Launch:
     __slots__ = ("constants", "grid", "kernel", "run")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **constants: Any) -> None:
-        """Remember what to launch.
+        """Remember a Triton or Gluon function, whose constants follow all other arguments.
 
-        Args:
-            kernel: A Triton or Gluon function, whose constants follow all other arguments.
-            grid: One to three sizes; nothing is launched where one is 0.
-            constants: Constants, and Triton's options.
+        The grid has one to three sizes; nothing is launched where one is 0. Triton's options count
+        as constants.
         """
         self.kernel, self.constants = kernel, constants
         self.grid = (*grid, 1, 1)[:3]
@@ -50,9 +48,8 @@ class Launch:
     def __call__(self, *args: Any) -> None:
         """Launch on the current stream of the tensors' device.
 
-        Args:
-            args: Tensors, from the second call on each at a multiple of 16 bytes (`aligned`), and
-                numbers; the first is a tensor.
+        The first argument is a tensor; from the second call on, all tensors start at multiples of
+        16 bytes (`aligned`).
 
         Raises:
             ValueError: The tensors of the first call lie on several devices.
@@ -78,18 +75,18 @@ class Launch:
 
 
 def stream_of(index: int) -> int:
-    """The current stream of a CUDA device, as the driver knows it."""
+    """Return the current stream of a CUDA device, as the driver knows it."""
     stream: int = torch._C._cuda_getCurrentRawStream(index)
     return stream
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that starts at a multiple of 16 bytes."""
+    """Return the tensor, or a copy that starts at a multiple of 16 bytes."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _device_of(tensors: list[Tensor]) -> int:
-    """The CUDA device of the tensors, -1 for the CPU."""
+    """Return the index of the tensors' CUDA device, -1 for the CPU."""
     if len({t.device for t in tensors}) > 1:
         devices = ", ".join(sorted({str(t.device) for t in tensors}))
         raise ValueError(f"the tensors of one kernel lie on several devices: {devices}.")
@@ -119,8 +116,8 @@ _BITS = {"i": "32", "I": "32", "q": "64", "Q": "64", "f": "32", "d": "64"}
 class _Driver:
     """A compiled kernel, launched by `cuLaunchKernel` with arguments in a buffer of its own.
 
-    A kernel's parameters are its arguments without constants, then pointers to scratch, which none
-    of ours has. `parameters` holds that against what the PTX declares.
+    A kernel's parameters are its arguments without constants, then pointers to scratch memory,
+    which none here has. `parameters` holds that against what the PTX declares.
     """
 
     __slots__ = ("buffers", "call", "compiled", "formats", "function", "index", "more", "shared",
@@ -135,18 +132,18 @@ class _Driver:
 
     @staticmethod
     def of(compiled: Any, index: int) -> _Driver | None:
-        """None where anything about the kernel is not as this class reads it."""
+        """Return the kernel's launcher, None where anything is not as this class reads it."""
         try:
-            found = _Driver.parameters(compiled)
-            if found is not None and compiled.function is not None:
-                return _Driver(compiled, index, *found)
+            parameters = _Driver.parameters(compiled)
+            if parameters is not None and compiled.function is not None:
+                return _Driver(compiled, index, *parameters)
         except (AttributeError, KeyError, OSError):  # not the Triton, or the driver, that it knows
             pass
         return None
 
     @staticmethod
     def parameters(compiled: Any) -> tuple[list[int], list[str]] | None:
-        """Which arguments are parameters, and all parameters' formats in the words of `struct`."""
+        """Return which arguments are parameters, and all parameters' formats as of `struct`."""
         metadata = compiled.metadata
         plain = (
             metadata.num_ctas == 1
@@ -184,7 +181,7 @@ class _Driver:
             raise RuntimeError(f"the CUDA driver refused to launch a kernel (error {error}).")
 
     def _buffer(self) -> tuple[Any, Any, Any]:
-        """This thread's: room for the arguments, their addresses, and what writes them."""
+        """Return this thread's room for the arguments, their addresses, and what writes them."""
         layout = struct.Struct("@" + "".join(self.formats))
         room = ctypes.create_string_buffer(layout.size)
         ends = [
@@ -193,9 +190,8 @@ class _Driver:
         start = ctypes.addressof(room)
         each = [start + end - struct.calcsize(f) for end, f in zip(ends, self.formats, strict=True)]
         pointers = (ctypes.c_void_p * len(each))(*each)
-        made = room, pointers, layout.pack_into
-        self.buffers[get_ident()] = made
-        return made
+        self.buffers[get_ident()] = room, pointers, layout.pack_into
+        return self.buffers[get_ident()]
 
 
 _NO_CONTEXT = 201
@@ -216,7 +212,7 @@ def _enter(index: int) -> None:
 
 @cache
 def _cuda() -> Any:
-    """The driver's library."""
+    """Load the driver's library."""
     library = ctypes.CDLL("libcuda.so.1")
     library.cuLaunchKernel.argtypes = [
         ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3

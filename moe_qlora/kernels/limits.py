@@ -60,15 +60,9 @@ def supports_fused(
     rank: int = 0,
     itemsize: int = 2,
 ) -> bool:
-    """Whether the fused layer's kernels take a weight of these sizes.
+    """Whether the fused layer's kernels take a weight of these sizes (rows and columns).
 
-    Args:
-        experts: E.
-        sizes: Rows and columns of an expert's matrix.
-        kind: "nf4", "fp4" or "int8".
-        blocksize: Weights in a 4-bit block.
-        rank: Of all active adapters together.
-        itemsize: Bytes of an activation.
+    `rank` is that of all active adapters together, `itemsize` the bytes of an activation.
     """
     return (
         itemsize == 2
@@ -93,13 +87,10 @@ def supports_hopper(kind: str, inner: int) -> bool:
 
 
 def few_rows(rows: int, experts: int, *, hopper: bool = False) -> bool:
-    """Whether so many rows are few enough for the quantized matmul.
+    """Whether so many rows, of all experts, are few enough for the quantized matmul.
 
-    Args:
-        rows: R, of all experts.
-        experts: E.
-        hopper: Whether Hopper's own kernel computes it, and no second product would find the
-            dequantized weight.
+    `hopper` says that Hopper's own kernel computes it, and that no second product would find the
+    dequantized weight.
     """
     return rows <= (ROWS_ON_QUANTIZED_HOPPER if hopper else ROWS_ON_QUANTIZED) * experts
 
@@ -111,12 +102,7 @@ def dequantizes_whole(experts: int, in_features: int, out_features: int) -> bool
 
 
 def tile_rows(count: int, experts: int) -> int:
-    """Return the rows in a tile: few where experts have few, else room for most experts' rows.
-
-    Args:
-        count: R, rows of all experts.
-        experts: E.
-    """
+    """Return the rows in a tile: few where experts have few, else room for most experts' rows."""
     return next((t for t in (16, 32) if 2 * t * experts >= 3 * count), TILE)
 
 
@@ -132,11 +118,6 @@ def row_stride(width: int, itemsize: int, *, quantized: bool = False) -> int:
     Torch's grouped product of Mixtral-8x7B's shape is 0.8 % faster so, LoRA's 16 columns beside
     4,096 and 14,336; of Qwen3-30B-A3B's, beside 2,048 and 768, not at all (H200). The quantized
     matmul copies 128 bytes of a row at a time.
-
-    Args:
-        width: Elements of a row.
-        itemsize: Bytes of an element.
-        quantized: Whether the rows go into the quantized matmul.
     """
     line = LINE // itemsize
     whole = -(-width // line) * line

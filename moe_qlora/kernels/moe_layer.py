@@ -4,7 +4,7 @@ Shape legend: T tokens, k assignments a token, R = T k rows sorted by expert, E 
 size, I intermediate size, P = 2 I (gated) or I, r1 and r2 the padded ranks of both projections.
 
     rows   (R, H + r1)  the tokens' rows, and beside them s1 x A1^T
-    pre    (R, P)       = rows [W1 | B1]^T: LoRA is r1 more terms of the contraction
+    pre    (R, P)       = rows [W1 | B1]^T: LoRA makes the contraction r1 longer
     inner  (R, I + r2)  h = gate(pre + bias), and beside it s2 h A2^T
     y      (R, H)       = inner [W2 | B2]^T
     out    (T, H)       the sum over a token's assignments of w (y + bias), in fp32
@@ -43,8 +43,8 @@ from .expert_mm import (
 from .factors import Factors, Lora, pad_factors
 from .launch import aligned, cdiv
 from .limits import WIDE_TILE, row_stride
-from .routing import Routing, ints_size, route, routing_of
-from .row_launches import ACTS, Gate
+from .routing import Routing, route
+from .row_launches import Gate
 from .weights import PackedWeight
 
 _PIECES = 16
@@ -52,23 +52,15 @@ _PIECES = 16
 
 
 class Layer(NamedTuple):
-    """What is constant of a layer.
+    """What is constant of a layer."""
 
-    Attributes:
-        first: Packed weight of gate and up, `(E, P, H)`, or `(E, H, P)` where transposed.
-        second: Packed weight of down, `(E, H, I)` or `(E, I, H)`.
-        transposed: Whether the weights are stored `(E, in, out)`.
-        partial: Whether some assignments belong to no expert that is held here.
-        gate: The gate.
-        dtype: bf16 or fp16: of rows and dequantized weights.
-    """
-
+    # Packed weight of gate and up, `(E, P, H)`, or `(E, H, P)` where transposed
     first: PackedWeight
-    second: PackedWeight
-    transposed: bool
-    partial: bool
+    second: PackedWeight  # Packed weight of down, `(E, H, I)` or `(E, I, H)`
+    transposed: bool  # Whether the weights are stored `(E, in, out)`
+    partial: bool  # Whether some assignments belong to no expert that is held here
     gate: Gate
-    dtype: torch.dtype
+    dtype: torch.dtype  # bf16 or fp16: of rows and dequantized weights
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -79,35 +71,21 @@ class Layer(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What backward needs beside the inputs and the routing.
+    """What backward needs beside the inputs and the routing."""
 
-    Attributes:
-        pre: `(R, P)`.
-        products: `(R (r1 + r2),)`: s1 x A1^T, and behind it s2 h A2^T.
-    """
-
-    pre: Tensor
-    products: Tensor
+    pre: Tensor  # `(R, P)`
+    products: Tensor  # `(R (r1 + r2),)`: s1 x A1^T, and behind it s2 h A2^T
 
 
 class ForwardState(NamedTuple):
-    """A forward up to the down projection.
-
-    Attributes:
-        routing: The routing.
-        saved: What backward needs.
-        inner: `(R, I + r2)`.
-        matmul: The down projection's matmul.
-        rows: Its rows.
-        name: The workspace's buffer for it.
-    """
+    """A forward up to the down projection."""
 
     routing: Routing
     saved: Saved
-    inner: Tensor
-    matmul: ExpertMatmul
+    inner: Tensor  # `(R, I + r2)`
+    matmul: ExpertMatmul  # Of the down projection
     rows: Rows
-    name: str
+    name: str  # The workspace's buffer
 
 
 class Grads(NamedTuple):
@@ -149,7 +127,7 @@ def _gathered(
 
     Their products with a factor `(E, r, K)` if it is `matmul.factors.a`, else `(E, K, r)`, are
     written to `product`. The rows are copied a piece at a time where all of them are over the
-    scratch's cap.
+    workspace's cap.
     """
     routing = rows.routing
     count = routing.count
@@ -192,8 +170,8 @@ def gate_up_forward(
         index: `(T, k)` integers; E and above mean no expert that is held here.
         x: `(T, H)` contiguous, in the layer's dtype.
         bias1: `(E, P)` or None.
-        lora1: Of the first projection, or None.
-        lora2: Of the second, or None.
+        lora1: Of the gate and up projection, or None.
+        lora2: Of the down projection, or None.
     """
     x = aligned(x)
     routing = route(aligned(index.contiguous()), layer.first.experts)
@@ -237,15 +215,10 @@ def down_forward(
     bias2: Tensor | None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the layer's output: the down projection, summed to tokens.
+    """Return the layer's output `(T, H)`, in `out` if given: the down projection, summed to tokens.
 
-    Args:
-        layer: The layer.
-        state: From `gate_up_forward`.
-        weights: `(T, k)` routing weights.
-        index: `(T, k)`, as given to `gate_up_forward`.
-        bias2: `(E, H)` or None.
-        out: `(T, H)`: where to write, or None.
+    Routing weights and index are `(T, k)`, bias2 `(E, H)`; the state is `gate_up_forward`'s, from
+    the same layer and index.
     """
     return _summed(
         layer, state.inner, state.matmul, state.rows, state.name, out, weights, index, bias2
@@ -331,21 +304,7 @@ def backward(
     *,
     needs_x: bool = True,
 ) -> Grads:
-    """Return the gradients of `forward`.
-
-    Args:
-        layer: The layer, as given to `forward`, like all that follow but `grad`.
-        routing: From `forward`.
-        saved: From `forward`.
-        grad: `(T, H)`, of the output.
-        x: As there.
-        weights: As there.
-        bias1: As there.
-        bias2: As there.
-        lora1: As there.
-        lora2: As there.
-        needs_x: Whether x's gradient is wanted.
-    """
+    """Return the gradients of `forward`, from its arguments, its results and `grad` `(T, H)`."""
     _, hidden, width, inner_size = layer.sizes
     count = routing.count
     grad, x, weights = aligned(grad.to(layer.dtype).contiguous()), aligned(x), aligned(weights)
@@ -384,16 +343,8 @@ def _gate_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradients of the pre-activation, LoRA's beside it, and of the routing weights.
 
-    Args:
-        layer: The layer.
-        routing: Its routing.
-        pre: `(R, P)`.
-        u: `(R, I)`: gradient of the gate's output before the routing weights.
-        dots: `(R,)` products of the tokens' gradient with bias2, empty without it.
-        weights: `(T, k)`.
-        bias1: `(E, P)` or None.
-        bias2: `(E, H)` or None.
-        matmul: Of the first projection, backward.
+    u `(R, I)` is the gradient of the gate's output before the routing weights, `dots` `(R,)` the
+    products of the tokens' gradient with bias2, empty without it.
     """
     factors, size = matmul.factors, layer.sizes[-1]
     d_pre = _strip(routing.count, pre.shape[1] + matmul.rank, u, matmul)
@@ -451,23 +402,3 @@ def _outer(
         routing.order, routing.expert_offsets, out, *row_launches.numbers(layer.gate),
     )  # fmt: skip
     return out
-
-
-__all__ = [
-    "ACTS",
-    "ForwardState",
-    "Gate",
-    "Grads",
-    "Layer",
-    "Lora",
-    "Routing",
-    "Saved",
-    "backward",
-    "down_forward",
-    "forward",
-    "gate_up_forward",
-    "ints_size",
-    "prepare",
-    "route",
-    "routing_of",
-]

@@ -32,23 +32,14 @@ from .weights import TABLES, PackedWeight, WeightSpec
 
 
 class Config(NamedTuple):
-    """How the kernel is cut.
+    """How the kernel is cut."""
 
-    Attributes:
-        features: Features that come out of a program, a multiple of 64.
-        step: Terms of the contraction in a step, a multiple of 64.
-        stages: Steps loaded ahead.
-        warps: Warps in a program.
-        direct: Whether a nested absmax is decoded by each program, else in a pass of its own.
-        hopper: Whether it is the kernel of `quantized_mm_hopper.py`, whose cut is fixed.
-    """
-
-    features: int
-    step: int
-    stages: int
-    warps: int
-    direct: bool
-    hopper: bool = False
+    features: int  # Features that come out of a program, a multiple of 64
+    step: int  # Features summed over in a step, a multiple of 64
+    stages: int  # Steps loaded ahead
+    warps: int  # Warps in a program
+    direct: bool  # Whether a nested absmax is decoded by each program, else in a pass of its own
+    hopper: bool = False  # Whether it is the kernel of `quantized_mm_hopper.py`, whose cut is fixed
 
 
 HOPPER = Config(128, 64, 4, 4, False, True)
@@ -62,7 +53,7 @@ _int8_works: dict[int, bool] = {}
 
 @cache
 def lookup_asm(kind: str) -> str:
-    """PTX: 4 bytes of codes ($4) to their high halves' values ($0, $1) and low halves' ($2, $3).
+    """Return PTX: 4 bytes of codes ($4) to values of the high halves ($0, $1) and low ($2, $3).
 
     `prmt` picks 4 bytes out of 8 by 4 nibbles, so that 4 codes at a time look up one of the two
     bytes of their fp16 values: once among the codes below 8, once among the others, and the codes'
@@ -281,15 +272,15 @@ def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> boo
     else:
         codes, table = codes[: numel // 2].clone(), torch.tensor(TABLES[kind], device=device)
         packed = PackedWeight(codes, absmax, table, 64, None, shape, kind, dtype)
-    given = torch.randn(144, 256, device=device, generator=generator).to(dtype)
+    full_rows = torch.randn(144, 256, device=device, generator=generator).to(dtype)
     expert_offsets = torch.tensor([0, 5, 144], device=device, dtype=torch.int32)
     cut = [[0, 0], *([1, first] for first in range(5, 144, tile))]
     tiles = torch.tensor(cut, device=device, dtype=torch.int32)
-    weight = torch.empty(shape, device=device, dtype=given.dtype)
+    weight = torch.empty(shape, device=device, dtype=dtype)
     decode(packed, weight)
     try:
         for back in (False, True):
-            x = given[:, : shape[1 if back else 2]].contiguous()
+            x = full_rows[:, : shape[1 if back else 2]].contiguous()
             span = 0, shape[2 if back else 1]
             y = launch(
                 x, packed, None, None, expert_offsets, tiles, tile, config, back=back, span=span
@@ -349,10 +340,9 @@ def launch(
                 x, packed.flat_codes.view(torch.int32), statistics, operand, tiles, expert_offsets,
                 y, x.shape[0] - 1, *strides, *span, *across,
             )  # fmt: skip
+            return y
         except (RuntimeError, triton.compiler.errors.CompilationError) as error:
             config = _without_hopper(packed, x.get_device(), error)
-        else:
-            return y
     nested = spec.nested if absmax is None else 0
     step = _quantized_launch(
         spec, x.dtype, x.stride(0), rank, across, nested, back, tile, count, config, span

@@ -24,24 +24,16 @@ Decode = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """Where each sorted row comes from and goes to.
+    """Where each sorted row comes from and goes to."""
 
-    Attributes:
-        order: `(R,)` int64: the assignment (token x k + slot) in each sorted row.
-        expert_offsets: `(E + 1,)`: rows [offsets[e], offsets[e + 1]) belong to expert e. Rows after
-            the last offset belong to no expert that is held here.
-        top_k: k.
-        gathers: Whether the input holds tokens, else sorted rows.
-        scatters: Whether the output is summed to tokens, else sorted rows.
-        partial: Whether there may be rows after the last offset.
-    """
-
-    order: Tensor
+    order: Tensor  # `(R,)` int64: the assignment (token x k + slot) in each sorted row
+    # `(E + 1,)`: rows [offsets[e], offsets[e + 1]) belong to expert e. Rows after the last offset
+    # belong to no expert that is held here
     expert_offsets: Tensor
     top_k: int
-    gathers: bool
-    scatters: bool
-    partial: bool
+    gathers: bool  # Whether the input holds tokens, else sorted rows
+    scatters: bool  # Whether the output is summed to tokens, else sorted rows
+    partial: bool  # Whether there may be rows after the last offset
 
     @cached_property
     def token(self) -> Tensor:
@@ -81,21 +73,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class LoraInputs:
-    """One LoRA adapter's inputs to a projection.
+    """One LoRA adapter's inputs to a projection."""
 
-    Attributes:
-        dropped: x after the adapter's dropout, which it reads instead of x; None where it reads x.
-        a: `(E r, in)`, expert slowest.
-        b: `(out, r E)`, expert fastest.
-        scaling: Factor.
-        dtype: Dtype to compute it in.
-    """
-
+    # x after the adapter's dropout, which it reads instead of x; None where it reads x
     dropped: Tensor | None
-    a: Tensor
-    b: Tensor
+    a: Tensor  # `(E r, in)`, expert slowest
+    b: Tensor  # `(out, r E)`, expert fastest
     scaling: float
-    dtype: torch.dtype
+    dtype: torch.dtype  # Dtype to compute it in
 
     def factors(self, experts: int) -> tuple[Tensor, Tensor]:
         """`(E, r, in)` and `(out, r, E)` views."""
@@ -105,21 +90,13 @@ class LoraInputs:
 
 @dataclass(frozen=True)
 class Weight:
-    """One projection's weight, as this module sees it.
+    """One projection's weight, as this module sees it."""
 
-    Attributes:
-        decode: Gives experts' matrices.
-        experts: E.
-        out_features: Rows of the matrix as applied.
-        transposed: Whether it is stored `(in, out)`.
-        dtype: Dtype to compute in.
-    """
-
-    decode: Decode
-    experts: int
-    out_features: int
-    transposed: bool
-    dtype: torch.dtype
+    decode: Decode  # Gives experts' matrices
+    experts: int  # E
+    out_features: int  # Rows of the matrix as applied
+    transposed: bool  # Whether it is stored `(in, out)`
+    dtype: torch.dtype  # Dtype to compute in
 
 
 @dataclass
@@ -150,11 +127,11 @@ def _take(tensor: Tensor, index: Tensor | None, low: int, high: int) -> Tensor:
     return tensor[low:high] if index is None else tensor.index_select(0, index[low:high])
 
 
-def _put(target: Tensor, value: Tensor, index: Tensor | None, low: int, high: int) -> None:
+def _add(target: Tensor, value: Tensor, index: Tensor | None, low: int, high: int) -> None:
     # A token has an expert once at most, so no row is added twice in one call, and calls come in
     # the experts' order: the same sum in the same order every time, without atomics' freedom.
     if index is None:
-        target[low:high] = value.to(target.dtype)
+        target[low:high] += value.to(target.dtype)
     else:
         target.index_add_(0, index[low:high], value.to(target.dtype))
 
@@ -171,18 +148,10 @@ def forward(
     bias: Tensor | None,
     lora: Sequence[LoraInputs],
 ) -> Tensor:
-    """Apply the projection.
+    """Return the projection of x `(N, in)`: `(rows.outputs, out)` in x's dtype.
 
-    Args:
-        x: `(N, in)`.
-        weight: The weight.
-        rows: Sorted rows.
-        scale: `(R,)` factors of the rows; None for 1.
-        bias: `(E, out)` or None.
-        lora: Each active adapter.
-
-    Returns:
-        `(rows.outputs, out)` in x's dtype; sums over scattered rows are taken in fp32 or finer.
+    `scale` `(R,)` has the factors of the rows, None for 1; `bias` is `(E, out)`, or None. Sums over
+    scattered rows are taken in fp32 or finer.
     """
     dtype = x.dtype if rows.scatter is None else _sum_dtype(x.dtype)
     out = torch.zeros(rows.outputs, weight.out_features, dtype=dtype, device=x.device)
@@ -199,7 +168,7 @@ def forward(
             y = y + ((source.to(adapter.dtype) @ a.t()) @ b.t()) * adapter.scaling
         if scale is not None:
             y = y * scale[low:high, None]
-        _put(out, y, rows.scatter, low, high)
+        _add(out, y, rows.scatter, low, high)
     return out.to(x.dtype)
 
 
@@ -224,17 +193,9 @@ def backward(
     lora: Sequence[LoraInputs],
     needs: Needs,
 ) -> Grads:
-    """Return the gradients of `forward`, from its inputs alone: it decodes again.
+    """Return the gradients of `forward`, given its inputs and `grad` `(rows.outputs, out)`.
 
-    Args:
-        grad: `(rows.outputs, out)`.
-        x: As given to `forward`, like all that follow.
-        weight: The weight.
-        rows: Sorted rows.
-        scale: `(R,)` or None.
-        bias: `(E, out)` or None.
-        lora: Each active adapter.
-        needs: Which gradients to compute.
+    It keeps nothing between the two, and decodes again.
     """
     wide = _sum_dtype(x.dtype)
     grads = _zero_grads(x, scale, bias, lora, needs)
@@ -244,11 +205,7 @@ def backward(
         factor = None if scale is None else scale[low:high, None]
         scaled = g if factor is None else g * factor
         read = _take(x, rows.gather, low, high)
-        dot = (
-            torch.zeros(high - low, dtype=wide, device=x.device)
-            if grads.scale is not None
-            else None
-        )
+        dot = None if grads.scale is None else x.new_zeros(high - low, dtype=wide)
         if wants_base:
             matrix = weight.decode(expert, expert + 1)[0]
             u = g.to(weight.dtype) @ (matrix.t() if weight.transposed else matrix)
@@ -291,13 +248,6 @@ def _zero_grads(
     )
 
 
-def _add(target: Tensor, value: Tensor, index: Tensor | None, low: int, high: int) -> None:
-    if index is None:
-        target[low:high] += value.to(target.dtype)
-    else:
-        target.index_add_(0, index[low:high], value.to(target.dtype))
-
-
 def _lora_backward(
     grads: Grads,
     index: int,
@@ -313,8 +263,7 @@ def _lora_backward(
 ) -> None:
     low, high = span
     a, b = (f.to(adapter.dtype) for f in _slices(adapter, weight.experts, expert))
-    source = _source(adapter, read, rows, low, high)
-    source = source.to(adapter.dtype)
+    source = _source(adapter, read, rows, low, high).to(adapter.dtype)
     inner = (g.to(adapter.dtype) @ b) * adapter.scaling  # (rows, r), before the rows' own factors
     product = source @ a.t() if dot is not None or grads.b[index] is not None else None
     if dot is not None and product is not None:

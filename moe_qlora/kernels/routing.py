@@ -10,7 +10,6 @@ Everything lies in one int32 tensor, so that autograd and a checkpoint have one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 import torch
@@ -22,7 +21,7 @@ from .launch import Launch, cdiv
 from .limits import WIDE_TILE, tile_counts, tile_rows
 
 _BLOCK, _CHUNK = 256, 128
-"""Choices that one program places, and of these, what are compared with each other at once."""
+"""Assignments that one program places, and of these, what are compared with each other at once."""
 
 _TILES = 32
 """Tiles whose rows one program writes down."""
@@ -77,7 +76,7 @@ def sort_kernel(
     if pid == 0:
         tl.store(expert_offsets + e, low, mask=e <= E)
     if pid < blocks:
-        # From here on this block's row of counts says where its assignments gate_up_forward.
+        # From here on this block's row of counts says where its assignments start.
         counts += pid * EP
         tl.store(counts + e, tl.load(counts + e) + low)
         tl.debug_barrier()
@@ -160,7 +159,7 @@ class Routing:
         return self.expert_offsets[1 : self.experts + 1]
 
     def part(self, rows: slice) -> Routing:
-        """The routing of some of the rows, counted from the first of them; no `inverse`."""
+        """Return the routing of some of the rows, counted from the first of them; no `inverse`."""
         count = rows.stop - rows.start
         some = _empty(count, self.experts, self.top_k, self.ints.device)
         some.expert_offsets.copy_(self.expert_offsets).sub_(rows.start).clamp_(0, count)
@@ -173,7 +172,7 @@ class Routing:
 
 @lru_cache(maxsize=256)
 def _sizes(count: int, experts: int) -> tuple[int, tuple[int, int], list[int]]:
-    """Rows in a tile, how many tiles, and the sizes of `Routing.ints`' parts."""
+    """Return the rows in a tile, how many tiles, and the sizes of `Routing.ints`' parts."""
     tile = tile_rows(count, experts)
     some, wide = (cdiv(n, 2) * 2 for n in tile_counts(count, experts, tile))
     whole = [cdiv(n, 4) * 4 for n in (count, count, experts + 1)]
@@ -181,7 +180,7 @@ def _sizes(count: int, experts: int) -> tuple[int, tuple[int, int], list[int]]:
 
 
 def ints_size(count: int, experts: int) -> int:
-    """Length of `Routing.ints`. A compiler may ask with a symbol for the count."""
+    """Return the length of `Routing.ints`; a compiler may ask with a symbol for the count."""
     return sum(_sizes.__wrapped__(count, experts)[2])
 
 
@@ -194,9 +193,8 @@ def _empty(count: int, experts: int, top_k: int, device: torch.device) -> Routin
 def route(index: Tensor, experts: int) -> Routing:
     """Sort the top-k assignments by expert, stably.
 
-    Args:
-        index: `(T, k)` integers, contiguous; what is no expert that is held here comes last.
-        experts: E, up to `limits.MAX_EXPERTS`.
+    `index` is `(T, k)`, integer and contiguous; what is no expert that is held here comes last.
+    There are up to `limits.MAX_EXPERTS` experts.
     """
     count = index.numel()
     routing = _empty(count, experts, index.shape[-1], index.device)
@@ -217,7 +215,7 @@ def route(index: Tensor, experts: int) -> Routing:
 def _sort_launches(
     count: int, experts: int, dtype: torch.dtype, device: int
 ) -> tuple[Launch, Launch, Launch, int, int]:
-    """The launches, how many blocks of assignments there are, and the bins of each one's counts."""
+    """Return the launches, how many blocks of assignments there are, and the bins of each."""
     bins = triton.next_power_of_2(experts + 2)
     blocks = cdiv(count, _BLOCK)
     tile, counts, _ = _sizes(count, experts)
@@ -239,16 +237,3 @@ def _tiles_launch(experts: int, tile: int, counts: tuple[int, int], device: int)
     return Launch(
         tiles_kernel, (programs,), E=experts, EP=bins, TILE=tile, WIDE=WIDE_TILE, TB=_TILES
     )
-
-
-def routing_of(ints: Tensor, shape: Sequence[int], experts: int) -> Routing:
-    """The `Routing` whose `ints` these are; shape: `(T, k)`."""
-    return Routing(ints, shape[0] * shape[-1], experts, shape[-1])
-
-
-__all__ = [
-    "Routing",
-    "ints_size",
-    "route",
-    "routing_of",
-]

@@ -24,7 +24,7 @@ ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 _ROWS = 16
 _COPY = {"BM": _ROWS, "BK": 64, "num_warps": 2, "num_stages": 1}
 _COPY_LONG = {"BK": 64, "num_warps": 4, "num_stages": 1}
-"""For rows of over 4,096, in whole tiles: DeepSeek-V3's 7,168 take 0.99 ms in the place of 1.10."""
+"""For rows of over 4,096, in whole tiles: DeepSeek-V3's 7,168 take 0.99 ms instead of 1.10."""
 
 _GATE = {"BM": _ROWS, "BI": 64, "num_warps": 2, "num_stages": 1}
 # H200, the five shapes of NOTES.md: wide where rows are read, narrow where a gate is computed.
@@ -33,27 +33,18 @@ _OUTER_GATES = {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
 
 
 class Gate(NamedTuple):
-    """h = (clamp(up, -limit, limit) + shift) act(min(gate, limit)), or act(pre) where not gated.
+    """h = (clamp(up, -limit, limit) + shift) act(min(gate, limit)), or act(pre) where not gated."""
 
-    Attributes:
-        act: Key of `ACTS`; "silu" is z sigmoid(alpha z).
-        gated: Whether pre holds gate and up.
-        interleaved: Whether gate and up alternate, else gate is the first half.
-        limit: Clamp, None without one.
-        alpha: Of silu.
-        shift: Added to up.
-    """
-
-    act: str
-    gated: bool = True
-    interleaved: bool = False
-    limit: float | None = None
-    alpha: float = 1.0
-    shift: float = 0.0
+    act: str  # Key of `ACTS`; "silu" is z sigmoid(alpha z)
+    gated: bool = True  # Whether pre holds gate and up
+    interleaved: bool = False  # Whether gate and up alternate, else gate is the first half
+    limit: float | None = None  # Clamp, None without one
+    alpha: float = 1.0  # Of silu
+    shift: float = 0.0  # Added to up
 
 
 def numbers(gate: Gate) -> tuple[float, float, float]:
-    """A gate's numbers, in the order in which kernels take them."""
+    """Return a gate's numbers, in the order in which kernels take them."""
     return gate.limit or 0.0, gate.alpha, gate.shift
 
 

@@ -31,37 +31,22 @@ TABLES = {
 
 
 class WeightSpec(NamedTuple):
-    """What the choice and the compiled form of a kernel depend on of a packed weight.
+    """What the choice and the compiled form of a kernel depend on of a packed weight."""
 
-    Attributes:
-        shape: `(E, rows, cols)`, of the weight as it is stored.
-        kind: "nf4", "fp4" or "int8".
-        blocksize: Weights in a block.
-        nested: Block size of the second level, 0 without one.
-        device: Index of the CUDA device, -1 for the CPU.
-    """
-
-    shape: tuple[int, ...]
-    kind: str
-    blocksize: int
-    nested: int
-    device: int
+    shape: tuple[int, ...]  # `(E, rows, cols)`, of the weight as it is stored
+    kind: str  # "nf4", "fp4" or "int8"
+    blocksize: int  # Weights in a block
+    nested: int  # Block size of the second level, 0 without one
+    device: int  # Index of the CUDA device, -1 for the CPU
 
 
 class NestedAbsmax(NamedTuple):
-    """The second level of double quantization, from which the uint8 absmax are decoded.
+    """The second level of double quantization, from which the uint8 absmax are decoded."""
 
-    Attributes:
-        table: `(256,)` fp32 values of the absmax's codes.
-        absmax: fp32, one for each block of the first level's absmax.
-        offset: `()` fp32, added to each decoded absmax.
-        blocksize: First-level absmax in a block.
-    """
-
-    table: Tensor
-    absmax: Tensor
-    offset: Tensor
-    blocksize: int
+    table: Tensor  # `(256,)` fp32 values of the absmax's codes
+    absmax: Tensor  # fp32, one for each block of the first level's absmax
+    offset: Tensor  # `()` fp32, added to each decoded absmax
+    blocksize: int  # First-level absmax in a block
 
 
 @dataclass(eq=False)
@@ -138,12 +123,11 @@ class PackedWeight:
         """Return this weight with every tensor changed, and held by no module."""
         nested = self.nested
         if nested is not None:
-            nested = NestedAbsmax(*map(change, nested[:3]), nested.blocksize)
+            table2, absmax2, offset, blocksize = nested
+            nested = NestedAbsmax(change(table2), change(absmax2), change(offset), blocksize)
         table = None if self.table is None else change(self.table)
         codes, absmax = change(self.codes), change(self.absmax)
-        return replace(
-            self, codes=codes, absmax=absmax, table=table, nested=nested, owner=None
-        )  # fmt: skip
+        return replace(self, codes=codes, absmax=absmax, table=table, nested=nested, owner=None)
 
     def to(self, device: torch.device | str | int) -> PackedWeight:
         """Return this weight on another device, held by no module."""

@@ -23,18 +23,13 @@ from .limits import WORKSPACE_PART
 
 @dataclass
 class _Slot:
-    """One buffer.
-
-    Attributes:
-        buffer: Bytes.
-        owner: What it holds now; compared, never looked into.
-        alive: Tensors that `owner` names by address: held, so that no other takes their place.
-        views: The buffer as tensors were asked for: making one takes the host 5 us.
-    """
+    """One buffer."""
 
     buffer: Tensor | None = None
-    owner: Hashable = None
+    owner: Hashable = None  # What it holds now; compared, never looked into
+    # Tensors that `owner` names by address: held, so that no other takes their place
     alive: tuple[Tensor, ...] = field(default=(), repr=False)
+    # The buffer as tensors were asked for: making one takes the host 5 us
     views: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
 
@@ -104,17 +99,9 @@ def take(
 ) -> tuple[Tensor, bool]:
     """Return a contiguous tensor on the shared buffer, valid until the next call with this name.
 
-    Args:
-        name: Which buffer: one for each projection, so that a layer's two do not displace each
-            other.
-        shape: Of the tensor.
-        dtype: Of the tensor.
-        device: Where.
-        owner: What will be written; None is never remembered.
-        alive: Tensors to hold as long as `owner` is remembered.
-
-    Returns:
-        The tensor, and whether it already holds what `owner` names.
+    Each projection has a buffer, so that a layer's two do not displace each other. The second
+    result says whether the tensor already holds what `owner` names; None is never remembered.
+    `alive` are tensors to hold as long as `owner` is remembered.
     """
     slot = _slots.setdefault(_key(device, name), _Slot())
     tensor = slot.views.get((shape, dtype))

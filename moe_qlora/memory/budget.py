@@ -45,53 +45,30 @@ COMPONENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a model is to be trained.
-
-    Attributes:
-        batch: Sequences in a micro-batch.
-        seq: Tokens in a sequence.
-        rank: LoRA rank r.
-        targets: What gets LoRA: "attention", "all-linear", "experts" or names of modules, several
-            of them separated by commas.
-        adapter_dtype: "float32" (what `get_peft_model` gives) or "bfloat16".
-        optimizer: One of `optimizer.OPTIMIZERS`.
-        checkpointing: Whether layers are computed again in backward.
-        accumulation: Micro-batches to a step; over 1, gradients live through all of them.
-        workspace: Bytes of dequantized experts that all layers of a device share, and that stay.
-    """
+    """How a model is to be trained."""
 
     batch: int = 1
     seq: int = 4096
-    rank: int = 16
-    targets: str = "attention"
-    adapter_dtype: str = "float32"
-    optimizer: str = "adamw"
-    checkpointing: bool = True
-    accumulation: int = 1
-    workspace: int = 0
+    rank: int = 16  # LoRA rank r
+    targets: str = "attention"  # As of `plan`
+    adapter_dtype: str = "float32"  # "float32" (what `get_peft_model` gives) or "bfloat16"
+    optimizer: str = "adamw"  # One of `optimizer.OPTIMIZERS`
+    checkpointing: bool = True  # Whether layers are computed again in backward
+    accumulation: int = 1  # Micro-batches to a step; over 1, gradients live through all of them
+    workspace: int = 0  # Bytes of dequantized experts that all layers of a device share
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What one block holds at any time, in bytes.
-
-    Attributes:
-        name: Dotted name of the module or parameter.
-        experts: Codes of packed experts.
-        linear: Codes of packed Linear layers.
-        other: Everything else: norms, embeddings, routers, biases, buffers.
-        statistics: Quantization statistics of both.
-        trained: Number of weights of each trained tensor.
-        dequantized: The largest weight that is dequantized at once.
-    """
+    """What one block holds at any time, in bytes."""
 
     name: str
-    experts: int = 0
-    linear: int = 0
-    other: int = 0
-    statistics: int = 0
-    trained: tuple[int, ...] = ()
-    dequantized: int = 0
+    experts: int = 0  # Codes of packed experts
+    linear: int = 0  # Codes of packed Linear layers
+    other: int = 0  # Everything else: norms, embeddings, routers, biases, buffers
+    statistics: int = 0  # Quantization statistics of both
+    trained: tuple[int, ...] = ()  # Number of weights of each trained tensor
+    dequantized: int = 0  # The largest weight that is dequantized at once
 
     @property
     def weights(self) -> int:
@@ -101,59 +78,35 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What one block does in a step, in bytes; see `meta_step`.
-
-    Attributes:
-        name: Dotted name.
-        kept: Stays from its forward to its backward.
-        forward: The most in its forward, beyond what was alive when it started.
-        backward: The most in its backward, beyond the same and the gradients that came later.
-    """
+    """What one block does in a step, in bytes; see `meta_step`."""
 
     name: str
-    kept: int
-    forward: int
-    backward: int
+    kept: int  # Stays from its forward to its backward
+    forward: int  # The most in its forward, beyond what was alive when it started
+    backward: int  # The most in its backward, beyond the same and the gradients that came later
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that a device holds in a step.
+    """The most that a device holds in a step."""
 
-    Attributes:
-        nbytes: Comparable with `torch.cuda.max_memory_allocated`.
-        moment: When, in words.
-        block: The block whose moment it is, "" for the optimizer's step.
-        parts: What it is made of: bytes by component.
-        largest: The most that each component has at any moment.
-        paged: Optimizer states in pages, which are not counted.
-    """
-
-    nbytes: int
-    moment: str
-    block: str
-    parts: dict[str, int] = field(default_factory=dict)
-    largest: dict[str, int] = field(default_factory=dict)
-    paged: int = 0
+    nbytes: int  # Comparable with `torch.cuda.max_memory_allocated`
+    moment: str  # When, in words
+    block: str  # The block whose moment it is, "" for the optimizer's step
+    parts: dict[str, int] = field(default_factory=dict)  # Bytes by component
+    largest: dict[str, int] = field(default_factory=dict)  # The most of each at any moment
+    paged: int = 0  # Optimizer states in pages, which are not counted
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """One device of a plan.
-
-    Attributes:
-        index: Its number.
-        capacity: Its bytes.
-        peak: What it holds at most; None where it gets no block.
-        reserve: What it holds beside its tensors.
-        blocks: Names of its blocks.
-    """
+    """One device of a plan."""
 
     index: int
-    capacity: int
-    peak: Peak | None
-    reserve: int
-    blocks: tuple[str, ...]
+    capacity: int  # Bytes
+    peak: Peak | None  # None where it gets no block
+    reserve: int  # Bytes that it holds beside its tensors
+    blocks: tuple[str, ...]  # Names of its blocks
 
     @property
     def weights(self) -> int:
@@ -179,11 +132,9 @@ nobody's, and its work is what the optimizer needs beside states and gradients."
 class StepBudget:
     """What any run of neighbouring blocks takes on one device in a training step.
 
-    Args:
-        groups: Blocks that must share a device, in the order in which they are placed.
-        activities: Of all blocks, in the order in which they run; the loss belongs to the last.
-        settings: How the model is trained.
-        itemsize: Bytes of an element of the adapters.
+    The blocks of a group must share a device; groups come in the order in which they are placed,
+    activities in that in which they run, and the loss belongs to the last. `itemsize` is that of
+    the adapters.
     """
 
     def __init__(
@@ -215,7 +166,7 @@ class StepBudget:
         return self._known[first, last]
 
     def peak(self, first: int = 0, last: int | None = None) -> Peak:
-        """Return the same with its parts; all groups unless told otherwise."""
+        """Return the same with its parts, by default of all groups."""
         last = len(self.groups) if last is None else last
         fixed = self._fixed(first, last)
         moments = list(self._moments(first, last))
@@ -234,11 +185,7 @@ class StepBudget:
         )
 
     def spread(self, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
-        """Return the blocks over devices, in order, so that the fullest is least full.
-
-        Args:
-            capacities: Bytes of each device.
-        """
+        """Return the blocks spread by `partition` over devices of these bytes."""
         spans: tuple[Span, ...] = (Span(0, 0, len(self.groups)),)
         if len(capacities) > 1:
             spans = partition(len(self.groups), capacities, self.nbytes)

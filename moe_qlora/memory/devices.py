@@ -68,22 +68,14 @@ def partition(
 ) -> tuple[Span, ...]:
     """Spread blocks 0 .. count - 1 over devices, in order, so that the fullest is least full.
 
-    How full a device is, is its load over its capacity. Devices may stay empty, the last ones
-    first, only where there are fewer blocks than devices.
-
-    Args:
-        count: Number of blocks.
-        capacities: Bytes of each device.
-        load: (first, last) -> bytes of the blocks [first, last) on one device; it must not fall
-            when a block is added.
-
-    Returns:
-        A span for each device that got a block.
+    How full a device is, is its load over its capacity. Devices stay empty, the last ones first,
+    only where there are fewer blocks than devices. `load` gives the bytes of the blocks
+    [first, last) on one device, and must not fall when a block is added. Returns a span for each
+    device that got a block.
     """
     devices = min(len(capacities), count)
-    infinite = float("inf")
     # best[d][n]: how full the fullest of the first d devices is that hold the first n blocks
-    best = [[infinite] * (count + 1) for _ in range(devices + 1)]
+    best = [[float("inf")] * (count + 1) for _ in range(devices + 1)]
     cut = [[0] * (count + 1) for _ in range(devices + 1)]
     best[0][0] = 0.0
     for device in range(1, devices + 1):

@@ -31,51 +31,28 @@ _ROUTING = 8  # bytes a row of what the fused layer keeps of the routing
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """LoRA on one projection.
+    """LoRA on one projection."""
 
-    Attributes:
-        rank: r.
-        itemsize: Bytes of an element of its factors.
-    """
-
-    rank: int
-    itemsize: int
+    rank: int  # r
+    itemsize: int  # Bytes of an element of its factors
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCall:
-    """One call of one experts module.
+    """One call of one experts module."""
 
-    Attributes:
-        tokens: T.
-        top_k: k.
-        experts: E.
-        hidden: H.
-        intermediate: I.
-        gated: Whether the first projection gives out both halves of a gated unit.
-        itemsize: b, of the activations.
-        weight_itemsize: Bytes of an element of the dequantized weights.
-        routing_itemsize: Bytes of a routing weight.
-        first: LoRA on the first projection, an entry for each active adapter.
-        second: LoRA on the second.
-        transposed: Whether the weights are stored `(E, in, out)`.
-        kind: "nf4", "fp4" or "int8".
-        blocksize: Weights in a 4-bit block.
-        nested: Whether the 4-bit statistics are quantized as well.
-    """
-
-    tokens: int
+    tokens: int  # T
     top_k: int
-    experts: int
-    hidden: int
-    intermediate: int
-    gated: bool = True
-    itemsize: int = 2
-    weight_itemsize: int = 2
-    routing_itemsize: int = 2
-    first: tuple[Adapter, ...] = ()
-    second: tuple[Adapter, ...] = ()
-    transposed: bool = False
+    experts: int  # E
+    hidden: int  # H
+    intermediate: int  # I
+    gated: bool = True  # Whether the first projection gives out both halves of a gated unit
+    itemsize: int = 2  # b, of the activations
+    weight_itemsize: int = 2  # Bytes of an element of the dequantized weights
+    routing_itemsize: int = 2  # Bytes of a routing weight
+    first: tuple[Adapter, ...] = ()  # Active LoRA on the first projection
+    second: tuple[Adapter, ...] = ()  # Active LoRA on the second
+    transposed: bool = False  # Whether the weights are stored `(E, in, out)`
     kind: str = "nf4"
     blocksize: int = 64
     nested: bool = True

@@ -19,21 +19,13 @@ _CHUNK = 1024  # tokens of a loss that is computed in chunks
 
 @dataclass(frozen=True)
 class _Change:
-    """One thing to do otherwise.
+    """One change to try."""
 
-    Attributes:
-        what: In words.
-        setting: For `plan` and the command line.
-        fields: Of `Settings`.
-        packing: Changes the quantization config; None leaves it as it is.
-        loss_part: The part of the loss's tensors that is there at once.
-    """
-
-    what: str
-    setting: str
-    fields: dict[str, Any]
-    packing: Callable[[Any], Any] | None = None
-    loss_part: float = 1.0
+    what: str  # In words
+    setting: str  # For `plan` and the command line
+    fields: dict[str, Any]  # Of `Settings`
+    packing: Callable[[Any], Any] | None = None  # Changes the quantization config
+    loss_part: float = 1.0  # The part of the loss's tensors that is there at once
 
 
 def hints_of(planner: Planner, report: MemoryPlan, capacities: Sequence[int]) -> Iterator[Hint]:
@@ -123,13 +115,7 @@ def _with_double_quant(config: Any) -> Any:
 
 
 def _smaller_training(settings: Settings, report: MemoryPlan, free: bool) -> Iterable[_Change]:
-    """Yield changes of the training settings alone.
-
-    Args:
-        settings: What they are now.
-        report: The plan with them.
-        free: Whether no `LoraConfig` fixes rank and targets.
-    """
+    """Yield changes of the training settings; `free`: no `LoraConfig` fixes rank and targets."""
     less: dict[str, Any]
     if settings.optimizer == "adamw":
         less = {"optimizer": "adamw_8bit"}

@@ -45,24 +45,14 @@ _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 @dataclass
 class MetaModel:
-    """A packed model on meta, with adapters once `adapt` has been called.
+    """A packed model on meta, with adapters once `adapt` has been called."""
 
-    Attributes:
-        model: The model, or the `PeftModel` around it.
-        base: The model itself.
-        layout: Its expert weights, as they are before packing.
-        packed: Full names of the expert weights that are packed.
-        linears: Full names of the Linear layers that are packed.
-        kind: The packed type, None where nothing is packed.
-        blocks: What each block holds; with adapters once `adapt` has been called.
-    """
-
-    model: Any
-    base: Any
-    layout: ModelLayout
-    packed: tuple[str, ...]
-    linears: tuple[str, ...]
-    kind: str | None
+    model: Any  # The model, or the `PeftModel` around it
+    base: Any  # The model itself
+    layout: ModelLayout  # Its expert weights, as they are before packing
+    packed: tuple[str, ...]  # Full names of the packed expert weights
+    linears: tuple[str, ...]  # Full names of the packed Linear layers
+    kind: str | None  # The packed type, None where nothing is packed
     blocks: tuple[Block, ...]
 
 
@@ -122,12 +112,9 @@ def cast_as_loaded(model: Any, dtype: torch.dtype) -> None:
 
 
 def pack(model: Any, config: Any, *, linears: bool) -> MetaModel:
-    """Pack a model on meta; what is packed already stays.
+    """Pack a model on meta by a `BitsAndBytesConfig`; None packs no more than is packed already.
 
-    Args:
-        model: On meta.
-        config: A `BitsAndBytesConfig`; None packs nothing more.
-        linears: Whether its Linear layers are packed too, as `from_pretrained` does.
+    `linears` packs its Linear layers too, as `from_pretrained` does.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -192,12 +179,9 @@ def _packed_experts(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
 
 
 def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
-    """Put adapters on a meta model, by this package's own `get_peft_model`.
+    """Put adapters on a meta model in place, by this package's own `get_peft_model`.
 
-    Args:
-        meta: Changed in place.
-        settings: Rank, targets and the adapters' dtype.
-        lora_config: A `LoraConfig` to follow instead of rank and targets.
+    A `LoraConfig` is followed instead of the settings' rank and targets.
 
     Raises:
         ConfigError: The targets name nothing in the model.

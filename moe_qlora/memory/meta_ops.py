@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..experts.forward import LoraFactors, lora_source
+from ..experts.lora_source import active_lora
 from .experts import Adapter, ExpertsCall, kept_nbytes, working_nbytes
 
 _CALL, _SHAPE = "_moe_qlora_planned_call", "_moe_qlora_planned_shape"
@@ -81,14 +81,9 @@ class _Linear8bit(torch.autograd.Function):
 def fake_linear(
     module: nn.Module, shape: tuple[int, int], kind: str, dtype: torch.dtype, compute: Any
 ) -> None:
-    """Replace the forward of a packed Linear layer.
+    """Replace the forward of a packed Linear layer with a weight of this shape `(out, in)`.
 
-    Args:
-        module: `bnb.nn.Linear4bit` or `Linear8bitLt`, on meta.
-        shape: `(out, in)`.
-        kind: "nf4", "fp4" or "int8".
-        dtype: Of the dequantized weight.
-        compute: `bnb_4bit_compute_dtype`, or None.
+    The dtype is that of the dequantized weight; `compute` is `bnb_4bit_compute_dtype`, or None.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -129,16 +124,13 @@ class _Sized(torch.autograd.Function):
 
 
 def fake_experts(module: nn.Module, names: tuple[str, str], shape: dict[str, Any]) -> None:
-    """Replace the forward of a packed experts module.
+    """Replace the forward of a packed experts module that dispatches through transformers.
 
-    Args:
-        module: An experts module whose class dispatches through transformers' interface.
-        names: Its first and its second projection.
-        shape: The fields of an `ExpertsCall` that depend on the weights alone.
+    `shape` has the fields of an `ExpertsCall` that depend on the weights alone.
     """
 
     def forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        loras = [_active_lora(self, name) for name in names]
+        loras = [active_lora(self, name) for name in names]
         first, second = (
             tuple(Adapter(lora.a.shape[0] // shape["experts"], lora.a.itemsize) for lora in active)
             for active in loras
@@ -161,11 +153,6 @@ def fake_experts(module: nn.Module, names: tuple[str, str], shape: dict[str, Any
     set_forward(module, forward)
 
 
-def _active_lora(module: nn.Module, name: str) -> tuple[LoraFactors, ...]:
-    source = lora_source(module)
-    return () if source is None else source.active_lora(name)
-
-
 def expert_calls(model: nn.Module) -> list[ExpertsCall]:
     """Return the last call of each fake experts module that has run."""
     return [m.__dict__[_CALL] for m in model.modules() if _CALL in m.__dict__]
@@ -175,11 +162,7 @@ def fake_layer(module: nn.Module, top_k: int) -> None:
     """Replace the forward of a whole layer, which then gives out hidden states like its own.
 
     The bytes are a rough estimate: what its Linear layers and its experts give out, and eight
-    hidden states.
-
-    Args:
-        module: A layer on meta with adapters, its packed modules replaced already.
-        top_k: Experts that a token goes to.
+    hidden states. Its adapters are on, and its packed modules replaced already.
     """
     linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
     width = sum(linear.out_features for linear in linears)

@@ -43,9 +43,7 @@ _PLACES = {"layer_idx", "layer_number", "layer_id", "block_idx", "layer_index", 
 class MemoryTracker(TorchDispatchMode):
     """A count of the bytes of meta storages that are alive, and of the most since `mark`.
 
-    Args:
-        known: Tensors whose storages are not counted: weights and inputs.
-        experts: How many experts the model chooses among.
+    The storages of `known`, weights and inputs, are not counted. The model chooses among `experts`.
     """
 
     def __init__(self, known: Sequence[Tensor], experts: int = 1) -> None:
@@ -70,12 +68,12 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def mark(self) -> int:
-        """Start a new section; returns the most that was alive in the one before."""
+        """Start a new section, and return the most that was alive in the one before."""
         peak, self.peak = self.peak, self.live
         return peak
 
     def _nonzero(self, mask: Tensor) -> Tensor:
-        """Places in a mask: models ask which experts have tokens (all), and which tokens of one."""
+        """Return places in a mask: which experts have tokens (all), or which tokens are of one."""
         count = mask.numel() if mask.numel() <= self.experts else mask.numel() // self.experts
         return torch.empty((count, mask.dim()), dtype=torch.long, device="meta")
 
@@ -180,14 +178,9 @@ def run_meta_step(
 ) -> tuple[Activity, ...]:
     """Run one training step on meta, and return what each block does, in running order.
 
-    Args:
-        model: On meta, packed and with adapters, in training mode.
-        blocks: The modules that a device map places whole, by name.
-        trained: Bytes of the trained parameters of each block.
-        batch: Sequences.
-        seq: Tokens in each.
-        experts: How many experts the model chooses among.
-        every_layer: Run each block, those that are alike included.
+    The model has adapters and is in training mode; `blocks` are the modules that a device map
+    places whole, `trained` the bytes of their trained parameters, and `experts` how many experts
+    the model chooses among. `every_layer` runs blocks that are alike, too.
     """
     groups = [] if every_layer else _alike(blocks)
     ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
@@ -206,12 +199,15 @@ def run_meta_step(
     return _activities(recorder.readings, groups, trained)
 
 
-def enable_checkpointing(model: Any) -> None:
-    """Enable gradient checkpointing, non-reentrant, so that recomputed layers are fake as well."""
+def enable_checkpointing(model: Any) -> bool:
+    """Enable non-reentrant gradient checkpointing, and return whether the model supports it."""
     # Function modes do not reach into backward; what checkpointing computes again has this way in.
     how = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), FusedAttention())}
-    with quiet():
+    try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    except (ValueError, AttributeError):
+        return False
+    return True
 
 
 def _loss(model: Any, ids: Tensor) -> Tensor:

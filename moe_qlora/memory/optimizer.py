@@ -25,26 +25,15 @@ _SMALLEST_PAGED = 100_000
 
 @dataclass(frozen=True, slots=True)
 class OptimizerBytes:
-    """What an optimizer holds.
+    """What an optimizer holds."""
 
-    Attributes:
-        resident: On the device at any time.
-        paged: In pages that move to the device while they are used.
-        step: On the device for the moment of a step, beside states and gradients.
-    """
-
-    resident: int
-    paged: int
-    step: int
+    resident: int  # On the device at any time
+    paged: int  # In pages that move to the device while they are used
+    step: int  # On the device for the moment of a step, beside states and gradients
 
 
 def optimizer_nbytes(optimizer: str, sizes: Iterable[int], itemsize: int) -> OptimizerBytes:
-    """Return the bytes for trained tensors of these sizes.
-
-    Args:
-        optimizer: One of `OPTIMIZERS`.
-        sizes: Number of weights of each trained tensor.
-        itemsize: Bytes of one of their elements.
+    """Return the bytes for trained tensors of these sizes, in weights of `itemsize` bytes.
 
     Raises:
         ValueError: There is no such optimizer.

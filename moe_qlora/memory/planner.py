@@ -26,22 +26,14 @@ from .source import ModelSource
 
 
 class Planner:
-    """Peaks of one model, for any batch, sequence and devices.
-
-    Attributes:
-        source: Where the model comes from.
-        settings: How it is trained.
-        lora_config: The user's `LoraConfig`, or None.
-        notes: What to know about the figures, a sentence each.
-        estimated: Whether the layers' activations are an estimate.
-    """
+    """Peaks of one model, for any batch, sequence and devices."""
 
     def __init__(self, source: ModelSource, settings: Settings, lora_config: Any = None) -> None:
         self.source = source
         self.settings = settings
         self.lora_config = lora_config
-        self.notes: list[str] = []
-        self.estimated = False
+        self.notes: list[str] = []  # What to know about the figures, a sentence each
+        self.estimated = False  # Whether the layers' activations are an estimate
         self.itemsize = meta_model.DTYPES[settings.adapter_dtype].itemsize
         self._unpacked: meta_model.MetaModel | None = None
         self._steps: dict[tuple[int, int], tuple[tuple[Activity, ...], list[int]]] = {}
@@ -82,17 +74,14 @@ class Planner:
     def peak(self, batch: int, seq: int, loss_part: float = 1.0) -> Peak:
         """Return the peak on one device that holds everything.
 
-        Args:
-            batch: Sequences in a micro-batch.
-            seq: Tokens in each.
-            loss_part: The part of the loss's tensors that is there at once.
+        `loss_part` is the part of the loss's tensors that is there at once.
         """
         return self._budget(batch, seq, None, loss_part).peak()
 
     def uses(
         self, batch: int, seq: int, capacities: Sequence[int], loss_part: float = 1.0
     ) -> tuple[DeviceUse, ...]:
-        """Return the blocks over devices; arguments as of `peak`, and the devices' bytes."""
+        """Return the blocks over devices of these bytes; the rest is as in `peak`."""
         cap = min(capacities) // WORKSPACE_PART
         return self._budget(batch, seq, cap, loss_part).spread(capacities)
 
@@ -130,27 +119,27 @@ class Planner:
         while True:
             meta = self._unpacked or self.meta
             try:
-                return self._run(meta, batch, seq)
+                return meta_step.run_meta_step(
+                    meta.model,
+                    blocks.block_modules(meta.base),
+                    {block.name: self.itemsize * sum(block.trained) for block in meta.blocks},
+                    batch=batch,
+                    seq=seq,
+                    experts=max((param.num_experts for param in meta.layout.experts), default=1),
+                )
             except MoeQloraError:
                 raise
             except Exception as error:
                 if self.estimated:
-                    raise self._cannot_run(error) from error
+                    raise ConfigError(
+                        f"{self.source.label}: a training step of this model cannot run on the "
+                        f"meta device ({_first_line(error)}), so that its memory cannot be planned."
+                    ) from error
                 if self._unpacked is None and self.source.linears:
                     # Some models read a Linear layer's weight past its forward.
                     self._unpacked = self._ready(replace(self.source, linears=False))
                 else:
                     self._estimate_layers(error)
-
-    def _run(self, meta: meta_model.MetaModel, batch: int, seq: int) -> tuple[Activity, ...]:
-        return meta_step.run_meta_step(
-            meta.model,
-            blocks.block_modules(meta.base),
-            {block.name: self.itemsize * sum(block.trained) for block in meta.blocks},
-            batch=batch,
-            seq=seq,
-            experts=max((param.num_experts for param in meta.layout.experts), default=1),
-        )
 
     def _estimate_layers(self, error: Exception) -> None:
         self.estimated = True
@@ -161,33 +150,22 @@ class Planner:
             "activations are a rough estimate."
         )
 
-    def _cannot_run(self, error: Exception) -> ConfigError:
-        return ConfigError(
-            f"{self.source.label}: a training step of this model cannot run on the meta device "
-            f"({_first_line(error)}), so that its memory cannot be planned."
-        )
-
     def _ready(self, source: ModelSource) -> meta_model.MetaModel:
         meta = source.packed_model()
         with build.quiet():
             meta_model.adapt(meta, self.settings, self.lora_config)
             meta_model.fake_packed(meta)
             meta.model.train()
-            if self.settings.checkpointing:
-                self._enable_checkpointing(meta.base)
+            if self.settings.checkpointing and not meta_step.enable_checkpointing(meta.base):
+                self.notes.append(
+                    f"{type(meta.base).__name__} supports no gradient checkpointing; the plan is "
+                    "without."
+                )
         config = getattr(meta.base, "config", None)
         if config is not None:
             config.use_cache = False
             config.get_text_config().use_cache = False
         return meta
-
-    def _enable_checkpointing(self, model: Any) -> None:
-        try:
-            meta_step.enable_checkpointing(model)
-        except (ValueError, AttributeError):
-            self.notes.append(
-                f"{type(model).__name__} supports no gradient checkpointing; the plan is without."
-            )
 
     def _groups(self, activities: Sequence[Activity]) -> list[list[Block]]:
         """Return the blocks in placing order, those that hold one tensor together."""

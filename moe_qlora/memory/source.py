@@ -24,25 +24,15 @@ _DEFAULT = CodecSettings("nf4", True, compute_dtype=torch.bfloat16)
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where meta models come from.
+    """Where meta models come from."""
 
-    Attributes:
-        label: The model's name.
-        config: Its configuration, None where it has none.
-        build: Returns a new copy of the model on meta.
-        quantization: A `BitsAndBytesConfig`, None where nothing more is packed.
-        linears: Whether Linear layers are packed too.
-        free: Whether `quantization` may be changed by hints.
-        notes: What to know, a sentence each.
-    """
-
-    label: str
-    config: Any
-    build: Callable[[], nn.Module]
-    quantization: Any
-    linears: bool
-    free: bool
-    notes: tuple[str, ...] = ()
+    label: str  # The model's name
+    config: Any  # None where it has none
+    build: Callable[[], nn.Module]  # Returns a new copy of the model on meta
+    quantization: Any  # A `BitsAndBytesConfig`, None where nothing more is packed
+    linears: bool  # Whether Linear layers are packed too
+    free: bool  # Whether `quantization` may be changed by hints
+    notes: tuple[str, ...] = ()  # What to know, a sentence each
 
     def packed_model(self) -> meta_model.MetaModel:
         """Return a new copy, packed."""
