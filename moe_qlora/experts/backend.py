@@ -57,7 +57,9 @@ def read_call(module: Any, x: Tensor) -> Call:
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     weights = read_operand(module, names[0]), read_operand(module, names[1])
     lora = active_lora(module, names[0]), active_lora(module, names[1])
-    return Call(names, x, weights, lora, autocast_dtype(x))
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return Call(names, x, weights, lora, autocast)
 
 
 def choose_backend(module: Any, call: Call) -> Backend:
@@ -230,9 +232,3 @@ def prepare(module: Any) -> None:
     parameter = next(module.parameters(), None)
     if parameter is not None and parameter.is_cuda:
         kernels_run(parameter.device)
-
-
-def autocast_dtype(like: Tensor) -> torch.dtype | None:
-    """Return the dtype of autocast on this tensor's device, None outside autocast."""
-    kind = like.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

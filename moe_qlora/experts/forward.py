@@ -53,7 +53,6 @@ from torch.utils.checkpoint import checkpoint
 from ..detection.detect import dispatches
 from . import fused
 from .backend import FUSED, UNPACKED, Call, choose_backend, prepare, read_call
-from .lora_source import LoraFactors, LoraSource, clear_lora_source, lora_source, set_lora_source
 from .operators import register_operators
 from .projection import Inputs, Projection
 
@@ -67,11 +66,8 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
 
     The selection is made on the configuration object that each module reads, which it shares with
     the model's other experts modules: those that hold nothing packed go on with what was selected
-    before.
-
-    Returns:
-        Names of those whose class does not dispatch through transformers' experts interface; their
-        own forward runs on, and reads decoded weights.
+    before. Returns the names of modules whose class does not dispatch through transformers' experts
+    interface: their own forward runs on, and reads decoded weights.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -217,17 +213,3 @@ def _project(
     if weight is None:
         return projection.plain(getattr(module, name), inputs)
     return projection.packed(weight, inputs)
-
-
-__all__ = [
-    "IMPLEMENTATION",
-    "LoraFactors",
-    "LoraSource",
-    "activate",
-    "clear_lora_source",
-    "deactivate",
-    "dispatches",
-    "experts_forward",
-    "lora_source",
-    "set_lora_source",
-]

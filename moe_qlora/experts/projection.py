@@ -124,11 +124,7 @@ class Projection:
     def _compiled(self, weight: PackedOperand, inputs: Inputs) -> Tensor:
         """Compute it as one custom operator, for graphs."""
         out: Tensor = torch.ops.moe_qlora.experts_projection(
-            inputs.x,
-            inputs.scale,
-            inputs.bias,
-            inputs.order,
-            inputs.expert_offsets,
+            *inputs[:5],
             [dropped for dropped in inputs.dropped if dropped is not None],
             list(inputs.a),
             list(inputs.b),

@@ -47,11 +47,9 @@ def _has_packed_linears(model: nn.Module) -> bool:
 
 
 def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
-    """Decode experts and Linear layers in place and return the model, no longer quantized.
+    """Decode experts and Linear layers of a model in place and return it, no longer quantized.
 
-    Args:
-        self: The model.
-        dtype: Of the decoded weights; None is each one's own, and the model's for Linear layers.
+    Without a dtype each expert weight gets its own, and Linear layers the model's.
     """
     decode_experts(self, dtype)
     clear_quantized(self)

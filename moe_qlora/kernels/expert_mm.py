@@ -126,7 +126,9 @@ def slices(
     absmax = config = None
     if matmul.on_quantized:
         config = autotune.chosen(matmul.packed, x.dtype, rows.tile, back=not matmul.by_rows)
-        absmax = _room(matmul.packed, config, x.device)
+        if matmul.packed.nested is not None and not config.direct:
+            shape = tuple(matmul.packed.absmax.shape)
+            absmax, _ = workspace.take("absmax", shape, torch.float32, x.device)
     for first in range(0, matmul.features, step):
         span = first, min(first + step, matmul.features)
         if config is not None:
@@ -139,12 +141,6 @@ def slices(
         else:
             part = F.grouped_mm(x, _slice(matmul, rows.routing, span), offs=rows.routing.ends)
         yield span, part
-
-
-def _room(packed: PackedWeight, config: quantized_mm.Config, device: torch.device) -> Tensor | None:
-    if packed.nested is None or config.direct:
-        return None
-    return workspace.take("absmax", tuple(packed.absmax.shape), torch.float32, device)[0]
 
 
 def _whole(matmul: ExpertMatmul, routing: Routing, name: str) -> Tensor:

@@ -163,15 +163,9 @@ def gate_up_forward(
 ) -> ForwardState:
     """Compute everything of a forward that backward needs: all but the down projection.
 
-    A checkpoint's recomputation ends here, as soon as the last tensor is saved.
-
-    Args:
-        layer: The layer.
-        index: `(T, k)` integers; E and above mean no expert that is held here.
-        x: `(T, H)` contiguous, in the layer's dtype.
-        bias1: `(E, P)` or None.
-        lora1: Of the gate and up projection, or None.
-        lora2: Of the down projection, or None.
+    A checkpoint's recomputation ends here, as soon as the last tensor is saved. index: `(T, k)`
+    integers, of which E and above mean no expert that is held here; x: `(T, H)`, contiguous, in the
+    layer's dtype; bias1: `(E, P)` or None.
     """
     x = aligned(x)
     routing = route(aligned(index.contiguous()), layer.first.experts)

@@ -113,10 +113,10 @@ def _read(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _experts(rows: Rows, weight: Weight) -> Tensor:
-    """`(R,)` expert of each row; the last one for rows of no expert."""
+    """Return the expert of each row, `(R,)`; the last one for rows of no expert."""
     places = torch.arange(rows.order.shape[0], device=rows.order.device)
-    found = torch.searchsorted(rows.expert_offsets[1:].contiguous(), places, right=True)
-    return found.clamp_(max=weight.experts - 1)
+    experts = torch.searchsorted(rows.expert_offsets[1:].contiguous(), places, right=True)
+    return experts.clamp_(max=weight.experts - 1)
 
 
 def _live(y: Tensor, rows: Rows) -> Tensor:
@@ -140,23 +140,14 @@ def _to_input(y: Tensor, rows: Rows) -> Tensor:
 
 def _pad(tensor: Tensor, dim: int) -> Tensor:
     short = -tensor.shape[dim] % GROUP
-    if not short:
-        return tensor
-    pads = [0, 0] * (tensor.dim() - 1 - dim) + [0, short]
-    return F.pad(tensor, pads)
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, short]) if short else tensor
 
 
 def _factors(adapter: LoraInputs, experts: int) -> tuple[Tensor, Tensor]:
-    """`(E, r, in)` and `(E, out, r)`, contiguous, with r padded by zeros to whole 16 bytes."""
+    """Return `(E, r, in)` and `(E, out, r)`, contiguous, r padded by zeros to whole 16 bytes."""
     a, b = adapter.factors(experts)
-    b = b.permute(2, 0, 1)
-    a, b = _pad(a.to(adapter.dtype), 1), _pad(b.to(adapter.dtype), 2)
+    a, b = _pad(a.to(adapter.dtype), 1), _pad(b.permute(2, 0, 1).to(adapter.dtype), 2)
     return a.contiguous(), b.contiguous()
-
-
-def _outer(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
-    """`(R, m)`, `(R, n)` -> `(E, m, n)`: left^T right over each expert's rows."""
-    return F.grouped_mm(left.t(), right, offs=offs)
 
 
 def _grad_bias(grad: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
@@ -165,12 +156,12 @@ def _grad_bias(grad: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
 
 
 def _grad_a(inner: Tensor, source: Tensor, offs: Tensor, adapter: LoraInputs) -> Tensor:
-    grad = _outer(inner.contiguous(), source.contiguous(), offs)
+    grad = F.grouped_mm(inner.contiguous().t(), source.contiguous(), offs=offs)
     rank = adapter.a.shape[0] // grad.shape[0]
     return grad[:, :rank].reshape(adapter.a.shape).to(adapter.a.dtype)
 
 
 def _grad_b(outer: Tensor, product: Tensor, offs: Tensor, adapter: LoraInputs) -> Tensor:
-    grad = _outer(outer.contiguous(), product.contiguous(), offs) * adapter.scaling
+    grad = F.grouped_mm(outer.contiguous().t(), product.contiguous(), offs=offs) * adapter.scaling
     rank = adapter.b.shape[1] // grad.shape[0]
     return grad[:, :, :rank].permute(1, 2, 0).reshape(adapter.b.shape).to(adapter.b.dtype)

@@ -51,33 +51,24 @@ class NestedAbsmax(NamedTuple):
 
 @dataclass(eq=False)
 class PackedWeight:
-    """One packed weight, such as all experts' gate_up projections: codes and their statistics.
+    """One packed weight, such as all experts' gate_up projections: codes and their statistics."""
 
-    Attributes:
-        codes: 4-bit: `(bytes / itemsize, 1)` in the storage dtype, two codes to a byte, the first
-            in the high half; int8: int8 in the weight's own shape.
-        absmax: 4-bit: fp32 or, with double quantization, uint8, one a block; int8: fp32, one a row
-            of the last dimension.
-        table: `(16,)` fp32 values of the 4-bit codes; None for int8.
-        blocksize: Weights in a block, a power of two; 0 for int8.
-        nested: The second level; None without double quantization.
-        shape: Shape of the decoded weight: `(E, rows, cols)` for experts.
-        kind: "nf4", "fp4" or "int8".
-        dtype: Dtype of the weight that was packed, which `unpack` gives again.
-        compute_dtype: What the user's config asks to compute in; None leaves it to activations.
-        owner: The parameter that holds `codes` on a module, once it sits on one. Attaching the
-            same packed weight to a second module shares that parameter.
-    """
-
+    # 4-bit: `(bytes / itemsize, 1)` in the storage dtype, two codes to a byte, the first in the
+    # high half; int8: int8 in the weight's own shape
     codes: Tensor
+    # 4-bit: fp32 or, with double quantization, uint8, one a block; int8: fp32, one a row of the
+    # last dimension
     absmax: Tensor
-    table: Tensor | None
-    blocksize: int
-    nested: NestedAbsmax | None
-    shape: tuple[int, ...]
-    kind: str
-    dtype: torch.dtype
+    table: Tensor | None  # `(16,)` fp32 values of the 4-bit codes; None for int8
+    blocksize: int  # Weights in a block, a power of two; 0 for int8
+    nested: NestedAbsmax | None  # The second level; None without double quantization
+    shape: tuple[int, ...]  # Shape of the decoded weight: `(E, rows, cols)` for experts
+    kind: str  # "nf4", "fp4" or "int8"
+    dtype: torch.dtype  # Dtype of the weight that was packed, which `unpack` gives again
+    # What the user's config asks to compute in; None leaves it to activations
     compute_dtype: torch.dtype | None = None
+    # The parameter that holds `codes` on a module, once it sits on one. Attaching the same packed
+    # weight to a second module shares that parameter
     owner: nn.Parameter | None = field(default=None, repr=False)
 
     @property
@@ -135,10 +126,8 @@ class PackedWeight:
 
     def aligned(self) -> PackedWeight:
         """Return this weight, or a copy of which every part starts at a multiple of 16 bytes."""
-        parts = (self.codes, self.absmax, self.table, *(self.nested or ())[:3])
-        if all(part is None or part.data_ptr() % 16 == 0 for part in parts):
-            return self
-        return self.map(Tensor.clone)
+        at_16 = all(part.data_ptr() % 16 == 0 for part in (self.codes, *self.statistics))
+        return self if at_16 else self.map(Tensor.clone)
 
     def dequantizes(self) -> bool:
         """Whether `dequantize.decode` takes it: whole groups of 8 weights in each row and block."""

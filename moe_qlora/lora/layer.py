@@ -38,7 +38,8 @@ from torch import Tensor, nn
 
 from ..detection.detect import dispatches
 from ..errors import AdapterError
-from ..experts.forward import IMPLEMENTATION, LoraFactors, clear_lora_source, set_lora_source
+from ..experts.forward import IMPLEMENTATION
+from ..experts.lora_source import LoraFactors, clear_lora_source, set_lora_source
 from ..kernels.weights import PackedWeight
 from ..layout import unwrapped
 from ..packing.codec import first_nonfinite

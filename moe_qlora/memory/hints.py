@@ -94,8 +94,7 @@ def _more_devices(
 def _changes(planner: Planner, report: MemoryPlan) -> Iterable[_Change]:
     settings, source = planner.settings, planner.source
     if not settings.checkpointing:
-        fields = {"checkpointing": True}
-        yield _Change("compute layers again in backward", "checkpointing=True", fields)
+        yield _training_change("compute layers again in backward", checkpointing=True)
     if source.free and report.kind in ("nf4", "fp4") and not report.double_quant:
         setting = "bnb_4bit_use_double_quant=True"
         yield _Change("quantize the statistics too", setting, {}, _with_double_quant)
@@ -116,26 +115,23 @@ def _with_double_quant(config: Any) -> Any:
 
 def _smaller_training(settings: Settings, report: MemoryPlan, free: bool) -> Iterable[_Change]:
     """Yield changes of the training settings; `free`: no `LoraConfig` fixes rank and targets."""
-    less: dict[str, Any]
     if settings.optimizer == "adamw":
-        less = {"optimizer": "adamw_8bit"}
-        yield _Change("keep the optimizer's moments in 8 bit", "optimizer='adamw_8bit'", less)
+        yield _training_change("keep the optimizer's moments in 8 bit", optimizer="adamw_8bit")
     if not settings.optimizer.startswith("paged"):
-        less = {"optimizer": "paged_adamw_8bit"}
-        yield _Change("and in pages", "optimizer='paged_adamw_8bit'", less)
+        yield _training_change("and in pages", optimizer="paged_adamw_8bit")
     if settings.adapter_dtype == "float32":
-        less = {"adapter_dtype": "bfloat16"}
-        yield _Change("train adapters in bfloat16", "adapter_dtype='bfloat16'", less)
+        yield _training_change("train adapters in bfloat16", adapter_dtype="bfloat16")
     if settings.batch > 1:
-        less = {"batch": 1, "accumulation": settings.accumulation * settings.batch}
-        what = f"batch=1, accumulation={less['accumulation']}"
-        yield _Change("one sequence at a time", what, less)
+        accumulation = settings.accumulation * settings.batch
+        yield _training_change("one sequence at a time", batch=1, accumulation=accumulation)
     shorter = report.largest_seq or settings.seq // 2
     if 0 < shorter < settings.seq:
-        yield _Change("shorter sequences", f"seq={shorter}", {"seq": shorter})
+        yield _training_change("shorter sequences", seq=shorter)
     if free and settings.rank > 8:
-        rank = settings.rank // 2
-        yield _Change("half the rank", f"rank={rank}", {"rank": rank})
+        yield _training_change("half the rank", rank=settings.rank // 2)
     if free and settings.targets != "attention":
-        less = {"targets": "attention"}
-        yield _Change("LoRA on attention alone", "targets='attention'", less)
+        yield _training_change("LoRA on attention alone", targets="attention")
+
+
+def _training_change(what: str, **fields: Any) -> _Change:
+    return _Change(what, ", ".join(f"{name}={value!r}" for name, value in fields.items()), fields)

@@ -4,7 +4,7 @@ A fake operation computes nothing. It makes tensors of the sizes that the real o
 backward what that keeps, and holds for a moment what that holds, so that allocations can be counted
 as on a GPU:
 
-    fake_linear        bitsandbytes' MatMul4Bit and MatMul8bitLt: the weight dequantized, twice
+    fake_linear        bitsandbytes' MatMul4Bit and MatMul8bitLt: dequantizes in both directions
     fake_experts       one call of packed experts, by the figures of `memory/experts.py`
     fake_layer         a whole layer that cannot run without data, by a rough estimate
     fake_dequantize    a packed parameter that other code reads

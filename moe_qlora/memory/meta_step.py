@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,18 +115,14 @@ class BlockRecorder:
         self._in_backward: _Readings | None = None
         self._handles: list[Any] = []
         for name, module in blocks.items():
-            self._handles.append(module.register_forward_pre_hook(self._on_enter(name)))
-            self._handles.append(module.register_forward_hook(self._on_leave(name)))
+            self._handles.append(module.register_forward_pre_hook(partial(self._on_enter, name)))
+            self._handles.append(module.register_forward_hook(partial(self._on_leave, name)))
 
-    def _on_enter(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            if self._in_backward is None and name not in self._by_name:
-                self._end_forward()
-                readings = _Readings(name, self.tracker.live)
-                self.readings.append(readings)
-                self._by_name[name] = readings
-
-        return hook
+    def _on_enter(self, name: str, module: nn.Module, args: Any) -> None:
+        if self._in_backward is None and name not in self._by_name:
+            self._end_forward()
+            self._by_name[name] = _Readings(name, self.tracker.live)
+            self.readings.append(self._by_name[name])
 
     def _end_forward(self) -> None:
         peak = self.tracker.mark()
@@ -133,16 +130,13 @@ class BlockRecorder:
             self.readings[-1].forward = peak
             self.readings[-1].end = self.tracker.live
 
-    def _on_leave(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            if self._in_backward is not None:
-                return
-            for item in tree_flatten(out)[0]:
-                if isinstance(item, Tensor) and item.requires_grad:
-                    item.register_hook(lambda grad: self._enter_backward(name))
-                    break
-
-        return hook
+    def _on_leave(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
+        if self._in_backward is not None:
+            return
+        for item in tree_flatten(out)[0]:
+            if isinstance(item, Tensor) and item.requires_grad:
+                item.register_hook(lambda grad: self._enter_backward(name))
+                break
 
     def start_backward(self) -> None:
         """Note that forward is over: what follows is the last block's loss and backward."""

@@ -139,20 +139,16 @@ class Planner:
                     # Some models read a Linear layer's weight past its forward.
                     self._unpacked = self._ready(replace(self.source, linears=False))
                 else:
-                    self._estimate_layers(error)
-
-    def _estimate_layers(self, error: Exception) -> None:
-        self.estimated = True
-        self._unpacked = None
-        meta_model.fake_layers(self.meta)
-        self.notes.append(
-            f"The layers of this model cannot run without data ({_first_line(error)}); their "
-            "activations are a rough estimate."
-        )
+                    self.estimated, self._unpacked = True, None
+                    meta_model.fake_layers(self.meta)
+                    self.notes.append(
+                        f"The layers of this model cannot run without data ({_first_line(error)}); "
+                        "their activations are a rough estimate."
+                    )
 
     def _ready(self, source: ModelSource) -> meta_model.MetaModel:
-        meta = source.packed_model()
         with build.quiet():
+            meta = meta_model.pack(source.build(), source.quantization, linears=source.linears)
             meta_model.adapt(meta, self.settings, self.lora_config)
             meta_model.fake_packed(meta)
             meta.model.train()

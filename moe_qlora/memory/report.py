@@ -11,19 +11,12 @@ from .devices import CONTEXT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """One change that makes a plan smaller.
+    """One change that makes a plan smaller."""
 
-    Attributes:
-        what: The change, in words.
-        setting: The same as an argument.
-        saves: Bytes less at the peak, with this change alone.
-        fits: Whether it alone makes the plan fit the devices.
-    """
-
-    what: str
-    setting: str
-    saves: int
-    fits: bool
+    what: str  # In words
+    setting: str  # The same as an argument
+    saves: int  # Bytes less at the peak, with this change alone
+    fits: bool  # Whether it alone makes the plan fit the devices
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,6 @@ class ModelSource:
     free: bool  # Whether `quantization` may be changed by hints
     notes: tuple[str, ...] = ()  # What to know, a sentence each
 
-    def packed_model(self) -> meta_model.MetaModel:
-        """Return a new copy, packed."""
-        with build.quiet():
-            return meta_model.pack(self.build(), self.quantization, linears=self.linears)
-
 
 def source_of(model: Any, quantization: Any, dtype: Any, trust_remote_code: bool) -> ModelSource:
     """Return the source of what `plan` is given, with its arguments of these names.

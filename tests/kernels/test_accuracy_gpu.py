@@ -105,19 +105,19 @@ def pack(holder):
 
 
 def connect(holder, factors):
-    from moe_qlora.experts import forward
+    from moe_qlora.experts import lora_source
 
     leaves = [f.clone().requires_grad_() for f in factors]
     terms = {
-        "gate_up_proj": (forward.LoraFactors(leaves[0], leaves[1], 2.0),),
-        "down_proj": (forward.LoraFactors(leaves[2], leaves[3], 2.0),),
+        "gate_up_proj": (lora_source.LoraFactors(leaves[0], leaves[1], 2.0),),
+        "down_proj": (lora_source.LoraFactors(leaves[2], leaves[3], 2.0),),
     }
 
     class Provider:
         def active_lora(self, name):
             return terms[name]
 
-    forward.set_lora_source(holder.experts, Provider())
+    lora_source.set_lora_source(holder.experts, Provider())
     return leaves
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.integrations.moe import use_experts_implementation
 
 from moe_qlora.experts import forward as experts
+from moe_qlora.experts import lora_source
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.settings import CodecSettings
 
@@ -123,7 +124,7 @@ class Provider:
         self.all = {}
         for name, (inp, out), rs in zip(names(style), sizes, ranks, strict=True):
             self.all[name] = tuple(
-                experts.LoraFactors(
+                lora_source.LoraFactors(
                     a=(torch.randn(E * r, inp, generator=g) * 0.3).to(dtype).requires_grad_(),
                     b=(torch.randn(out, r * E, generator=g) * 0.3).to(dtype).requires_grad_(),
                     scaling=0.5 + 0.25 * i,
@@ -201,7 +202,7 @@ def close(ours, theirs, tolerance=1e-5):
 
 def compare(module, style, provider, x, index, weights, tolerance=1e-5):
     if provider is not None:
-        experts.set_lora_source(module, provider)
+        lora_source.set_lora_source(module, provider)
     leaves = [x, weights, *(provider.leaves() if provider else [])]
     leaves += [p for p in module.parameters() if p.requires_grad]
     ours = module(x, index, weights)
@@ -232,7 +233,7 @@ def test_one_projection_packed_the_other_plain_and_trained(kind, which):
     plain = names(style)[1 - which[0]]
     assert getattr(module, plain).requires_grad
     provider = Provider(style)
-    experts.set_lora_source(module, provider)
+    lora_source.set_lora_source(module, provider)
     x, index, weights = routing()
     out = module(x, index, weights)
     (grad,) = torch.autograd.grad(out.sum(), [getattr(module, plain)])
@@ -262,7 +263,7 @@ def test_odd_routings(case, style):
 def test_no_tokens_at_all():
     style = STYLES["concatenated"]
     module = pack(make(style), style)
-    experts.set_lora_source(module, Provider(style))
+    lora_source.set_lora_source(module, Provider(style))
     x = torch.zeros(0, H, requires_grad=True)
     out = module(x, torch.zeros(0, K, dtype=torch.long), torch.zeros(0, K))
     assert out.shape == (0, H)
@@ -275,7 +276,7 @@ def test_16_bit_within_rounding(dtype, compute):
     style = STYLES["concatenated"]
     module = pack(make(style, dtype), style, compute=compute)
     provider = Provider(style)
-    experts.set_lora_source(module, provider)
+    lora_source.set_lora_source(module, provider)
     x, index, weights = routing(dtype)
     out = module(x, index, weights)
     assert out.dtype == dtype
@@ -288,7 +289,7 @@ def test_autocast_computes_in_its_dtype():
     style = STYLES["concatenated"]
     module = pack(make(style), style)
     provider = Provider(style)
-    experts.set_lora_source(module, provider)
+    lora_source.set_lora_source(module, provider)
     x, index, weights = routing()
     plain = module(x, index, weights)
     with torch.autocast("cpu", torch.bfloat16):
@@ -305,7 +306,7 @@ def test_checkpointing_changes_nothing(reentrant):
     style = STYLES["concatenated"]
     module = pack(make(style), style)
     provider = Provider(style, dropout=0.3)
-    experts.set_lora_source(module, provider)
+    lora_source.set_lora_source(module, provider)
     x, index, weights = routing()
     leaves = [x, *provider.leaves()]
     torch.manual_seed(5)
@@ -324,12 +325,12 @@ def test_dropout_is_the_mean_of_no_dropout():
     style = STYLES["concatenated"]
     module = pack(make(style), style)
     x, index, weights = routing()
-    experts.set_lora_source(module, Provider(style, ranks=((3,), ())))
+    lora_source.set_lora_source(module, Provider(style, ranks=((3,), ())))
     base = module(x, index, weights)
-    experts.set_lora_source(module, Provider(style, ranks=((3,), ()), dropout=0.5))
+    lora_source.set_lora_source(module, Provider(style, ranks=((3,), ()), dropout=0.5))
     dropped = module(x, index, weights)
     assert not torch.allclose(base, dropped)
-    for term in experts.lora_source(module).active_lora("gate_up_proj"):
+    for term in lora_source.lora_source(module).active_lora("gate_up_proj"):
         term.dropout.eval()
     assert torch.equal(base, module(x, index, weights))
 
@@ -342,7 +343,7 @@ def test_compiles_whole(style, kind):
     style = STYLES[style]
     module = pack(make(style), style, kind=kind)
     provider = Provider(style)
-    experts.set_lora_source(module, provider)
+    lora_source.set_lora_source(module, provider)
     x, index, weights = routing()
     leaves = [x, weights, *provider.leaves()]
     plain = module(x, index, weights)
@@ -358,7 +359,7 @@ def kept_bytes(module, x, index, weights):
     """Bytes of storages that autograd holds, beside inputs and parameters, and the output."""
     known = {t.untyped_storage().data_ptr() for t in (x, index, weights)}
     known |= {p.untyped_storage().data_ptr() for p in module.parameters()}
-    provider = experts.lora_source(module)
+    provider = lora_source.lora_source(module)
     if provider is not None:
         known |= {t.untyped_storage().data_ptr() for t in provider.leaves()}
     held = {}
@@ -380,7 +381,7 @@ def test_kept_bytes_follow_the_formula_and_do_not_depend_on_experts(lora, count,
     style = STYLES["concatenated"]
     module = pack(make(style), style)
     if lora:
-        experts.set_lora_source(module, Provider(style))
+        lora_source.set_lora_source(module, Provider(style))
     x, index, weights = routing(tokens=64)
     rows, b = 64 * K, 4
     index_bytes = 3 * 8 * rows + 8 * (count + 1)
@@ -392,7 +393,7 @@ def test_steps_leak_nothing():
     style = STYLES["concatenated"]
     module = pack(make(style), style)
     provider = Provider(style)
-    experts.set_lora_source(module, provider)
+    lora_source.set_lora_source(module, provider)
 
     def tensors():
         gc.collect()
@@ -476,11 +477,11 @@ def test_the_provider_is_copied_with_the_module():
     style = STYLES["concatenated"]
     module = pack(make(style), style)
     provider = Provider(style)
-    experts.set_lora_source(module, provider)
+    lora_source.set_lora_source(module, provider)
     twin = copy.deepcopy(module)
-    assert experts.lora_source(twin) is not provider
+    assert lora_source.lora_source(twin) is not provider
     x, index, weights = routing()
     assert torch.equal(twin(x, index, weights), module(x, index, weights))
-    experts.clear_lora_source(twin)
+    lora_source.clear_lora_source(twin)
     assert not torch.equal(twin(x, index, weights), module(x, index, weights))
-    assert experts.lora_source(twin) is None
+    assert lora_source.lora_source(twin) is None

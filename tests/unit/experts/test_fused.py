@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_qlora.experts import backend, fused, operators
+from moe_qlora.experts import backend, fused, lora_source, operators
 from moe_qlora.experts import forward as experts
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.settings import CodecSettings
@@ -33,7 +33,7 @@ class Provider:
         def term(rank, out, into):
             a, b = torch.randn(E * rank, into), torch.randn(out, rank * E)
             leaves = [(t * 0.1).to(dtype).requires_grad_() for t in (a, b)]
-            return experts.LoraFactors(*leaves, 0.5)
+            return lora_source.LoraFactors(*leaves, 0.5)
 
         self.all = {NAMES[0]: (term(3, 2 * INNER, H),), NAMES[1]: (term(5, H, INNER),)}
 
@@ -64,7 +64,7 @@ def case(monkeypatch):
         parametrize.attach(host.experts, name, packed)
     experts.activate(host, ["experts"])
     provider = Provider(torch.float16)
-    experts.set_lora_source(host.experts, provider)
+    lora_source.set_lora_source(host.experts, provider)
     monkeypatch.setattr(backend, "kernels_run", lambda device: True)
     x = torch.randn(T, H).half().requires_grad_()
     weights = torch.rand(T, K).half().requires_grad_()

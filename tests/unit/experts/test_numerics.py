@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from transformers.integrations.moe import use_experts_implementation
 
 from moe_qlora.experts import forward as experts
+from moe_qlora.experts import lora_source
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing import settings as settings_
 
@@ -36,10 +37,10 @@ class Ungated(nn.Module):
 
 
 class Provider:
-    def __init__(self, **by_name: list[experts.LoraFactors]) -> None:
+    def __init__(self, **by_name: list[lora_source.LoraFactors]) -> None:
         self.by_name = by_name
 
-    def active_lora(self, parameter_name: str) -> tuple[experts.LoraFactors, ...]:
+    def active_lora(self, parameter_name: str) -> tuple[lora_source.LoraFactors, ...]:
         return tuple(self.by_name.get(parameter_name, ()))
 
     def leaves(self) -> list[Tensor]:
@@ -74,17 +75,17 @@ def term(
     *,
     dtype: torch.dtype = torch.float32,
     dropout: nn.Module | None = None,
-) -> experts.LoraFactors:
+) -> lora_source.LoraFactors:
     count, out, inputs = parametrize.read_packed(module, name).shape
     a = torch.randn(count * rank, inputs, dtype=dtype) * 0.3
     b = torch.randn(out, rank * count, dtype=dtype) * 0.3
-    return experts.LoraFactors(a.requires_grad_(), b.requires_grad_(), scaling, dropout)
+    return lora_source.LoraFactors(a.requires_grad_(), b.requires_grad_(), scaling, dropout)
 
 
 def adapted(module: Any, **kwargs: Any) -> Provider:
     names = ("up_proj", "down_proj")
     provider = Provider(**{name: [term(module, name, 3, 0.7, **kwargs)] for name in names})
-    experts.set_lora_source(module, provider)
+    lora_source.set_lora_source(module, provider)
     return provider
 
 
@@ -126,7 +127,7 @@ def test_several_adapters_of_different_ranks_add_up() -> None:
         up_proj=[term(module, "up_proj", 3, 1.7), term(module, "up_proj", 1, -0.4)],
         down_proj=[term(module, "down_proj", 2, 0.9), term(module, "down_proj", 4, 3.0)],
     )
-    experts.set_lora_source(module, provider)
+    lora_source.set_lora_source(module, provider)
     x, index, weights = routing()
     mine, theirs = (
         module(x, index, weights),

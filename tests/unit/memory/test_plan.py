@@ -122,7 +122,7 @@ def test_weights_are_those_of_the_loaded_model(folders, family, packing):
     from_folder = planner(str(folder), Settings(), BitsAndBytesConfig(**PACKINGS[packing]))
     from_model = planner(model, Settings())
     for made in (from_folder, from_model):
-        assert sum(block.weights for block in made.source.packed_model().blocks) == real
+        assert sum(block.weights for block in made.meta.blocks) == real
 
 
 @pytest.mark.parametrize("family", FAMILIES)
