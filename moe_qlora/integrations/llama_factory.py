@@ -49,11 +49,7 @@ def packed_experts(
     Holds for `run_exp`, `load_model` and `init_adapter` alike; adapters named in
     `adapter_name_or_path` are loaded right too.
 
-    Args:
-        settings: The `moe_qlora:` block, see `ExpertsSettings`.
-
-    Raises:
-        ConfigError: A setting is wrong. Within the block, what `ExpertsHost` raises.
+    A wrong setting is a `ConfigError`; within the block errors are those of `ExpertsHost`.
     """
     from llamafactory.model import adapter
 

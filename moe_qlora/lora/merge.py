@@ -27,7 +27,7 @@ def merged_weight(
     wide = torch.promote_types(packed.dtype, torch.float32)
     with torch.no_grad():
         products = [(left.to(wide), right.to(wide), scaling) for left, right, scaling in products]
-        if len(packed.shape) == 2:  # one matrix, whatever number of experts it stacks
+        if len(packed.shape) == 2:  # one matrix, whatever number of experts it holds
             total = codec.unpack(packed).to(wide)
             for left, right, scaling in products:
                 total.addmm_(left[0], right[0], alpha=scaling)

@@ -18,9 +18,7 @@ cast every fp32 parameter or buffer that they find, and statistics must move wit
 their precision. Codes and statistics are both flat and in the order of the weights, so that a shard
 of the one belongs to a range of the other.
 
-A state dict has bitsandbytes' keys (`<name>`, `<name>.absmax`, `<name>.quant_map`, ...,
-`<name>.quant_state.bitsandbytes__nf4`; for int8 `<name>` and `<name>.SCB`), and
-`load_state_dict` reads them back.
+A state dict has bitsandbytes' keys (format.py), and `load_state_dict` reads them back.
 """
 
 from __future__ import annotations
