@@ -222,7 +222,9 @@ def kernels_run(device: torch.device) -> bool:
         capable = torch.cuda.get_device_capability(device) >= (8, 0)
         _kernels_run[index] = kernels is not None and capable
         if _kernels_run[index]:
-            kernels.prepare(device)
+            from ..kernels import quantized_mm
+
+            quantized_mm.prepare(device)
     return _kernels_run[index]
 
 

@@ -98,10 +98,7 @@ def prefers_wide_tiles(packed: PackedWeight, count: int, dtype: torch.dtype) -> 
 
 
 def multiply(x: Tensor, matmul: ExpertMatmul, rows: Rows, name: str) -> Tensor:
-    """Return `(R, N)`: x `(R, K + r)`, whose last r columns are LoRA's, times weight and factor.
-
-    `name` is the workspace's buffer.
-    """
+    """Return `(R, N)`: x `(R, K + r)`, whose last r columns are LoRA's, times weight and factor."""
     out = None
     for (first, end), part in slices(x, matmul, rows, name):
         if end - first == matmul.features:
@@ -116,7 +113,7 @@ def multiply(x: Tensor, matmul: ExpertMatmul, rows: Rows, name: str) -> Tensor:
 def slices(
     x: Tensor, matmul: ExpertMatmul, rows: Rows, name: str
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Yield `multiply` a slice of features at a time: (first, end), and `(R, end - first)`."""
+    """Yield `multiply` by slices of features: (first, end), and `(R, end - first)`."""
     experts, n_rows, n_cols = matmul.packed.shape
     inner = (n_cols if matmul.by_rows else n_rows) + matmul.rank
     # What comes out may be half of the cap: in backward it stands beside two others of its kind.

@@ -38,8 +38,7 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], **constants: Any) -> None:
         """Remember a Triton or Gluon function, whose constants follow all other arguments.
 
-        The grid has one to three sizes; nothing is launched where one is 0. Triton's options count
-        as constants.
+        The grid has one to three sizes, 0 for no launch; constants include Triton's options.
         """
         self.kernel, self.constants = kernel, constants
         self.grid = (*grid, 1, 1)[:3]

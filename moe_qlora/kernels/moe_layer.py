@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import quantized_mm, row_launches, workspace
+from . import row_launches, workspace
 from .expert_mm import (
     ExpertMatmul,
     Rows,
@@ -97,11 +97,6 @@ class Grads(NamedTuple):
     b1: Tensor | None
     a2: Tensor | None
     b2: Tensor | None
-
-
-def prepare(device: torch.device) -> None:
-    """Find out what a CUDA device can, once, before its first layer; waits for the device."""
-    quantized_mm.prepare(device)
 
 
 def _tiled_rows(routing: Routing, count: int, layer: Layer, *matmuls: ExpertMatmul) -> Rows:

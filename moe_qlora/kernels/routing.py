@@ -140,15 +140,12 @@ class Routing:
         expert_offsets: `(E + 1,)`, and up to 3 more: [offsets[e], offsets[e + 1]) are e's rows.
         tiles: `(2 n,)`: expert and first row of each tile in turn, an expert of -1 for none.
         wide: The same of tiles of `WIDE_TILE` rows; empty where experts have too few rows.
-        count: R.
-        experts: E.
-        top_k: k.
         tile: Rows in a tile.
         counts: How many tiles, and how many wide ones, there is room for.
     """
 
     def __init__(self, ints: Tensor, count: int, experts: int, top_k: int) -> None:
-        self.ints, self.count, self.experts, self.top_k = ints, count, experts, top_k
+        self.ints, self.count, self.experts, self.top_k = ints, count, experts, top_k  # R, E, k
         self.tile, self.counts, sizes = _sizes(count, experts)
         parts = ints.split_with_sizes(sizes)
         self.order, self.inverse, self.expert_offsets, self.tiles, self.wide = parts

@@ -72,10 +72,7 @@ class Planner:
         )
 
     def peak(self, batch: int, seq: int, loss_part: float = 1.0) -> Peak:
-        """Return the peak on one device that holds everything.
-
-        `loss_part` is the part of the loss's tensors that is there at once.
-        """
+        """Return the peak on one device that holds all, and `loss_part` of the loss at a time."""
         return self._budget(batch, seq, None, loss_part).peak()
 
     def uses(

@@ -135,7 +135,7 @@ def _theirs(stack: Any) -> Tensor:
 
 
 def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callable[[], Tensor]:
-    from moe_qlora.kernels import expert_mm, moe_layer, quantized_mm
+    from moe_qlora.kernels import expert_mm, quantized_mm
     from moe_qlora.kernels import routing as routing_
     from moe_qlora.kernels.limits import WIDE_TILE
 
@@ -143,7 +143,7 @@ def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callabl
         raise NotImplementedError("no products on codes: blocks do not lie within rows")
     matmul = expert_mm.ExpertMatmul(stack, None, not transposed, False, True, x.dtype)
     if x.is_cuda:
-        moe_layer.prepare(x.device)
+        quantized_mm.prepare(x.device)
     routing = routing_.route(index, stack.experts)
     rows = expert_mm.Rows(routing, routing.tiles, routing.tile)
     if expert_mm.prefers_wide_tiles(stack, index.numel(), x.dtype):
