@@ -106,8 +106,8 @@ def chosen(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -
     entry = _load(device.index or 0).get(_key(packed, dtype, tile, back))
     if entry is None or (entry[-1] and default is not HOPPER):
         return default
-    *cut, direct, hopper = entry
-    return Config(*cut, bool(direct), bool(hopper))
+    features, step, stages, warps, direct, hopper = entry
+    return Config(features, step, stages, warps, bool(direct), bool(hopper))
 
 
 def tune(
