@@ -49,13 +49,9 @@ _AUTO_CLASSES = (
 
 @dataclass(frozen=True)
 class Source:
-    """A model that a person named.
+    """A model that a person named: what they typed, its configuration, and notes for them.
 
-    Attributes:
-        label: What they typed.
-        config: Its configuration.
-        settings: How experts are to be packed; None where nothing says so.
-        notes: What they should know about it, a sentence each.
+    `settings` say how experts are to be packed; None where nothing says so.
     """
 
     label: str
@@ -223,8 +219,6 @@ def _trainer_settings(content: Mapping[str, Any]) -> tuple[CodecSettings | None,
 
 
 def _from_registry(model_type: str) -> Source | None:
-    if "/" in model_type:
-        return None
     if model_type not in transformers.CONFIG_MAPPING:
         return None
     config_class = transformers.CONFIG_MAPPING[model_type]

@@ -18,14 +18,10 @@ def reporting(
     stderr: bool = False,
     transient: bool = False,
 ) -> Iterator[Progress]:
-    """Yield the function that a `progress` argument asks for.
+    """Yield the function that `progress` asks for: itself, True for a bar, None or False for none.
 
-    Args:
-        progress: A function; True for a bar; None or False for nothing.
-        doing: The bar's text before anything has a name.
-        done: Its text at the end.
-        stderr: Whether the bar goes to the error stream.
-        transient: Whether it disappears at the end.
+    The bar says `doing` before anything has a name, and `done` at the end, where a transient one
+    disappears.
     """
     if progress is None or progress is False:
         yield lambda done, total, name: None

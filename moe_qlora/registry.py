@@ -23,18 +23,12 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry:
-    """One architecture.
+    """One architecture, by the version of transformers that it was generated from.
 
-    Attributes:
-        model_type: `config.model_type`.
-        class_name: The transformers class that its names belong to.
-        transformers: Version that it was generated from.
-        experts: Its expert weights in the model's order, as the file describes them
-            (tools/registry/describe.py says what each key means).
-        tiny_config: Keyword arguments of a configuration that builds in milliseconds.
-        published_config: Keyword arguments that complete the default configuration.
-        checkpoints: Well-known checkpoints by hub id, each with the keyword arguments that make its
-            configuration out of the default one.
+    `experts` has the expert weights of the class in the model's order, as the file describes them
+    (tools/registry/describe.py says what each key means). The others are keyword arguments: of a
+    configuration that builds in milliseconds; those that complete the default one; and those that
+    make it the configuration of a well-known checkpoint, by hub id.
     """
 
     model_type: str

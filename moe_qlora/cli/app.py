@@ -59,12 +59,7 @@ def run() -> None:
 
 
 def run_dump(arguments: list[str], name: str) -> None:
-    """Run `dump` alone, as the subcommand of another program.
-
-    Args:
-        arguments: What stands behind `name` on the command line.
-        name: What a person has typed.
-    """
+    """Run `dump` alone, as the subcommand `name` of another program."""
     single = typer.Typer(
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
     )

@@ -15,15 +15,7 @@ _GIB = 1 << 30
 
 
 def check(file: Path, option: str = "--chart") -> None:
-    """Refuse what cannot be drawn, before anything is computed.
-
-    Args:
-        file: Where the chart is to be written.
-        option: The option that named it, for the message.
-
-    Raises:
-        ConfigError: matplotlib is missing, or `file` is no PNG in a folder that is there.
-    """
+    """Refuse a file that cannot be drawn to before anything is computed; `option` named it."""
     if find_spec("matplotlib") is None:
         raise ConfigError(
             f"{option} needs matplotlib, which is not installed: pip install matplotlib"
@@ -36,11 +28,7 @@ def check(file: Path, option: str = "--chart") -> None:
 
 @contextmanager
 def writing(file: Path, option: str = "--chart") -> Iterator[None]:
-    """Turn the failure to write a file into a message of one sentence.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Turn the failure to write a file into a message of one sentence."""
     try:
         yield
     except OSError as error:
@@ -50,6 +38,7 @@ def writing(file: Path, option: str = "--chart") -> Iterator[None]:
 
 def draw(report: MemoryPlan, file: Path) -> None:
     """Write a PNG with one bar for each device of a plan, by component, in GiB."""
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -57,12 +46,11 @@ def draw(report: MemoryPlan, file: Path) -> None:
     figure = Figure(figsize=(max(6.0, 2.2 + 1.3 * len(bars)), 5.5), layout="constrained")
     axes = figure.add_subplot()
     bottoms = [0.0] * len(bars)
-    places = range(len(bars))
-    colors = _colors()
-    for name in (*COMPONENTS, "context and gaps"):
+    places, colors = range(len(bars)), colormaps["tab20"]
+    for number, name in enumerate((*COMPONENTS, "context and gaps")):
         heights = [parts.get(name, 0) / _GIB for _, parts, _ in bars]
         if any(heights):
-            axes.bar(places, heights, 0.6, bottoms, label=name, color=colors[name])
+            axes.bar(places, heights, 0.6, bottoms, label=name, color=colors(number / 20))
             bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
     for place, (_, _, capacity) in zip(places, bars, strict=True):
         if capacity:
@@ -92,11 +80,3 @@ def _bars(report: MemoryPlan) -> list[tuple[str, dict[str, int], int]]:
 
 def _parts(peak: Peak | None, reserve: int) -> dict[str, int]:
     return {} if peak is None else {**peak.parts, "context and gaps": reserve}
-
-
-def _colors() -> dict[str, object]:
-    from matplotlib import colormaps
-
-    names = (*COMPONENTS, "context and gaps")
-    table = colormaps["tab20"]
-    return {name: table(index / 20) for index, name in enumerate(names)}

@@ -16,14 +16,10 @@ from ..packing.settings import CodecSettings
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Expert parameters that differ in nothing but their layer.
+    """Expert parameters that differ in nothing but their layer, which `pattern` has as `*`.
 
-    Attributes:
-        pattern: Their name with `*` for the layer.
-        params: The parameters, in the model's order.
-        packed_nbytes: Bytes of all of them packed, statistics included; their bytes now where they
-            are skipped.
-        skipped: The entry of llm_int8_skip_modules that leaves them as they are.
+    `packed_nbytes` includes statistics, and is the bytes now where `skipped`, an entry of
+    llm_int8_skip_modules, leaves the parameters as they are.
     """
 
     pattern: str
@@ -39,16 +35,9 @@ class ParamGroup:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that `dump` prints.
+    """Everything that `dump` prints of a model, packed as `kind`: "nf4", "fp4" or "int8".
 
-    Attributes:
-        source: What the person named.
-        layout: What the detector found.
-        kind: The packed type, "nf4", "fp4" or "int8".
-        double_quant: Whether the statistics are quantized as well.
-        groups: The expert parameters, grouped.
-        exclude_modules: What PEFT must leave alone once the experts are packed.
-        target_parameters: What PEFT must be told to put LoRA on the experts.
+    The last two are what PEFT must leave alone once experts are packed, and put LoRA on.
     """
 
     source: source.Source
@@ -68,17 +57,9 @@ class Findings:
 def inspect_model(
     model: str, *, kind: str | None, double_quant: bool | None, trust_remote_code: bool
 ) -> Findings:
-    """Build `model` on the meta device, and detect its experts.
+    """Build `model`, as `build.resolve` takes it, on the meta device, and detect its experts.
 
-    Args:
-        model: As `source.resolve` takes it.
-        kind: Packed type; None is what the model's or trainer's file says, else nf4.
-        double_quant: The same; None is what that file says, else True.
-        trust_remote_code: Run model code that the checkpoint brings.
-
-    Raises:
-        CheckpointError: There is no such model, or it cannot be built.
-        ConfigError: Its quantization settings cannot be followed.
+    Where `kind` or `double_quant` is None, its file or the trainer's decides, else nf4 and True.
     """
     named = source.resolve(model, trust_remote_code=trust_remote_code)
     settings = named.settings or CodecSettings("nf4", double_quant=True)

@@ -12,11 +12,7 @@ from ..layout import name_pattern
 
 
 def draw(report: VerifyReport, file: Path) -> None:
-    """Write one map for each kind of expert weight: layers down, experts across, error in colour.
-
-    Raises:
-        CheckpointError: No expert weights were compared.
-    """
+    """Write one map of errors for each kind of expert weight: layers down, experts across."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

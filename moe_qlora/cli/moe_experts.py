@@ -1,7 +1,7 @@
 """`axolotl moe-experts config.yml`: `moe-qlora dump` among axolotl's own subcommands.
 
-axolotl finds it by its entry point and asks for a command of click, which it brings; typer has a
-click of its own.
+axolotl finds it by its entry point and asks for a command of click, which it brings; typer
+brings another click.
 """
 
 from __future__ import annotations

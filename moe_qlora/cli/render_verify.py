@@ -12,7 +12,7 @@ from .render import table
 
 
 def show(report: VerifyReport, out: Console) -> None:
-    """Print the verdict, the warnings, and the errors of packing where they are known."""
+    """Print whether the folder is whole, the warnings, and the errors of packing where known."""
     for warning in report.warnings:
         out.print(f"[yellow]warning:[/] {escape(warning)}")
     for problem in report.problems:

@@ -70,10 +70,8 @@ class BlockCopy:
     """A runnable copy of `block`.
 
     The arguments are those of `best_trace`. Members are always on meta in the copy, and so is
-    every weight outside the block: a block that refers back to its parent must not copy them.
-
-    Raises:
-        Exception: Whatever `copy.deepcopy` raises on a module that cannot be copied.
+    every weight outside the block: a block that refers back to its parent must not copy them. A
+    module that cannot be copied raises what `copy.deepcopy` raises.
     """
 
     def __init__(
@@ -145,11 +143,7 @@ class BlockCopy:
     def run(self, *args: Any) -> Trace:
         """Call the copy's forward while it is watched; a failure ends the trace."""
         watch = BlockTrace(self._weights, self.generator)
-        for argument in args:
-            if isinstance(argument, torch.Tensor):
-                watch.mark_input(argument)
-        for router in self._routers:
-            watch.mark_router(router)
+        watch.follow(args, self._routers)
         try:
             # What a foreign forward prints is not this program's output. The redirection is the
             # process's: one at a time, or another thread would restore what it saw meanwhile.

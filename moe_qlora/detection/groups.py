@@ -14,17 +14,10 @@ from .tree import Leaf, Node, common_ancestor
 
 @dataclass(eq=False, slots=True)
 class ExpertGroup:
-    """Parameters of one module, or of sibling modules, that may be one set of experts.
+    """Members, parameters of one module or of siblings, that may be one set of experts.
 
-    Attributes:
-        block: The lowest module that holds the members and their router.
-        router: What most likely chooses among the experts.
-        members: The parameters.
-        counts: E of each member.
-        axes: The dimension of each member that counts experts.
-        chain: How one expert's matrices chain; None where they do not.
-        exact: Whether `router` gives exactly E scores.
-        alternatives: All possible routers, likeliest first.
+    `block` is the lowest module that holds them and the router that most likely chooses among
+    them; `counts` has E of each member, and `axes` its dimension that counts experts.
     """
 
     block: Node
@@ -32,9 +25,9 @@ class ExpertGroup:
     members: list[Leaf]
     counts: list[int]
     axes: list[int]
-    chain: Chain | None = None
-    exact: bool = True
-    alternatives: tuple[RouterCandidate, ...] = ()
+    chain: Chain | None = None  # how one expert's matrices chain; None where they do not
+    exact: bool = True  # the router gives exactly E scores
+    alternatives: tuple[RouterCandidate, ...] = ()  # all possible routers, likeliest first
 
     @property
     def hidden_sizes(self) -> list[int]:
@@ -182,7 +175,7 @@ def _routers(
         return [c for c in exact if c.width in sizes and depth - c.block.depth <= 2], True
     if exact:
         return exact, True
-    # More scores than matrices: one rank's share of the experts, or choices that are not experts.
+    # More scores than matrices: one rank's share of the experts, or scores of other things.
     near = [
         c for c in index.candidates(parameter, None, climb=2) if c.strong and c.num_choices > count
     ]

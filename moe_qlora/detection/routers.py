@@ -15,15 +15,12 @@ MAX_CLIMB = 3
 
 @dataclass(frozen=True, slots=True)
 class RouterCandidate:
-    """A matrix that could produce a score for each of E experts.
+    """A matrix that could score each of E experts: it reads `width` and gives `num_choices`.
 
-    Attributes:
-        leaf: The matrix: an nn.Linear's weight, a bare parameter `(E, D)` or `(D, E)`, or a buffer.
-        num_choices: How many scores it gives.
-        width: D, the size that it reads.
-        strong: Whether its place alone makes it a likely router: a Linear, or a bare matrix
-            outside the module that owns the experts (there, `(E, out)` is a bias as often).
-        block: The lowest module that holds both the matrix and the expert parameter.
+    It is an nn.Linear's weight, a bare parameter `(E, D)` or `(D, E)`, or a buffer. `block` is the
+    lowest module that holds both it and the expert parameter. It is `strong` where its place alone
+    makes it a likely router: a Linear, or a bare matrix outside the module that owns the experts
+    (there, `(E, out)` is a bias as often).
     """
 
     leaf: Leaf

@@ -29,11 +29,7 @@ from .tree import Leaf, common_ancestor
 class Classification:
     """What was decided of one tensor: an expert parameter, or why it is not one.
 
-    Attributes:
-        leaf: The tensor.
-        expert: The expert parameter that it is; None for all others.
-        rejection: Why it is not an expert parameter.
-        router: What chooses among its experts; None for shared experts, which always run.
+    `router` chooses among its experts; it is None for shared experts, which always run.
     """
 
     leaf: Leaf
@@ -267,8 +263,8 @@ class _Classifier:
         sizes = group.hidden_sizes
         others = group.alternatives if group.exact else ()
         routers = [group.router.leaf, *(router.leaf for router in others)]
-        choices = group.router.num_choices
-        trace = best_trace(group.block, group.members, self.leaves, sizes, choices, routers)
+        count = group.router.num_choices
+        trace = best_trace(group.block, group.members, self.leaves, sizes, count, routers)
         if not trace.contractions:
             # Orientation can still be seen on the owners alone; whether a router chooses cannot.
             nodes = (leaf.node for leaf in group.members)

@@ -69,7 +69,7 @@ class Chain:
 def find_chain(matrices: Sequence[Matrix], hidden_hints: Iterable[int] = ()) -> Chain | None:
     """Return how two or more matrices chain; None where they do not.
 
-    `hidden_hints` are sizes that are the hidden size for sure (the router's input); they settle
+    `hidden_hints` are sizes that are the hidden size for sure (the router's input); they tell
     which of two sizes is which.
     """
     if len(matrices) < 2 or any(min(m.rows, m.cols) < 2 for m in matrices):

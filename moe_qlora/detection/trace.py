@@ -12,6 +12,7 @@ between the two:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,26 +49,15 @@ Upstream = frozenset[tuple[int, bool]]
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """One product of an activation with a weight, or with a slice of it.
-
-    Attributes:
-        weight: Key of the weight.
-        axis: Dimension of the whole weight that was summed over; None where its strides no longer
-            tell.
-        size: How many elements were summed over.
-        others: Size of the slice's other matrix dimension (what came out).
-        upstream: Weights that the activation was computed from.
-        ranked: Sizes along which something was ranked on the way to the activation.
-        picked: Whether the activation's rows were picked by the router's scores.
-    """
+    """One product of an activation with a weight, by its key, or with a slice of it."""
 
     weight: int
-    axis: int | None
-    size: int
-    others: int
-    upstream: Upstream
-    ranked: frozenset[int] = frozenset()
-    picked: bool = False
+    axis: int | None  # dimension of the whole weight that was summed over; None: unknown by strides
+    size: int  # elements summed over
+    others: int  # size of the slice's other matrix dimension (what came out)
+    upstream: Upstream  # weights that the activation was computed from
+    ranked: frozenset[int] = frozenset()  # sizes along which something was ranked on its way
+    picked: bool = False  # its rows were picked by the router's scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +70,10 @@ class Ranking:
 
 @dataclass(slots=True)
 class Trace:
-    """What one run showed.
+    """What one run showed: whether the forward completed, or the error, and what it computed.
 
-    Attributes:
-        contractions: Products of activations with weights, in order.
-        rankings: What was ranked or normalized.
-        applied: Keys of weights whose slices were summed into one matrix that was then multiplied
-            by an activation.
-        completed: Whether the forward returned.
-        error: What it raised.
+    `applied` are the keys of weights whose slices were summed into one matrix that was then
+    multiplied by an activation.
     """
 
     contractions: list[Contraction] = field(default_factory=list)
@@ -164,13 +149,12 @@ class BlockTrace(TorchDispatchMode):
             axes = _axes_by_stride(weight, list(range(weight.dim())))
             self._origins[weight] = _Origin(key, axes)
 
-    def mark_input(self, tensor: torch.Tensor) -> None:
-        """Follow what is computed from a tensor as depending on the input."""
-        self._histories[tensor] = _History(from_input=True)
-
-    def mark_router(self, tensor: torch.Tensor) -> None:
-        """Follow what is computed from a tensor as a router's scores."""
-        self._histories[tensor] = _History(scores=True)
+    def follow(self, inputs: Any, routers: Sequence[torch.Tensor]) -> None:
+        """Follow what is computed from the block's inputs, and from weights of routers."""
+        for tensor in _tensors(inputs):
+            self._histories[tensor] = _History(from_input=True)
+        for router in routers:
+            self._histories[router] = _History(scores=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
