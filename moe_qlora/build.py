@@ -60,13 +60,20 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
-def resolve(model: str, *, trust_remote_code: bool = False) -> Source:
-    """Find the configuration that `model` names.
+def resolve(
+    model: str | Path | PretrainedConfig | Source, *, trust_remote_code: bool = False
+) -> Source:
+    """Find the configuration that `model` names, or is.
 
     Raises:
         CheckpointError: There is none, it is damaged, or transformers does not know it.
         ConfigError: Its quantization settings, or a trainer's, cannot be followed.
     """
+    if isinstance(model, Source):
+        return model
+    if isinstance(model, PretrainedConfig):
+        return _with_own_settings(Source(model.name_or_path or model.model_type, model))
+    model = str(model)
     if not model.strip():
         raise CheckpointError("MODEL is empty; name a folder, a file, a model type or a hub id.")
     path = Path(model).expanduser()
@@ -108,11 +115,6 @@ def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
                 f"{source.label}: transformers cannot build a model of type {config.model_type!r} "
                 f"from this configuration ({type(error).__name__}: {_first_line(error)})."
             ) from error
-
-
-def of_config(config: PretrainedConfig) -> Source:
-    """Return the source that a configuration is."""
-    return _with_own_settings(Source(config.name_or_path or config.model_type, config))
 
 
 @contextmanager

@@ -6,9 +6,7 @@ Exit codes: 0 for success, 2 for bad input with one line on stderr; a subcommand
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,18 +20,17 @@ from .verify import verify
 
 BAD_INPUT = 2
 
-app = typer.Typer(
-    help="4-bit LoRA fine-tuning of Mixture-of-Experts models.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.command()(dump)
-app.command()(merge)
-app.command()(plan)
-app.command()(quantize)
-app.command()(verify)
+_PLAIN: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,
+}
+
+app = typer.Typer(no_args_is_help=True, **_PLAIN)
+dump_alone = typer.Typer(**_PLAIN)  # the subcommand of another program
+dump_alone.command()(dump)
+for command in (dump, merge, plan, quantize, verify):
+    app.command()(command)
 
 
 def _version(asked: bool) -> None:
@@ -52,26 +49,10 @@ def _program(
     """4-bit LoRA fine-tuning of Mixture-of-Experts models."""
 
 
-def run() -> None:
-    """Run the program on `sys.argv`; an error of this package is one line and exit code 2."""
-    with _one_line():
-        app()
-
-
-def run_dump(arguments: list[str], name: str) -> None:
-    """Run `dump` alone, as the subcommand `name` of another program."""
-    single = typer.Typer(
-        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-    )
-    single.command()(dump)
-    with _one_line():
-        single(args=arguments, prog_name=name)
-
-
-@contextmanager
-def _one_line() -> Iterator[None]:
+def run(program: typer.Typer = app, **arguments: Any) -> None:
+    """Run a program, by default on `sys.argv`; an error of ours is one line and exit code 2."""
     try:
-        yield
+        program(**arguments)
     except MoeQloraError as error:
         sys.stderr.write("error: " + " ".join(str(error).split()) + "\n")
         sys.exit(BAD_INPUT)

@@ -41,12 +41,7 @@ def dump(
 
     if as_json + peft + yaml > 1:
         raise ConfigError("--json, --peft and --yaml exclude each other; give one of them.")
-    findings = inspect_model(
-        model,
-        kind=None if quant is None else quant.value,
-        double_quant=double_quant,
-        trust_remote_code=trust_remote_code,
-    )
+    findings = inspect_model(model, quant, double_quant, trust_remote_code=trust_remote_code)
     if as_json:
         sys.stdout.write(json.dumps(render_dump.as_dict(findings), indent=2) + "\n")
     elif peft and findings.layout:

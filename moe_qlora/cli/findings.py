@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from .. import build as source
+from .. import build
 from ..detection.detect import detect
 from ..layout import ExpertParam, ModelLayout
 from ..packing.format import packed_nbytes
 from ..packing.selection import skipping_pattern
 from ..packing.settings import CodecSettings
+from .options import Quant, codec_settings
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,14 @@ class ParamGroup:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that `dump` prints of a model, packed as `kind`: "nf4", "fp4" or "int8".
+    """Everything that `dump` prints of a model.
 
     The last two are what PEFT must leave alone once experts are packed, and put LoRA on.
     """
 
-    source: source.Source
+    source: build.Source
     layout: ModelLayout
-    kind: str
-    double_quant: bool
+    settings: CodecSettings
     groups: tuple[ParamGroup, ...]
     exclude_modules: tuple[str, ...]
     target_parameters: tuple[str, ...]
@@ -55,33 +56,20 @@ class Findings:
 
 
 def inspect_model(
-    model: str, *, kind: str | None, double_quant: bool | None, trust_remote_code: bool
+    model: str, quant: Quant | None, double_quant: bool | None, *, trust_remote_code: bool
 ) -> Findings:
-    """Build `model`, as `build.resolve` takes it, on the meta device, and detect its experts.
-
-    Where `kind` or `double_quant` is None, its file or the trainer's decides, else nf4 and True.
-    """
-    named = source.resolve(model, trust_remote_code=trust_remote_code)
-    settings = named.settings or CodecSettings("nf4", double_quant=True)
-    kind = kind or settings.kind
-    double = settings.double_quant if double_quant is None else double_quant
-    codec = CodecSettings(kind, double)
-    built = source.build(named, trust_remote_code=trust_remote_code)
+    """Build `model`, as `build.resolve` takes it, on the meta device, and detect its experts."""
+    source = build.resolve(model, trust_remote_code=trust_remote_code)
+    settings = codec_settings(source.settings, quant, double_quant)
+    built = build.build(source, trust_remote_code=trust_remote_code)
     layout = detect(built)
-    groups = _groups(layout, codec, settings.skip_modules)
+    groups = _groups(layout, settings)
     packed = [param for group in groups if group.skipped is None for param in group.params]
-    return Findings(
-        named,
-        layout,
-        codec.kind,
-        codec.double_quant,
-        groups,
-        tuple(exclude_paths(built, packed)),
-        tuple(param.name for param in layout.experts if param in packed),
-    )
+    targets = tuple(param.name for param in layout.experts if param in packed)
+    return Findings(source, layout, settings, groups, exclude_paths(built, packed), targets)
 
 
-def exclude_paths(model: nn.Module, params: list[ExpertParam]) -> list[str]:
+def exclude_paths(model: nn.Module, params: list[ExpertParam]) -> tuple[str, ...]:
     """Return what `moe_qlora.exclude_modules` will give for `model` once `params` are packed.
 
     For each module that owns one of them: its own path, that of each module inside it, and those
@@ -95,29 +83,23 @@ def exclude_paths(model: nn.Module, params: list[ExpertParam]) -> list[str]:
     paths = []
     for owner, leaves in owned.items():
         inside = [path for path, _ in model.get_submodule(owner).named_modules(prefix=owner)]
-        root = f"{owner}." if owner else ""
-        lists = [f"{root}parametrizations.{leaf}" for leaf in leaves]
-        inside.append(f"{root}parametrizations")
-        inside += [path for entry in lists for path in (entry, f"{entry}.0")]
-        paths += [path for path in inside if path]
-    return paths
+        inside.append(f"{owner}.parametrizations".lstrip("."))
+        lists = [f"{inside[-1]}.{leaf}" for leaf in leaves]
+        paths += inside + [path for entry in lists for path in (entry, f"{entry}.0")]
+    return tuple(filter(None, paths))
 
 
-def _groups(
-    layout: ModelLayout, settings: CodecSettings, skip: tuple[str, ...]
-) -> tuple[ParamGroup, ...]:
-    alike: dict[tuple[object, ...], tuple[str | None, list[ExpertParam]]] = {}
+def _groups(layout: ModelLayout, settings: CodecSettings) -> tuple[ParamGroup, ...]:
+    alike: dict[tuple[Any, ...], list[ExpertParam]] = {}
     for param in layout.experts:
-        skipped = skipping_pattern(param, skip)
+        skipped = skipping_pattern(param, settings.skip_modules)
         key = (param.pattern, param.shape, param.transposed, param.role, param.dtype_name, skipped)
-        alike.setdefault(key, (skipped, []))[1].append(param)
+        alike.setdefault(key, []).append(param)
     groups = []
-    for skipped, params in alike.values():
+    for (pattern, *_, skipped), params in alike.items():
+        stays = skipped is not None
         sizes = (
-            param.nbytes
-            if skipped is not None or param.packed
-            else packed_nbytes(param.shape, settings)
-            for param in params
+            p.nbytes if stays or p.packed else packed_nbytes(p.shape, settings) for p in params
         )
-        groups.append(ParamGroup(params[0].pattern, tuple(params), sum(sizes), skipped))
+        groups.append(ParamGroup(pattern, tuple(params), sum(sizes), skipped))
     return tuple(groups)

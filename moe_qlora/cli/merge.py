@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from .options import Float, Quant, bnb_settings
+from .options import Float, Quant, Quiet, TrustRemoteCode
 
 
 def merge(
@@ -41,10 +41,8 @@ def merge(
     max_shard_size: Annotated[
         str, typer.Option(help="Of the files, where BASE is packed; else BASE's own are kept.")
     ] = "5GB",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run model code that BASE brings.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
 ) -> None:
     """Merge a LoRA adapter into its base, a few experts at a time; no model is ever loaded.
 
@@ -54,31 +52,26 @@ def merge(
 
     from ..checkpoint.merge import merge_adapter
     from ..errors import ConfigError
+    from ..packing.settings import CodecSettings
 
-    if quant is not None and not like_training:
-        raise ConfigError("--quant goes with --like-training; give both, or neither.")
+    config = None
+    if quant is not None:
+        if not like_training:
+            raise ConfigError("--quant goes with --like-training; give both, or neither.")
+        if double_quant and quant is Quant.int8:
+            raise ConfigError("--double-quant is for nf4 and fp4; leave it out with int8.")
+        config = CodecSettings(quant.value, double_quant, skip_modules=tuple(skip or ()))
+    elif double_quant or skip:
+        raise ConfigError("--double-quant and --skip go with --quant; give the packed type.")
     report = merge_adapter(
         base,
         adapter,
         out,
-        dtype=None if dtype is None else getattr(torch, dtype.value),
+        dtype=dtype and getattr(torch, dtype),
         like_training=like_training,
-        quantization_config=_config(quant, double_quant, skip),
+        quantization_config=config and config.bnb_fields(),
         max_shard_size=max_shard_size,
         trust_remote_code=trust_remote_code,
         progress=not quiet,
     )
     sys.stdout.write(f"{report}\n")
-
-
-def _config(quant: Quant | None, double_quant: bool, skip: list[str] | None) -> Any:
-    """Return the settings that the options stand for; None without `--quant`."""
-    from ..errors import ConfigError
-
-    if quant is None:
-        if double_quant or skip:
-            raise ConfigError("--double-quant and --skip go with --quant; give the packed type.")
-        return None
-    if double_quant and quant is Quant.int8:
-        raise ConfigError("--double-quant is for nf4 and fp4; leave it out with int8.")
-    return bnb_settings(quant, double_quant, skip)

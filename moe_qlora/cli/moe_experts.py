@@ -17,6 +17,6 @@ import click
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def moe_experts(arguments: tuple[str, ...]) -> None:
     """Show every expert parameter of the model that an axolotl file names."""
-    from .app import run_dump
+    from .app import dump_alone, run
 
-    run_dump(list(arguments), "axolotl moe-experts")
+    run(dump_alone, args=list(arguments), prog_name="axolotl moe-experts")

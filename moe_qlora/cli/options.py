@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from ..packing.settings import CodecSettings
 
-class Quant(StrEnum):
-    """The packed types that `--quant` takes."""
-
-    nf4 = "nf4"
-    fp4 = "fp4"
-    int8 = "int8"
-
-
-class Float(StrEnum):
-    """The dtypes that `--dtype` and `--compute-dtype` take."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
+Quant = StrEnum("Quant", ["nf4", "fp4", "int8"])  # packed types
+Float = StrEnum("Float", ["bfloat16", "float16", "float32"])
+Color = StrEnum("Color", ["auto", "always", "never"])
 
 
-class Color(StrEnum):
-    """When to colour."""
+def codec_settings(
+    own: CodecSettings | None, quant: Quant | None, double_quant: bool | None
+) -> CodecSettings:
+    """Return MODEL's own settings, else nf4 with double quantization, with what the options say."""
+    import torch
 
-    auto = "auto"
-    always = "always"
-    never = "never"
+    from ..packing.settings import CodecSettings
 
-
-def bnb_settings(quant: Quant, double_quant: bool, skip: list[str] | None) -> dict[str, Any]:
-    """Return the arguments of the `BitsAndBytesConfig` that the options stand for."""
-    settings: dict[str, Any] = {"load_in_8bit": True}
-    if quant is not Quant.int8:
-        settings = {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": quant.value,
-            "bnb_4bit_use_double_quant": double_quant,
-        }
-    if skip:
-        settings["llm_int8_skip_modules"] = skip
-    return settings
+    default = CodecSettings("nf4", True, compute_dtype=torch.bfloat16)
+    own = own or default
+    double = own.double_quant if double_quant is None else double_quant
+    if own.kind == "int8":  # whose storage is not for 4-bit codes
+        default = replace(default, skip_modules=own.skip_modules)
+        own = own if quant is None else default
+    return replace(own, kind=own.kind if quant is None else quant.value, double_quant=double)
 
 
 Model = Annotated[
@@ -63,7 +50,8 @@ ModelDoubleQuant = Annotated[
     ),
 ]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run model code that MODEL brings.")
+    bool, typer.Option("--trust-remote-code", help="Run model code that the checkpoint brings.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]
 Colored = Annotated[Color, typer.Option("--color", help="When to colour.")]

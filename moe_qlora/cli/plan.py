@@ -9,10 +9,18 @@ from typing import Annotated
 
 import typer
 
-from .options import Color, Colored, Json, Model, ModelDoubleQuant, ModelQuant, TrustRemoteCode
+from .options import (
+    Color,
+    Colored,
+    Json,
+    Model,
+    ModelDoubleQuant,
+    ModelQuant,
+    TrustRemoteCode,
+    codec_settings,
+)
 
 DOES_NOT_FIT = 4
-
 
 Gpus = Annotated[str | None, typer.Option(help="Devices: 24GiB, 2x24GiB, or 24GiB,2x48GiB.")]
 Targets = Annotated[
@@ -52,16 +60,17 @@ def plan(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 4 where it does not fit
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
     """
+    from .. import build
     from ..memory.plan import plan as plan_memory
-    from ..memory.source import with_packing
     from . import chart as charts
     from . import render, render_plan
 
     if chart is not None:
         charts.check(chart)
+    source = build.resolve(model, trust_remote_code=trust_remote_code)
     report = plan_memory(
-        model,
-        with_packing(None if quant is None else quant.value, double_quant),
+        source,
+        codec_settings(source.settings, quant, double_quant),
         gpus=gpus,
         batch=batch,
         seq=seq,

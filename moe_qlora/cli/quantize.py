@@ -8,16 +8,9 @@ from typing import Annotated
 
 import typer
 
-from .options import Float, Quant, bnb_settings
+from .options import Float, Quant, Quiet, TrustRemoteCode
 
-
-class Storage(StrEnum):
-    """What `--storage` takes."""
-
-    uint8 = "uint8"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
+Storage = StrEnum("Storage", ["uint8", "bfloat16", "float16", "float32"])
 
 
 def quantize(
@@ -43,10 +36,8 @@ def quantize(
         str | None, typer.Option(help="Where to pack; default: a GPU where there is one.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of the files of DST.")] = "5GB",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run model code that SRC brings.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
 ) -> None:
     """Pack a checkpoint without ever holding the model; an interrupted run goes on where it was.
 
@@ -55,16 +46,20 @@ def quantize(
     import torch
 
     from ..checkpoint.quantize import quantize_checkpoint
+    from ..packing.settings import CodecSettings
 
-    settings = bnb_settings(quant, double_quant, skip)
-    if quant is not Quant.int8:
-        settings["bnb_4bit_compute_dtype"] = getattr(torch, compute_dtype.value)
-        settings["bnb_4bit_quant_storage"] = getattr(torch, storage.value)
+    settings = CodecSettings(
+        quant.value,
+        double_quant,
+        getattr(torch, storage),
+        getattr(torch, compute_dtype),
+        skip_modules=tuple(skip or ()),
+    )
     manifest = quantize_checkpoint(
         src,
         dst,
-        settings,
-        dtype=None if dtype is None else getattr(torch, dtype.value),
+        settings.bnb_fields(),
+        dtype=dtype and getattr(torch, dtype),
         device=device,
         max_shard_size=max_shard_size,
         progress=None if quiet else sys.stderr.isatty(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console, Group
@@ -14,6 +15,8 @@ from rich.table import Table
 from ..layout import ExpertParam, human_bytes, name_pattern
 from .findings import Findings, ParamGroup
 from .render import table
+
+_LISTS = ("target_parameters", "exclude_modules")
 
 
 def orientation(param: ExpertParam) -> str:
@@ -66,11 +69,11 @@ def show(findings: Findings, out: Console, *, why: bool = False) -> None:
 
 def as_dict(findings: Findings) -> dict[str, Any]:
     """Return everything, for `json.dumps`; sizes in bytes."""
-    layout = findings.layout
+    layout, settings = findings.layout, findings.settings
     return {
         "model": findings.source.label,
         "model_type": findings.source.config.model_type,
-        "quantization": {"kind": findings.kind, "double_quant": findings.double_quant},
+        "quantization": {"kind": settings.kind, "double_quant": settings.double_quant},
         "totals": {
             "parameters": len(layout),
             "nbytes": layout.nbytes,
@@ -125,24 +128,18 @@ def _group_as_dict(group: ParamGroup) -> dict[str, Any]:
 def as_python(findings: Findings) -> str:
     """Return keyword arguments of a `LoraConfig`, with runs of layers folded into ranges."""
     lines = ["# LoraConfig(..., for experts packed by moe_qlora"]
-    for name, entries in _lists(findings):
-        lines += [f"{name}=[", *(f"    {item}," for item in _folded(entries)), "],"]
+    for name in _LISTS:
+        items = _folded(getattr(findings, name))
+        lines += [f"{name}=[", *(f"    {item}," for item in items), "],"]
     return "\n".join(lines) + "\n"
 
 
 def as_yaml(findings: Findings) -> str:
     """Return the keys that axolotl-style trainers read, every name in full."""
     lines = ["# for experts packed by moe_qlora"]
-    for name, entries in _lists(findings):
-        lines += [f"lora_{name}:", *(f"  - {entry}" for entry in entries)]
+    for name in _LISTS:
+        lines += [f"lora_{name}:", *(f"  - {entry}" for entry in getattr(findings, name))]
     return "\n".join(lines) + "\n"
-
-
-def _lists(findings: Findings) -> list[tuple[str, tuple[str, ...]]]:
-    return [
-        ("target_parameters", findings.target_parameters),
-        ("exclude_modules", findings.exclude_modules),
-    ]
 
 
 def _folded(names: tuple[str, ...]) -> list[str]:
@@ -150,37 +147,27 @@ def _folded(names: tuple[str, ...]) -> list[str]:
     by_layer: dict[str, list[int]] = {}
     items = []
     for name in names:
-        numbers = re.search(r"^(.*?\.)(\d+)(\..*)$", name)
-        if numbers is None:
+        parts = re.search(r"^(.*?\.)(\d+)(\..*)$", name)
+        if parts is None:
             items.append(repr(name))
         else:
-            head, number, tail = numbers.groups()
+            head, number, tail = parts.groups()
             by_layer.setdefault(f"{head}{{i}}{tail}", []).append(int(number))
     for template, layers in by_layer.items():
-        for first, last in _runs(sorted(layers)):
-            if last == first + 1:
-                items.append(repr(template.replace("{i}", str(first))))
+        # Layers of one run are as far from their places as each other.
+        for _, run in groupby(enumerate(sorted(layers)), lambda pair: pair[1] - pair[0]):
+            numbers = [layer for _, layer in run]
+            if len(numbers) == 1:
+                items.append(repr(template.replace("{i}", str(numbers[0]))))
             else:
-                items.append(f'*[f"{template}" for i in range({first}, {last})]')
+                items.append(f'*[f"{template}" for i in range({numbers[0]}, {numbers[-1] + 1})]')
     return items
 
 
-def _runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """Return runs of consecutive numbers as (first, last + 1)."""
-    runs = [(numbers[0], numbers[0] + 1)]
-    for number in numbers[1:]:
-        first, end = runs[-1]
-        if number == end:
-            runs[-1] = (first, end + 1)
-        else:
-            runs.append((number, number + 1))
-    return runs
-
-
 def _table(findings: Findings) -> Table:
-    nested = ", double quantization" if findings.double_quant else ""
+    nested = ", double quantization" if findings.settings.double_quant else ""
     rows = table(
-        f"{escape(findings.source.label)}: experts packed as {findings.kind}{nested}",
+        f"{escape(findings.source.label)}: experts packed as {findings.settings.kind}{nested}",
         ("parameter", "count", "shape", "layout", "role", "dtype", "now", "packed"),
         right=("count", "now", "packed"),
     )

@@ -12,6 +12,7 @@ from ..layout import human_bytes, name_pattern
 from ..memory.budget import DeviceUse
 from ..memory.devices import CONTEXT_BYTES, FRAGMENTATION
 from ..memory.report import MemoryPlan
+from .render import table
 
 _BAR = 24
 
@@ -49,27 +50,25 @@ def show(report: MemoryPlan, out: Console) -> None:
 
 
 def _table(report: MemoryPlan) -> Table:
-    table = Table(title=f"{escape(report.label)}: memory in training, on one device")
-    table.add_column("component")
-    table.add_column("at most", justify="right", no_wrap=True)
-    table.add_column("at the peak", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    rows = table(
+        f"{escape(report.label)}: memory in training, on one device",
+        ("component", "at most", "at the peak", ""),
+        right=("at most", "at the peak"),
+    )
     for name, most, now in report.rows():
         share = "#" * round(_BAR * now / report.peak.nbytes)
-        table.add_row(name, human_bytes(most), human_bytes(now) if now else "-", share)
-    table.add_section()
-    table.add_row("sum", "", human_bytes(report.peak.nbytes), "")
-    return table
+        rows.add_row(name, human_bytes(most), human_bytes(now) if now else "-", share)
+    rows.add_section()
+    rows.add_row("sum", "", human_bytes(report.peak.nbytes), "")
+    return rows
 
 
 def _devices(report: MemoryPlan, out: Console) -> None:
-    table = Table(title="Devices")
-    for heading in ("device", "size", "weights", "at the peak", "with reserve", "fits", "blocks"):
-        right = heading in ("size", "weights", "at the peak", "with reserve")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=right)
+    numbers = ("size", "weights", "at the peak", "with reserve")
+    rows = table("Devices", ("device", *numbers, "fits", "blocks"), right=numbers)
     for use in report.devices:
         full = f"{use.needed / use.capacity:.0%}"
-        table.add_row(
+        rows.add_row(
             str(use.index),
             human_bytes(use.capacity),
             human_bytes(use.weights),
@@ -78,38 +77,28 @@ def _devices(report: MemoryPlan, out: Console) -> None:
             "[green]yes[/]" if use.fits else "[red]no[/]",
             escape(_blocks(use)),
         )
-    out.print(table)
+    out.print(rows)
     if report.fits:
         out.print("[green]It fits.[/]")
     elif all(use.fits for use in report.devices):
         out.print("[red]It would train, but does not fit while it is loaded.[/]")
     else:
         out.print("[red]It does not fit.[/]")
-    if report.largest_seq is not None:
-        out.print(_largest(report))
-    if report.hints:
-        out.print(_hints(report))
-
-
-def _largest(report: MemoryPlan) -> str:
     settings = report.settings
-    if not report.largest_seq:
-        return "No sequence fits, however short."
-    text = f"Longest sequence at batch {settings.batch}: {report.largest_seq:,} tokens"
-    return f"{text}; largest batch at {settings.seq} tokens: {report.largest_batch}."
-
-
-def _hints(report: MemoryPlan) -> Table:
-    table = Table(title="What to change, each by itself; what costs least first")
-    table.add_column("change")
-    table.add_column("setting")
-    table.add_column("saves", justify="right", no_wrap=True)
-    table.add_column("then fits")
-    for hint in report.hints:
-        table.add_row(
-            hint.what, hint.setting, human_bytes(hint.saves), "[green]yes[/]" if hint.fits else "no"
+    if report.largest_seq:
+        out.print(
+            f"Longest sequence at batch {settings.batch}: {report.largest_seq:,} tokens; largest "
+            f"batch at {settings.seq} tokens: {report.largest_batch}."
         )
-    return table
+    elif report.largest_seq == 0:
+        out.print("No sequence fits, however short.")
+    if report.hints:
+        title = "What to change, each by itself; what costs least first"
+        rows = table(title, ("change", "setting", "saves", "then fits"), right=("saves",))
+        for hint in report.hints:
+            fits = "[green]yes[/]" if hint.fits else "no"
+            rows.add_row(hint.what, hint.setting, human_bytes(hint.saves), fits)
+        out.print(rows)
 
 
 def _blocks(use: DeviceUse) -> str:
@@ -120,11 +109,7 @@ def _blocks(use: DeviceUse) -> str:
         if len(run) == 1:
             parts.append(run[0])
         else:
-            first, last = (_number(pattern, name) for name in (run[0], run[-1]))
+            place = pattern.split(".").index("*")
+            first, last = (name.split(".")[place] for name in (run[0], run[-1]))
             parts.append(f"{pattern} ({first}-{last})")
     return ", ".join(parts) or "none"
-
-
-def _number(pattern: str, name: str) -> str:
-    pairs = zip(pattern.split("."), name.split("."), strict=True)
-    return next((part for mark, part in pairs if mark == "*"), name)

@@ -42,34 +42,26 @@ def _table(report: VerifyReport) -> Table:
                 escape(error.name),
                 "1",
                 "x".join(map(str, error.shape)),
-                _percent(error.relative),
-                _percent(error.experts[error.worst]),
+                f"{error.relative:.2%}",
+                f"{error.experts[error.worst]:.2%}",
                 f"expert {error.worst}",
                 f"{error.max_abs:.3g}",
             )
     rows.add_section()
-    for pattern, errors in _linears(report).items():
+    linears: dict[str, list[WeightError]] = {}
+    for error in report.errors:
+        if not error.expert:
+            linears.setdefault(name_pattern(error.name), []).append(error)
+    for pattern, errors in linears.items():
         worst = max(errors, key=lambda error: error.relative)
         shapes = {"x".join(map(str, error.shape)) for error in errors}
         rows.add_row(
             escape(pattern),
             str(len(errors)),
             shapes.pop() if len(shapes) == 1 else "various",
-            _percent(sum(error.relative for error in errors) / len(errors)),
-            _percent(worst.relative),
+            f"{sum(error.relative for error in errors) / len(errors):.2%}",
+            f"{worst.relative:.2%}",
             escape(worst.name),
             f"{max(error.max_abs for error in errors):.3g}",
         )
     return rows
-
-
-def _linears(report: VerifyReport) -> dict[str, list[WeightError]]:
-    by_pattern: dict[str, list[WeightError]] = {}
-    for error in report.errors:
-        if not error.expert:
-            by_pattern.setdefault(name_pattern(error.name), []).append(error)
-    return by_pattern
-
-
-def _percent(value: float) -> str:
-    return f"{value:.2%}"

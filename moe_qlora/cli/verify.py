@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Color, Colored
+from .options import Color, Colored, Json, Quiet, TrustRemoteCode
 
 DAMAGED = 1
 
@@ -26,11 +26,9 @@ def verify(
         Path | None,
         typer.Option(help="With --against: draw the error by layer and expert to this PNG file."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run model code that --against brings.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")] = False,
+    as_json: Json = False,
+    trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
     color: Colored = Color.auto,
 ) -> None:
     """Check a checkpoint's files, checksums, shapes and statistics; nothing is written to it.

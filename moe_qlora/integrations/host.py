@@ -82,10 +82,7 @@ class ExpertsHost:
         from ..detection.detect import detect
 
         try:
-            if isinstance(model, (str, Path)):
-                source = build.resolve(str(model), trust_remote_code=trust_remote_code)
-            else:
-                source = build.of_config(model)
+            source = build.resolve(model, trust_remote_code=trust_remote_code)
             built = build.build(source, trust_remote_code=trust_remote_code)
         except CheckpointError:
             return

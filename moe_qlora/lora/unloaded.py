@@ -37,10 +37,7 @@ def blank_packed_model(
             f"model is a {type(model).__name__}: give a built nn.Module or, of a model that is not "
             "loaded yet, its folder, hub id or configuration."
         )
-    if isinstance(model, PretrainedConfig):
-        source = build.of_config(model)
-    else:
-        source = build.resolve(str(model), trust_remote_code=trust_remote_code)
+    source = build.resolve(model, trust_remote_code=trust_remote_code)
     asked = quantization_config or getattr(source.config, "quantization_config", None)
     if asked is None:
         raise ConfigError(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .devices import Span, partition, reserve_nbytes
+from .devices import partition, reserve_nbytes
 from .optimizer import optimizer_nbytes
 
 LIBRARY_BYTES = 64 << 20
@@ -172,31 +172,30 @@ class StepBudget:
         moments = list(self._moments(first, last))
         every = [self._parts(moment) for moment in moments]
         largest = {name: max(parts.get(name, 0) for parts in every) for name in COMPONENTS}
-        index = max(range(len(moments)), key=lambda i: _total(moments[i]))
-        activity, phase, *_ = moments[index]
+        highest = max(moments, key=_total)
+        activity, phase, *_ = highest
         block = "" if activity is None else activity.name
+        parts = self._parts(highest) | fixed
         return Peak(
-            nbytes=sum(fixed.values()) + _total(moments[index]),
+            nbytes=sum(parts.values()),
             moment=f"{phase} of {block}" if block else "the optimizer's step",
             block=block,
-            parts={name: fixed.get(name, every[index].get(name, 0)) for name in COMPONENTS},
+            parts={name: parts.get(name, 0) for name in COMPONENTS},
             largest=largest | fixed,
             paged=sum(state.paged for state in self._states[first:last]),
         )
 
     def spread(self, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
         """Return the blocks spread by `partition` over devices of these bytes."""
-        spans: tuple[Span, ...] = (Span(0, 0, len(self.groups)),)
+        spans = [(0, len(self.groups))]
         if len(capacities) > 1:
             spans = partition(len(self.groups), capacities, self.nbytes)
-        by_device = {span.device: span for span in spans}
         uses = []
         for index, capacity in enumerate(capacities):
-            span = by_device.get(index, Span(index, 0, 0))
-            blocks = [block for group in self.groups[span.first : span.last] for block in group]
-            peak = self.peak(span.first, span.last) if blocks else None
+            first, last = spans[index] if index < len(spans) else (0, 0)
+            names = tuple(block.name for group in self.groups[first:last] for block in group)
+            peak = self.peak(first, last) if names else None
             reserve = 0 if peak is None else reserve_nbytes(peak.nbytes)
-            names = tuple(block.name for block in blocks)
             uses.append(DeviceUse(index, capacity, peak, reserve, names))
         return tuple(uses)
 

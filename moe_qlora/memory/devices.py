@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 
 from ..layout import parse_bytes
 
@@ -17,16 +17,8 @@ FRAGMENTATION = 0.04
 _COUNTED = re.compile(r"(\d+)\s*[xX*]\s*(.+)")
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of a device in words, as `parse_bytes` does; it must have some."""
-    size = parse_bytes(text)
-    if size <= 0:
-        raise ValueError(f"{text!r} is no size of a device; it must be over 0")
-    return size
-
-
 def exact_size(nbytes: int) -> str:
-    """Return the shortest text that `parse_size` reads as so many bytes, such as "24GiB"."""
+    """Return the shortest text that `parse_bytes` reads as so many bytes, such as "24GiB"."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes % size == 0:
             return f"{nbytes // size}{unit}"
@@ -42,10 +34,13 @@ def parse_devices(text: str) -> tuple[int, ...]:
     sizes: list[int] = []
     for part in text.split(","):
         counted = _COUNTED.fullmatch(part.strip())
-        count = 1 if counted is None else int(counted[1])
+        count, one = (1, part) if counted is None else (int(counted[1]), counted[2])
         if not 1 <= count <= 1024:
             raise ValueError(f"{part.strip()!r} asks for {count} devices; give 1 to 1024")
-        sizes += [parse_size(part if counted is None else counted[2])] * count
+        size = parse_bytes(one)
+        if size <= 0:
+            raise ValueError(f"{one!r} is no size of a device; it must be over 0")
+        sizes += [size] * count
     return tuple(sizes)
 
 
@@ -54,24 +49,15 @@ def reserve_nbytes(peak: int) -> int:
     return CONTEXT_BYTES + int(peak * FRAGMENTATION)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The consecutive blocks [first, last) on one device."""
-
-    device: int
-    first: int
-    last: int
-
-
 def partition(
     count: int, capacities: Sequence[int], load: Callable[[int, int], int]
-) -> tuple[Span, ...]:
+) -> list[tuple[int, int]]:
     """Spread blocks 0 .. count - 1 over devices, in order, so that the fullest is least full.
 
     How full a device is, is its load over its capacity. Devices stay empty, the last ones first,
     only where there are fewer blocks than devices. `load` gives the bytes of the blocks
-    [first, last) on one device, and must not fall when a block is added. Returns a span for each
-    device that got a block.
+    [first, last) on one device, and must not fall when a block is added. Returns (first, last) for
+    each device that got a block.
     """
     devices = min(len(capacities), count)
     # best[d][n]: how full the fullest of the first d devices is that hold the first n blocks
@@ -87,10 +73,7 @@ def partition(
                 value = max(best[device - 1][first], full)
                 if value < best[device][last]:
                     best[device][last], cut[device][last] = value, first
-    spans: list[Span] = []
-    last = count
+    ends = [count]
     for device in range(devices, 0, -1):
-        first = cut[device][last]
-        spans.append(Span(device - 1, first, last))
-        last = first
-    return tuple(reversed(spans))
+        ends.append(cut[device][ends[-1]])
+    return list(pairwise(reversed(ends)))

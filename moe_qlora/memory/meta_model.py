@@ -53,6 +53,7 @@ class MetaModel:
     packed: tuple[str, ...]  # Full names of the packed expert weights
     linears: tuple[str, ...]  # Full names of the packed Linear layers
     kind: str | None  # The packed type, None where nothing is packed
+    nested: bool  # Whether 4-bit statistics are quantized as well
     blocks: tuple[Block, ...]
 
 
@@ -126,16 +127,25 @@ def pack(model: Any, config: Any, *, linears: bool) -> MetaModel:
         if linears and hasattr(model, "all_tied_weights_keys"):
             _pack_linears(model, config, settings)
     packed = [f"{name}.{leaf}".lstrip(".") for name, _, leaf in parametrize.iter_packed(model)]
-    packed_linears = [
-        name for name, part in model.named_modules() if parametrize.is_packed_linear(part)
-    ]
-    kinds = {weight.kind for _, weight in _packed_experts(model)}
-    kinds |= {_linear_kind(model.get_submodule(name)) for name in packed_linears}
-    kind = next(iter(sorted(kinds)), None)
+    linear_modules = {
+        name: part for name, part in model.named_modules() if parametrize.is_packed_linear(part)
+    }
+    weights = [weight for _, weight in _packed_experts(model)]
+    kinds = {weight.kind for weight in weights} | set(map(_linear_kind, linear_modules.values()))
+    kind = min(kinds, default=None)
+    states = [getattr(part.weight, "quant_state", None) for part in linear_modules.values()]
+    nested = any(weight.nested is not None for weight in weights)
     model.is_loaded_in_8bit = kind == "int8"
     model.is_loaded_in_4bit = kind is not None and kind != "int8"
     return MetaModel(
-        model, model, layout, tuple(packed), tuple(packed_linears), kind, blocks_of(model)
+        model,
+        model,
+        layout,
+        tuple(packed),
+        tuple(linear_modules),
+        kind,
+        nested or any(state is not None and state.nested for state in states),
+        blocks_of(model),
     )
 
 
@@ -295,11 +305,6 @@ def is_packed(model: nn.Module) -> bool:
     return next(parametrize.iter_packed(model), None) is not None or any(
         parametrize.is_packed_linear(module) for module in model.modules()
     )
-
-
-def is_nested(meta: MetaModel) -> bool:
-    """Whether the statistics of a model that came packed are quantized as well."""
-    return any(weight.nested is not None for _, weight in _packed_experts(meta.base))
 
 
 def loaded_together(meta: MetaModel) -> Iterator[tuple[list[tuple[int, ...]], int]]:

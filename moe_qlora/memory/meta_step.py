@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -168,15 +168,14 @@ def run_meta_step(
     batch: int,
     seq: int,
     experts: int = 1,
-    every_layer: bool = False,
 ) -> tuple[Activity, ...]:
     """Run one training step on meta, and return what each block does, in running order.
 
     The model has adapters and is in training mode; `blocks` are the modules that a device map
     places whole, `trained` the bytes of their trained parameters, and `experts` how many experts
-    the model chooses among. `every_layer` runs blocks that are alike, too.
+    the model chooses among.
     """
-    groups = [] if every_layer else _alike(blocks)
+    groups = _alike(blocks)
     ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
     grad_anchor = torch.zeros((), device="meta", requires_grad=True)
     model.zero_grad(set_to_none=True)
@@ -265,66 +264,41 @@ def _passthroughs(
     blocks: dict[str, nn.Module], groups: list[list[str]], grad_anchor: Tensor
 ) -> Iterator[None]:
     """Let all blocks of a group but its first and its last hand their hidden states on."""
-    handles = []
-    own_forwards: list[tuple[nn.Module, Any]] = []
-    for first, *middle, _ in groups:
-        output: list[Any] = []
-        hook = _remember_output(output)
-        handles.append(blocks[first].register_forward_hook(hook, with_kwargs=True))
-        for module in (blocks[name] for name in middle):
-            own_forwards.append((module, module.__dict__.get("forward")))
-            set_forward(module, _passthrough_forward(output, grad_anchor))
-    try:
+    with ExitStack() as undo:
+        for first, *middle, _ in groups:
+            like = _Like(grad_anchor)
+            handle = blocks[first].register_forward_hook(like.remember, with_kwargs=True)
+            undo.callback(handle.remove)
+            for module in (blocks[name] for name in middle):
+                own = {key: value for key, value in vars(module).items() if key == "forward"}
+                undo.callback(vars(module).update, own)
+                undo.callback(vars(module).pop, "forward")
+                set_forward(module, like.forward)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, forward in own_forwards:
-            module.__dict__.pop("forward")
-            if forward is not None:
-                module.__dict__["forward"] = forward
 
 
-@dataclass(frozen=True)
-class _Size:
-    """A tensor of a block's output, and whether it is like the hidden states that went in."""
+class _Like:
+    """Gives out tensors of the sizes that the first block of a group gave out."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    hidden: bool
+    def __init__(self, grad_anchor: Tensor) -> None:
+        self.grad_anchor = grad_anchor
+        self.makers: Any = None  # Its output, with a function of the hidden states for each tensor
 
-
-def _remember_output(output: list[Any]) -> Any:
-    """Return a forward hook that notes the sizes of a block's output, once."""
-
-    def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def remember(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         hidden = first_floating(args, kwargs)
+        kind = (hidden.shape, hidden.dtype)
 
-        def size(item: Any) -> Any:
+        def maker(item: Any) -> Any:
             if not isinstance(item, Tensor):
-                return item
-            like = item.shape == hidden.shape and item.dtype == hidden.dtype
-            return _Size(tuple(item.shape), item.dtype, like)
+                return lambda hidden: item
+            shape, dtype = item.shape, item.dtype
+            if (shape, dtype) == kind:
+                return lambda hidden: passthrough(hidden, self.grad_anchor)
+            return lambda hidden: torch.empty(shape, dtype=dtype, device="meta")
 
-        if not output:
-            output.append(tree_map(size, out))
+        if self.makers is None:
+            self.makers = tree_map(maker, out)
 
-    return hook
-
-
-def _passthrough_forward(output: list[Any], grad_anchor: Tensor) -> Any:
-    """Return a forward that gives out what the first block of the group gave out."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         hidden = first_floating(args, kwargs)
-
-        def tensor(item: Any) -> Any:
-            if not isinstance(item, _Size):
-                return item
-            if item.hidden:
-                return passthrough(hidden, grad_anchor)
-            return torch.empty(item.shape, dtype=item.dtype, device="meta")
-
-        return tree_map(tensor, output[0])
-
-    return forward
+        return tree_map(lambda make: make(hidden), self.makers)

@@ -49,22 +49,18 @@ class Planner:
         peak = self.peak(batch, seq)
         resident = sum(block.weights for block in self.meta.blocks)
         uses = self.uses(batch, seq, capacities) if capacities else ()
-        quantization = self.source.quantization
-        nested = bool(getattr(quantization, "bnb_4bit_use_double_quant", False))
-        if quantization is None:
-            nested = meta_model.is_nested(self.meta)
         unpacked = self.source.build()
         tensors = {id(t): t.nbytes for t in (*unpacked.parameters(), *unpacked.buffers())}
         return MemoryPlan(
             label=self.source.label,
             model_type=str(getattr(self.source.config, "model_type", "")),
             kind=self.meta.kind,
-            double_quant=nested and self.meta.kind != "int8",
+            double_quant=self.meta.nested,
             settings=self.settings,
             trained_weights=sum(sum(block.trained) for block in self.meta.blocks),
             unpacked=sum(tensors.values()),
             resident=resident,
-            load_peak=resident + self._load_extra(nested),
+            load_peak=resident + self._load_extra(),
             peak=peak,
             reserve=reserve_nbytes(peak.nbytes),
             devices=uses,
@@ -173,16 +169,15 @@ class Planner:
             groups.setdefault(leader[block.name], []).append(block)
         return list(groups.values())
 
-    def _load_extra(self, nested: bool) -> int:
+    def _load_extra(self) -> int:
         """Return the most bytes that packing a module while loading needs beside its weights."""
-        kind = self.meta.kind
-        if kind is None:
+        if self.meta.kind is None:
             return 0
-        extras = [
-            load_extra_nbytes(shapes, itemsize, CodecSettings(kind, nested))
+        settings = CodecSettings(self.meta.kind, self.meta.nested)
+        return max(
+            load_extra_nbytes(shapes, itemsize, settings)
             for shapes, itemsize in meta_model.loaded_together(self.meta)
-        ]
-        return max(extras, default=0)
+        )
 
 
 def load_extra_nbytes(

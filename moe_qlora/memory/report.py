@@ -88,45 +88,23 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything, for `json.dumps`; sizes in bytes."""
-        training = asdict(self.settings)
+        plain = asdict(self)
+        training = plain.pop("settings")
         training["scratch"] = training.pop("workspace")
+        devices = [
+            {**device, "fits": use.fits, "blocks": list(use.blocks)}
+            for device, use in zip(plain["devices"], self.devices, strict=True)
+        ]
+        for part in (plain, *devices):
+            if peak := part["peak"]:
+                del peak["block"]
+                peak["at_peak"] = peak.pop("parts")
         return {
-            "model": self.label,
-            "model_type": self.model_type,
-            "quantization": {"kind": self.kind, "double_quant": self.double_quant},
+            "model": plain.pop("label"),
+            "model_type": plain.pop("model_type"),
+            "quantization": {name: plain.pop(name) for name in ("kind", "double_quant")},
             "training": training,
-            "trained_weights": self.trained_weights,
-            "unpacked": self.unpacked,
-            "resident": self.resident,
-            "load_peak": self.load_peak,
-            "peak": _peak(self.peak),
-            "reserve": self.reserve,
-            "devices": [
-                {
-                    "index": use.index,
-                    "capacity": use.capacity,
-                    "reserve": use.reserve,
-                    "fits": use.fits,
-                    "peak": None if use.peak is None else _peak(use.peak),
-                    "blocks": list(use.blocks),
-                }
-                for use in self.devices
-            ],
+            **plain,
+            "devices": devices,
             "fits": self.fits,
-            "device_map": self.device_map,
-            "largest_seq": self.largest_seq,
-            "largest_batch": self.largest_batch,
-            "hints": [asdict(hint) for hint in self.hints],
-            "notes": list(self.notes),
-            "estimated": self.estimated,
         }
-
-
-def _peak(peak: Peak) -> dict[str, Any]:
-    return {
-        "nbytes": peak.nbytes,
-        "moment": peak.moment,
-        "paged": peak.paged,
-        "at_peak": peak.parts,
-        "largest": peak.largest,
-    }

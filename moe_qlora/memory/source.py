@@ -43,15 +43,12 @@ def source_of(model: Any, quantization: Any, dtype: Any, trust_remote_code: bool
     """
     if isinstance(model, nn.Module):
         return _source_of_module(model, quantization)
-    if isinstance(model, (str, Path)):
-        named = build.resolve(str(model), trust_remote_code=trust_remote_code)
-    elif isinstance(model, PretrainedConfig):
-        named = build.of_config(model)
-    else:
+    if not isinstance(model, (str, Path, PretrainedConfig, build.Source)):
         raise ConfigError(
             f"model is a {type(model).__name__}; give a model, a transformers configuration, or "
             "what moe-qlora dump takes."
         )
+    named = build.resolve(model, trust_remote_code=trust_remote_code)
     load_dtype = _dtype(dtype)
 
     def build_model() -> nn.Module:
@@ -63,8 +60,6 @@ def source_of(model: Any, quantization: Any, dtype: Any, trust_remote_code: bool
         meta_model.cast_as_loaded(model, next(model.parameters()).dtype)
         return model
 
-    if isinstance(quantization, _Packing):
-        quantization = quantization.over(named.settings)
     asked = bnb_config(quantization if quantization is not None else named.settings)
     return ModelSource(named.label, named.config, build_model, asked, True, True, named.notes)
 
@@ -81,29 +76,6 @@ def _source_of_module(model: nn.Module, quantization: Any) -> ModelSource:
     return ModelSource(label, config, copy_to_meta, asked, on_meta, not packed)
 
 
-@dataclass(frozen=True)
-class _Packing:
-    """What a command line asks of packing; None leaves it to the model's own configuration."""
-
-    kind: str | None
-    double_quant: bool | None
-
-    def over(self, settings: CodecSettings | None) -> CodecSettings:
-        """Return these settings, or the default ones, with what the command line says."""
-        own = settings or _DEFAULT
-        kind = self.kind or own.kind
-        double = own.double_quant if self.double_quant is None else self.double_quant
-        if kind == "int8":
-            return CodecSettings("int8", skip_modules=own.skip_modules)
-        own = own if own.kind != "int8" else replace(_DEFAULT, skip_modules=own.skip_modules)
-        return replace(own, kind=kind, double_quant=double)
-
-
-def with_packing(kind: str | None, double_quant: bool | None) -> Any:
-    """Return a `quantization_config` for `plan`: the model's own, but for what is given here."""
-    return None if kind is None and double_quant is None else _Packing(kind, double_quant)
-
-
 def _dtype(dtype: Any) -> torch.dtype | None:
     if dtype is None:
         return None
@@ -115,21 +87,9 @@ def _dtype(dtype: Any) -> torch.dtype | None:
 
 def bnb_config(asked: Any) -> Any:
     """Return the user's config as a `BitsAndBytesConfig`; the default one for None."""
+    asked = _DEFAULT if asked is None else asked
     if isinstance(asked, CodecSettings):
-        if asked.kind == "int8":
-            return BitsAndBytesConfig(
-                load_in_8bit=True, llm_int8_skip_modules=list(asked.skip_modules) or None
-            )
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=asked.kind,
-            bnb_4bit_use_double_quant=asked.double_quant,
-            bnb_4bit_quant_storage=asked.storage_dtype,
-            bnb_4bit_compute_dtype=asked.compute_dtype,
-            llm_int8_skip_modules=list(asked.skip_modules) or None,
-        )
-    if asked is None:
-        return bnb_config(_DEFAULT)
+        return BitsAndBytesConfig(**asked.bnb_fields())
     CodecSettings.from_config(asked)  # its errors are sentences
     if isinstance(asked, Mapping):
         return BitsAndBytesConfig.from_dict(dict(asked))

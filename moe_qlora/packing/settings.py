@@ -92,6 +92,19 @@ class CodecSettings:
             blocksize=packed.blocksize,
         )
 
+    def bnb_fields(self) -> dict[str, Any]:
+        """Return the arguments of the `BitsAndBytesConfig` that asks for this."""
+        skips = {"llm_int8_skip_modules": list(self.skip_modules)} if self.skip_modules else {}
+        if self.kind == "int8":
+            return {"load_in_8bit": True, **skips}
+        return skips | {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": self.kind,
+            "bnb_4bit_use_double_quant": self.double_quant,
+            "bnb_4bit_quant_storage": self.storage_dtype,
+            "bnb_4bit_compute_dtype": self.compute_dtype,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON values, under the keys of a packed folder's manifest.
 

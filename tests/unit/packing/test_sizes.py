@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_qlora.memory.devices import exact_size, parse_size
+from moe_qlora.layout import parse_bytes
+from moe_qlora.memory.devices import exact_size
 from moe_qlora.memory.planner import load_extra_nbytes
 from moe_qlora.packing.codec import pack
 from moe_qlora.packing.format import packed_nbytes
@@ -44,4 +45,4 @@ def test_loading_needs_one_matrix_and_the_statistics_in_flight():
 
 @pytest.mark.parametrize("nbytes", [24 << 30, 1536 << 20, 3 << 10, 1001])
 def test_exact_sizes_are_read_back(nbytes):
-    assert parse_size(exact_size(nbytes)) == nbytes
+    assert parse_bytes(exact_size(nbytes)) == nbytes
