@@ -14,25 +14,7 @@ README.md in this folder says what a user of each host writes. Importing this pa
 host.
 """
 
-from __future__ import annotations
+from .host import ExpertsHost
+from .settings import ExpertsSettings
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .host import ExpertsHost
-    from .settings import ExpertsSettings
-
-_HOME = {"ExpertsHost": "host", "ExpertsSettings": "settings"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
-
-
-__all__ = [
-    "ExpertsHost",
-    "ExpertsSettings",
-]
+__all__ = ["ExpertsHost", "ExpertsSettings"]

@@ -8,8 +8,6 @@ from typing import Any
 from ..errors import ConfigError
 from .settings import BLOCK, ExpertsSettings
 
-_ADAPTERS = ("qlora", "lora")
-
 
 def _more_than_one(value: Any) -> bool:
     return isinstance(value, int) and value > 1
@@ -25,68 +23,46 @@ def _loads_on_rank_0(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value.get("cpu_ram_efficient_loading"))
 
 
-def _other_implementation(value: Any) -> bool:
+# Key -> why it collides, and what to do.
+_COLLISIONS = {
+    "quantize_moe_experts": (
+        "axolotl would pack the experts that moe_qlora packs; take out one of the two"
+    ),
+    "nf4_backend": "experts are packed by bitsandbytes; leave it out",
+    "qlora_sharded_model_loading": "it loads by other code, which packs no experts; leave it out",
+    "reinit_weights": "a model of random weights is not loaded, so nothing is packed",
+    "gptq": "a GPTQ model is packed already; take the plugin out",
+    "qat": "it trains the weights that moe_qlora packs and freezes; take out one of the two",
+    "relora": "it merges adapters into weights that packing rounds anew each time; leave it out",
+    "tensor_parallel_size": (
+        "a tensor-parallel plan cannot shard packed experts; use data or context parallelism"
+    ),
+    "expert_parallel_size": (
+        "axolotl's expert parallelism shards plain weights only; use data or context parallelism"
+    ),
+    "deepspeed": (
+        "ZeRO stage 3 takes weights apart before they can be packed; use stage 2 or lower, or FSDP"
+    ),
+    "fsdp_config": (
+        "only the first rank would get experts to pack; set cpu_ram_efficient_loading to false"
+    ),
+    "use_scattermoe": "packed experts run on moe_qlora's own kernels; leave it out",
+    "use_sonicmoe": "packed experts run on moe_qlora's own kernels; leave it out",
+    "experts_implementation": (
+        "packed experts run through the implementation 'moe_qlora'; leave it out"
+    ),
+}
+
+# Key -> whether a value collides; of the other keys every true one does.
+_COLLIDES: dict[str, Callable[[Any], bool]] = {
+    "nf4_backend": lambda value: value == "torchao",
+    "tensor_parallel_size": _more_than_one,
+    "expert_parallel_size": _more_than_one,
+    "deepspeed": _is_zero3,
+    "fsdp_config": _loads_on_rank_0,
     # axolotl's kernels plugin writes "eager" where the user wrote nothing
-    return value not in (None, "eager", "moe_qlora")
-
-
-# Key, whether a value of it collides, and why and what to do.
-_COLLISIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "quantize_moe_experts",
-        bool,
-        "axolotl would pack the experts that moe_qlora packs; take out one of the two",
-    ),
-    (
-        "nf4_backend",
-        lambda value: value == "torchao",
-        "experts are packed by bitsandbytes; leave it out",
-    ),
-    (
-        "qlora_sharded_model_loading",
-        bool,
-        "it loads by other code, which packs no experts; leave it out",
-    ),
-    ("reinit_weights", bool, "a model of random weights is not loaded, so nothing is packed"),
-    ("gptq", bool, "a GPTQ model is packed already; take the plugin out"),
-    (
-        "qat",
-        bool,
-        "it trains the weights that moe_qlora packs and freezes; take out one of the two",
-    ),
-    (
-        "relora",
-        bool,
-        "it merges adapters into weights that packing rounds anew each time; leave it out",
-    ),
-    (
-        "tensor_parallel_size",
-        _more_than_one,
-        "a tensor-parallel plan cannot shard packed experts; use data or context parallelism",
-    ),
-    (
-        "expert_parallel_size",
-        _more_than_one,
-        "axolotl's expert parallelism shards plain weights only; use data or context parallelism",
-    ),
-    (
-        "deepspeed",
-        _is_zero3,
-        "ZeRO stage 3 takes weights apart before they can be packed; use stage 2 or lower, or FSDP",
-    ),
-    (
-        "fsdp_config",
-        _loads_on_rank_0,
-        "only the first rank would get experts to pack; set cpu_ram_efficient_loading to false",
-    ),
-    ("use_scattermoe", bool, "packed experts run on moe_qlora's own kernels; leave it out"),
-    ("use_sonicmoe", bool, "packed experts run on moe_qlora's own kernels; leave it out"),
-    (
-        "experts_implementation",
-        _other_implementation,
-        "packed experts run through the implementation 'moe_qlora'; leave it out",
-    ),
-)
+    "experts_implementation": lambda value: value not in ("eager", "moe_qlora"),
+}
 
 
 def wants_packing(cfg: Mapping[str, Any]) -> bool:
@@ -103,25 +79,23 @@ def check(cfg: Mapping[str, Any]) -> None:
     if not wants_packing(cfg):
         return
     adapter = cfg.get("adapter")
-    if adapter not in _ADAPTERS:
+    if adapter not in ("qlora", "lora"):
         seen = "is missing" if adapter is None else f"is {adapter!r}"
         raise ConfigError(
             f"adapter {seen}, and moe_qlora packs experts for LoRA: set adapter: qlora with "
             "load_in_4bit: true, or adapter: lora with load_in_8bit: true."
         )
-    wanted, other = (
-        ("load_in_4bit", "load_in_8bit") if adapter == "qlora" else ("load_in_8bit", "load_in_4bit")
-    )
-    if not cfg.get(wanted) or cfg.get(other):
-        seen = f"{other} is true" if cfg.get(other) else f"{wanted} is not true"
+    bits, other = ("4", "8") if adapter == "qlora" else ("8", "4")
+    if not cfg.get(f"load_in_{bits}bit") or cfg.get(f"load_in_{other}bit"):
+        both = cfg.get(f"load_in_{other}bit")
+        seen = f"load_in_{other}bit is true" if both else f"load_in_{bits}bit is not true"
         raise ConfigError(
             f"adapter is {adapter!r} and {seen}, so that axolotl would not load the model in "
-            f"{'4' if adapter == 'qlora' else '8'} bit: set {wanted}: true alone, or the other "
-            "adapter."
+            f"{bits} bit: set load_in_{bits}bit: true alone, or the other adapter."
         )
-    for key, collides, why in _COLLISIONS:
+    for key, why in _COLLISIONS.items():
         value = cfg.get(key)
-        if value is not None and collides(value):
+        if value is not None and _COLLIDES.get(key, bool)(value):
             shown = "set" if isinstance(value, (Mapping, list)) else f"{value!r}"
             if isinstance(value, bool):
                 shown = str(value).lower()

@@ -25,7 +25,6 @@ from ..errors import AdapterError, CheckpointError, ConfigError, DetectionError,
 from .settings import ExpertsSettings
 
 if TYPE_CHECKING:
-    import torch
     from peft import PeftConfig, PeftModel
     from torch import nn
     from transformers import PretrainedConfig
@@ -64,13 +63,9 @@ class ExpertsHost:
     def check_model(
         self, model: str | Path | PretrainedConfig, *, trust_remote_code: bool = False
     ) -> None:
-        """Refuse, before anything is loaded, a model that the settings are not for.
+        """Refuse a folder, hub id or configuration without such experts before anything is loaded.
 
         It is built on the meta device; one that cannot be built there is left to `after_build`.
-
-        Args:
-            model: The folder, hub id or configuration that the loader will load.
-            trust_remote_code: Run model code that the checkpoint brings.
 
         Raises:
             DetectionError: It has no fused expert weights.
@@ -101,13 +96,8 @@ class ExpertsHost:
     def before_build(self, quantization_config: Any = None) -> None:
         """Have the next `from_pretrained` pack experts, until `after_build` or `close`.
 
-        Args:
-            quantization_config: The `BitsAndBytesConfig` (or its dict) that the model will be
-                loaded with, where the loader has it in hand: what cannot be followed is refused
-                here, before anything is loaded. It is not changed.
-
-        Raises:
-            ConfigError: The config is of another method, or asks for neither 4 nor 8 bit.
+        Given the `BitsAndBytesConfig` (or its dict) that the model will be loaded with, a
+        `ConfigError` refuses what cannot be followed before anything is loaded.
         """
         self.close()
         if not self.settings.pack_experts:
@@ -131,16 +121,16 @@ class ExpertsHost:
     def after_build(
         self, model: nn.Module, quantization_config: Any = None, *, pack: bool = False
     ) -> QuantizationReport | None:
-        """Check that every fused expert weight of a built model is packed.
+        """Check that every fused expert weight of a built model is packed; a `PeftModel` too.
 
         Args:
-            model: As the loader built it; a `PeftModel` is looked into.
+            model: As the loader built it.
             quantization_config: What its experts should be packed with; None is the model's own.
             pack: Pack now what is not, for loaders that do not use `from_pretrained`: needs room
                 for the 16-bit experts.
 
         Returns:
-            What is packed and what was skipped, and why; None where the settings pack nothing.
+            What is packed or skipped, and why; None where the settings pack nothing.
 
         Raises:
             DetectionError: The model has no fused expert weights.
@@ -195,46 +185,28 @@ class ExpertsHost:
         unchanged: `target_modules` holds strings that PEFT does not rewrite. Where experts get LoRA
         it also sets `lora_dropout=0`; `after_peft` sets the dropout that was asked for.
 
-        Args:
-            model: The built model.
-            lora_config: What the user asked for; not changed. Experts that it names are kept.
-
-        Raises:
-            ConfigError: It asks for what packed experts cannot have, or the settings ask for LoRA
-                on a role that the model does not have.
+        A `ConfigError` says where `lora_config` asks for what packed experts cannot have, or the
+        settings for LoRA on a role that the model does not have.
         """
         from ..lora.config import adapt_lora_config
 
-        self._adapted = adapt_lora_config(
-            model,
-            lora_config,
-            experts=self.settings.lora_experts,
-            router=self.settings.lora_router,
-        )
+        experts, router = self.settings.lora_experts, self.settings.lora_router
+        self._adapted = adapt_lora_config(model, lora_config, experts=experts, router=router)
         return self._adapted
 
     def after_peft(self, peft_model: PeftModel) -> PeftModel:
-        """Connect LoRA on packed experts, in place, and check that it takes part.
+        """Connect LoRA on packed experts, in place, check that it takes part, and return the model.
 
-        Needed where stock PEFT made the adapters from lists; harmless elsewhere.
-
-        Args:
-            peft_model: What `peft.get_peft_model` or `PeftModel.from_pretrained` returned; a model
-                without adapters is left alone where the settings ask for none on experts.
-
-        Returns:
-            The same object.
-
-        Raises:
-            AdapterError: LoRA that was asked for on a packed parameter would have no effect.
+        Needed where stock PEFT made the adapters from lists; harmless elsewhere. A model without
+        adapters is left alone where the settings ask for none on experts. LoRA on a packed
+        parameter that would have no effect is an `AdapterError`.
         """
-        configs = getattr(peft_model, "peft_config", None)
+        configs, wanted = getattr(peft_model, "peft_config", None), self.settings.lora_experts
         if not configs or not hasattr(peft_model, "base_model"):
-            if self.settings.lora_experts:
+            if wanted:
                 raise AdapterError(
-                    f"lora_experts is {self.settings.lora_experts!r} and the "
-                    f"{type(peft_model).__name__} has no adapter: make it with PEFT first, or "
-                    "leave lora_experts out."
+                    f"lora_experts is {wanted!r} and the {type(peft_model).__name__} has no "
+                    "adapter: make it with PEFT first, or leave lora_experts out."
                 )
             return peft_model
         from ..lora.model import apply_adapted_config, connect_adapters
@@ -243,11 +215,9 @@ class ExpertsHost:
         connect_adapters(peft_model)
         if self._adapted is not None:
             apply_adapted_config(peft_model, self._adapted)
-        wanted = self.settings.lora_experts
-        names = expert_parameters(peft_model, wanted) if wanted else []
         for adapter, config in configs.items():
             targets = getattr(config, "target_parameters", None) or ()
-            for name in names:
+            for name in expert_parameters(peft_model, wanted) if wanted else ():
                 if not any(names_parameter(target, name) for target in targets):
                     raise AdapterError(
                         f"moe_qlora.lora_experts asks for LoRA on {name}, and adapter {adapter!r} "
@@ -258,31 +228,17 @@ class ExpertsHost:
     # After training.
 
     def merge(
-        self,
-        base: str | Path,
-        adapter: str | Path,
-        out: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        like_training: bool = True,
-        quantization_config: Any = None,
+        self, base: str | Path, adapter: str | Path, out: str | Path, **options: Any
     ) -> MergeReport:
-        """Write a plain checkpoint with the adapter in its weights, shard by shard.
+        """Call `moe_qlora.merge_adapter` with `like_training=True`, and any options over that.
 
-        Arguments and errors are those of `moe_qlora.merge_adapter`; the base weights are rounded as
-        they were in training, so that the result computes what the trained model did.
+        The base weights are rounded as they were in training, so that the plain checkpoint that it
+        writes computes what the trained model did.
         """
         from ..checkpoint.merge import merge_adapter
 
-        return merge_adapter(
-            base,
-            adapter,
-            out,
-            dtype=dtype,
-            like_training=like_training,
-            quantization_config=quantization_config,
-            progress=self.settings.progress,
-        )
+        options = {"like_training": True, "progress": self.settings.progress} | options
+        return merge_adapter(base, adapter, out, **options)
 
     def close(self) -> None:
         """Switch off what is still on."""
@@ -292,12 +248,10 @@ class ExpertsHost:
 
 def _nothing_to_pack(model: nn.Module, layout: ModelLayout) -> str:
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    why = f"This {kind} model holds no fused expert weights, so there is nothing to pack"
     if layout.linear_experts:
-        return (
-            f"The experts of this {kind} model are lists of Linear layers, which bitsandbytes "
-            "packs itself: leave moe_qlora out, or set moe_qlora.pack_experts to false."
+        why = (
+            f"The experts of this {kind} model are lists of Linear layers, which bitsandbytes packs"
         )
-    return (
-        f"This {kind} model holds no fused expert weights, so there is nothing to pack: leave "
-        "moe_qlora out, or set moe_qlora.pack_experts to false."
-    )
+        why += " itself"
+    return f"{why}: leave moe_qlora out, or set moe_qlora.pack_experts to false."

@@ -18,7 +18,6 @@ Everything else goes through `ExpertsHost`.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -99,8 +98,11 @@ def check(args: Mapping[str, Any]) -> ExpertsSettings:
                 f"{key} builds the model by other code, which {BLOCK} cannot take part in: "
                 f"take {key} or {BLOCK} out of the file."
             )
+    from ..checkpoint.reader import read_json
+
     bits, method = args.get("quantization_bit"), args.get("quantization_method", "bnb")
-    quantized = bits is None and _is_quantized(args.get("model_name_or_path"))
+    file = Path(str(args.get("model_name_or_path"))) / "config.json"
+    quantized = bits is None and file.is_file() and "quantization_config" in read_json(file)
     if not quantized and (bits not in (4, 8) or method != "bnb"):
         raise ConfigError(
             f"{BLOCK} packs experts with bitsandbytes' settings, and the file has "
@@ -113,12 +115,6 @@ def check(args: Mapping[str, Any]) -> ExpertsSettings:
             f"finetuning_type is {kind}, and packed experts take LoRA only: set it to lora."
         )
     return settings
-
-
-def _is_quantized(model: Any) -> bool:
-    """Tell whether a folder says how it is quantized, as one with packed experts does."""
-    file = Path(str(model)) / "config.json"
-    return file.is_file() and "quantization_config" in json.loads(file.read_text(encoding="utf-8"))
 
 
 def train() -> None:

@@ -72,14 +72,13 @@ class ExpertsSettings(BaseModel):
             settings = cls.model_validate(dict(block))
         except ValidationError as error:
             raise ConfigError(_sentence(error, block)) from None
-        if not settings.pack_experts:
-            for key in ("lora_experts", "lora_router", "skip_modules"):
-                value = getattr(settings, key)
-                if value:
-                    raise ConfigError(
-                        f"{BLOCK}.{key} is {_shown(value)}, and {BLOCK}.pack_experts is false: it "
-                        "is for packed experts; take one of the two out."
-                    )
+        for key in ("lora_experts", "lora_router", "skip_modules"):
+            value = getattr(settings, key)
+            if value and not settings.pack_experts:
+                raise ConfigError(
+                    f"{BLOCK}.{key} is {_shown(value)}, and {BLOCK}.pack_experts is false: it is "
+                    "for packed experts; take one of the two out."
+                )
         return settings
 
 
@@ -96,6 +95,6 @@ def _sentence(error: ValidationError, block: Mapping[str, Any]) -> str:
 
 def _shown(value: Any) -> str:
     """Return a value as YAML writes it."""
-    if isinstance(value, bool) or value is None:
-        return "null" if value is None else str(value).lower()
-    return repr(list(value)) if isinstance(value, tuple) else repr(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else repr(list(value) if isinstance(value, tuple) else value)
