@@ -67,7 +67,7 @@ def merge(
         base,
         adapter,
         out,
-        dtype=dtype and getattr(torch, dtype),
+        dtype=getattr(torch, dtype) if dtype else None,
         like_training=like_training,
         quantization_config=config and config.bnb_fields(),
         max_shard_size=max_shard_size,

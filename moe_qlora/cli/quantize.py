@@ -59,7 +59,7 @@ def quantize(
         src,
         dst,
         settings.bnb_fields(),
-        dtype=dtype and getattr(torch, dtype),
+        dtype=getattr(torch, dtype) if dtype else None,
         device=device,
         max_shard_size=max_shard_size,
         progress=None if quiet else sys.stderr.isatty(),
