@@ -41,9 +41,11 @@ WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 
 _PREFIX = "base_model.model."
-_PAIR = re.compile(r"^(?P<path>.+)\.lora_(?P<half>[AB])\.(?P<leaf>weight|bias)$")
-_EMBEDDING = re.compile(r"^(?P<path>.+)\.lora_embedding_(?P<half>[AB])$")
+_PAIR = re.compile(
+    r"(?P<path>.+)\.lora_(?:(?P<half>[AB])\.(?P<leaf>weight|bias)|embedding_(?P<rows>[AB]))$"
+)
 _WRAPPED = ".base_layer"
+_LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 # Settings under which W + s B A is not what was trained: field, the values that leave it off, why.
 _UNMERGEABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -68,22 +70,14 @@ _UNMERGEABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 @dataclass(frozen=True)
 class LoraDelta:
-    """The product s L R that is added to one weight; L and R are read when they are needed.
+    """The product s L R that is added to one weight; L and R are read when they are needed."""
 
-    Attributes:
-        a, b: Keys of the factors in the adapter's file.
-        scaling: s, alpha / r or alpha / sqrt(r).
-        experts: E of a fused expert weight `(E, ...)`, 0 for a weight that is one matrix.
-        flip: The weight is `(in, out)`: an embedding, Conv1D, or transposed fused experts.
-        bias: b is a bias, which is added as it is.
-    """
-
-    a: str
+    a: str  # keys of the factors in the adapter's file
     b: str
-    scaling: float
-    experts: int = 0
-    flip: bool = False
-    bias: bool = False
+    scaling: float  # s, alpha / r or alpha / sqrt(r)
+    experts: int = 0  # E of a fused expert weight (E, ...), 0 for a weight that is one matrix
+    flip: bool = False  # the weight is (in, out): an embedding, Conv1D, or transposed experts
+    bias: bool = False  # b is a bias, which is added as it is
 
     def factors(self, file: Checkpoint, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return L `(rows, r)` and R `(r, columns)`, with E before both; a bias twice."""
@@ -112,18 +106,14 @@ class LoraDelta:
 
 @dataclass
 class Updates:
-    """What an adapter changes.
+    """What an adapter changes."""
 
-    Attributes:
-        deltas: To be added, by the model's parameter.
-        disk_deltas: To be added, by the key on disk, for names that the model does not have.
-        replacements: Keys in the adapter's file that replace a parameter or buffer, by its name.
-        tied: Names of the model that are on disk under another name of the same tensor.
-    """
-
+    # to be added, by the model's parameter; by the key on disk where the model has no such name
     deltas: dict[str, list[LoraDelta]] = field(default_factory=dict)
     disk_deltas: dict[str, list[LoraDelta]] = field(default_factory=dict)
+    # keys in the adapter's file that replace a parameter or buffer, by its name
     replacements: dict[str, str] = field(default_factory=dict)
+    # names of the model that are on disk under another name of the same tensor
     tied: set[str] = field(default_factory=set)
 
 
@@ -160,26 +150,15 @@ def _first_match(
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter folder, its configuration checked; a context manager that closes its file."""
+    """An adapter folder, its configuration checked; `file` is to be closed."""
 
     folder: Path
     settings: LoraSettings
     file: Checkpoint
 
-    def __enter__(self) -> Adapter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
 
 def open_adapter(folder: Path) -> Adapter:
-    """Open a LoRA adapter folder.
-
-    Raises:
-        CheckpointError: The folder, or a file in it, is missing, damaged or of another kind.
-        AdapterError: It holds an adapter that cannot be merged.
-    """
+    """Open a LoRA adapter folder."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder; name the folder that PEFT saved.")
     path = folder / CONFIG
@@ -238,11 +217,7 @@ class Resolver:
         self._updates = Updates()
 
     def resolve(self) -> Updates:
-        """Return the places of all tensors of the adapter.
-
-        Raises:
-            AdapterError: A tensor has no place in the base, or another shape than it needs.
-        """
+        """Return the places of all tensors of the adapter."""
         for path, by_depth in self._pairs().items():
             self._place(path, by_depth)
         unmatched = sorted(set(self._targets) - self._matched)
@@ -267,23 +242,21 @@ class Resolver:
         for key in self._adapter.file:
             name = key.removeprefix(_PREFIX)
             match = _PAIR.match(name)
-            part = "" if match is None else match["half"] + match["leaf"]
-            if match is None and (match := _EMBEDDING.match(name)) is not None:
-                part = match["half"] + "embedding"
             if match is None:
-                self._replace(key, name)
+                self._replace(key, name.replace(_WRAPPED + ".", "."))
                 continue
             path, depth = match["path"], 0
             while path.endswith(_WRAPPED):
                 path, depth = path.removesuffix(_WRAPPED), depth + 1
-            path = _plain(path)
+            path = path.replace(_WRAPPED + ".", ".")
+            part = (match["half"] or match["rows"]) + (match["leaf"] or "embedding")
             pairs.setdefault(path, {}).setdefault(depth, {})[part] = key
         return pairs
 
     def _replace(self, key: str, name: str) -> None:
         """Note a tensor that replaces one of the model's."""
-        target = self._known(_plain(name), self._shapes)
-        shape = tuple(self._adapter.file.info(key).shape)
+        target = self._known(name, self._shapes)
+        shape = self._adapter.file.info(key).shape
         if "lora_" in key or target is None:
             self._faults.append(f"{key} {shape} has no place")
         elif self._shapes[target] != shape:
@@ -304,7 +277,7 @@ class Resolver:
             key = self._known(f"{path}.weight", self._disk)
             if key is None or list(by_depth) != [0]:
                 first = _first(pairs[-1])
-                shape = tuple(self._adapter.file.info(first).shape)
+                shape = self._adapter.file.info(first).shape
                 self._faults.append(f"{first} {shape} belongs to a module that it does not have")
             else:
                 self._add(pairs[0], path, None, key)
@@ -312,7 +285,8 @@ class Resolver:
         module = self._modules[module_name]
         named = self._target_parameters(path, module_name)
         parameters = named
-        if len(pairs) == 1 and len(named) != 1 and _is_layer(module):
+        is_layer = isinstance(module, _LAYERS) or type(module).__name__ == "Conv1D"
+        if len(pairs) == 1 and len(named) != 1 and is_layer:
             parameters = ["weight"]
         if len(parameters) != len(pairs):
             self._faults.append(
@@ -366,8 +340,10 @@ class Resolver:
         if len(shape) < 2 or (convolves and getattr(module, "groups", 1) != 1):
             self._faults.append(f"{a} adapts {name} of shape {shape}, which cannot be merged")
             return
-        wanted = _factor_shapes(shape, rank, experts, flip)
-        stored = tuple(tuple(self._adapter.file.info(key).shape) for key in (a, b))
+        rows, columns = shape[1:] if experts else _flat(shape)
+        out, inner = (columns, rows) if flip else (rows, columns)
+        wanted = ((max(experts, 1) * rank, inner), (out, rank * max(experts, 1)))
+        stored = tuple(self._adapter.file.info(key).shape for key in (a, b))
         if tuple(map(_flat, stored)) != wanted:
             self._faults.append(
                 f"{a} {stored[0]} and its lora_B {stored[1]} do not fit {name} of shape "
@@ -378,7 +354,7 @@ class Resolver:
         bias = pair.get("Bbias")
         if bias is not None:
             other = f"{name.removesuffix('.weight')}.bias"
-            if shapes.get(other) != tuple(self._adapter.file.info(bias).shape):
+            if shapes.get(other) != self._adapter.file.info(bias).shape:
                 self._faults.append(f"{bias} needs {other} of its own shape, which is not there")
                 return
             deltas.setdefault(other, []).append(LoraDelta(bias, bias, scaling, bias=True))
@@ -388,28 +364,6 @@ def _first(pair: _Pair) -> str:
     return next(iter(pair.values()))
 
 
-def _plain(path: str) -> str:
-    """Return a path without PEFT's wrappers inside of it."""
-    return path.replace(_WRAPPED + ".", ".")
-
-
-def _is_layer(module: nn.Module) -> bool:
-    layers = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
-    return isinstance(module, layers) or type(module).__name__ == "Conv1D"
-
-
-def _factor_shapes(
-    shape: tuple[int, ...], rank: int, experts: int, flip: bool
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shapes that lora_A and lora_B need, further dimensions flattened."""
-    if experts:
-        rows, columns = shape[1:]
-    else:
-        rows, columns = shape[0], math.prod(shape[1:])
-    out, inner = (columns, rows) if flip else (rows, columns)
-    count = max(experts, 1)
-    return (count * rank, inner), (out, rank * count)
-
-
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a matrix: all dimensions after the first as one."""
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape

@@ -22,15 +22,15 @@ from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
 from ..packing import codec
 from ..packing.format import RECORD, SCALES
-from .conversion import DiskLayout, Group, revert, same_bits
+from .conversion import Disk, DiskLayout, Group, blank, revert, same_bits
 from .integrity import check_folder, open_checkpoint
 from .manifest import Manifest
-from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, header_bytes, inside
+from .reader import SINGLE, Checkpoint, header_bytes, inside
 from .writer import plan_shards
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-_INT8_FORMAT = ".weight_format"  # of bitsandbytes' Linear layers, beside their weight
+INT8_FORMAT = ".weight_format"
+"""End of the key beside the int8 weight of a Linear layer of bitsandbytes."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,11 @@ class OutFile:
 
 
 class Base(ABC):
-    """A base to merge into.
+    """A base to merge into."""
 
-    Attributes:
-        disk: Shape and dtype of each tensor of the plain folder by its key.
-        layout: How these make the model's parameters.
-        checkpoint: The base's own files.
-    """
-
-    disk: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    layout: DiskLayout
-    checkpoint: Checkpoint
+    disk: Disk  # of the plain folder
+    layout: DiskLayout  # how its tensors make the model's parameters
+    checkpoint: Checkpoint  # the base's own files
 
     @abstractmethod
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
@@ -61,19 +55,20 @@ class Base(ABC):
 
     @abstractmethod
     def values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
-        """Return rows of the group's parameters, having seen that they can be written back exactly.
-
-        Raises:
-            CheckpointError: They cannot, or a tensor cannot be read.
-        """
+        """Return rows of the group's parameters, if they can be written back exactly."""
 
     def close(self) -> None:
         """Close the files."""
         self.checkpoint.close()
 
-    def not_one_to_one(self, group: Group) -> CheckpointError:
-        """Return the error for a group whose restored tensors are not those that were read."""
-        return CheckpointError(
+
+def _check_same(group: Group, first: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
+    """Check that tensors came back from a group's conversion and its inverse as they were."""
+    same = first.keys() == again.keys() and all(
+        same_bits(again[key].to(tensor.dtype), tensor) for key, tensor in first.items()
+    )
+    if not same:
+        raise CheckpointError(
             f"{group.target} cannot be written back as the base has it on disk "
             f"({', '.join(group.keys[:2])}, ...): transformers' conversion of it is not one to one."
         )
@@ -93,7 +88,8 @@ class PlainBase(Base):
         by_file: dict[Path, list[str]] = {file: [] for file in self.checkpoint.files}
         for key in self.disk:
             by_file[self.checkpoint.info(key).file].append(key)
-        return [OutFile(file.name, tuple(keys), _metadata(file)) for file, keys in by_file.items()]
+        metadata = {file: json.loads(header_bytes(file)).get("__metadata__") for file in by_file}
+        return [OutFile(f.name, tuple(keys), metadata[f] or {}) for f, keys in by_file.items()]
 
     def parameters(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
         """Return rows of the group's parameters, whether or not they can be written back."""
@@ -108,17 +104,9 @@ class PlainBase(Base):
         parts, read = group.part(start, stop), self._tensors(group, start, stop)
         values = self.layout.convert(group, read)
         if group.converter is not None:
-            back = self.layout.restore(group, values)
-            if back.keys() != set(parts.values()) or not all(
-                same_bits(back[parts[key]].to(tensor.dtype), tensor) for key, tensor in read.items()
-            ):
-                raise self.not_one_to_one(group)
+            first = {parts[key]: tensor for key, tensor in read.items()}
+            _check_same(group, first, self.layout.restore(group, values))
         return values
-
-
-def _metadata(file: Path) -> dict[str, str]:
-    metadata = json.loads(header_bytes(file)).get("__metadata__")
-    return dict(metadata) if isinstance(metadata, dict) else {}
 
 
 class PackedWeights:
@@ -137,11 +125,7 @@ class PackedWeights:
         self._last: tuple[str, PackedWeight] | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the decoded weight.
-
-        Raises:
-            CheckpointError: The model has no such weight.
-        """
+        """Return the shape of the decoded weight."""
         entry = self._manifest.experts.get(name)
         if entry is None and name not in self._plain:
             raise CheckpointError(
@@ -151,20 +135,15 @@ class PackedWeights:
         return tuple(entry.shape if entry else self._plain[name].shape)
 
     def weight(self, name: str) -> PackedWeight:
-        """Return a packed weight; the last one is kept, for its next slice.
-
-        Raises:
-            CheckpointError: Its tensors do not belong together.
-        """
+        """Return a packed weight; the last one is kept, for its next slice."""
         if self._last is not None and self._last[0] == name:
             return self._last[1]
         shape, entry = self.shape(name), self._manifest.experts.get(name)
         settings = self._manifest.settings
-        keys = [key for key in self.keys[name] if not key.endswith(_INT8_FORMAT)]
         stats = {
             SCALES if key.endswith(SCALES) else key.removeprefix(name): self._checkpoint.read(key)
-            for key in keys
-            if key != name
+            for key in self.keys[name]
+            if key != name and not key.endswith(INT8_FORMAT)
         }
         dtype = getattr(torch, entry.dtype) if entry else self._plain[name].dtype
         try:
@@ -186,11 +165,7 @@ class PackedBase(Base):
         self._model: Any = model
         self._weights = PackedWeights(folder, self.manifest, self.checkpoint, model)
         self.params = self._parameters()
-        blank = {
-            name: torch.empty(shape, dtype=dtype, device="meta")
-            for name, (shape, dtype) in self.params.items()
-        }
-        on_disk = revert(model, blank, type(model).__name__)
+        on_disk = revert(model, blank(self.params), type(model).__name__)
         self.disk = {
             key: (tuple(on_disk[key].shape), on_disk[key].dtype)
             for key in sorted(on_disk, key=dot_natural_key)
@@ -240,10 +215,7 @@ class PackedBase(Base):
         values = {name: self._rows(name, start, stop) for name in group.shapes}
         if group.converter is not None:
             again = self.layout.convert(group, self.layout.restore(group, values))
-            if again.keys() != values.keys() or not all(
-                same_bits(again[name], value) for name, value in values.items()
-            ):
-                raise self.not_one_to_one(group)
+            _check_same(group, values, again)
         return values
 
     def _rows(self, name: str, start: int, stop: int | None) -> Tensor:
@@ -276,18 +248,8 @@ def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     names = {}
     for name in owners & keys.keys():
         module = name.removesuffix(".weight")
-        beside = {module + SCALES, module + _INT8_FORMAT} if module != name else set()
+        beside = {module + SCALES, module + INT8_FORMAT} if module != name else set()
         names[name] = tuple(
             key for key in keys if key == name or key.startswith(f"{name}.") or key in beside
         )
     return names
-
-
-def index_text(files: list[OutFile], total: int) -> bytes:
-    """Return the content of an index over several files, as transformers writes it."""
-    weight_map = {key: file.name for file in files for key in file.keys}
-    value = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
-
-
-INDEX = f"model{INDEX_SUFFIX}"

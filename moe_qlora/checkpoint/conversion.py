@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,24 +50,17 @@ _WITHIN = (Concatenate, Chunk, Interleave, Transpose)
 class Group:
     """Tensors on disk, and the parameters that they make.
 
-    Attributes:
-        keys: Keys on disk, in the order of conversion.
-        shapes: Shapes of the parameters by name; empty where the model has no such parameter.
-        sources: The keys by the converter's pattern; empty for one tensor that is one parameter.
-        target: Name under which transformers collects the group.
-        converter: transformers' `WeightConverter`, None for one tensor that is one parameter.
-        swap: Two dimensions to transpose, where that is the whole conversion.
-        unit: What one step along the parameters' first dimension is on disk: "key" (each tensor is
-            one expert), "row" (the tensors have the same first dimension), or "" where the group
-            converts as a whole only.
+    One tensor that is one parameter has no `sources` and no `converter`. `unit` is what one step
+    along the parameters' first dimension is on disk: "key" (each tensor is one expert), "row" (the
+    tensors have the same first dimension), or "" where the group converts as a whole only.
     """
 
-    keys: tuple[str, ...]
-    shapes: Mapping[str, tuple[int, ...]]
-    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    target: str = ""
-    converter: Any = None
-    swap: tuple[int, int] | None = None
+    keys: tuple[str, ...]  # on disk, in the order of conversion
+    shapes: Mapping[str, tuple[int, ...]]  # of parameters by name; {} where the model has none
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # keys by pattern
+    target: str = ""  # name under which transformers collects the group
+    converter: Any = None  # transformers' `WeightConverter`
+    swap: tuple[int, int] | None = None  # dimensions to transpose, the whole conversion
     unit: str = "row"
 
     def slices(self) -> Iterator[tuple[int, int | None]]:
@@ -96,15 +89,22 @@ class Group:
         }
 
 
+Disk = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of tensors by key."""
+
+
+def blank(disk: Disk) -> dict[str, Tensor]:
+    """Return such tensors on the meta device."""
+    return {k: torch.empty(shape, dtype=dtype, device="meta") for k, (shape, dtype) in disk.items()}
+
+
 class DiskLayout:
     """The correspondence between the parameters of a model on meta and the tensors on disk.
 
-    Every key of `disk`, which has shape and dtype of each tensor, is in exactly one of `groups`.
+    Every key of `disk` is in exactly one of `groups`.
     """
 
-    def __init__(
-        self, model: nn.Module, disk: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    ) -> None:
+    def __init__(self, model: nn.Module, disk: Disk) -> None:
         self._model: Any = model
         self._disk = disk
         mapping = get_model_conversion_mapping(self._model)
@@ -138,19 +138,9 @@ class DiskLayout:
 
     def _converted(self, name: str, converter: Any, sources: dict[str, list[str]]) -> Group:
         keys = tuple(key for keys in sources.values() for key in keys)
-        group = Group(
-            keys,
-            {},
-            {pattern: tuple(matches) for pattern, matches in sources.items()},
-            name,
-            converter,
-            unit="",
-        )
-        blank = {
-            key: torch.empty(self._disk[key][0], dtype=self._disk[key][1], device="meta")
-            for key in keys
-        }
-        params = self.convert(group, blank)
+        by_pattern = {pattern: tuple(matches) for pattern, matches in sources.items()}
+        group = Group(keys, {}, by_pattern, name, converter, unit="")
+        params = self.convert(group, blank({key: self._disk[key] for key in keys}))
         shapes = {param: tuple(tensor.shape) for param, tensor in params.items()}
         operation = converter.operations[0]
         if len(converter.operations) == 1 and getattr(operation, "check_dims", False):
@@ -158,8 +148,7 @@ class DiskLayout:
             swap = (operation.dim0, operation.dim1)
             same = shapes == {name: self._disk[keys[0]][0]}
             return Group(keys, shapes, target=name, swap=None if same else swap)
-        unit = self._unit(group, shapes)
-        return Group(keys, shapes, group.sources, name, converter, unit=unit)
+        return replace(group, shapes=shapes, unit=self._unit(group, shapes))
 
     def _unit(self, group: Group, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """Return the group's `unit`; unknown operations are converted as a whole."""
@@ -178,11 +167,7 @@ class DiskLayout:
         return "row" if counts == {1} and first == rows else ""
 
     def holds(self, name: str) -> bool:
-        """Whether a parameter lies on disk, under this very name.
-
-        Raises:
-            CheckpointError: It does, in another shape than the model's.
-        """
+        """Whether a parameter lies on disk, under this very name."""
         group = self._places.get(name)
         if group is None:
             return False
@@ -199,9 +184,6 @@ class DiskLayout:
         """Convert tensors by key on disk to parameters by name, as a load does.
 
         The keys are all of the group, or those of a slice (`Group.part`).
-
-        Raises:
-            CheckpointError: They do not fit together.
         """
         if group.converter is None:
             return dict.fromkeys(group.shapes, _swapped(tensors[group.keys[0]], group.swap))
@@ -223,9 +205,6 @@ class DiskLayout:
         """Convert parameters by name to tensors by key on disk, as a save does.
 
         Of a slice of experts, the keys are those of the first ones (`Group.part`).
-
-        Raises:
-            CheckpointError: transformers cannot undo this conversion.
         """
         if group.converter is None:
             (value,) = values.values()

@@ -48,9 +48,6 @@ def check_folder(folder: str | Path, *, checksums: bool = True) -> Manifest:
     """Check everything about a packed folder that can be checked without building the model.
 
     `checksums` compares those of large tensors too, for which all of them are read.
-
-    Raises:
-        CheckpointError: Something is missing, damaged or foreign; the message names it.
     """
     check = FolderCheck(folder, large=checksums)
     check.finish()
@@ -61,10 +58,6 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Open a folder's tensors: of the files that manifest or index name, or of its one file.
 
     A packed folder's checksums are not compared, which takes as long as reading all of it.
-
-    Raises:
-        CheckpointError: There are none, files are missing or damaged, or the index leads out of
-            the folder.
     """
     folder = Path(folder)
     with reading_file(folder):
@@ -108,15 +101,8 @@ class FolderCheck:
     """A check of a packed folder whose longest part runs while its files are loaded.
 
     What is small, which is all that a loader has to make sense of, is checked at once; the
-    checksums of large tensors, whose bytes no loader trips over, are compared in threads.
-
-    Args:
-        folder: A packed folder.
-        mark: What the model's config says of the manifest; None reads it from config.json.
-        large: Whether to compare large tensors' checksums at all.
-
-    Raises:
-        CheckpointError: As `check_folder`.
+    checksums of large tensors, whose bytes no loader trips over, are compared in threads, or never
+    (`large`). `mark` is what the model's config says of the manifest; None reads config.json.
     """
 
     def __init__(self, folder: str | Path, mark: Mark | None = None, *, large: bool = True) -> None:
@@ -158,11 +144,7 @@ class FolderCheck:
             )
 
     def finish(self) -> None:
-        """Wait for the checksums of large tensors.
-
-        Raises:
-            CheckpointError: A checksum differs.
-        """
+        """Wait for the checksums of large tensors."""
         try:
             for key, digest in self._sums.items():
                 self._compare(key, digest.result())
@@ -197,11 +179,7 @@ def _check_shard(
 
 
 def check_packed_weight(folder: Path, name: str, manifest: Manifest) -> None:
-    """Check that a packed weight has the codes and statistics that its shape needs.
-
-    Raises:
-        CheckpointError: One is missing, or has another size.
-    """
+    """Check that a packed weight has the codes and statistics that its shape needs."""
     shape = manifest.experts[name].shape
     for end, spec in packed_tensors(shape, manifest.settings).items():
         entry = manifest.tensors.get(name + end)

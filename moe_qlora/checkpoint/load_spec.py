@@ -31,30 +31,19 @@ class LoadSpec:
 
     Converters are deep-copied for every parameter that they make, and must all see one spec: a copy
     of it is itself.
-
-    Attributes:
-        params: Expert weights by name; a tied weight under each of its names.
-        settings: What to pack into.
-        dtypes: The dtype that each weight would be loaded in, were it not packed.
-        layout: Of the whole model.
-        files: The checkpoint on disk; None where tensors are given, or files are not safetensors.
-        manifest: Of a folder that this package packed, None otherwise.
-        device_map: As transformers settled it.
-        unit_nbytes: Bytes, once loaded, of each of the model's blocks and of the layers outside
-            them, in order.
-        packed: What has been packed, by name.
-        replaced: Converters of the load, each as `(own, the stock one that it replaces or None)`.
     """
 
-    params: dict[str, ExpertParam]
+    params: dict[str, ExpertParam]  # a tied weight under each of its names
     settings: CodecSettings
-    dtypes: dict[str, torch.dtype]
+    dtypes: dict[str, torch.dtype]  # that weights would be loaded in, were they not packed
     layout: ModelLayout
-    files: Checkpoint | None = None
-    manifest: Manifest | None = None
-    device_map: Any = None
+    files: Checkpoint | None = None  # None where tensors are given, or files are not safetensors
+    manifest: Manifest | None = None  # of a folder that this package packed
+    device_map: Any = None  # as transformers settled it
+    # bytes, once loaded, of each of the model's blocks and of the layers outside them, in order
     unit_nbytes: tuple[float, ...] = ()
     packed: dict[str, PackedWeight] = field(default_factory=dict)
+    # converters of the load, each as (own, the stock one that it replaces or None)
     replaced: list[tuple[Any, Any]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadSpec:
@@ -97,9 +86,6 @@ def packing_spec(
     """Return what to pack of a 16-bit checkpoint, for the model on meta as it was built.
 
     `dtype` is what the model is loaded in, `device_map` as far as it is known.
-
-    Raises:
-        UnsupportedWeightError: An expert weight cannot be packed.
     """
     settings = CodecSettings.from_config(config)
     layout = _detect(model)
@@ -124,11 +110,7 @@ def packing_spec(
 def reload_spec(
     model: nn.Module, config: Any, dtype: torch.dtype | None, manifest: Manifest, folder: Path
 ) -> LoadSpec:
-    """Return what a packed folder holds packed, for the model on meta as it was built.
-
-    Raises:
-        CheckpointError: The folder's weights or settings are not the model's or the config's.
-    """
+    """Return what a packed folder holds packed, for the model on meta as it was built."""
     settings = CodecSettings.from_config(config)
     layout = _detect(model)
     by_name = {name: param for param in layout.experts for name in param.names}
@@ -198,30 +180,24 @@ def _offloaded(name: str, device_map: Any) -> bool:
 def _dtypes(
     model: nn.Module, layout: ModelLayout, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    policy = dtype_policy(model, dtype)
+    kept = kept_dtypes(model, dtype)
     dtypes: dict[str, torch.dtype] = {}
     for param in layout.experts:
-        wanted = policy(param.name, model.get_parameter(param.name).dtype)
+        wanted = kept(param.name) or model.get_parameter(param.name).dtype
         dtypes |= dict.fromkeys(param.names, wanted)
     return dtypes
 
 
-def dtype_policy(
-    model: Any, dtype: torch.dtype | None
-) -> Callable[[str, torch.dtype], torch.dtype]:
-    """Return a function from a parameter's name and own dtype to the dtype it is loaded in.
+def kept_dtypes(model: Any, dtype: torch.dtype | None) -> Callable[[str], torch.dtype | None]:
+    """Return a function that gives the dtype which a model's class keeps a parameter in, or None.
 
-    That is its own dtype, unless the class keeps some of its parameters in another one.
+    `dtype` is what the model is loaded in.
     """
     by_glob: Mapping[str, torch.dtype] = {}
     if dtype is not None and hasattr(model, "_get_dtype_plan"):
         by_glob = model._get_dtype_plan(dtype) or {}
-    patterns = [(re.compile(glob.replace("*", ".*")), wanted) for glob, wanted in by_glob.items()]
-
-    def policy(name: str, own: torch.dtype) -> torch.dtype:
-        return next((wanted for pattern, wanted in patterns if pattern.search(name)), own)
-
-    return policy
+    patterns = [(re.compile(glob.replace("*", ".*")), kept) for glob, kept in by_glob.items()]
+    return lambda name: next((kept for pattern, kept in patterns if pattern.search(name)), None)
 
 
 def safetensors_files(files: Sequence[str] | None) -> Checkpoint | None:

@@ -97,27 +97,16 @@ class ShardEntry:
 
 @dataclass(frozen=True, config=_EXACT)
 class Manifest:
-    """The content of a manifest.
-
-    Attributes:
-        id: Checksum of all tensors and of how they are packed, however they are cut into shards.
-        written_by: Program and version.
-        model_type: Of the config.
-        codec: kind, double_quant, blocksize, storage_dtype, compute_dtype (None, or a name).
-        experts: Packed expert weights by name.
-        shards: Shards by file name, in order.
-        tensors: Stored tensors by key.
-        config: config.json without what this package adds to it.
-    """
+    """The content of a manifest; FORMAT.md has each key's meaning."""
 
     id: str
     written_by: str
     model_type: str
     codec: Annotated[dict[str, Any], AfterValidator(_check_codec)]
-    experts: dict[str, PackedEntry]
-    shards: Annotated[dict[str, ShardEntry], Field(min_length=1)]
-    tensors: dict[str, TensorEntry]
-    config: dict[str, Any]
+    experts: dict[str, PackedEntry]  # by name
+    shards: Annotated[dict[str, ShardEntry], Field(min_length=1)]  # by file name, in order
+    tensors: dict[str, TensorEntry]  # by key
+    config: dict[str, Any]  # config.json without what this package adds to it
 
     @property
     def settings(self) -> CodecSettings:
@@ -151,12 +140,9 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
 class Mark:
-    """What config.json says under `moe_qlora`.
+    """What config.json says under `moe_qlora`: id and file name of the manifest.
 
-    Attributes:
-        id: Of the manifest.
-        manifest: Its file name.
-        entry: The first shard's file name, to which transformers is sent.
+    `entry` is the first shard's file name, to which transformers is sent.
     """
 
     id: str
@@ -189,11 +175,7 @@ def _digest(value: Mapping[str, Any]) -> str:
 
 
 def tensor_entries(files: Sequence[Path]) -> dict[str, TensorEntry]:
-    """Describe every tensor of some safetensors files, checksums included.
-
-    Raises:
-        CheckpointError: A file cannot be read, or two hold the same key.
-    """
+    """Describe every tensor of some safetensors files, checksums included."""
     checkpoint = Checkpoint(files)
     infos = {key: checkpoint.info(key) for key in checkpoint}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -227,11 +209,7 @@ def shard_entry(file: Path) -> ShardEntry:
 
 
 def read_mark(folder: str | Path) -> Mark | None:
-    """Return what a folder's config.json says of a manifest; None where it is absent or plain.
-
-    Raises:
-        CheckpointError: config.json is damaged, or the folder is of another format version.
-    """
+    """Return what a folder's config.json says of a manifest; None where it is absent or plain."""
     if not os.path.lexists(Path(folder) / CONFIG):
         return None
     file = inside(Path(folder), CONFIG)
@@ -240,23 +218,14 @@ def read_mark(folder: str | Path) -> Mark | None:
 
 
 def parse_mark(value: Any, file: Path = Path(CONFIG)) -> Mark:
-    """Check what a config says under `moe_qlora`.
-
-    Raises:
-        CheckpointError: It is damaged, or of another format version.
-    """
+    """Check what a config says under `moe_qlora`."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} is damaged: {CONFIG_KEY} is {value!r:.80}, and no object.")
     return _parse(Mark, value, file, f"{CONFIG_KEY}.")
 
 
 def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | None:
-    """Return the manifest that `mark`, or else the folder's config.json, names; None without one.
-
-    Raises:
-        CheckpointError: The manifest is missing, damaged or of another format, or names files
-            outside the folder.
-    """
+    """Return the manifest that `mark`, or else config.json, names; None without a mark."""
     folder = Path(folder)
     mark = mark or read_mark(folder)
     if mark is None:
@@ -276,11 +245,7 @@ def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | No
 
 
 def is_packed(folder: str | Path) -> bool:
-    """Whether a folder's config.json says that this package packed it.
-
-    Raises:
-        CheckpointError: config.json is damaged, or the folder is of another format version.
-    """
+    """Whether a folder's config.json says that this package packed it."""
     return read_mark(folder) is not None
 
 

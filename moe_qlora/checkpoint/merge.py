@@ -21,13 +21,12 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import build_glob_alternation
 
 from .. import build as checkpoint_source
 from ..errors import AdapterError, CheckpointError, ConfigError
@@ -38,10 +37,11 @@ from ..progress import Progress, reporting
 from . import rounding
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import Adapter, LoraDelta, Resolver, Updates, open_adapter
-from .base import FLOATS, INDEX, Base, OutFile, PackedBase, PlainBase, index_text, refuse_quantized
+from .base import FLOATS, Base, OutFile, PackedBase, PlainBase, refuse_quantized
 from .conversion import Group
+from .load_spec import kept_dtypes
 from .manifest import CONFIG, CONFIG_KEY, is_packed
-from .reader import index_of, read_json
+from .reader import INDEX, index_of, read_json
 from .rounding import Rounding
 from .save import copy_auxiliary_files
 from .tied_weights import TiedWeights
@@ -53,21 +53,13 @@ _PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge has written.
-
-    Attributes:
-        folder: The merged folder.
-        tensors: How many tensors it holds.
-        changed: How many of them the adapter changed.
-        rounded: How many parameters were rounded as in training.
-        nbytes: Bytes of all tensors.
-    """
+    """What a merge has written."""
 
     folder: Path
-    tensors: int
-    changed: int
-    rounded: int
-    nbytes: int
+    tensors: int  # how many the folder holds
+    changed: int  # how many of them the adapter changed
+    rounded: int  # how many parameters were rounded as in training
+    nbytes: int  # of all tensors
 
     def __str__(self) -> str:
         size = human_bytes(self.nbytes)
@@ -123,10 +115,13 @@ def merge_adapter(
     _check_roles(source, absolute(adapter))
     check_new(target)
     with ExitStack() as stack:
-        lora = stack.enter_context(open_adapter(absolute(adapter)))
+        lora = open_adapter(absolute(adapter))
+        stack.enter_context(lora.file)
         build_model = _model_builder(source, trust_remote_code)
         model = build_model()
-        opened = stack.enter_context(closing(_open_base(source, model, max_shard_size)))
+        packed = is_packed(source)
+        opened = PackedBase(source, model, max_shard_size) if packed else PlainBase(source, model)
+        stack.enter_context(closing(opened))
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
         updates = Resolver(model, shapes, lora).resolve()
         training = _rounding(opened, lora, build_model, like_training, quantization_config)
@@ -168,12 +163,6 @@ def _model_builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Mod
         return model
 
     return build_model
-
-
-def _open_base(folder: Path, model: nn.Module, max_shard_size: int | str) -> Base:
-    if is_packed(folder):
-        return PackedBase(folder, model, max_shard_size)
-    return PlainBase(folder, model)
 
 
 def _rounding(
@@ -316,7 +305,7 @@ class _Merge:
                         dtypes[name] = value.dtype
                     packers[name].add(value)
         self._rounded.update(names)
-        return {name: rounding.finish(packers[name], dtypes[name]) for name in packers}
+        return {n: replace(packer.finish(), dtype=dtypes[n]) for n, packer in packers.items()}
 
     def _sum(self, name: str, value: Tensor, start: int, stop: int | None) -> Tensor:
         """Return rows of a parameter with the adapter's changes, in fp32 or finer."""
@@ -389,11 +378,9 @@ def _dtypes(base: Base, model: nn.Module, dtype: torch.dtype | None) -> dict[str
     own = {key: kind for key, (_, kind) in base.disk.items()}
     if dtype is None:
         return own
-    dtype_plan: Any = getattr(model, "_get_dtype_plan", None)
-    plan: dict[str, torch.dtype] = {} if dtype_plan is None else dtype_plan(dtype) or {}
-    kept = build_glob_alternation(list(plan))[0] if plan else None
+    kept = kept_dtypes(model, dtype)
     for group in base.layout.groups:
-        exempt = kept is not None and any(kept.search(name) for name in group.shapes)
+        exempt = any(kept(name) for name in group.shapes)
         for key in group.keys:
             if own[key] in FLOATS:
                 own[key] = torch.float32 if exempt else dtype
@@ -430,15 +417,17 @@ def _write_index(
 ) -> None:
     """Write the index of the merged files: the base's own, or for a packed base a new one."""
     if isinstance(base, PackedBase):
-        if len(merge.files) > 1:
-            (folder / INDEX).write_bytes(index_text(merge.files, merge.nbytes))
-        return
-    index = index_of(source)
-    if index is None:
-        return
-    if dtype is None:
-        shutil.copyfile(index, folder / index.name)
-        return
-    content = read_json(index)
+        if len(merge.files) == 1:
+            return
+        index: Path | None = folder / INDEX
+        names = {key: file.name for file in merge.files for key in file.keys}
+        content: dict[str, Any] = {"metadata": {}, "weight_map": dict(sorted(names.items()))}
+    else:
+        index = index_of(source)
+        if index is not None and dtype is None:
+            shutil.copyfile(index, folder / index.name)
+        if index is None or dtype is None:
+            return
+        content = read_json(index)
     content["metadata"] = {**(content.get("metadata") or {}), "total_size": merge.nbytes}
     (folder / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -39,9 +40,9 @@ from ..packing.format import SCALES, key_ends, packed_nbytes
 from ..packing.quant_state import state_dict_entries
 from ..progress import Progress, reporting
 from . import save
-from .base import PlainBase, refuse_quantized
+from .base import INT8_FORMAT, PlainBase, refuse_quantized
 from .conversion import Group
-from .load_spec import LoadSpec, dtype_policy, packing_spec
+from .load_spec import LoadSpec, kept_dtypes, packing_spec
 from .manifest import CONFIG, Manifest, PackedEntry, is_packed
 from .reader import read_header, read_json
 from .rounding import from_config
@@ -160,13 +161,14 @@ class _Job:
         self.device, self.config = device, config
         self.spec: LoadSpec = packing_spec(model, config, model.dtype, None)
         own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        self.policy = dtype_policy(model, model.dtype)
+        self.kept = kept_dtypes(model, model.dtype)
         dtype = model.dtype
         # Replaces the Linear layers of the model that bitsandbytes packs.
-        self.linears = from_config(model, config).linears
+        self.packed = from_config(model, config)
+        linears = self.packed.linears
         model.tie_weights()
-        self.transposed = {n for n in self.linears if _is_transposed(model.get_submodule(n[:-7]))}
-        self.dtypes = own | dict.fromkeys(self.linears & own.keys(), dtype)
+        self.transposed = {n for n in linears if _is_transposed(model.get_submodule(n[:-7]))}
+        self.dtypes = own | dict.fromkeys(linears & own.keys(), dtype)
         self.base = PlainBase(folder, model)
         self.tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         self.steps = self._steps(model)
@@ -242,7 +244,10 @@ class _Job:
 
     def write(self, work: Path, max_shard_size: int | str, tell: Progress) -> list[Path]:
         """Write the shards that are not there yet, and return all of them, in order."""
-        sizes = {index: self._nbytes(*step) for index, step in enumerate(self.steps)}
+        sizes = {
+            index: sum(self._nbytes(name, group.shapes[name]) for name in names)
+            for index, (group, names) in enumerate(self.steps)
+        }
         shards = []
         for number, indices in enumerate(plan_shards(sizes, max_shard_size), 1):
             path = work / f"shard-{number:05d}.safetensors"
@@ -251,39 +256,29 @@ class _Job:
                 read_header(path)
                 continue
             keys = [key for i in indices for name in self.steps[i][1] for key in self._keys(name)]
-            shard = GrowingShard(path.with_suffix(".partial"), keys, {"format": "pt"})
-            try:
+            with GrowingShard(path.with_suffix(".partial"), keys, {"format": "pt"}) as shard:
                 for index in indices:
                     group, names = self.steps[index]
                     tell(index, len(self.steps), names[0])
                     for key, tensor in self._tensors(group, names):
                         shard.add(key, tensor)
-            except BaseException:
-                shard.abandon()
-                raise
-            shard.close()
             shard.path.rename(path)
         tell(len(self.steps), len(self.steps), "")
         return shards
 
     def _dtype(self, name: str) -> torch.dtype:
-        return self.spec.dtypes.get(name) or self.policy(name, self.dtypes[name])
+        return self.spec.dtypes.get(name) or self.kept(name) or self.dtypes[name]
 
-    def _nbytes(self, group: Group, names: list[str]) -> int:
-        total = 0
-        for name in names:
-            shape = group.shapes[name]
-            if name in self.spec.params or name in self.linears:
-                total += packed_nbytes(shape, self.spec.settings)
-            else:
-                total += torch.Size(shape).numel() * self._dtype(name).itemsize
-        return total
+    def _nbytes(self, name: str, shape: tuple[int, ...]) -> int:
+        if name in self.spec.params or name in self.packed.linears:
+            return packed_nbytes(shape, self.spec.settings)
+        return math.prod(shape) * self._dtype(name).itemsize
 
     def _keys(self, name: str) -> list[str]:
         """Return every key that `_tensors` may give for a parameter."""
         ends = key_ends(self.spec.settings)
         module = name.rpartition(".")[0]
-        return [*(name + end for end in ends), f"{module}{SCALES}", f"{module}.weight_format"]
+        return [*(name + end for end in ends), f"{module}{SCALES}", f"{module}{INT8_FORMAT}"]
 
     def _tensors(self, group: Group, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of one group as they are stored."""
@@ -293,9 +288,11 @@ class _Job:
             for name, value in self.base.parameters(group, start, stop).items():
                 if name not in names:
                     continue
-                if name in self.spec.params or name in self.linears:
+                if name in self.spec.params or name in self.packed.linears:
                     if name not in packers:
-                        packers[name] = self._packer(name, group.shapes[name])
+                        shape = group.shapes[name][:: -1 if name in self.transposed else 1]
+                        dtype = self._dtype(name)
+                        packers[name] = self.packed.packer(name, shape, dtype, self.device)
                     self._add(packers[name], name, value, start)
                 else:
                     plain.setdefault(name, []).append(value.to(self._dtype(name)))
@@ -304,14 +301,6 @@ class _Job:
                 yield from self._packed(name, packers.pop(name).finish())
             else:
                 yield name, torch.cat(plain[name]) if len(plain[name]) > 1 else plain[name][0]
-
-    def _packer(self, name: str, shape: tuple[int, ...]) -> Packer:
-        dtype = self._dtype(name)
-        if name in self.linears and self.spec.settings.kind == "int8":
-            dtype = torch.float16  # what bitsandbytes' own 8-bit Linear layers are cast to
-        if name in self.transposed:
-            shape = (shape[1], shape[0])
-        return Packer(shape, dtype, self.device, self.spec.settings)
 
     def _add(self, packer: Packer, name: str, value: Tensor, start: int) -> None:
         if name in self.transposed:
@@ -339,7 +328,7 @@ class _Job:
             module = name.rpartition(".")[0]
             yield f"{module}{SCALES}", weight.absmax
             # bitsandbytes' number for rows as they are
-            yield f"{module}.weight_format", torch.tensor(0, dtype=torch.uint8)
+            yield f"{module}{INT8_FORMAT}", torch.tensor(0, dtype=torch.uint8)
 
 
 def _is_transposed(module: nn.Module) -> bool:

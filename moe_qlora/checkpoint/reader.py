@@ -32,6 +32,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 
 INDEX_SUFFIX = ".safetensors.index.json"
+INDEX = f"model{INDEX_SUFFIX}"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100 << 20
 """Longest header that the safetensors format allows, in bytes."""
@@ -111,11 +112,7 @@ class Checkpoint:
         return key in self._infos
 
     def info(self, key: str) -> TensorInfo:
-        """Return what is known of a tensor without reading it.
-
-        Raises:
-            CheckpointError: There is no such tensor.
-        """
+        """Return what is known of a tensor without reading it."""
         try:
             return self._infos[key]
         except KeyError:
@@ -123,11 +120,7 @@ class Checkpoint:
             raise CheckpointError(f"{place} has no tensor {key}.") from None
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read a tensor, or its rows `[start, stop)` of the first dimension, to the CPU.
-
-        Raises:
-            CheckpointError: There is no such tensor, or it cannot be read.
-        """
+        """Read a tensor, or its rows `[start, stop)` of the first dimension, to the CPU."""
         file = self.info(key).file
         with reading(file):
             if file not in self._open:
@@ -183,11 +176,7 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """Return a file of a folder by its bare name; links may lead to the blobs of the hub's cache.
-
-    Raises:
-        CheckpointError: The name is a path, is absolute, or leads elsewhere.
-    """
+    """Return a file of a folder by its bare name; a link may lead to blobs of the hub's cache."""
     plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
     if not plain or Path(name).is_absolute() or ":" in name:
         raise CheckpointError(
@@ -226,20 +215,12 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
-
-    Raises:
-        CheckpointError: The file is missing or too long, or as `parse_json`.
-    """
+    """Return the JSON object that a file holds."""
     return parse_json(file, read_raw(file))
 
 
 def read_raw(file: Path) -> bytes:
-    """Return the bytes of a JSON file.
-
-    Raises:
-        CheckpointError: The file is missing or too long.
-    """
+    """Return the bytes of a JSON file."""
     with reading(file):
         if _size_of(file) > MAX_JSON:
             raise CheckpointError(f"{file} cannot be read: it is longer than {MAX_JSON} bytes.")
@@ -247,12 +228,7 @@ def read_raw(file: Path) -> bytes:
 
 
 def parse_json(file: Path, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in a file's bytes.
-
-    Raises:
-        CheckpointError: They are no JSON or no object, name a key twice, or hold half of a
-            surrogate pair, which is no text.
-    """
+    """Return the JSON object in a file's bytes."""
     with reading(file):
         try:
             value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
@@ -269,9 +245,6 @@ def parse_fields(kind: type[_T], value: Any, file: Path, prefix: str = "") -> _T
     """Build a pydantic dataclass from parsed JSON, having checked every field.
 
     In errors, `prefix` stands before the fields' keys.
-
-    Raises:
-        CheckpointError: A key is missing or unknown, or its value is none of those allowed.
     """
     with reading(file):
         try:
@@ -292,24 +265,16 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def index_of(folder: Path) -> Path | None:
-    """Return the folder's index file, None where it has none.
-
-    Raises:
-        CheckpointError: It has several.
-    """
+    """Return the folder's index file, None where it has none."""
     files = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
-    files = [file for file in files if file.name == f"model{INDEX_SUFFIX}"] or files
+    files = [file for file in files if file.name == INDEX] or files
     if len(files) > 1:
         raise CheckpointError(f"{folder} holds {len(files)} index files: leave one.")
     return files[0] if files else None
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Return the `weight_map` of an index: key -> file name.
-
-    Raises:
-        CheckpointError: It has none, or one of another type.
-    """
+    """Return the `weight_map` of an index: key -> file name."""
     weight_map = read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file} has no weight_map: it is no index of safetensors files.")
@@ -320,11 +285,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def header_bytes(file: Path) -> bytes:
-    """Return the JSON header of a safetensors file, its length not included.
-
-    Raises:
-        CheckpointError: The file is missing, too short, or says a length that it cannot have.
-    """
+    """Return the JSON header of a safetensors file, its length not included."""
     with reading(file):
         size = _size_of(file)
     with reading(file), file.open("rb") as handle:
@@ -336,11 +297,7 @@ def header_bytes(file: Path) -> bytes:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return what a safetensors file holds, by key in the order of the header.
-
-    Raises:
-        CheckpointError: The file is missing, cut off or damaged.
-    """
+    """Return what a safetensors file holds, by key in the order of the header."""
     raw = header_bytes(file)
     begin = 8 + len(raw)
     with reading(file):

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,6 @@ from torch import nn
 
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
-from ..kernels.weights import PackedWeight
 from ..layout import unwrapped_name
 from ..packing import parametrize
 from ..packing.codec import Packer
@@ -34,49 +33,33 @@ from .writer import replace_file
 
 NOTE = "moe_qlora_adapter.json"
 NOTE_VERSION = 1
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Which parameters were packed in training, and how.
-
-    Attributes:
-        settings: Of the codec.
-        experts: Names of expert weights.
-        linears: Names of the weights of Linear layers.
-    """
+    """Which expert weights and weights of Linear layers were packed in training, and how."""
 
     settings: CodecSettings
-    experts: frozenset[str] = frozenset()
-    linears: frozenset[str] = frozenset()
+    experts: frozenset[str]
+    linears: frozenset[str]
 
     def __contains__(self, name: object) -> bool:
         return name in self.experts or name in self.linears
 
-    def packer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Packer:
+    def packer(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU
+    ) -> Packer:
         """Return a packer that packs this parameter as in training."""
         if self.settings.kind == "int8" and name in self.linears:
             dtype = torch.float16  # what bitsandbytes' own 8-bit Linear layers are cast to
-        return Packer(shape, dtype, torch.device("cpu"), self.settings)
-
-
-def finish(packer: Packer, dtype: torch.dtype) -> PackedWeight:
-    """Return the packed weight, which decodes to `dtype`."""
-    weight = packer.finish()
-    if weight.dtype != dtype:
-        weight = replace(weight, dtype=dtype)
-    return weight
+        return Packer(shape, dtype, device, self.settings)
 
 
 def from_config(model: nn.Module, config: Any) -> Rounding:
-    """Return what a load with this `BitsAndBytesConfig` packs.
+    """Return what a load with this `BitsAndBytesConfig`, or its dict, packs.
 
-    Args:
-        model: On the meta device; its Linear layers are replaced.
-        config: A `BitsAndBytesConfig` or its dict.
-
-    Raises:
-        ConfigError: It cannot be followed.
+    The Linear layers of the model, which is on the meta device, are replaced.
     """
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -92,11 +75,7 @@ def from_config(model: nn.Module, config: Any) -> Rounding:
 
 
 def from_packed(model: nn.Module) -> Rounding | None:
-    """Return what of a packed model is packed; None where no expert is.
-
-    Args:
-        model: Without PEFT's wrappers, or with them inside.
-    """
+    """Return what of a model, maybe with PEFT's wrappers, is packed; None where no expert is."""
     packed = list(parametrize.iter_packed(model))
     if not packed:
         return None
@@ -128,10 +107,9 @@ class _Note:
 def write_note(folder: Path, packed: Rounding) -> None:
     """Write a note of what was packed in training beside an adapter."""
     settings = packed.settings.to_dict()
-    codec = {key: settings[key] for key in ("kind", "double_quant", "blocksize")}
     note = {
         "format_version": NOTE_VERSION,
-        "codec": codec,
+        "codec": {key: settings[key] for key in ("kind", "double_quant", "blocksize")},
         "experts": sorted(packed.experts),
         "linears": sorted(packed.linears),
     }
@@ -139,11 +117,7 @@ def write_note(folder: Path, packed: Rounding) -> None:
 
 
 def from_note(folder: Path) -> Rounding | None:
-    """Return what the note beside an adapter says; None where there is none.
-
-    Raises:
-        CheckpointError: It is damaged, or of another format version.
-    """
+    """Return what the note beside an adapter says; None where there is none."""
     file = folder / NOTE
     if not file.exists():
         return None
@@ -159,13 +133,10 @@ def from_note(folder: Path) -> Rounding | None:
 
 
 def choose(adapter: Path, by_config: Rounding | None) -> Rounding:
-    """Return the caller's or the note's; they must agree where there are both.
-
-    Raises:
-        ConfigError: There is neither, or they differ.
-    """
+    """Return the caller's or the note's; they must agree where there are both."""
     noted = from_note(adapter)
-    if by_config is None and noted is None:
+    known = noted or by_config
+    if known is None:
         raise ConfigError(
             f"like_training needs the codec that {adapter} was trained on, which its files do not "
             "say: pass quantization_config (--quant nf4, fp4 or int8, with --double-quant where it "
@@ -176,9 +147,7 @@ def choose(adapter: Path, by_config: Rounding | None) -> Rounding:
             f"quantization_config asks for {_label(by_config)}, and {adapter / NOTE} says that the "
             f"adapter was trained on {_label(noted)}; leave quantization_config out."
         )
-    chosen = noted if noted is not None else by_config
-    assert chosen is not None
-    return chosen
+    return known
 
 
 def _label(rounding: Rounding) -> str:

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,6 +39,7 @@ from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
 from . import manifest as manifests
 from .integrity import check_packed_weight
+from .load_spec import kept_dtypes
 from .manifest import CONFIG, CONFIG_KEY, MANIFEST_NAME, SHARD_NAME, Manifest, PackedEntry
 from .reader import INDEX_SUFFIX, SINGLE, read_json
 from .writer import ShardWriter, absolute, discard, flush, new_folder, plan_shards
@@ -104,12 +106,7 @@ def save_pretrained(
 
 
 def _tensors_to_save(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the state dict without tied names and what the model's class does not save.
-
-    Raises:
-        AdapterError: It holds adapters of PEFT.
-        CheckpointError: A value cannot be saved, or a packed weight is missing.
-    """
+    """Return the state dict without tied names and what the model's class does not save."""
     host: Any = model
     tied: Mapping[str, str] = getattr(host, "all_tied_weights_keys", None) or {}
     ignored = getattr(host, "_keys_to_ignore_on_save", None) or ()
@@ -246,15 +243,13 @@ def _main_dtype(model: Any) -> str | None:
 
     The stock method notes the first parameter's dtype, to which a reload would cast all others.
     """
-    kept = model._get_dtype_plan(torch.bfloat16) or {}
-    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept]
-    sizes: dict[str, int] = {}
+    kept = kept_dtypes(model, torch.bfloat16)
+    sizes: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         plain = parameter.is_floating_point() and not isinstance(parameter, parametrize.Params4bit)
-        if plain and not any(pattern.search(name) for pattern in patterns):
-            dtype = dtype_name(parameter.dtype)
-            sizes[dtype] = sizes.get(dtype, 0) + parameter.numel()
-    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+        if plain and not kept(name):
+            sizes[dtype_name(parameter.dtype)] += parameter.numel()
+    return max(sizes, key=sizes.__getitem__, default=None)
 
 
 def write_packed(
@@ -272,8 +267,9 @@ def write_packed(
         with ShardWriter(files[-1], shapes, {"format": "pt"}) as writer:
             for key in keys:
                 writer.write(key, tensors[key])
-    experts = {name: e for name, e in _packed_entries(model).items() if name in tensors}
-    finish_packed(work, files, experts, _common_settings(model), _plain_linears(model))
+    entries, settings = _packed_entries(model)
+    experts = {name: entry for name, entry in entries.items() if name in tensors}
+    finish_packed(work, files, experts, settings, _plain_linears(model))
 
 
 def finish_packed(
@@ -285,12 +281,8 @@ def finish_packed(
 ) -> Manifest:
     """Name the shards of a save, and write its manifest and config.json.
 
-    Args:
-        work: The folder; holds config.json as transformers writes it.
-        files: Shards, in order; renamed here.
-        experts: Packed expert weights by name.
-        settings: How they are packed.
-        plain: Linear layers that are not packed, and that a reload would expect packed.
+    `work` holds config.json as transformers writes it; `plain` are Linear layers that are not
+    packed, and that a reload would expect packed.
     """
     codec = settings.to_dict()
     tensors = manifests.tensor_entries(files)
@@ -300,7 +292,14 @@ def finish_packed(
     for file, name in zip(files, names, strict=True):
         file.rename(work / name)
     new_name = {file.name: name for file, name in zip(files, names, strict=True)}
-    config = _with_skips(read_json(work / CONFIG), plain)
+    config = read_json(work / CONFIG)
+    quantization = dict(config.get("quantization_config") or {})
+    if plain:
+        # a reload must not expect these packed
+        old = [n for n in quantization.get("llm_int8_skip_modules") or [] if n not in plain]
+        exact = [rf"{re.escape(name)}$" for name in plain]
+        quantization["llm_int8_skip_modules"] = list(dict.fromkeys([*old, *exact]))
+    config["quantization_config"] = quantization
     for key in (CONFIG_KEY, "transformers_weights"):
         config.pop(key, None)
     manifest = Manifest(
@@ -320,15 +319,27 @@ def finish_packed(
     return manifest
 
 
-def _packed_entries(model: nn.Module) -> dict[str, PackedEntry]:
-    """Describe each packed expert weight as the manifest does, tied ones by each name."""
+def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSettings]:
+    """Describe each packed expert weight as the manifest does, tied ones by each name.
+
+    The second value is how all of them are packed.
+    """
     names: dict[int, list[str]] = {}
     weights: dict[int, PackedWeight] = {}
+    settings: dict[CodecSettings, str] = {}
     for module_name, module, leaf in parametrize.iter_packed(model):
-        key = id(parametrize.original_of(module, leaf))
-        names.setdefault(key, []).append(f"{module_name}.{leaf}".lstrip("."))
+        key, name = id(parametrize.original_of(module, leaf)), f"{module_name}.{leaf}".lstrip(".")
+        names.setdefault(key, []).append(name)
         weights[key] = parametrize.read_packed(module, leaf)
-    return {
+        settings.setdefault(CodecSettings.of(weights[key]), name)
+    (first, _), *others = settings.items()
+    if others:
+        other, name = others[0]
+        raise CheckpointError(
+            f"{name} is packed otherwise than the weights before it ({other.to_dict()} and "
+            f"{first.to_dict()}), and a folder holds one kind: pack the model again."
+        )
+    entries = {
         name: PackedEntry(
             tuple(weights[key].shape),
             dtype_name(weights[key].dtype),
@@ -337,26 +348,7 @@ def _packed_entries(model: nn.Module) -> dict[str, PackedEntry]:
         for key, tied in names.items()
         for name in tied
     }
-
-
-def _common_settings(model: nn.Module) -> CodecSettings:
-    """Return how the model's experts are packed.
-
-    Raises:
-        CheckpointError: Not all are packed alike.
-    """
-    first: CodecSettings | None = None
-    for module_name, module, leaf in parametrize.iter_packed(model):
-        settings = CodecSettings.of(parametrize.read_packed(module, leaf))
-        first = first or settings
-        if settings != first:
-            raise CheckpointError(
-                f"{module_name}.{leaf} is packed otherwise than the weights before it "
-                f"({settings.to_dict()} and {first.to_dict()}), and a folder holds one kind: pack "
-                "the model again."
-            )
-    assert first is not None, "only packed models get this method"
-    return first
+    return entries, first
 
 
 def _plain_linears(model: Any) -> list[str]:
@@ -369,19 +361,7 @@ def _plain_linears(model: Any) -> list[str]:
         model, config.llm_int8_skip_modules, model._keep_in_fp32_modules
     )
     plain = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    if all(is_skipped(name, skips) for name in plain):
-        return []
-    return plain
-
-
-def _with_skips(config: dict[str, Any], plain: list[str]) -> dict[str, Any]:
-    """Return the config with layers named that a reload must not expect packed."""
-    settings = dict(config.get("quantization_config") or {})
-    if plain:
-        old = [item for item in settings.get("llm_int8_skip_modules") or [] if item not in plain]
-        exact = [rf"{re.escape(name)}$" for name in plain]
-        settings["llm_int8_skip_modules"] = [*old, *(name for name in exact if name not in old)]
-    return {**config, "quantization_config": settings}
+    return [] if all(is_skipped(name, skips) for name in plain) else plain
 
 
 def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]) -> None:

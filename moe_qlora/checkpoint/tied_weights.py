@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import AdapterError
 from .adapter import Adapter, Updates
@@ -25,11 +25,7 @@ class TiedWeights:
         self._groups = {name: group for group in base.layout.groups for name in group.shapes}
 
     def move_to_stored_names(self, updates: Updates) -> None:
-        """Put each change of a tied weight under the names that lie on disk, in place.
-
-        Raises:
-            AdapterError: Two names of one tensor are changed in different ways.
-        """
+        """Put each change of a tied weight under the names that lie on disk, in place."""
         shared: list[tuple[str, str]] = []
         for names in self._tied:
             stored = [name for name in names if name in self._groups]
@@ -82,10 +78,9 @@ class TiedWeights:
         first = self._groups[stored[0]]
         for start, stop in first.slices():
             left = self._base.values(first, start, stop)[stored[0]]
-            for other in stored[1:]:
-                right = self._base.values(self._groups[other], start, stop)[other]
-                if not same_bits(left, right):
-                    return True
+            others = (self._base.values(self._groups[n], start, stop)[n] for n in stored[1:])
+            if not all(same_bits(left, other) for other in others):
+                return True
         return False
 
     def _check_agreement(self, updates: Updates, names: list[str], changed: list[str]) -> None:
@@ -108,23 +103,12 @@ class TiedWeights:
 
     def _same_change(self, updates: Updates, left: str, right: str) -> bool:
         file = self._adapter.file
-        keys = [updates.replacements.get(name) for name in (left, right)]
-        if (keys[0] is None) != (keys[1] is None):
-            return False
-        if keys[0] and keys[1] and not same_bits(file.read(keys[0]), file.read(keys[1])):
-            return False
-        deltas = [updates.deltas.get(name, []) for name in (left, right)]
-        if len(deltas[0]) != len(deltas[1]):
-            return False
-        return all(
-            one.scaling == other.scaling
-            and all(
-                same_bits(a, b)
-                for a, b in zip(
-                    one.factors(file, torch.float32),
-                    other.factors(file, torch.float32),
-                    strict=True,
-                )
-            )
-            for one, other in zip(*deltas, strict=True)
-        )
+
+        def change(name: str) -> tuple[tuple[bool, list[float]], list[Tensor]]:
+            key, deltas = updates.replacements.get(name), updates.deltas.get(name, [])
+            tensors = [] if key is None else [file.read(key)]
+            tensors += [factor for one in deltas for factor in one.factors(file, torch.float32)]
+            return (key is None, [one.scaling for one in deltas]), tensors
+
+        (kind, tensors), (other_kind, others) = change(left), change(right)
+        return kind == other_kind and all(map(same_bits, tensors, others))

@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +52,14 @@ class WeightError:
     """How far a packed weight is from its source.
 
     All errors are relative: the Frobenius norm of the difference over that of the source.
-
-    Attributes:
-        name: Of the parameter.
-        expert: Whether it is a fused expert weight; otherwise it is a Linear layer's weight.
-        shape: Decoded.
-        relative: Error of the whole.
-        experts: Error of each expert; of a Linear layer, of the whole.
-        max_abs: Largest difference of any one weight.
     """
 
     name: str
-    expert: bool
-    shape: tuple[int, ...]
-    relative: float
-    experts: tuple[float, ...]
-    max_abs: float
+    expert: bool  # a fused expert weight; otherwise a Linear layer's weight
+    shape: tuple[int, ...]  # decoded
+    relative: float  # error of the whole
+    experts: tuple[float, ...]  # error of each expert; of a Linear layer, of the whole
+    max_abs: float  # largest difference of any one weight
 
     @property
     def worst(self) -> int:
@@ -77,31 +69,18 @@ class WeightError:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found.
-
-    Attributes:
-        folder: That was checked.
-        kind: "nf4", "fp4", "int8", or "plain".
-        files: Safetensors files that belong to the checkpoint.
-        tensors: Stored tensors.
-        experts: Packed expert weights.
-        linears: Packed Linear layers.
-        nbytes: Of all stored tensors.
-        problems: What is damaged, a sentence each.
-        warnings: What is odd, and harmless.
-        errors: Of each packed weight against its source, where one was given.
-    """
+    """What `verify` found."""
 
     folder: Path
-    kind: str = "plain"
-    files: int = 0
+    kind: str = "plain"  # or "nf4", "fp4", "int8", "unknown"
+    files: int = 0  # safetensors files that belong to the checkpoint
     tensors: int = 0
-    experts: int = 0
-    linears: int = 0
-    nbytes: int = 0
-    problems: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    errors: tuple[WeightError, ...] = field(default=())
+    experts: int = 0  # packed expert weights
+    linears: int = 0  # packed Linear layers
+    nbytes: int = 0  # of all stored tensors
+    problems: tuple[str, ...] = ()  # what is damaged, a sentence each
+    warnings: tuple[str, ...] = ()  # what is odd, and harmless
+    errors: tuple[WeightError, ...] = ()  # against the source, where one was given
 
     @property
     def good(self) -> bool:
@@ -112,14 +91,11 @@ class VerifyReport:
         """Return everything, for `json.dumps`; an infinite error is None."""
         value = asdict(self) | {"folder": str(self.folder), "good": self.good}
         for entry, error in zip(value["errors"], self.errors, strict=True):
-            entry["worst"] = error.worst
-            entry["relative"] = _finite(error.relative)
-            entry["experts"] = [_finite(value) for value in error.experts]
+            relative, *experts = (
+                one if math.isfinite(one) else None for one in (error.relative, *error.experts)
+            )
+            entry |= {"worst": error.worst, "relative": relative, "experts": experts}
         return value
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def verify(
@@ -148,11 +124,11 @@ def verify(
         raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
     tell = progress or (lambda done, total, name: None)
     if not _is_packed(folder):
-        if against is not None:
-            raise CheckpointError(
-                f"{folder} was not packed by moe_qlora, so that there is nothing to compare."
-            )
-        return _verify_plain(folder, tell)
+        if against is None:
+            return _verify_plain(folder, tell)
+        raise CheckpointError(
+            f"{folder} was not packed by moe_qlora, so that there is nothing to compare."
+        )
     report, manifest = _verify_packed(folder, tell)
     if against is None or manifest is None or report.problems:
         return report
@@ -174,8 +150,13 @@ def _is_packed(folder: Path) -> bool:
 
 def _verify_packed(folder: Path, tell: Progress) -> tuple[VerifyReport, Manifest | None]:
     try:
+        config = folder / CONFIG
+        if not config.exists():
+            raise CheckpointError(f"{config} is missing: copy the whole folder.")
         if not is_packed(folder):
-            raise CheckpointError(_why_unmarked(folder / CONFIG))
+            raise CheckpointError(
+                f"{config} does not say that the folder is packed: it was overwritten."
+            )
         manifest = check_folder(folder)
     except CheckpointError as error:
         return VerifyReport(folder, "unknown", problems=(str(error),)), None
@@ -189,8 +170,8 @@ def _verify_packed(folder: Path, tell: Progress) -> tuple[VerifyReport, Manifest
             tell(number, len(steps), name)
             if name in packed:
                 problems += _statistics_problems(checkpoint, manifest, name, packed[name])
-            elif not _is_sane(checkpoint, name):
-                problems.append(f"{checkpoint.info(name).file}: {name} holds NaN or inf.")
+            else:
+                problems += _value_problems(checkpoint, name)
         tell(len(steps), len(steps), "")
         report = VerifyReport(
             folder,
@@ -204,12 +185,6 @@ def _verify_packed(folder: Path, tell: Progress) -> tuple[VerifyReport, Manifest
             tuple(_leftovers(folder, manifest)),
         )
     return report, manifest
-
-
-def _why_unmarked(config: Path) -> str:
-    if not config.exists():
-        return f"{config} is missing: copy the whole folder."
-    return f"{config} does not say that the folder is packed: it was overwritten."
 
 
 def _config_problems(folder: Path, manifest: Manifest) -> list[str]:
@@ -295,17 +270,13 @@ def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Say what lies in or beside a packed folder and does not belong to it."""
     if partial_of(folder).exists():
         yield f"{partial_of(folder)} is left of an interrupted save: remove it."
-    names = {*manifest.shards, manifest.file_name}
-    for file in sorted(folder.iterdir()):
-        if file.name == STAGING or (is_save_file(file.name) and file.name not in names):
+    own = {*manifest.shards, manifest.file_name}
+    for file in sorted(file for file in folder.iterdir() if file.name not in own):
+        other = file.name.startswith(("adapter_", "training_args"))
+        if file.name == STAGING or is_save_file(file.name):
             yield f"{file} is left of another save: the next save removes it."
-        elif file.name not in names and _is_weights(file.name):
+        elif file.name.endswith((".safetensors", INDEX_SUFFIX, ".bin")) and not other:
             yield f"{file} is no file of the packed model, and is not read."
-
-
-def _is_weights(name: str) -> bool:
-    ends = name.endswith((".safetensors", INDEX_SUFFIX, ".bin"))
-    return ends and not name.startswith(("adapter_", "training_args"))
 
 
 # --- plain folders ------------------------------------------------------------------------------
@@ -331,8 +302,7 @@ def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
     with checkpoint:
         for number, key in enumerate(checkpoint):
             tell(number, len(checkpoint), key)
-            if not _is_sane(checkpoint, key):
-                problems.append(f"{checkpoint.info(key).file}: {key} holds NaN or inf.")
+            problems += _value_problems(checkpoint, key)
         tell(len(checkpoint), len(checkpoint), "")
         read = {file.name for file in checkpoint.files}
         strays = [n for n in names if n.endswith(".safetensors") and n not in read]
@@ -346,15 +316,17 @@ def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
         )
 
 
-def _is_sane(checkpoint: Checkpoint, key: str) -> bool:
+def _value_problems(checkpoint: Checkpoint, key: str) -> list[str]:
     info = checkpoint.info(key)
     if info.dtype not in FLOAT_DTYPES or not info.nbytes:
-        return True
+        return []
     tensor = checkpoint.read(key)
     if tensor.dim() < 2:
         # Bounds that bound nothing are infinite (gemma4's input_min), weights never are.
-        return not bool(tensor.isnan().any())
-    return codec.first_nonfinite(tensor.reshape(1, -1)) is None
+        sane = not bool(tensor.isnan().any())
+    else:
+        sane = codec.first_nonfinite(tensor.reshape(1, -1)) is None
+    return [] if sane else [f"{info.file}: {key} holds NaN or inf."]
 
 
 # --- against the source -------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,19 +31,63 @@ _Key = TypeVar("_Key")
 _PIECE = 16 << 20
 
 
-class ShardWriter:
-    """A safetensors file that is written tensor by tensor; one at a time is in memory.
+class _Shard:
+    """A safetensors file that is being written; whole once its block ends without an exception."""
 
-    The file equals what `safetensors.torch.save_file` writes for the same tensors, but for the
-    order of keys, which is the caller's.
+    _file: BinaryIO
 
-    Args:
-        path: The file; must not exist.
-        tensors: Dtype and shape by key, in the order in which they shall lie in the file.
-        metadata: Of the file.
+    def __init__(self, path: Path, metadata: Mapping[str, str] | None) -> None:
+        self.path = path
+        self._header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
 
-    Raises:
-        CheckpointError: A dtype that the format does not have, or the file exists.
+    def _start(self, first: bytes) -> None:
+        """Create the file, which must not exist, with its first bytes."""
+        try:
+            self._file = self.path.open("xb")
+        except FileExistsError as error:
+            raise CheckpointError(f"{self.path} exists already.") from error
+        self._file.write(first)
+
+    def _describe(self, key: str, dtype: torch.dtype, shape: Sequence[int], begin: int) -> int:
+        """Enter a tensor, whose first byte is given, into the header; return where it ends."""
+        if dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
+        span = [begin, begin + prod(shape) * dtype.itemsize]
+        entry = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": span}
+        self._header[key] = entry
+        return span[1]
+
+    def _put(self, tensor: Tensor, begin: int) -> None:
+        self._file.seek(begin)
+        flat = tensor.detach().contiguous().view(-1)
+        for piece in torch.split(flat, max(_PIECE // tensor.dtype.itemsize, 1)):
+            # bytes by way of uint8: numpy has no bfloat16
+            self._file.write(piece.cpu().view(torch.uint8).numpy().data)
+
+    def _finish(self) -> None:
+        """Write what comes last, and check that nothing lacks."""
+
+    def close(self) -> None:
+        """Finish the file and flush it to the disk."""
+        with self._file:
+            self._finish()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:
+            self.close()
+        self._file.close()
+
+
+class ShardWriter(_Shard):
+    """A safetensors file whose tensors' dtypes and shapes are given by key, in their order in it.
+
+    One tensor at a time is in memory. The file equals what `safetensors.torch.save_file` writes for
+    the same tensors, but for the order of keys.
     """
 
     def __init__(
@@ -52,34 +96,21 @@ class ShardWriter:
         tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        self.path = Path(path)
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        self._tensors = {key: (dtype, tuple(shape)) for key, (dtype, shape) in tensors.items()}
-        self._spans: dict[str, tuple[int, int]] = {}
+        super().__init__(path, metadata)
         end = 0
-        for key, (dtype, shape) in self._tensors.items():
-            self._spans[key] = (end, end + prod(shape) * dtype.itemsize)
-            header[key] = _header_entry(key, dtype, shape, self._spans[key])
-            end = self._spans[key][1]
-        raw = json.dumps(header, separators=(",", ":")).encode()
+        for key, (dtype, shape) in tensors.items():
+            end = self._describe(key, dtype, shape, end)
+        raw = json.dumps(self._header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
-        self._written: dict[str, list[tuple[int, int]]] = {key: [] for key in self._tensors}
-        try:
-            self._file = self.path.open("xb")
-        except FileExistsError as error:
-            raise CheckpointError(f"{path} exists already.") from error
+        self._tensors = {key: (dtype, tuple(shape)) for key, (dtype, shape) in tensors.items()}
+        self._written: dict[str, list[tuple[int, int]]] = {key: [] for key in tensors}
         self._begin = 8 + len(raw)
-        self._file.write(len(raw).to_bytes(8, "little") + raw)
+        self._start(len(raw).to_bytes(8, "little") + raw)
         self._file.truncate(self._begin + end)
 
     def write(self, key: str, tensor: Tensor, start: int | None = None) -> None:
-        """Write a whole tensor, or its rows from `start` on, from any device, in any order.
-
-        Raises:
-            CheckpointError: It is not of the dtype and shape that were announced, or some of its
-                rows are written already.
-        """
-        shape, begin = self._tensors[key][1], 0
+        """Write a whole tensor, or its rows from `start` on, from any device, in any order."""
+        (dtype, shape), begin = self._tensors[key], 0
         if start is None and tuple(tensor.shape) != shape:
             raise CheckpointError(f"{key} has the shape {tuple(tensor.shape)}, not {shape}.")
         if start is not None:
@@ -88,128 +119,62 @@ class ShardWriter:
                     f"{key}: rows of shape {tuple(tensor.shape)} are not of {shape}."
                 )
             begin = start * prod(shape[1:]) * tensor.dtype.itemsize
-        self._put(key, begin, tensor)
-
-    def _put(self, key: str, begin: int, tensor: Tensor) -> None:
-        dtype = self._tensors[key][0]
         if tensor.dtype != dtype:
             raise CheckpointError(f"{key} is {tensor.dtype}, not {dtype}.")
         end = begin + tensor.nbytes
         if any(begin < stop and start < end for start, stop in self._written[key]):
             raise CheckpointError(f"{self.path}: {key} is written twice.")
         self._written[key].append((begin, end))
-        self._file.seek(self._begin + self._spans[key][0] + begin)
-        _write_tensor(self._file, tensor)
+        self._put(tensor, self._begin + self._header[key]["data_offsets"][0] + begin)
 
-    def close(self) -> None:
-        """Flush the file to the disk.
-
-        Raises:
-            CheckpointError: A tensor was not written, or not all of it.
-        """
-        for key, (begin, end) in self._spans.items():
-            if sum(stop - start for start, stop in self._written[key]) < end - begin:
-                self._file.close()
+    def _finish(self) -> None:
+        for key, written in self._written.items():
+            begin, end = self._header[key]["data_offsets"]
+            if sum(stop - start for start, stop in written) < end - begin:
                 raise CheckpointError(f"{self.path}: {key} was not written.")
-        _close(self._file)
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._file.close()
 
 
-class GrowingShard:
+class GrowingShard(_Shard):
     """A safetensors file that is written while its tensors become known one after the other.
 
-    Room for the header, which comes first in the file, is reserved beforehand; the header is
-    written last and filled up with spaces, which the format allows.
-
-    Args:
-        path: The file; must not exist.
-        keys: Every key that may come; they decide how much room the header gets.
-        metadata: Of the file.
+    Room for the header, which comes first in the file, is reserved beforehand, by every key that
+    may come; the header is written last and filled up with spaces, which the format allows.
     """
 
     def __init__(self, path: Path, keys: Sequence[str], metadata: Mapping[str, str]) -> None:
-        self.path = Path(path)
-        self._header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        super().__init__(path, metadata)
         # per tensor: its key, escaped at worst, and dtype, shape and offsets at their longest
         room = len(json.dumps(self._header)) + sum(len(json.dumps(key)) + 192 for key in keys)
         self._room = room + -room % 8
-        self._file = self.path.open("xb")
-        self._file.write(b" " * (8 + self._room))
+        self._start(b" " * (8 + self._room))
         self._end = 0
 
     def add(self, key: str, tensor: Tensor) -> None:
-        """Append a tensor, from any device.
+        """Append a tensor, from any device."""
+        begin, self._end = self._end, self._describe(key, tensor.dtype, tensor.shape, self._end)
+        self._put(tensor, 8 + self._room + begin)
 
-        Raises:
-            CheckpointError: Of a dtype that the format does not have.
-        """
-        span = (self._end, self._end + tensor.nbytes)
-        self._header[key] = _header_entry(key, tensor.dtype, tensor.shape, span)
-        _write_tensor(self._file, tensor)
-        self._end = span[1]
-
-    def close(self) -> None:
-        """Write the header, and flush the file to the disk."""
+    def _finish(self) -> None:
         raw = json.dumps(self._header, separators=(",", ":")).encode()
         if len(raw) > self._room:
             raise CheckpointError(f"{self.path}: the header needs {len(raw)} bytes.")
         self._file.seek(0)
         self._file.write(self._room.to_bytes(8, "little") + raw)
-        _close(self._file)
-
-    def abandon(self) -> None:
-        """Close the file without its header."""
-        self._file.close()
-
-
-def _header_entry(
-    key: str, dtype: torch.dtype, shape: Sequence[int], span: tuple[int, int]
-) -> dict[str, Any]:
-    if dtype not in DTYPE_NAMES:
-        raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
-    return {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": list(span)}
-
-
-def _close(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-
-
-def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
-    flat = tensor.detach().contiguous().view(-1)
-    for piece in torch.split(flat, max(_PIECE // tensor.dtype.itemsize, 1)):
-        # bytes by way of uint8: numpy has no bfloat16
-        file.write(piece.cpu().view(torch.uint8).numpy().data)
-
-
-def shard_bytes(size: int | str) -> int:
-    """Return the bytes of a `max_shard_size` such as "5GB", "500MiB" or a number.
-
-    Raises:
-        CheckpointError: It is no size.
-    """
-    if isinstance(size, str):
-        try:
-            size = parse_bytes(size)
-        except ValueError as error:
-            raise CheckpointError(f"max_shard_size: {error}.") from None
-    if size < 1:
-        raise CheckpointError(f"max_shard_size is {size}: give a positive number of bytes.")
-    return size
 
 
 def plan_shards(nbytes: Mapping[_Key, int], max_shard_size: int | str) -> list[list[_Key]]:
-    """Cut keys, in their order, into shards of at most so many bytes; a larger tensor is alone."""
-    limit = shard_bytes(max_shard_size)
+    """Cut keys, in their order, into shards of at most so many bytes; a larger tensor is alone.
+
+    The size is a number of bytes, or such as "5GB" or "500MiB".
+    """
+    limit = max_shard_size
+    if isinstance(limit, str):
+        try:
+            limit = parse_bytes(limit)
+        except ValueError as error:
+            raise CheckpointError(f"max_shard_size: {error}.") from None
+    if limit < 1:
+        raise CheckpointError(f"max_shard_size is {limit}: give a positive number of bytes.")
     shards: list[list[_Key]] = []
     room = 0
     for key, size in nbytes.items():
@@ -237,9 +202,6 @@ def new_folder(destination: str | Path, *, keep_partial: bool = False) -> Iterat
         destination: Must not exist, or be an empty folder.
         keep_partial: Keep what an interrupted build has left, and leave it again on an exception;
             otherwise it is removed in both cases.
-
-    Raises:
-        CheckpointError: The destination is there already, or cannot be written.
     """
     destination = absolute(destination)
     partial = partial_of(destination)
@@ -272,11 +234,7 @@ def absolute(path: str | Path) -> Path:
 
 
 def check_new(destination: Path) -> None:
-    """Check that a new folder can be renamed to its destination.
-
-    Raises:
-        CheckpointError: The destination exists and is no empty folder.
-    """
+    """Check that a new folder can be renamed to its destination."""
     if destination.is_dir() and not destination.is_symlink():
         if any(destination.iterdir()):
             raise CheckpointError(
