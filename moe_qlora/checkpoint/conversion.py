@@ -1,9 +1,5 @@
 """Conversion of the tensors of a checkpoint on disk into a model's parameters, and back.
 
-    DiskLayout.groups     which tensors make which parameters
-    DiskLayout.convert    tensors of a group, or of a slice of its experts -> parameters
-    DiskLayout.restore    parameters -> tensors
-
 transformers renames, stacks, concatenates and transposes what it reads, and undoes it when it
 saves. Here the same conversions serve one parameter at a time: a `Group` is the smallest set of
 tensors on disk that make whole parameters, mostly one tensor and one parameter, or the 128 x 2

@@ -1,9 +1,4 @@
-"""Checks of a packed folder against its manifest, and the way to open any checkpoint folder.
-
-open_checkpoint   plain or packed folder -> Checkpoint
-check_folder      packed folder -> Manifest, all checked
-FolderCheck       the same for a loader: large checksums in threads, while it loads
-"""
+"""Checks of a packed folder against its manifest, and the way to open any checkpoint folder."""
 
 from __future__ import annotations
 
@@ -38,8 +33,8 @@ from .reader import (
     inside,
     read_header,
     read_index,
+    reading,
 )
-from .reader import reading as reading_file
 
 _SMALL = 1 << 16
 
@@ -60,7 +55,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     A packed folder's checksums are not compared, which takes as long as reading all of it.
     """
     folder = Path(folder)
-    with reading_file(folder):
+    with reading(folder):
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
     if is_packed(folder):
@@ -68,7 +63,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         return Checkpoint([folder / name for name in shards])
     index = index_of(folder)
     if index is None:
-        with reading_file(folder):
+        with reading(folder):
             files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
         files = [file for file in files if not SHARD_NAME.fullmatch(file.name)]
         single = [file for file in files if file.name == SINGLE] or files
@@ -157,7 +152,7 @@ def _check_shard(
 ) -> dict[str, TensorInfo]:
     """Return what a shard holds, having compared it with the manifest."""
     file = inside(folder, name)
-    with reading_file(file):
+    with reading(file):
         size = file.stat().st_size
     if size != shard.nbytes:
         raise CheckpointError(

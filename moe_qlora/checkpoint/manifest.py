@@ -38,8 +38,8 @@ from .reader import (
     parse_json,
     read_json,
     read_raw,
+    reading,
 )
-from .reader import reading as reading_file
 
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
@@ -177,19 +177,18 @@ def _digest(value: Mapping[str, Any]) -> str:
 def tensor_entries(files: Sequence[Path]) -> dict[str, TensorEntry]:
     """Describe every tensor of some safetensors files, checksums included."""
     checkpoint = Checkpoint(files)
-    infos = {key: checkpoint.info(key) for key in checkpoint}
+    infos = [checkpoint.info(key) for key in checkpoint]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        sums = pool.map(checksum, infos.values())
         return {
             key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, digest)
-            for (key, info), digest in zip(infos.items(), sums, strict=True)
+            for key, info, digest in zip(checkpoint, infos, pool.map(checksum, infos), strict=True)
         }
 
 
 def checksum(info: TensorInfo) -> str:
     """Return the sha256 of a tensor's bytes, which are read a piece at a time."""
     digest = hashlib.sha256()
-    with reading_file(info.file), info.file.open("rb") as file:
+    with reading(info.file), info.file.open("rb") as file:
         left, offset = info.nbytes, info.offset
         while left:
             piece = os.pread(file.fileno(), min(_READ, left), offset)
@@ -204,7 +203,7 @@ def checksum(info: TensorInfo) -> str:
 def shard_entry(file: Path) -> ShardEntry:
     """Describe a shard as the manifest does."""
     header = header_bytes(file)
-    with reading_file(file):
+    with reading(file):
         return ShardEntry(file.stat().st_size, hashlib.sha256(header).hexdigest())
 
 

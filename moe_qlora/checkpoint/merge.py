@@ -2,11 +2,6 @@
 
     base W, on disk --convert--> parameter --(+ s B A, fp32)--> rounded once --restore--> on disk
 
-    open_adapter, PackedBase, PlainBase    the two folders, checked (adapter.py, base.py)
-    Resolver.resolve    which weight each of the adapter's tensors changes
-    _rounding           what was packed in training, for `like_training` (rounding.py)
-    _Merge.write        group by group (conversion.py), slice by slice
-
 The merged folder has the layout of the original checkpoint: the same files, keys, shapes and
 dtypes, so that whatever loads the base loads it. The model is built on the meta device only. Memory
 holds one slice (`conversion.SLICE_ELEMENTS` weights, or one expert) and the LoRA factors of its

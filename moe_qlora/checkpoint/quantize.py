@@ -1,12 +1,5 @@
 """Packing of a 16-bit checkpoint into a packed folder, parameter by parameter.
 
-    _build_model    the checkpoint's model on meta: which parameters there are
-    _Job            what is packed (load_spec.py), and how tensors on disk make parameters
-                    (conversion.py)
-      resume        keep the finished shards of an interrupted run
-      write         convert, pack and write group by group; the model is never in memory
-    save.finish_packed    names of shards, manifest, config.json
-
 The folder equals what a load under `enabled()` and `save_pretrained` would write, but for where
 shards are cut. A shard counts as done once it has its name; an interrupted run goes on after the
 last one, and gives the same folder as one that was not interrupted.

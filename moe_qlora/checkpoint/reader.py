@@ -1,11 +1,5 @@
 """Reading of safetensors and JSON files that may be damaged.
 
-    Checkpoint             tensors of several safetensors files, by key
-    read_header            what a safetensors file holds
-    index_of, read_index   the index of a plain folder (`*.safetensors.index.json`)
-    read_json              a JSON object; `parse_fields` checks its keys and values
-    inside                 a file of a folder, by a name that may lead elsewhere
-
 Files are mapped, not read: a tensor costs memory when it is used. Whatever is wrong with a file
 raises a `CheckpointError` that names the file and, where there is one, the key.
 """
@@ -97,10 +91,6 @@ class Checkpoint:
         weakref.finalize(self, self._stack.close)  # a failed load does not close it
         self._open: dict[Path, Any] = {}
         self._handles: dict[Path, int] = {}
-
-    def keys(self) -> tuple[str, ...]:
-        """Return the keys of all tensors."""
-        return tuple(self._infos)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._infos)

@@ -1,13 +1,5 @@
 """`save_pretrained` of a model with packed experts: a packed folder (FORMAT.md).
 
-    save_pretrained
-      _tensors_to_save        the state dict, tied names left out
-      _target                 a folder to work in, moved to its place at the end
-        _write_auxiliary_files    config, generation config, code: by the stock method
-        write_packed              shards, tensor by tensor
-          finish_packed           their names, the manifest, config.json
-      _upload                 to the hub, in one commit
-
 The stock method undoes the fusing of experts on the way out, which packed codes do not stand, and
 replaces files in place. Here tensors are written under the model's own names, and nothing that the
 folder holds is touched before all of the new model is on the disk.

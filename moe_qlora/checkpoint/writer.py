@@ -195,13 +195,9 @@ def partial_of(destination: Path) -> Path:
 def new_folder(destination: str | Path, *, keep_partial: bool = False) -> Iterator[Path]:
     """Build a folder that appears whole or not at all.
 
-    The context's value is the folder to write into; when the block ends without an exception it is
-    renamed to its destination.
-
-    Args:
-        destination: Must not exist, or be an empty folder.
-        keep_partial: Keep what an interrupted build has left, and leave it again on an exception;
-            otherwise it is removed in both cases.
+    The block writes into another folder, which is renamed at its end to the destination: a new or
+    empty folder. `keep_partial` keeps what an interrupted build has left, and leaves it again on an
+    exception; otherwise it is removed in both cases.
     """
     destination = absolute(destination)
     partial = partial_of(destination)

@@ -187,7 +187,7 @@ def test_a_packed_folder_opens_by_the_manifest_that_its_config_names(tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / SINGLE)  # not named by anything
     (tmp_path / "moe_qlora-0123456789abcdef.json").write_text("{")  # nor this
     with open_checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.keys() == tuple(manifest.tensors)
+        assert tuple(checkpoint) == tuple(manifest.tensors)
         assert [file.name for file in checkpoint.files] == list(manifest.shards)
         assert same(checkpoint.read("w", 1), noise(torch.int8, 2, 3, 4)[1:])
 
@@ -196,7 +196,7 @@ def test_a_plain_checkpoint_over_a_packed_one_opens_by_its_config(tmp_path):
     packed_folder(tmp_path)
     save_file({"x": torch.ones(1)}, tmp_path / SINGLE)
     (tmp_path / "config.json").write_text('{"model_type": "toy"}')
-    assert open_checkpoint(tmp_path).keys() == ("x",)
+    assert tuple(open_checkpoint(tmp_path)) == ("x",)
 
 
 def test_a_packed_folder_that_lacks_a_file_does_not_open(tmp_path):
