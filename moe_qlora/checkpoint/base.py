@@ -23,9 +23,9 @@ from ..kernels.weights import PackedWeight
 from ..packing import codec
 from ..packing.format import RECORD, SCALES
 from .conversion import Disk, DiskLayout, Group, blank, revert, same_bits
-from .integrity import check_folder, open_checkpoint
+from .integrity import check_folder, open_checkpoint, open_shards
 from .manifest import Manifest
-from .reader import SINGLE, Checkpoint, header_bytes, inside
+from .reader import SINGLE, Checkpoint, header_bytes
 from .writer import plan_shards
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -160,7 +160,7 @@ class PackedBase(Base):
     def __init__(self, folder: Path, model: nn.Module, max_shard_size: int | str) -> None:
         self.manifest = check_folder(folder)
         self._limit = max_shard_size
-        self.checkpoint = Checkpoint([inside(folder, name) for name in self.manifest.shards])
+        self.checkpoint = open_shards(folder, self.manifest)
         self._folder = folder
         self._model: Any = model
         self._weights = PackedWeights(folder, self.manifest, self.checkpoint, model)

@@ -59,8 +59,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
     if is_packed(folder):
-        shards = check_folder(folder, checksums=False).shards
-        return Checkpoint([folder / name for name in shards])
+        return open_shards(folder, check_folder(folder, checksums=False))
     index = index_of(folder)
     if index is None:
         with reading(folder):
@@ -78,6 +77,11 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         if key not in checkpoint or checkpoint.info(key).file.name != name:
             raise CheckpointError(f"{index}: {name} does not hold {key}: a file is damaged.")
     return checkpoint
+
+
+def open_shards(folder: Path, manifest: Manifest) -> Checkpoint:
+    """Open the tensors of a packed folder."""
+    return Checkpoint([inside(folder, name) for name in manifest.shards])
 
 
 def _what_is_there(folder: Path, files: list[Path]) -> str:

@@ -40,7 +40,7 @@ from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from ..progress import Progress
 from .base import PackedWeights, PlainBase, packed_names
 from .conversion import Group
-from .integrity import check_folder, open_checkpoint
+from .integrity import check_folder, open_checkpoint, open_shards
 from .manifest import CONFIG, Manifest, has_manifest, is_packed
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside, read_json
 from .save import STAGING, is_save_file
@@ -145,9 +145,6 @@ def _is_packed(folder: Path) -> bool:
         return has_manifest(folder)
 
 
-# --- packed folders -----------------------------------------------------------------------------
-
-
 def _verify_packed(folder: Path, tell: Progress) -> tuple[VerifyReport, Manifest | None]:
     try:
         config = folder / CONFIG
@@ -162,8 +159,7 @@ def _verify_packed(folder: Path, tell: Progress) -> tuple[VerifyReport, Manifest
         return VerifyReport(folder, "unknown", problems=(str(error),)), None
     problems = _config_problems(folder, manifest)
     packed = packed_names(manifest)
-    files = [inside(folder, name) for name in manifest.shards]
-    with Checkpoint(files) as checkpoint:
+    with open_shards(folder, manifest) as checkpoint:
         owned = {key for keys in packed.values() for key in keys}
         steps = [*packed, *(key for key in checkpoint if key not in owned)]
         for number, name in enumerate(steps):
@@ -176,7 +172,7 @@ def _verify_packed(folder: Path, tell: Progress) -> tuple[VerifyReport, Manifest
         report = VerifyReport(
             folder,
             str(manifest.codec["kind"]),
-            len(files),
+            len(checkpoint.files),
             len(checkpoint),
             len(manifest.experts),
             len(packed.keys() - manifest.experts.keys()),
@@ -279,9 +275,6 @@ def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{file} is no file of the packed model, and is not read."
 
 
-# --- plain folders ------------------------------------------------------------------------------
-
-
 def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
     names = sorted(file.name for file in folder.iterdir())
     weights = [name for name in names if name.endswith((".safetensors", INDEX_SUFFIX))]
@@ -329,9 +322,6 @@ def _value_problems(checkpoint: Checkpoint, key: str) -> list[str]:
     return [] if sane else [f"{info.file}: {key} holds NaN or inf."]
 
 
-# --- against the source -------------------------------------------------------------------------
-
-
 def _errors(
     folder: Path, manifest: Manifest, source: Path, trust_remote_code: bool, tell: Progress
 ) -> Iterator[WeightError]:
@@ -340,8 +330,7 @@ def _errors(
     resolved = build.resolve(str(source), trust_remote_code=trust_remote_code)
     model: Any = build.build(resolved, trust_remote_code=trust_remote_code)
     counts = {name: param.num_experts for param in detect(model).experts for name in param.names}
-    files = [inside(folder, name) for name in manifest.shards]
-    with Checkpoint(files) as checkpoint, closing(PlainBase(source, model)) as base:
+    with open_shards(folder, manifest) as checkpoint, closing(PlainBase(source, model)) as base:
         weights = PackedWeights(folder, manifest, checkpoint, model)
         groups = {name: group for group in base.layout.groups for name in group.shapes}
         names = {name: _source_name(name, manifest, groups, source) for name in weights.keys}
