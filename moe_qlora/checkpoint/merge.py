@@ -412,17 +412,17 @@ def _write_index(
 ) -> None:
     """Write the index of the merged files: the base's own, or for a packed base a new one."""
     if isinstance(base, PackedBase):
-        if len(merge.files) == 1:
-            return
-        index: Path | None = folder / INDEX
+        name = INDEX if len(merge.files) > 1 else None
         names = {key: file.name for file in merge.files for key in file.keys}
         content: dict[str, Any] = {"metadata": {}, "weight_map": dict(sorted(names.items()))}
     else:
         index = index_of(source)
-        if index is not None and dtype is None:
-            shutil.copyfile(index, folder / index.name)
-        if index is None or dtype is None:
-            return
-        content = read_json(index)
+        name = index.name if index else None
+        content = read_json(index) if index else {}
+    if name is None:
+        return
+    if dtype is None and isinstance(base, PlainBase):
+        shutil.copyfile(source / name, folder / name)
+        return
     content["metadata"] = {**(content.get("metadata") or {}), "total_size": merge.nbytes}
-    (folder / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
