@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -12,7 +11,7 @@ from ..errors import DetectionError
 from ..layout import ExpertsModule, ModelLayout, RejectedParam, Router
 from .linear import find_linear_experts
 from .routers import RouterIndex
-from .rules import Classification, classify
+from .rules import Classification, Classifier
 from .tree import Leaf, build_tree
 
 
@@ -29,16 +28,12 @@ def detect(model: nn.Module) -> ModelLayout:
         raise DetectionError(f"The model is a {type(model).__name__}: give a built nn.Module.")
     root, leaves = build_tree(model)
     index = RouterIndex()
-    classified = classify(leaves, index)
+    classified = Classifier(leaves, index).classify()
     linear_experts, linear_routers = find_linear_experts(root, index)
     modules = _modules(classified)
-    routers: dict[str, Router] = {}
-    for router in [module.router for module in modules if module.router is not None] + [
-        _router(leaf, leaf.shape[0]) for leaf in linear_routers
-    ]:
-        routers.setdefault(router.name, router)
-    config: Any = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", None)
+    routers = [module.router for module in modules if module.router is not None]
+    routers += [_router(leaf, leaf.shape[0]) for leaf in linear_routers]
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
     layout = ModelLayout(
         experts=tuple(item.expert for item in classified if item.expert is not None),
         rejected=tuple(
@@ -48,31 +43,26 @@ def detect(model: nn.Module) -> ModelLayout:
         ),
         modules=modules,
         linear_experts=linear_experts,
-        routers=tuple(routers.values()),
+        routers=tuple({router.name: router for router in routers}.values()),
         model_type=model_type if isinstance(model_type, str) and model_type else None,
     )
-    for leaf in (leaf for node in root.subtree() for leaf in node.leaves):
-        # The tree refers to itself: without this it would hold the weights until a collection.
+    for leaf in leaves:  # The tree refers to itself, and would hold the weights until a collection.
         del leaf.tensor
     return layout
 
 
 def dispatches(module: nn.Module) -> bool:
-    """Return whether the module's forward goes through transformers' experts interface.
-
-    `use_experts_implementation` leaves its arguments on each instance, and a gate method on the
-    class (transformers/integrations/moe.py); no other class has them all.
-    """
+    """Return whether the module's forward goes through transformers' experts interface."""
+    # What `use_experts_implementation` leaves on instances and class; no other class has them all.
     names = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "config")
     return all(hasattr(module, name) for name in names)
 
 
 def _router(leaf: Leaf, num_choices: int) -> Router:
-    linear = leaf.kind == "linear"
     return Router(
-        name=leaf.node.name if linear else leaf.name,
+        name=leaf.known_as,
         num_choices=num_choices,
-        plain_linear=linear and type(leaf.node.module) is nn.Linear,
+        plain_linear=leaf.kind == "linear" and type(leaf.node.module) is nn.Linear,
         packed=leaf.packed is not None,
     )
 
@@ -91,21 +81,20 @@ def _modules(classified: Sequence[Classification]) -> tuple[ExpertsModule, ...]:
         counts = {param.num_experts for param in params}
         widths = {size for param in params for size in param.shape[1:]}
         others = {id(item.leaf) for item in items} | {id(router.leaf) if router else 0}
-        biases = tuple(
+        biases = (
             leaf.attribute
             for leaf in node.leaves
             if leaf.kind == "bare" and len(leaf.shape) == 2 and id(leaf) not in others
             if leaf.shape[0] in counts and leaf.shape[1] in widths
         )
-        modules.append(
-            ExpertsModule(
-                name=name,
-                class_name=type(node.module).__name__,
-                num_experts=max(counts),
-                parameters=params,
-                router=_router(router.leaf, router.num_choices) if router is not None else None,
-                dispatches=dispatches(node.module),
-                bias_names=biases,
-            )
+        module = ExpertsModule(
+            name=name,
+            class_name=type(node.module).__name__,
+            num_experts=max(counts),
+            parameters=params,
+            router=_router(router.leaf, router.num_choices) if router is not None else None,
+            dispatches=dispatches(node.module),
+            bias_names=tuple(biases),
         )
+        modules.append(module)
     return tuple(modules)

@@ -67,11 +67,10 @@ def best_trace(
 
 
 class BlockCopy:
-    """A runnable copy of `block`.
+    """A runnable copy of `block`; the arguments are those of `best_trace`.
 
-    The arguments are those of `best_trace`. Members are always on meta in the copy, and so is
-    every weight outside the block: a block that refers back to its parent must not copy them. A
-    module that cannot be copied raises what `copy.deepcopy` raises.
+    Members are always on meta in the copy, and so is every weight outside the block: a block that
+    refers back to its parent must not copy them.
     """
 
     def __init__(
@@ -180,7 +179,11 @@ def argument_lists(
     batch, length = tokens
     count = batch * length
     top_k = min(2, experts)
-    needed = _required(module)
+    needed = 1
+    with contextlib.suppress(TypeError, ValueError):  # a forward without a signature
+        parameters = inspect.signature(module.forward).parameters.values()
+        plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        needed = sum(p.kind in plain and p.default is p.empty for p in parameters)
     for hidden in hidden_sizes:
         nested = torch.randn(batch, length, hidden).to(dtype)
         flat = torch.randn(count, hidden).to(dtype)
@@ -192,9 +195,8 @@ def argument_lists(
             yield (nested,)
             yield (flat,)
             yield (nested[:, :, None],)
-            if hidden == hidden_sizes[-1] and any(
-                isinstance(m, LOOKUP_TABLES) for m in module.modules()
-            ):
+            embeds = any(isinstance(inner, LOOKUP_TABLES) for inner in module.modules())
+            if embeds and hidden == hidden_sizes[-1]:
                 yield (ids,)
             continue
         if needed == 3:
@@ -210,14 +212,3 @@ def argument_lists(
             yield from ((nested, *rest) for rest in itertools.product(extras, repeat=needed - 1))
         else:
             yield from ((nested, *([extra] * (needed - 1))) for extra in extras)
-
-
-def _required(module: nn.Module) -> int:
-    """Return how many arguments the forward must be given, at least 1."""
-    try:
-        parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        return 1
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in parameters if p.kind in plain and p.default is inspect.Parameter.empty]
-    return max(1, len(needed))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .routers import RouterCandidate, RouterIndex
 from .shapes import Chain, Matrix, find_chain
-from .tree import Leaf, Node, common_ancestor
+from .tree import Leaf, Node
 
 
 @dataclass(eq=False, slots=True)
@@ -47,24 +47,15 @@ def chain_of(
 
     A slice of three dimensions is read as a matrix in each way. `hints` are known hidden sizes.
     """
-    readings = [
-        _matrices(key, leaf.shape, axis, count)
-        for key, (leaf, axis, count) in enumerate(zip(members, axes, counts, strict=True))
-    ]
-    chain = find_chain([options[-1] for options in readings], hints)
-    if chain is None and any(len(options) > 1 for options in readings):
-        return find_chain([options[0] for options in readings], hints)
-    return chain
-
-
-def _matrices(key: int, shape: Sequence[int], axis: int, count: int) -> list[Matrix]:
-    """Read one expert's slice as a matrix: in one way, or in two where it has three dimensions."""
-    if len(shape) == 2:
-        return [Matrix(key, shape[0] // count, shape[1])]
-    rest = shape[axis + 1 :]
-    return [
-        Matrix(key, math.prod(rest[:cut]), math.prod(rest[cut:])) for cut in range(1, len(rest))
-    ]
+    for cut in (-1, 1):  # where the dimensions of a slice divide into rows and columns
+        matrices = []
+        for key, (leaf, axis, count) in enumerate(zip(members, axes, counts, strict=True)):
+            flat = (leaf.shape[0] // count, leaf.shape[1]) if len(leaf.shape) == 2 else ()
+            sides = flat or leaf.shape[axis + 1 :]
+            matrices.append(Matrix(key, math.prod(sides[:cut]), math.prod(sides[cut:])))
+        if chain := find_chain(matrices, hints):
+            return chain
+    return None
 
 
 def plausible(router: RouterCandidate, sizes: set[int]) -> bool:
@@ -91,7 +82,13 @@ def find_groups(candidates: Sequence[Leaf], index: RouterIndex) -> list[ExpertGr
             groups.extend(_flat_group(flat, index))
     for members in alone.values():
         groups.extend(_deep_groups(members, index))
-    return _keep_nearest(groups)
+    # A group does not borrow the router of a group nearer to it.
+    nearest: dict[int, int] = {}
+    for group in groups:
+        if group.chain is not None:
+            router = id(group.router.leaf)
+            nearest[router] = max(nearest.get(router, 0), group.block.depth)
+    return [group for group in groups if group.block.depth >= nearest.get(id(group.router.leaf), 0)]
 
 
 def _deep_groups(members: list[Leaf], index: RouterIndex) -> list[ExpertGroup]:
@@ -134,7 +131,9 @@ def _group(members: list[Leaf], index: RouterIndex) -> ExpertGroup | None:
     """Return the members as one group; None where nothing chooses among their matrices."""
     largest = max(members, key=lambda leaf: leaf.shape[0])
     fallback: ExpertGroup | None = None
-    for axis in _expert_axes(largest):
+    # Of four dimensions, any of the first two over 1 may count experts.
+    leading = range(len(largest.shape) - 2)
+    for axis in [axis for axis in leading if largest.shape[axis] > 1] or [0]:
         axes = [axis] * len(members)
         counts = [leaf.shape[axis] for leaf in members]
         linked = chain_of(members, axes, counts, ()) is not None
@@ -143,19 +142,13 @@ def _group(members: list[Leaf], index: RouterIndex) -> ExpertGroup | None:
             continue
         block = routers[0].block
         for leaf in members:
-            block = common_ancestor(block, leaf.node)
+            block = block.common_ancestor(leaf.node)
         chain = chain_of(members, axes, counts, [routers[0].width])
         group = ExpertGroup(block, routers[0], members, counts, axes, chain, exact, tuple(routers))
         if exact:
             return group
         fallback = fallback or group
     return fallback
-
-
-def _expert_axes(leaf: Leaf) -> list[int]:
-    """Return the dimensions that may count experts: of four, any of the first two over 1."""
-    leading = range(len(leaf.shape) - 2)
-    return [axis for axis in leading if leaf.shape[axis] > 1] or [0]
 
 
 def _routers(
@@ -185,30 +178,16 @@ def _routers(
 
 def _flat_group(members: list[Leaf], index: RouterIndex) -> list[ExpertGroup]:
     """Group 2-D parameters that hold one expert's rows below the other's: `(E * rows, columns)`."""
-    shapes = {leaf.shape for leaf in members}
-    if len(shapes) != 1:
-        return []
-    rows, columns = shapes.pop()
+    rows, columns = members[0].shape
     routers = [
         c
         for c in index.candidates(members[0], None)
         if c.strong and 1 < c.num_choices < rows and rows % c.num_choices == 0
-        if rows // c.num_choices > 1 and c.width == columns
-        if all(c.leaf is not leaf for leaf in members)
+        if c.width == columns and all(c.leaf is not leaf for leaf in members)
     ]
-    if not routers:
+    if not routers or any(leaf.shape != members[0].shape for leaf in members):
         return []
     router = max(routers, key=lambda c: c.block.depth)
     counts, axes = [router.num_choices] * len(members), [0] * len(members)
     chain = chain_of(members, axes, counts, [columns])
     return [ExpertGroup(router.block, router, members, counts, axes, chain)]
-
-
-def _keep_nearest(groups: list[ExpertGroup]) -> list[ExpertGroup]:
-    """Leave out groups that would borrow the router of a group nearer to it."""
-    nearest: dict[int, int] = {}
-    for group in groups:
-        if group.chain is not None:
-            router = id(group.router.leaf)
-            nearest[router] = max(nearest.get(router, 0), group.block.depth)
-    return [group for group in groups if group.block.depth >= nearest.get(id(group.router.leaf), 0)]

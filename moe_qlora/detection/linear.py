@@ -21,9 +21,13 @@ def find_linear_experts(
     for node in root.subtree():
         # A dropout or an activation may stand in the list too.
         items = [child for child in node.children if any(n.leaves for n in child.subtree())]
-        if len(items) < 2 or node.parent is None or not _uniform(node, items):
+        is_listing = is_list(node) or not (node.leaves or isinstance(node.module, nn.Sequential))
+        if len(items) < 2 or node.parent is None or not is_listing:
             continue
-        linears = _linears(items[0])
+        if len(set(map(_built_as, items))) > 1:
+            continue
+        below = (leaf for part in items[0].subtree() for leaf in part.leaves)
+        linears = [leaf for leaf in below if leaf.kind == "linear"]
         matrices = [Matrix(i, *leaf.shape) for i, leaf in enumerate(linears)]
         if find_chain(matrices) is None:
             continue
@@ -37,22 +41,10 @@ def find_linear_experts(
     return tuple(experts), tuple(routers)
 
 
-def _linears(node: Node) -> list[Leaf]:
-    return [leaf for below in node.subtree() for leaf in below.leaves if leaf.kind == "linear"]
-
-
-def _signature(node: Node) -> tuple[tuple[int, ...], ...]:
-    return tuple(leaf.shape for below in node.subtree() for leaf in below.leaves)
-
-
-def _uniform(node: Node, items: list[Node]) -> bool:
-    """Return whether a list's items are of one class, with tensors of the same shapes."""
-    if not is_list(node) and (node.leaves or isinstance(node.module, nn.Sequential)):
-        return False
-    kind, signature = type(items[0].module), _signature(items[0])
-    return bool(_linears(items[0])) and all(
-        type(item.module) is kind and _signature(item) == signature for item in items[1:]
-    )
+def _built_as(node: Node) -> tuple[object, ...]:
+    """Return the module's class, and the shapes of the tensors in it."""
+    shapes = (leaf.shape for below in node.subtree() for leaf in below.leaves)
+    return type(node.module), *shapes
 
 
 def _router(node: Node, index: RouterIndex, count: int) -> Leaf | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from .groups import ExpertGroup
 from .shapes import Matrix
 from .trace import Trace
-from .tree import Leaf, Node
+from .tree import Leaf
 
 
 def low_rank_problem(group: ExpertGroup, trace: Trace) -> str | None:
@@ -27,7 +28,13 @@ def low_rank_problem(group: ExpertGroup, trace: Trace) -> str | None:
         if leaf.kind == "bare" and len(leaf.shape) == 3 and leaf.shape[0] == first.shape[0]
     ]
     partners = list({id(leaf): leaf for leaf in (*group.members, *siblings)}.values())
-    bases = _bases(owner)
+    around = [owner, *owner.children, *([owner.parent] if owner.parent is not None else [])]
+    bases = [
+        leaf
+        for node in around
+        for leaf in node.leaves
+        if leaf.kind != "buffer" and len(leaf.shape) >= 2
+    ]
     corrected = [_corrected(leaf, partners, bases, least) for leaf in group.members]
     if corrected[0] is not None and all(corrected):
         partner, base = corrected[0]
@@ -43,38 +50,20 @@ def low_rank_problem(group: ExpertGroup, trace: Trace) -> str | None:
     return None
 
 
-def _bases(owner: Node) -> list[Leaf]:
-    """Return the matrices, in or around a module, that low-rank factors on it could correct."""
-    nodes = [owner, *owner.children, *([owner.parent] if owner.parent is not None else [])]
-    return [
-        leaf
-        for node in nodes
-        for leaf in node.leaves
-        if leaf.kind != "buffer" and len(leaf.shape) >= 2
-    ]
-
-
 def _corrected(
     factor: Leaf, partners: Sequence[Leaf], bases: Sequence[Leaf], least: int
 ) -> tuple[Leaf, Leaf] | None:
-    """Return the partner with which a factor makes low-rank updates of a base, and the base."""
-    matrix = Matrix(0, *factor.shape[-2:])
-    for partner in partners:
-        other = Matrix(1, *partner.shape[-2:])
-        for base in bases:
-            if partner is factor or base is factor or base is partner:
-                continue
-            if _low_rank_pair(matrix, other, base.shape[-2:], least):
+    """Return the partner with which a factor makes low-rank updates of a base, and the base.
+
+    Their rank must be at most 1/`least` of either side of the base.
+    """
+    first = Matrix(0, *factor.shape[-2:])
+    for partner, base in itertools.product(partners, bases):
+        if partner is factor or base is factor or base is partner:
+            continue
+        second, sides = Matrix(1, *partner.shape[-2:]), base.shape[-2:]
+        for rank in first.sizes & second.sizes:
+            outer = {first.other(rank), second.other(rank)}
+            if outer == set(sides) and rank * least <= min(sides):
                 return partner, base
     return None
-
-
-def _low_rank_pair(first: Matrix, second: Matrix, base: tuple[int, ...], least: int) -> bool:
-    """Return whether two matrices are the factors of a low-rank update of a `base` (out, in).
-
-    Their rank must be at most 1/`least` of either side of `base`.
-    """
-    return any(
-        {first.other(rank), second.other(rank)} == set(base) and rank * least <= min(base)
-        for rank in first.sizes & second.sizes
-    )

@@ -60,11 +60,11 @@ def use_of(
 
 def role_of(key: int, chain: Chain | None, trace: Trace, number: int) -> str:
     """Return what one of `number` members of a group does, as `ExpertParam.role` names it."""
-    fit = chain.fits.get(key) if chain is not None else None
-    if fit is not None and fit.role == GATE_UP:
-        return GATE_UP
     if chain is None:
         return EXPERT
+    fit = chain.fits.get(key)
+    if fit is not None and fit.role == GATE_UP:
+        return GATE_UP
     fed = trace.feeds()
     if key in fed:
         return DOWN

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .tree import Leaf, Node, common_ancestor
+from .tree import Leaf, Node
 
 # How many levels above an expert parameter's module its router may stand. Deepest seen in
 # transformers: 2 (DBRX).
@@ -17,10 +17,9 @@ MAX_CLIMB = 3
 class RouterCandidate:
     """A matrix that could score each of E experts: it reads `width` and gives `num_choices`.
 
-    It is an nn.Linear's weight, a bare parameter `(E, D)` or `(D, E)`, or a buffer. `block` is the
-    lowest module that holds both it and the expert parameter. It is `strong` where its place alone
-    makes it a likely router: a Linear, or a bare matrix outside the module that owns the experts
-    (there, `(E, out)` is a bias as often).
+    `block` is the lowest module that holds both it and the expert parameter. It is `strong` where
+    its place alone makes it a likely router: a Linear, or a bare matrix outside the module that
+    owns the experts (there, `(E, out)` is a bias as often).
     """
 
     leaf: Leaf
@@ -28,11 +27,6 @@ class RouterCandidate:
     width: int
     strong: bool
     block: Node
-
-    @property
-    def name(self) -> str:
-        """The module's name for a Linear, the parameter's own name for a bare matrix."""
-        return self.leaf.node.name if self.leaf.kind == "linear" else self.leaf.name
 
 
 def is_list(node: Node) -> bool:
@@ -98,7 +92,7 @@ def _readings(leaf: Leaf, parameter: Leaf, num_choices: int | None) -> list[Rout
     else:
         return []
     strong = leaf.kind == "linear" or (leaf.kind == "bare" and leaf.node is not parameter.node)
-    block = common_ancestor(leaf.node, parameter.node)
+    block = leaf.node.common_ancestor(parameter.node)
     return [
         RouterCandidate(leaf, number, width, strong, block)
         for number, width in pairs

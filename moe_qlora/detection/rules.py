@@ -22,7 +22,7 @@ from .low_rank import low_rank_problem
 from .orientation import Use, slice_size, use_of
 from .routers import RouterCandidate, RouterIndex, is_list
 from .trace import Contraction, Trace
-from .tree import Leaf, common_ancestor
+from .tree import Leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,6 @@ class Classification:
     router: RouterCandidate | None = None
 
 
-def classify(leaves: Sequence[Leaf], index: RouterIndex) -> list[Classification]:
-    """Classify each parameter of three or more dimensions, and each flat one that holds experts."""
-    return _Classifier(leaves, index).run()
-
-
 def not_a_candidate(leaf: Leaf) -> str | None:
     """Return why a tensor of three or more dimensions cannot hold experts; None where it may."""
     shape, layer = leaf.shape_text, type(leaf.node.module).__name__
@@ -53,14 +48,14 @@ def not_a_candidate(leaf: Leaf) -> str | None:
     if leaf.packed is None and not leaf.dtype.is_floating_point:
         return f"holds {leaf.dtype}, not floating-point weights ({shape}): packed by another tool"
     if len(leaf.shape) > 4:
-        return f"{len(leaf.shape)} dimensions; stacks of matrices have three or four ({shape})"
+        return f"{len(leaf.shape)} dimensions; fused expert weights have three or four ({shape})"
     if sorted(leaf.shape[1:])[-2] < 2:
         return f"one vector, not one matrix, for each index of its first dimension ({shape})"
     return None
 
 
 @dataclass(slots=True)
-class _Routing:
+class Routing:
     """What a dry run showed of how a group's experts are chosen."""
 
     seen: bool  # the forward returned and used a member
@@ -70,7 +65,7 @@ class _Routing:
     ranked_from: set[int]  # keys of members that the choice is computed from
 
 
-def routing_of(group: ExpertGroup, trace: Trace) -> _Routing:
+def routing_of(group: ExpertGroup, trace: Trace) -> Routing:
     """Return how a group's experts were chosen in a dry run."""
     sizes = {group.router.num_choices, *group.counts}
     rankings = [ranking for ranking in trace.rankings if ranking.size in sizes]
@@ -81,7 +76,7 @@ def routing_of(group: ExpertGroup, trace: Trace) -> _Routing:
         for c in trace.contractions
         if c.axis == group.axes[c.weight] and c.size == group.counts[c.weight]
     ]
-    return _Routing(
+    return Routing(
         seen=trace.completed and bool(trace.contractions),
         routed=bool(rankings) or picked,
         mixed=any(not sizes.isdisjoint(c.ranked) for c in merged),
@@ -90,7 +85,7 @@ def routing_of(group: ExpertGroup, trace: Trace) -> _Routing:
     )
 
 
-def why_no_experts(group: ExpertGroup, trace: Trace, routing: _Routing) -> str | None:
+def why_no_experts(group: ExpertGroup, trace: Trace, routing: Routing) -> str | None:
     """Return why a group does not hold experts; None where it does."""
     problem = low_rank_problem(group, trace)
     if problem is None:
@@ -100,7 +95,7 @@ def why_no_experts(group: ExpertGroup, trace: Trace, routing: _Routing) -> str |
     if problem is not None or not routing.merged or group.chain is not None:
         return problem
     if not routing.mixed:
-        return f"the forward sums over its first dimension: one projection, not a stack ({first})"
+        return f"the forward sums over its first dimension: one projection, not several ({first})"
     if len(routing.merged) == len(trace.contractions) and not trace.applied:
         return (
             "the forward sums over its first dimension and multiplies nothing by the result: "
@@ -109,7 +104,7 @@ def why_no_experts(group: ExpertGroup, trace: Trace, routing: _Routing) -> str |
     return None
 
 
-def _problem_of_use(group: ExpertGroup, trace: Trace, routing: _Routing) -> str | None:
+def _problem_of_use(group: ExpertGroup, trace: Trace, routing: Routing) -> str | None:
     """Return what a complete dry run says against experts."""
     first = group.members[0]
     if not (routing.routed or routing.mixed):
@@ -128,37 +123,31 @@ def _problem_of_use(group: ExpertGroup, trace: Trace, routing: _Routing) -> str 
     return None
 
 
-def _problem_of_shapes(group: ExpertGroup, trace: Trace, routing: _Routing) -> str | None:
+def _problem_of_shapes(group: ExpertGroup, trace: Trace, routing: Routing) -> str | None:
     """Return what shapes say against experts where the block could not be run."""
-    first, router = group.members[0], group.router
+    first, router, name = group.members[0], group.router, group.router.leaf.known_as
     shape, place = first.shape_text, group.block.name or "the model"
     if group.chain is None or (len(first.shape) == 2 and len(group.members) < 3):
         return (
             f"stands alone: nothing beside it continues its {shape}, and the forward of {place} "
             f"could not be followed ({trace.error or 'it was not used'})"
         )
-    if not router.strong and _has_biases(group):
-        return (
-            f"no router: the only matrix with {group.counts[0]} rows beside it is a bias for "
-            "each slice"
-        )
+    if not router.strong:
+        rows = [leaf.shape[0] for leaf in first.node.leaves if len(leaf.shape) == 2]
+        if sum(count in group.counts for count in rows) >= len(group.members):
+            return (
+                f"no router: the only matrix with {group.counts[0]} rows beside it is a bias for "
+                "each slice"
+            )
     sizes = {size for leaf in group.members for size in leaf.shape}
     if group.exact and not group.chain.fused and router.width not in sizes:
-        return f"{router.name} reads {router.width} features, which no side of {shape} has"
+        return f"{name} reads {router.width} features, which no side of {shape} has"
     if not group.chain.fused and (router.num_choices >= router.width or len(set(group.counts)) > 1):
         # Without a run, only a narrow matrix over members of one size speaks for a choice.
-        return f"{router.name} ({router.leaf.shape_text}) is wider than a router would be"
+        return f"{name} ({router.leaf.shape_text}) is wider than a router would be"
     if not group.exact and not (group.chain.gated and plausible(router, sizes)):
         return f"no router chooses among {group.counts[0]} ({shape})"
     return None
-
-
-def _has_biases(group: ExpertGroup) -> bool:
-    """Return whether the module holds an (E, n) matrix for each member: biases, not a router."""
-    counts = set(group.counts)
-    leaves = group.members[0].node.leaves
-    rows = [leaf for leaf in leaves if len(leaf.shape) == 2 and leaf.shape[0] in counts]
-    return len(rows) >= len(group.members)
 
 
 @dataclass(eq=False, slots=True)
@@ -170,16 +159,16 @@ class _SharedExpertScope:
     direct: bool = False  # the routed experts' block, not only the module around it
 
 
-class _Classifier:
-    """The state of `classify`: what was decided so far, and the dry runs by kind of block."""
+class Classifier:
+    """Classifies the tensors of one model: what was decided so far, and dry runs by block."""
 
     def __init__(self, leaves: Sequence[Leaf], index: RouterIndex) -> None:
-        self.leaves = leaves
-        self.index = index
+        self.leaves, self.index = leaves, index
         self._by_leaf: dict[int, Classification] = {}
         self._traces: dict[object, Trace] = {}
 
-    def run(self) -> list[Classification]:
+    def classify(self) -> list[Classification]:
+        """Classify parameters of three or more dimensions, and flat ones that hold experts."""
         candidates = []
         for leaf in self.leaves:
             if leaf.kind == "buffer":
@@ -214,7 +203,7 @@ class _Classifier:
             if problem is not None:
                 self._reject(leaf, problem)
             elif group.chain is None and key in routing.ranked_from:
-                reason = "the block's choice is computed from it: a stack of routers"
+                reason = "the block's choice is computed from it: weights of routers"
                 self._reject(leaf, f"{reason} ({leaf.shape_text})")
             else:
                 evidence = _evidence(group, key, routing.routed)
@@ -253,22 +242,19 @@ class _Classifier:
             for node in block.subtree()
             for leaf in node.leaves
         )
-        members = tuple(leaf.name[start:] for leaf in group.members)
-        key = (type(block.module), signature, members)
-        if key not in self._traces:
-            self._traces[key] = self._dry_run(group)
-        return self._traces[key]
-
-    def _dry_run(self, group: ExpertGroup) -> Trace:
-        sizes = group.hidden_sizes
+        key = (type(block.module), signature, tuple(leaf.name[start:] for leaf in group.members))
+        if key in self._traces:
+            return self._traces[key]
+        sizes, count = group.hidden_sizes, group.router.num_choices
         others = group.alternatives if group.exact else ()
         routers = [group.router.leaf, *(router.leaf for router in others)]
-        count = group.router.num_choices
-        trace = best_trace(group.block, group.members, self.leaves, sizes, count, routers)
+        trace = self._traces[key] = best_trace(
+            block, group.members, self.leaves, sizes, count, routers
+        )
         if not trace.contractions:
             # Orientation can still be seen on the owners alone; whether a router chooses cannot.
             nodes = (leaf.node for leaf in group.members)
-            for owner in {id(node): node for node in nodes if node is not group.block}.values():
+            for owner in {id(node): node for node in nodes if node is not block}.values():
                 alone = best_trace(owner, group.members, self.leaves, sizes, max(group.counts))
                 trace.contractions.extend(alone.contractions)
         return trace
@@ -296,8 +282,8 @@ class _Classifier:
                 for key, leaf in enumerate(members):
                     evidence = (
                         f"{count} matrices in one {leaf.shape_text} parameter that chain "
-                        f"({chain.describe()}) beside the routed stack {scope.beside} of the same "
-                        "hidden size: shared experts, which always run"
+                        f"({chain.describe()}) beside the routed expert weight {scope.beside} of "
+                        "the same hidden size: shared experts, which always run"
                     )
                     use = use_of(members, key, 0, count, chain, trace)
                     self._accept(leaf, count, use, evidence)
@@ -310,7 +296,7 @@ class _Classifier:
                 continue
             leaf, expert = item.leaf, item.expert
             sizes = {size for size in (expert.in_features, expert.out_features) if size}
-            block = common_ancestor(item.router.block, leaf.node)
+            block = item.router.block.common_ancestor(leaf.node)
             for node, direct in ((block, True), (block.parent, False)):
                 if node is None or (is_list(node) and not direct):
                     continue
@@ -326,8 +312,8 @@ class _Classifier:
         if not near:
             return f"no router: nothing near it chooses among {count} ({shape})"
         return (
-            f"{near[0].name} with its {count} choices stands nearer to other stacks, or this "
-            f"{shape} chains with none of its siblings"
+            f"{near[0].leaf.known_as} with its {count} choices stands nearer to other weights, or "
+            f"this {shape} chains with none of its siblings"
         )
 
 
@@ -341,12 +327,11 @@ def _evidence(group: ExpertGroup, key: int, routed: bool) -> str:
         names = [other.attribute if other.node is leaf.node else other.name for other in siblings]
         words.append(f"they chain with {', '.join(names)} ({group.chain.describe()})")
     relation = ""
-    if router.num_choices > count:
-        relation = (
-            f", of which these {count} are one rank's share"
-            if router.num_choices % count == 0
-            else f", of which {router.num_choices - count} are not held here"
-        )
+    if router.num_choices % count:
+        relation = f", of which {router.num_choices - count} are not held here"
+    elif router.num_choices > count:
+        relation = f", of which these {count} are one rank's share"
     how = " (seen in a dry run of the block)" if routed else ""
-    chooses = f"{router.name} ({router.leaf.shape_text}) chooses among {router.num_choices}"
+    name, shape = router.leaf.known_as, router.leaf.shape_text
+    chooses = f"{name} ({shape}) chooses among {router.num_choices}"
     return "; ".join([*words, chooses + relation + how])

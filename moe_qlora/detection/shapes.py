@@ -24,9 +24,6 @@ class Matrix:
     def sizes(self) -> frozenset[int]:
         return frozenset((self.rows, self.cols))
 
-    def has(self, first: int, second: int) -> bool:
-        return (self.rows, self.cols) in ((first, second), (second, first))
-
     def other(self, size: int) -> int:
         """Return the side that is not `size`."""
         return self.cols if self.rows == size else self.rows
@@ -90,20 +87,15 @@ def find_chain(matrices: Sequence[Matrix], hidden_hints: Iterable[int] = ()) -> 
 
 def _fused(matrices: Sequence[Matrix], hidden: int, inner: int) -> Chain | None:
     """Return the chain of as many {H, 2 I} as {H, I} matrices: gate and up in one, and down."""
-    wide = [m for m in matrices if m.has(hidden, 2 * inner)]
-    narrow = [m for m in matrices if m not in wide and m.has(hidden, inner)]
+    wide = [m for m in matrices if m.sizes == {hidden, 2 * inner}]
+    narrow = [m for m in matrices if m not in wide and m.sizes == {hidden, inner}]
     if not wide or len(wide) != len(narrow) or len(wide) + len(narrow) != len(matrices):
         return None
-    transposed = {m.key: m.transposed(hidden, 2 * inner) for m in wide}
-    transposed |= {m.key: m.transposed(inner, hidden) for m in narrow}
-    known = {flag for flag in transposed.values() if flag is not None}
-    common = known.pop() if len(known) == 1 else None
-
-    def fit(role: str, matrix: Matrix) -> Fit:
-        own = transposed[matrix.key]
-        return Fit(role, common if own is None else own)
-
-    fits = {m.key: fit(GATE_UP, m) for m in wide} | {m.key: fit(DOWN, m) for m in narrow}
+    fits = {m.key: Fit(GATE_UP, m.transposed(hidden, 2 * inner)) for m in wide}
+    fits |= {m.key: Fit(DOWN, m.transposed(inner, hidden)) for m in narrow}
+    known = {fit.transposed for fit in fits.values() if fit.transposed is not None}
+    if len(known) == 1:  # square matrices are stored as the others are
+        fits = {key: Fit(fit.role, *known) for key, fit in fits.items()}
     return Chain(hidden, inner, True, fits)
 
 

@@ -189,19 +189,16 @@ class BlockTrace(TorchDispatchMode):
             return 1
         out = func(*args, **kwargs)
         source = next((weight for weight in weights if weight in self._origins), None)
-        if source is not None:
-            for tensor in _tensors(out):
-                self._origins[tensor] = self._inherit(self._origins[source], source, tensor)
+        if source is None:
+            return out
+        for tensor in _tensors(out):
+            origin = self._origins[source]
+            if tensor.untyped_storage()._cdata != source.untyped_storage()._cdata:
+                axes = [origin.axis(source, dim) for dim in range(source.dim())]
+                same = tensor.shape == source.shape
+                origin = _Origin(origin.weight, _axes_by_stride(tensor, axes) if same else {})
+            self._origins[tensor] = origin
         return out
-
-    @staticmethod
-    def _inherit(origin: _Origin, source: torch.Tensor, result: torch.Tensor) -> _Origin:
-        if result.untyped_storage()._cdata == source.untyped_storage()._cdata:
-            return origin
-        if result.shape == source.shape:
-            axes = [origin.axis(source, dim) for dim in range(source.dim())]
-            return _Origin(origin.weight, _axes_by_stride(result, axes))
-        return _Origin(origin.weight, {})
 
     # Activations alone: real numbers, followed from the input.
 
@@ -278,7 +275,9 @@ class BlockTrace(TorchDispatchMode):
         def answer(item: Any) -> Any:
             if not isinstance(item, torch.Tensor):
                 return item
-            numbers = self._random_like(item)
+            numbers = torch.zeros(item.shape, dtype=item.dtype)
+            if item.dtype.is_floating_point:
+                numbers.copy_(torch.randn(item.shape, generator=self._generator))
             self._histories[numbers] = history
             return numbers
 
@@ -334,11 +333,6 @@ class BlockTrace(TorchDispatchMode):
             self.trace.contractions.append(contraction)
             return contraction
         return None
-
-    def _random_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype.is_floating_point:
-            return torch.randn(tensor.shape, generator=self._generator).to(tensor.dtype)
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def _to_meta(tree: Any) -> Any:

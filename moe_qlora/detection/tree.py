@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,19 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-# Torch's own building blocks: what their tensors mean follows from the class, not from a name.
-CONVOLUTIONS = (nn.modules.conv._ConvNd,)
-TORCH_LAYERS = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear)
+_ORIGINAL = re.compile(r"\bparametrizations\.([^.]+)\.original$")  # the name of a packed weight
+
 LOOKUP_TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+# Torch's own building blocks: what their tensors mean follows from the class, not from a name.
+_KINDS: dict[str, tuple[type[nn.Module], ...]] = {
+    "conv": (nn.modules.conv._ConvNd,),
+    "table": LOOKUP_TABLES,
+    "layer": (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear),
+}
 
 
 @dataclass(eq=False, slots=True)
 class Leaf:
     """One parameter or buffer as the model's code sees it, packed weights with their decoded shape.
 
-    `kind` is "linear" (weight of an nn.Linear or of a subclass), "conv", "table" (embedding),
-    "layer" (weight of another layer of torch), "bare" (a parameter on a module that the model
-    defines itself) or "buffer".
+    `kind` is "linear" (weight of an nn.Linear), "bare" (a parameter on a module that the model
+    defines itself), "buffer", or one of `_KINDS`.
     """
 
     name: str
@@ -42,8 +48,12 @@ class Leaf:
 
     @property
     def shape_text(self) -> str:
-        """The shape as in "4x64x32"."""
         return "x".join(map(str, self.shape))
+
+    @property
+    def known_as(self) -> str:
+        """The name in messages: the module's for a Linear, the parameter's own otherwise."""
+        return self.node.name if self.kind == "linear" else self.name
 
 
 @dataclass(eq=False, slots=True)
@@ -74,10 +84,9 @@ class Node:
         """Return whether `other` is this node or stands below it."""
         return any(node is self for node in other.ancestors())
 
-
-def common_ancestor(first: Node, second: Node) -> Node:
-    """Return the lowest node that holds both."""
-    return next(node for node in first.ancestors() if node.holds(second))
+    def common_ancestor(self, other: Node) -> Node:
+        """Return the lowest node that holds this one and `other`."""
+        return next(node for node in self.ancestors() if node.holds(other))
 
 
 def join(prefix: str, name: str) -> str:
@@ -85,28 +94,23 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _decoded_view(parametrization: nn.Module) -> tuple[tuple[int, ...], torch.dtype, str] | None:
-    """Return shape, dtype and packed type that a parametrization decodes; None if it packs none."""
+def _show_decoded(leaf: Leaf, parametrization: Any) -> None:
+    """Give a leaf the shape, dtype and packed type that a parametrization decodes, if any."""
     if hasattr(parametrization, "weight_shape"):  # of this package's 8-bit weights
-        int8: Any = parametrization
-        return tuple(int8.weight_shape), int8.weight_dtype, "int8"
-    state: Any = getattr(parametrization, "quant_state", None)
-    shape, dtype = getattr(state, "shape", None), getattr(state, "dtype", None)
-    if shape is None or dtype is None:
-        return None
-    return tuple(shape), dtype, str(getattr(state, "quant_type", "packed"))
+        shape, dtype, kind = parametrization.weight_shape, parametrization.weight_dtype, "int8"
+    else:
+        state = getattr(parametrization, "quant_state", None)
+        shape, dtype = getattr(state, "shape", None), getattr(state, "dtype", None)
+        kind = str(getattr(state, "quant_type", "packed"))
+    if shape is not None and dtype is not None:
+        leaf.shape, leaf.dtype, leaf.packed = tuple(shape), dtype, kind
 
 
 def _kind(module: nn.Module, attribute: str) -> str:
-    if isinstance(module, CONVOLUTIONS):
-        return "conv"
-    if isinstance(module, LOOKUP_TABLES):
-        return "table"
-    if isinstance(module, TORCH_LAYERS):
-        return "layer"
-    if isinstance(module, nn.Linear) and attribute == "weight":
-        return "linear"
-    return "bare"
+    for kind, classes in _KINDS.items():
+        if isinstance(module, classes):
+            return kind
+    return "linear" if isinstance(module, nn.Linear) and attribute == "weight" else "bare"
 
 
 def _leaf(node: Node, attribute: str, tensor: torch.Tensor, kind: str) -> Leaf:
@@ -152,9 +156,8 @@ def _own_leaves(node: Node, seen: dict[int, Leaf]) -> None:
         if not isinstance(original, torch.Tensor):
             continue
         leaf = _leaf(node, attribute, original, "bare")
-        views = [view for step in steps.children() if (view := _decoded_view(step)) is not None]
-        if views:
-            leaf.shape, leaf.dtype, leaf.packed = views[0]
+        for step in steps.children():
+            _show_decoded(leaf, step)
         add(leaf)
     for attribute, buffer in module._buffers.items():
         if buffer is not None:
@@ -186,16 +189,11 @@ def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
             node.children.append(visit(path, child, node))
         return node
 
-    root = visit("", model, None)
-    return root, leaves
+    return visit("", model, None), leaves
 
 
 def _alias_module(path: str, module: nn.Module, seen: dict[int, Leaf]) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        leaf = seen.get(id(parameter))
-        if leaf is not None:
-            alias = join(path, name)
-            parts = alias.split(".")
-            if parts[-1] == "original" and len(parts) >= 3 and parts[-3] == "parametrizations":
-                alias = ".".join([*parts[:-3], parts[-2]])
-            leaf.aliases.append(alias)
+        if id(parameter) in seen:
+            decoded = _ORIGINAL.sub(r"\1", join(path, name))
+            seen[id(parameter)].aliases.append(decoded)

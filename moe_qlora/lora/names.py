@@ -106,15 +106,28 @@ def as_set(value: Any) -> Any:
     return value if isinstance(value, str) else set(value or ())
 
 
-def extend(setting: str, existing: str | Names | None, names: Iterable[str]) -> list[str] | str:
-    """Return a new value that matches what the caller's value of a setting or a full name matches.
-
-    It is one regex for a string, and a new list for anything else.
-    """
-    names = list(names)
+def extend(setting: str, existing: str | Names | None, names: Collection[str]) -> list[str] | str:
+    """Return the caller's value of a setting extended by names: one regex for a string, else a list."""
+    patterns = [re.escape(name) for name in names]
     if not isinstance(existing, str):
         return list(dict.fromkeys([*as_names(setting, existing), *names]))
-    return _alternatives(setting, existing, map(re.escape, names)) if names else existing
+    if not existing or not patterns:
+        return existing or "|".join(patterns)
+    group = f"(?:{existing})"
+    if flags := _LEADING_FLAGS.match(existing):
+        # `(?i)` may stand at the start of an expression only, `(?i:...)` anywhere; in verbose mode
+        # a comment on the last line would swallow the bracket.
+        end = "\n)" if "x" in flags[1] else ")"
+        group = f"(?{flags[1]}:{existing[flags.end() :]}{end}"
+    combined = "|".join([group, *patterns])
+    try:
+        re.compile(combined)
+    except re.error as error:
+        raise ConfigError(
+            f"{setting}={existing!r} is no regular expression ({error}); pass a valid one, or a "
+            "list of names."
+        ) from error
+    return combined
 
 
 def as_names(setting: str, existing: Iterable[str] | None) -> list[str]:
@@ -131,24 +144,3 @@ def as_names(setting: str, existing: Iterable[str] | None) -> list[str]:
             raise ConfigError(f"{setting} holds {entry!r}, which is no string; pass names only.")
     names = sorted(existing) if isinstance(existing, (set, frozenset)) else existing
     return list(dict.fromkeys(names))
-
-
-def _alternatives(setting: str, existing: str, patterns: Iterable[str]) -> str:
-    """Return one regex for `re.fullmatch`: what `existing` or any of `patterns` matches."""
-    if not existing:
-        return "|".join(patterns)
-    group = f"(?:{existing})"
-    if flags := _LEADING_FLAGS.match(existing):
-        # `(?i)` may stand at the start of an expression only, `(?i:...)` anywhere; in verbose mode
-        # a comment on the last line would swallow the bracket.
-        end = "\n)" if "x" in flags[1] else ")"
-        group = f"(?{flags[1]}:{existing[flags.end() :]}{end}"
-    combined = "|".join([group, *patterns])
-    try:
-        re.compile(combined)
-    except re.error as error:
-        raise ConfigError(
-            f"{setting}={existing!r} is no regular expression ({error}); pass a valid one, or a "
-            "list of names."
-        ) from error
-    return combined
