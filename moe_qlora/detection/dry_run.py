@@ -10,6 +10,7 @@ import copy
 import inspect
 import io
 import itertools
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from .tree import LOOKUP_TABLES, Leaf, Node
 # the largest router).
 _SMALL = 1 << 22
 _MAX_ATTEMPTS = 24
+# Batch and length of an input: the first of which neither, nor the product, is a size of weights.
+_TOKENS = ((2, 3), (2, 5), (3, 5), (2, 7), (3, 7), (5, 7), (3, 11), (7, 11), (11, 13))
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 _REDIRECTION = threading.RLock()
@@ -48,11 +51,10 @@ def best_trace(
     except Exception as error:  # noqa: BLE001 - a foreign __deepcopy__ may raise anything
         best.error = f"the block cannot be copied ({type(error).__name__})"
         return best
-    sizes_taken = {experts, *(size for leaf in members for size in leaf.shape)}
+    sizes = {experts, *(size for leaf in members for size in leaf.shape)}
+    tokens = next((pair for pair in _TOKENS if not {*pair, math.prod(pair)} & sizes), _TOKENS[-1])
     with torch.random.fork_rng(devices=[]):
-        calls = argument_lists(
-            block_copy.module, hidden_sizes, token_shape(sizes_taken), experts, block_copy.dtype
-        )
+        calls = argument_lists(block_copy.module, hidden_sizes, tokens, experts, block_copy.dtype)
         for arguments in itertools.islice(calls, _MAX_ATTEMPTS):
             trace = block_copy.run(*arguments)
             if trace.completed and trace.contractions:
@@ -157,15 +159,6 @@ class BlockCopy:
 
 def _run_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in _FLOATS else torch.float32
-
-
-def token_shape(avoid: Iterable[int]) -> tuple[int, int]:
-    """Return a (batch, sequence) such that neither they nor their product are in `avoid`."""
-    taken = set(avoid)
-    for batch, length in ((2, 3), (2, 5), (3, 5), (2, 7), (3, 7), (5, 7), (3, 11), (7, 11)):
-        if not {batch, length, batch * length} & taken:
-            return batch, length
-    return 11, 13
 
 
 def argument_lists(

@@ -4,7 +4,7 @@
     find_groups         candidates that belong together, under a router (groups.py)
     why_no_experts      what a dry run of their block, or shapes where it fails, rules out
     _find_shared        groups that always run, beside one that was accepted
-    _why_alone          everything else
+    classify            everything else
 
 The first rule that speaks decides. Its words are what `moe-qlora dump --why` prints.
 """
@@ -27,15 +27,12 @@ from .tree import Leaf
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """What was decided of one tensor: an expert parameter, or why it is not one.
-
-    `router` chooses among its experts; it is None for shared experts, which always run.
-    """
+    """What was decided of one tensor: an expert parameter, or why it is not one."""
 
     leaf: Leaf
     expert: ExpertParam | None = None
     rejection: str = ""
-    router: RouterCandidate | None = None
+    router: RouterCandidate | None = None  # None for shared experts, which always run
 
 
 def not_a_candidate(leaf: Leaf) -> str | None:
@@ -112,14 +109,11 @@ def _problem_of_use(group: ExpertGroup, trace: Trace, routing: Routing) -> str |
             f"the forward of {group.block.name or 'the model'} applies it without choosing among "
             f"{group.router.num_choices} ({first.shape_text})"
         )
-    if len(first.shape) == 2:
-        slices = {(c.weight, c.size * c.others) for c in trace.contractions}
-        for key, leaf in enumerate(group.members):
-            if (key, leaf.numel // group.counts[key]) not in slices:
-                return (
-                    f"the forward applies it whole, not in {group.counts[0]} slices "
-                    f"({first.shape_text})"
-                )
+    wanted = {(key, leaf.numel // group.counts[key]) for key, leaf in enumerate(group.members)}
+    slices = {(c.weight, c.size * c.others) for c in trace.contractions}
+    if len(first.shape) == 2 and not wanted <= slices:
+        count, shape = group.counts[0], first.shape_text
+        return f"the forward applies it whole, not in {count} slices ({shape})"
     return None
 
 
@@ -152,7 +146,7 @@ def _problem_of_shapes(group: ExpertGroup, trace: Trace, routing: Routing) -> st
 
 @dataclass(eq=False, slots=True)
 class _SharedExpertScope:
-    """A module in which stacked shared experts may stand beside routed ones."""
+    """A module in which fused shared experts may stand beside routed ones."""
 
     beside: str  # name of the routed parameter
     hidden_sizes: set[int] = field(default_factory=set)  # one of which shared experts must have
@@ -183,9 +177,15 @@ class Classifier:
         for group in find_groups(candidates, self.index):
             self._classify_group(group)
         self._find_shared(candidates)
-        for leaf in candidates:
-            if id(leaf) not in self._by_leaf:
-                self._reject(leaf, self._why_alone(leaf))
+        for leaf in (leaf for leaf in candidates if id(leaf) not in self._by_leaf):
+            count, shape = leaf.shape[0], leaf.shape_text
+            reason = f"no router: nothing near it chooses among {count} ({shape})"
+            if near := self.index.candidates(leaf, count):
+                reason = (
+                    f"{near[0].leaf.known_as} with its {count} choices stands nearer to other "
+                    f"weights, or this {shape} chains with none of its siblings"
+                )
+            self._reject(leaf, reason)
         return [self._by_leaf[id(leaf)] for leaf in self.leaves if id(leaf) in self._by_leaf]
 
     def _reject(self, leaf: Leaf, reason: str) -> None:
@@ -260,7 +260,7 @@ class Classifier:
         return trace
 
     def _find_shared(self, candidates: Sequence[Leaf]) -> None:
-        """Accept stacked shared experts: they always run, and chain over the same hidden size."""
+        """Accept fused shared experts: they always run, and chain over the same hidden size."""
         scopes = self._shared_expert_scopes()
         by_module: dict[int, list[Leaf]] = defaultdict(list)
         for leaf in candidates:
@@ -304,17 +304,6 @@ class Classifier:
                 scope.hidden_sizes |= sizes or set(leaf.shape[-2:])
                 scope.direct |= direct
         return scopes
-
-    def _why_alone(self, leaf: Leaf) -> str:
-        """Return why a candidate that no group took does not hold experts."""
-        count, shape = leaf.shape[0], leaf.shape_text
-        near = self.index.candidates(leaf, count)
-        if not near:
-            return f"no router: nothing near it chooses among {count} ({shape})"
-        return (
-            f"{near[0].leaf.known_as} with its {count} choices stands nearer to other weights, or "
-            f"this {shape} chains with none of its siblings"
-        )
 
 
 def _evidence(group: ExpertGroup, key: int, routed: bool) -> str:

@@ -163,7 +163,11 @@ class BlockTrace(TorchDispatchMode):
         weights = [t for t in tensors if t.is_meta]
         activations = [t for t in tensors if not t.is_meta]
         if activations or not weights:
-            self._keep_on_cpu(func, kwargs, bool(tensors))
+            # Code that asks for "the weight's device" means the device of the run.
+            device = kwargs.get("device")
+            to_meta = device is not None and torch.device(device).type == "meta"
+            if to_meta or (device is None and not tensors and "device" in str(func._schema)):
+                kwargs["device"] = torch.device("cpu")
         if not weights:
             out = func(*args, **kwargs)
             self._follow(name, args, activations, out)
@@ -171,14 +175,6 @@ class BlockTrace(TorchDispatchMode):
         if not activations:
             return self._weights_only(name, func, args, kwargs, weights)
         return self._mixed(name, func, args, kwargs, activations)
-
-    @staticmethod
-    def _keep_on_cpu(func: Any, kwargs: dict[str, Any], has_tensors: bool) -> None:
-        """Code that asks for "the weight's device" means the device of the run."""
-        device = kwargs.get("device")
-        to_meta = device is not None and torch.device(device).type == "meta"
-        if to_meta or (device is None and not has_tensors and "device" in str(func._schema)):
-            kwargs["device"] = torch.device("cpu")
 
     # Weights alone: views, casts and slices, which stay on meta.
 
@@ -222,8 +218,11 @@ class BlockTrace(TorchDispatchMode):
             by_scores = index.from_input and index.scores
             history = history._replace(picked=history.picked or by_scores)
         if history.from_input and name in _RANKINGS and args and isinstance(args[0], torch.Tensor):
-            sizes = self._record_ranking(args, history)
-            history = history._replace(ranked=history.ranked | sizes)
+            sizes = list(args[0].shape)
+            dims = [a for a in args[1:] if type(a) is int and -len(sizes) <= a < len(sizes)]
+            along = frozenset([sizes[dim] for dim in dims] or sizes[-1:])
+            self.trace.rankings.extend(Ranking(size, history.upstream) for size in along)
+            history = history._replace(ranked=history.ranked | along)
         if history.from_input or history.upstream or history.scores:
             for tensor in _tensors(out):
                 self._histories[tensor] = history
@@ -239,13 +238,6 @@ class BlockTrace(TorchDispatchMode):
                 self.trace.applied |= merged.merged - {key for key, _ in other.upstream}
         fresh = any(side.scores and not side.from_input for side in (left, right))
         return history._replace(scores=fresh, merged=frozenset())
-
-    def _record_ranking(self, args: Any, history: _History) -> frozenset[int]:
-        sizes = list(args[0].shape)
-        dims = [a for a in args[1:] if type(a) is int and -len(sizes) <= a < len(sizes)]
-        along = {sizes[dim] for dim in dims} or set(sizes[-1:])
-        self.trace.rankings.extend(Ranking(size, history.upstream) for size in along)
-        return frozenset(along)
 
     # A weight meets an activation.
 

@@ -183,17 +183,13 @@ def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
             if child is None or child_name == "parametrizations":
                 continue
             path = join(name, child_name)
-            if id(child) in visited:
-                _alias_module(path, child, seen)
+            if id(child) not in visited:
+                node.children.append(visit(path, child, node))
                 continue
-            node.children.append(visit(path, child, node))
+            for inner, parameter in child.named_parameters(remove_duplicate=False):
+                if id(parameter) in seen:
+                    alias = _ORIGINAL.sub(r"\1", join(path, inner))
+                    seen[id(parameter)].aliases.append(alias)
         return node
 
     return visit("", model, None), leaves
-
-
-def _alias_module(path: str, module: nn.Module, seen: dict[int, Leaf]) -> None:
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:
-            decoded = _ORIGINAL.sub(r"\1", join(path, name))
-            seen[id(parameter)].aliases.append(decoded)

@@ -1,10 +1,9 @@
 """Packs the checkpoint's tensors as transformers reads them, one expert at a time.
 
-transformers collects the checkpoint's tensors of one parameter in a `WeightConverter`, reads them
-all, and runs operations over them (merge E matrices into one weight, concatenate gate and up,
-transpose) before a quantizer sees the result: a whole fused weight in 16 bit, several times over.
-The converters here replace those. They run the same operations on one expert's tensors, and pack
-what comes out before they read the next.
+transformers' own `WeightConverter`s read all tensors of a parameter and run operations over them
+(merge E matrices, concatenate gate and up, transpose) before a quantizer sees the result: a whole
+fused weight in 16 bit, several times over. The converters here run the same operations on one
+expert's tensors, and pack what comes out before they read the next.
 
     per expert on disk   one tensor of each source pattern, through the operations: `(1, out, in)`
     fused on disk        a few experts' slice of the file, through the operations: `(n, out, in)`
@@ -33,8 +32,8 @@ from ..packing import parametrize
 from ..packing.codec import Packer, restore
 from ..packing.format import key_ends
 
+# Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this.
 _SLICE_BYTES = 8 << 20
-"""Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this."""
 
 
 class Deferred:
@@ -72,10 +71,7 @@ class PackingConverter(WeightConverter):
 
     @classmethod
     def for_fused(cls, leaf: str, spec: LoadSpec) -> PackingConverter:
-        """Return a converter for weights that lie on disk as the model holds them.
-
-        `leaf` is the end of their names, such as "experts.gate_up_proj".
-        """
+        """Return a converter for weights that lie on disk as the model holds them."""
         new = cls([_whole_name(leaf)], [leaf], [Keep()])
         new.spec = spec
         return new
@@ -128,7 +124,8 @@ class PackingConverter(WeightConverter):
         self.collected_tensors.clear()
         reader = _Reader(self.spec, packed[0])
         reader.expect(collected)
-        operations, batches = self.operations, iter([_whole(collected)])
+        whole: _Batch = {p: [(item,) for item in items] for p, items in collected.items()}
+        operations, batches = self.operations, iter([whole])
         if len(packed) == len(self.target_patterns):
             shapes = [tuple(self.spec.params[name].shape) for name in packed]
             steps = _steps(self.operations, collected, shapes, self.spec.files)
@@ -183,7 +180,9 @@ class PackedConverter(WeightConverter):
         spec = self.spec
         codes = tensors.pop("", None)
         if layer_name not in spec.params:
-            if codes is not None and not tensors and self._is_plain(layer_name, codes):
+            shapes = [tuple(p.shape) for p in spec.layout.experts if layer_name in p.names]
+            is_weight = codes is not None and codes.is_floating_point()
+            if is_weight and not tensors and tuple(codes.shape) in shapes:
                 return {layer_name: codes}  # a layer that the user has skipped
             raise CheckpointError(
                 f"{layer_name} is packed in the checkpoint, but the manifest does not name it."
@@ -200,11 +199,6 @@ class PackedConverter(WeightConverter):
             raise CheckpointError(f"{layer_name}: {error}.") from error
         spec.keep(layer_name, packed)
         return {layer_name: parametrize.hold(packed)}
-
-    def _is_plain(self, name: str, tensor: Tensor) -> bool:
-        """Return whether this is the weight itself, rather than its codes."""
-        shapes = [p.shape for p in self.spec.layout.experts if name in p.names]
-        return tensor.is_floating_point() and tuple(tensor.shape) in map(tuple, shapes)
 
 
 class WeightPacker:
@@ -239,10 +233,7 @@ class WeightPacker:
         self.rows += len(piece)
 
     def finish(self) -> nn.Parameter:
-        """Give the spec the packed weight, and return the parameter that holds its codes.
-
-        Missing rows, NaN and inf are refused.
-        """
+        """Give the spec the packed weight, and return the parameter that holds its codes."""
         if self.packer is None or self.rows != self.shape[0]:
             raise CheckpointError(
                 f"{self.name}: the checkpoint gives {self.rows} rows of its first dimension, the "
@@ -269,19 +260,11 @@ class Keep(ConversionOps):
         [value] = input_dict.values()
         return {context["target_patterns"][0]: value[0] if isinstance(value, list) else value}
 
-    @property
-    def reverse_op(self) -> Keep:
-        """Return the same operation."""
-        return Keep()
-
 
 class AsOnDisk(Keep):
-    """The operation of packed tensors, which stay as they lie on disk.
+    """The operation of packed tensors, which stay as they lie on disk."""
 
-    transformers casts no tensor of a converter that has an operation with this attribute.
-    """
-
-    hf_quantizer = True
+    hf_quantizer = True  # transformers casts no tensor of an operation with this attribute
 
 
 class WholeNames(ConversionOps):
@@ -342,10 +325,7 @@ def _steps(
     shapes: list[tuple[int, ...]],
     files: Any,
 ) -> tuple[Sequence[Any], Iterator[_Batch]] | None:
-    """Return operations, and what to read for each step; None where experts cannot be told apart.
-
-    `collected` holds tensors by source pattern, `shapes` are those of the weights that come out.
-    """
+    """Return operations, and what to read in each step; None if experts cannot be told apart."""
     rows = shapes[0][0]
     if any(shape[0] != rows for shape in shapes):
         return None
@@ -355,34 +335,20 @@ def _steps(
         if not all(key in files and files.info(key).shape[:1] == (rows,) for key in keys):
             return None
         by_rows = _by_rows(operations, tuple(files.info(keys[0]).shape), shapes[0])
-        nbytes = sum(files.info(key).nbytes for key in keys)
-        return None if by_rows is None else (by_rows, _slices(collected, rows, nbytes))
+        step = max(_SLICE_BYTES * rows // max(sum(files.info(key).nbytes for key in keys), 1), 1)
+        slices = (
+            {name: [(item, start, min(start + step, rows))] for name, [item] in collected.items()}
+            for start in range(0, rows, step)
+        )
+        return None if by_rows is None else (by_rows, slices)
     groups = _groups(operations, len(shapes))
     if groups is None or counts != {rows * groups} or any(len(shape) != 3 for shape in shapes):
         return None
-    return operations, _one_by_one(collected, rows, groups)
-
-
-def _whole(collected: dict[str, list[Deferred]]) -> _Batch:
-    return {pattern: [(item,) for item in items] for pattern, items in collected.items()}
-
-
-def _one_by_one(
-    collected: dict[str, list[Deferred]], experts: int, groups: int
-) -> Iterator[_Batch]:
-    """Yield one expert of each list; of lists that hold several weights in turn, one of each."""
-    for expert in range(experts):
-        places = [expert + experts * group for group in range(groups)]
-        yield {
-            pattern: [(items[place],) for place in places] for pattern, items in collected.items()
-        }
-
-
-def _slices(collected: dict[str, list[Deferred]], rows: int, nbytes: int) -> Iterator[_Batch]:
-    step = max(_SLICE_BYTES * rows // max(nbytes, 1), 1)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        yield {pattern: [(item, start, stop)] for pattern, [item] in collected.items()}
+    # One expert of each list; of a list that holds several weights in turn, one of each.
+    return operations, (
+        {pattern: [(item,) for item in items[expert::rows]] for pattern, items in collected.items()}
+        for expert in range(rows)
+    )
 
 
 def _name(operation: Any) -> str:

@@ -1,10 +1,8 @@
 """Marks a model with packed experts as one that bitsandbytes has loaded.
 
-Trainer, accelerate and PEFT ask the model, not its weights: `is_loaded_in_4bit`, `hf_quantizer`,
-`quantization_method`, `config.quantization_config`. Some methods are replaced on the instance,
-because the stock ones know Linear layers only: `dequantize`, `get_memory_footprint`,
-`save_pretrained`, `load_adapter` and `add_adapter`. They are bound methods in the model's
-`__dict__`, so that deepcopy binds the copy's to the copy; `experts.restore.release` removes them.
+Trainer, accelerate and PEFT ask the model, not its weights. The methods of `_METHODS` are replaced
+on the instance, as bound methods in its `__dict__`, so that deepcopy binds the copy's to the copy;
+`experts.restore.release` removes them.
 """
 
 from __future__ import annotations
@@ -58,11 +56,7 @@ def finish_packing(
 
 
 def mark_quantized(model: nn.Module, config: Any, settings: CodecSettings) -> None:
-    """Give the model the attributes and methods of a bitsandbytes model; idempotent.
-
-    `config`, a `BitsAndBytesConfig` or dict, is what its experts were packed with; the model gets a
-    copy of it.
-    """
+    """Give the model attributes and methods of a bitsandbytes model, and a copy of `config`."""
     from transformers import BitsAndBytesConfig, PreTrainedModel
     from transformers.quantizers.auto import AutoHfQuantizer
     from transformers.utils.quantization_config import QuantizationMethod
@@ -90,10 +84,7 @@ def mark_quantized(model: nn.Module, config: Any, settings: CodecSettings) -> No
 
 
 def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
-    """Return the bytes of the model: parameters, buffers, and statistics of all that is packed.
-
-    The stock method counts packed codes but no statistics, which sit on no parameter or buffer.
-    """
+    """Return the bytes of the model; statistics, which the stock method does not see, included."""
     total: int = type(self).get_memory_footprint(self, return_buffers=return_buffers)
     statistics: dict[int, torch.Tensor] = {}
     scales: dict[int, torch.Tensor] = {}
@@ -118,6 +109,7 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
     return total + sum(t.nbytes for t in (*scales.values(), *statistics.values()))
 
 
+# Replaced on the instance, because the stock ones know Linear layers only.
 _METHODS: dict[str, Callable[..., Any]] = {
     "add_adapter": add_adapter,
     "dequantize": dequantize,
@@ -125,4 +117,3 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "load_adapter": load_adapter,
     "save_pretrained": save_pretrained,
 }
-"""Methods replaced on the instance, because the stock ones know Linear layers only."""

@@ -29,10 +29,7 @@ from .model import finish_packing
 
 @cache
 def packing_quantizer(stock: type, extra_skip_modules: Callable[[], Sequence[str]]) -> type:
-    """Derive the class that packs experts from the stock one that serves bitsandbytes configs now.
-
-    `extra_skip_modules` gives, at each load, patterns to skip on top of the load's own config.
-    """
+    """Derive the class that packs experts from the one that serves bitsandbytes configs now."""
     members = {"__module__": __name__, "_extra_skip_modules": staticmethod(extra_skip_modules)}
     return type(f"Packing{stock.__name__}", (_Packing, stock), members)
 
@@ -156,23 +153,18 @@ class _Packing:
         """Return whether a parameter ends up packed, and so has another shape than the model's."""
         if self._spec is not None and param_name in self._spec.params:
             return True
-        needs: bool = super().param_needs_quantization(model, param_name, **kwargs)  # type: ignore[misc]
-        return needs
+        return bool(super().param_needs_quantization(model, param_name, **kwargs))  # type: ignore[misc]
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
         """Return the bytes of an element once loaded, a packed weight's statistics included."""
         if self._spec is not None and param_name in self._spec.params:
             return self._spec.nbytes(param_name) / param.numel()
-        size: float = super().param_element_size(model, param_name, param)  # type: ignore[misc]
-        return size
+        return float(super().param_element_size(model, param_name, param))  # type: ignore[misc]
 
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
-        """Return what each device may take, so that "auto" and "balanced" spread evenly.
-
-        transformers asks with even shares of the model and room for a block more; the stock answer
-        takes a tenth off, and what all lack falls to the last device (Qwen3-30B-A3B on two: 6.9 and
-        8.7 GiB instead of 7.8 each). Only of a device's free memory a tenth stays free here.
-        """
+        """Return what each device may take, so that "auto" and "balanced" spread evenly."""
+        # The stock answer takes a tenth off even shares of the model, and what all lack falls to
+        # the last device. Here only of a device's free memory a tenth stays free.
         stock = super().adjust_max_memory(max_memory)  # type: ignore[misc]
         if self._spec is None or not self._spec.params:
             return dict(stock)
@@ -232,15 +224,12 @@ class _Packing:
 
 
 def _even_shares(units: Sequence[float], devices: int) -> list[float]:
-    """Return what each device may take so that units, placed in order, spread evenly.
-
-    `units` are the bytes of what is not split, in order.
-    """
+    """Return what each device may take so that blocks of these bytes, in order, spread evenly."""
     total, done, place = sum(units), 0.0, 0
-    taken = [0.0] * max(devices, 1)
+    taken = [0.0] * devices
     for unit in units:
         # to where its middle lies, were the model one line cut into equal parts
-        while place < len(taken) - 1 and done + unit / 2 > total * (place + 1) / len(taken):
+        while place < devices - 1 and done + unit / 2 > total * (place + 1) / devices:
             place += 1
         taken[place] += unit
         done += unit
@@ -264,10 +253,7 @@ class _LeaveExperts(ConversionOps):
 
 
 def finish(model: Any, spec: LoadSpec, config: Any) -> None:
-    """Attach what converters packed, pack what they did not see, and mark the model quantized.
-
-    A weight that a packed folder does not hold is an error.
-    """
+    """Attach what converters packed, pack what they did not see, and mark the model quantized."""
     _restore_conversions(model, spec)
     if not spec.params:
         return

@@ -91,12 +91,6 @@ def extra_skip_modules() -> tuple[str, ...]:
         return tuple(dict.fromkeys(pattern for skips in _blocks for pattern in skips))
 
 
-def is_enabled() -> bool:
-    """Return whether the switch is on."""
-    with _lock:
-        return bool(_replaced)
-
-
 def _install() -> None:
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 

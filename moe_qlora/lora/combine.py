@@ -17,10 +17,7 @@ from .layer import ParamWrapper
 def concatenate(
     wrapper: ParamWrapper, adapters: list[str], weights: list[float], adapter_name: str
 ) -> None:
-    """Set an adapter to the weighted sum of others by concatenating ranks within each expert.
-
-    PEFT's own concatenation puts adapter after adapter, which mixes experts.
-    """
+    """Set an adapter to the weighted sum of others by concatenating ranks within each expert."""
     left, right = [], []
     for name, weight in zip(adapters, weights, strict=True):
         if name in wrapper.lora_A:

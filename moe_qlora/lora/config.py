@@ -1,19 +1,11 @@
-"""A LoraConfig adapted to packed experts, whose file still says what the caller asked for.
-
-    adapt_lora_config(model, config)      of a built model, or of one that a trainer is yet to load
-      _adapt                              checks, `resolve_targets`, and `make_adapted`
-
-The caller's config is copied, never changed. `AdaptedLoraConfig.to_dict`, which PEFT writes to
-adapter_config.json, gives the caller's own values for the fields that differ, so that the file is
-the one that stock PEFT writes for the unpacked model.
-"""
+"""A LoraConfig adapted to packed experts; its file is what stock PEFT writes for unpacked ones."""
 
 from __future__ import annotations
 
 import copy
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,9 +17,9 @@ from ..checkpoint import rounding
 from ..errors import ConfigError
 from ..layout import name_pattern
 from .inject import wrap_parameter
-from .names import base_model, packed_parameters
+from .names import as_set, base_model, packed_parameters
 from .rewrite import rewritten
-from .supported import check_modules_to_save, check_supported, check_type, is_lora
+from .supported import check_modules_to_save, check_supported, is_lora
 from .targets import Targets, resolve_targets
 from .unloaded import blank_packed_model
 
@@ -85,7 +77,11 @@ def adapt_lora_config(
             there are none, or nothing says how a model that is not loaded yet will be packed.
         CheckpointError: There is no model of this name, or transformers cannot build it.
     """
-    check_type(lora_config)
+    if not isinstance(lora_config, PeftConfig):
+        raise ConfigError(
+            f"lora_config is a {type(lora_config).__name__}: give a peft.LoraConfig, or another "
+            "PEFT config."
+        )
     packing: rounding.Rounding | None = None
     if not isinstance(model, nn.Module):
         model, packing = blank_packed_model(
@@ -100,18 +96,12 @@ def adapt_lora_config(
 
 
 class AdaptedLoraConfig(LoraConfig):
-    """A LoraConfig adapted to a model with packed experts; its file keeps the caller's spelling.
+    """A LoraConfig adapted to a model with packed experts; its file keeps the caller's spelling."""
 
-    `_edits` maps each changed field to the value set here and the caller's; `_notes` are warnings
-    for `save_pretrained`, where stock PEFT would not load the file right. `_packed`, for the note
-    that a merge reads, says what was packed, None where unknown; `_awaited` names packed parameters
-    that are not loaded yet.
-    """
-
-    _edits: Mapping[str, tuple[Any, Any]] = {}
-    _notes: tuple[str, ...] = ()
-    _packed: rounding.Rounding | None = None
-    _awaited: frozenset[str] = frozenset()
+    _edits: Mapping[str, tuple[Any, Any]] = {}  # changed field -> (value set here, the caller's)
+    _notes: tuple[str, ...] = ()  # warnings for a save, where stock PEFT would not load the file
+    _packed: rounding.Rounding | None = None  # what was packed, for the note that a merge reads
+    _awaited: frozenset[str] = frozenset()  # packed parameters that are not loaded yet
 
     def callers(self) -> dict[str, Any]:
         """Return the caller's value of each field that still has the value set here.
@@ -153,10 +143,7 @@ def _adapt(
     scale_expert_rank: bool | int,
     to_be_loaded: rounding.Rounding | None,
 ) -> PeftConfig:
-    """Return the config adapted to a built model; both may be adapted already.
-
-    `to_be_loaded` says what a load will pack, where `model` stands for one that is not loaded yet.
-    """
+    """Return the config adapted to a built model, or to one that stands for a load to come."""
     model = base_model(model)
     packed = packed_parameters(model)
     options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
@@ -208,13 +195,16 @@ def make_adapted(
     """Turn a copy of the caller's config into the `AdaptedLoraConfig` that PEFT gets.
 
     Other adapter types (AdaLoRA, IA3, ...) keep their class, and their files name what PEFT was
-    told. `packed` and `awaited` are described at `AdaptedLoraConfig`.
+    told.
     """
     adapted: Any = config
-    adapted.exclude_modules = _as(set, targets.excludes)
-    adapted.target_modules = _as(set, targets.modules)
+    for field, value in (
+        ("exclude_modules", targets.excludes),
+        ("target_modules", targets.modules),
+    ):
+        setattr(adapted, field, value if value is None or isinstance(value, str) else set(value))
     if hasattr(adapted, "target_parameters"):
-        adapted.target_parameters = _as(list, targets.parameters)
+        adapted.target_parameters = targets.parameters and list(targets.parameters)
     if not is_lora(adapted):
         return cast(PeftConfig, adapted)
     edits = {
@@ -269,11 +259,7 @@ def _as_asked(config: PeftConfig) -> PeftConfig:
 def _scale_rank(
     model: nn.Module, config: LoraConfig, experts: Sequence[str], scale: bool | int
 ) -> None:
-    """Give the experts the rank r // top_k.
-
-    A token then meets the same rank in its experts together as in a dense layer. Entries that the
-    caller put in `rank_pattern` come first and so keep their effect.
-    """
+    """Give the experts the rank r // top_k: to a token, together the rank of a dense layer."""
     config_of_model: Any = getattr(model, "config", None)
     nested = getattr(config_of_model, "get_text_config", lambda: None)()
     top_k = scale if scale is not True else top_k_of(config_of_model) or top_k_of(nested)
@@ -288,14 +274,9 @@ def _scale_rank(
         r"\d+".join(re.escape(part) for part in name_pattern(name).split("*")): rank
         for name in experts
     }
+    # The caller's entries come first, and so keep their effect.
     config.rank_pattern = {**(config.rank_pattern or {}), **patterns}
 
 
-def _as(kind: Callable[[Iterable[str]], Any], value: Any) -> Any:
-    return value if value is None or isinstance(value, (str, set)) else kind(value)
-
-
 def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, str) or isinstance(right, str) or left is None or right is None:
-        return bool(left == right)
-    return set(left) == set(right)
+    return (left is None) == (right is None) and bool(as_set(left) == as_set(right))

@@ -30,9 +30,8 @@ def wrap_parameter(
 ) -> nn.Module | None:
     """Wrap one parameter of `target`, which may be wrapped already; None leaves it to PEFT.
 
-    PEFT goes through full parameter names in alphabetical order. The new wrapper is put where it
-    would be on the unpacked model, where they come in registration order: the first one registered
-    is innermost. A parameter that the config awaits packed, and that is not, is refused.
+    PEFT goes through full names in alphabetical order. The new wrapper is put where it would be on
+    the unpacked model: the parameter that was registered first is innermost.
     """
     base = unwrapped(target)
     if kwargs.get("target_name") in getattr(config, "_awaited", ()):
@@ -47,7 +46,7 @@ def wrap_parameter(
         if order.index(inner.parameter_name) < order.index(parameter_name):
             break
         outer, inner = inner, inner.base_layer
-    wrapper = ParamWrapper(inner, adapter_name, parameter_name, config, **kwargs)
+    wrapper = ParamWrapper(inner, adapter_name, parameter_name, config=config, **kwargs)
     wrapper.connect(source or ExpertAdapters())
     if outer is None:
         return wrapper
@@ -61,20 +60,14 @@ def upgrade_wrappers(model: nn.Module) -> None:
     For hosts that create the adapter with stock PEFT and a config that `adapt_lora_config` has not
     seen: parameters and optimizer state stay, names become those of the unpacked model.
     """
-    outermost = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, StockParamWrapper)
-        and packed_names(unwrapped(module))
-        and unwrapped_name(name) == name
-    ]
-    for name, module in outermost:
+    for name, module in list(model.named_modules()):
         chain: list[Any] = []
         base: nn.Module = module
         while isinstance(base, StockParamWrapper):
             chain.append(base)
             base = base.base_layer
-        if all(isinstance(wrapper, ParamWrapper) for wrapper in chain):
+        outermost = unwrapped_name(name) == name and packed_names(unwrapped(module))
+        if not outermost or all(isinstance(wrapper, ParamWrapper) for wrapper in chain):
             continue
         order = _registration_order(base)
         chain.sort(key=lambda wrapper: -order.index(wrapper.parameter_name))
@@ -89,11 +82,7 @@ def upgrade_wrappers(model: nn.Module) -> None:
 
 
 def check_connected(model: nn.Module, adapter_name: str, config: Any) -> None:
-    """Raise where LoRA on a packed parameter that the config names has no effect.
-
-    The parameter has no wrapper with this adapter then, a stock one, or one that its module does
-    not know.
-    """
+    """Raise where LoRA on a packed parameter that the config names has no effect."""
     targets = getattr(config, "target_parameters", None) or ()
     wrappers = {
         f"{unwrapped_name(name)}.{module.parameter_name}": module
@@ -139,10 +128,11 @@ def _check_loaded(name: str, base: nn.Module, config: Any) -> None:
         )
     loaded, expected = CodecSettings.of(read_packed(base, leaf)), config._packed.settings
     for field in ("kind", "double_quant", "blocksize"):
-        if getattr(loaded, field) != getattr(expected, field):
+        seen, asked = getattr(loaded, field), getattr(expected, field)
+        if seen != asked:
             raise ConfigError(
-                f"{name} is packed with {field}={getattr(loaded, field)!r}, and this LoRA config "
-                f"was adapted to {field}={getattr(expected, field)!r}: {advice}"
+                f"{name} is packed with {field}={seen!r}, and this LoRA config was adapted to "
+                f"{field}={asked!r}: {advice}"
             )
 
 

@@ -1,22 +1,15 @@
 """PEFT's layer for a parameter, over packed experts: its names and files, but not its W + s B A.
 
-PEFT adapts a parameter by wrapping its module: one `ParamWrapper` for each adapted parameter,
-nested in the order in which the parameters were registered (`gate_up_proj` inside `down_proj`),
-which is also how adapter files name them. At each forward a stock wrapper registers a
-parametrization that computes W + s B A. Over packed weights that leaks, hides the inner of two
-wrappers, merges into a temporary, and would hold a decoded layer for backward.
-
-Here the wrapper keeps its name, parameters and place, and leaves W alone:
+PEFT wraps a module once for each adapted parameter, in the order in which these were registered
+(`gate_up_proj` inside `down_proj`); adapter files name them so. At each forward a stock wrapper
+registers a parametrization that computes W + s B A. Over packed weights that leaks, hides the inner
+of two wrappers, merges into a temporary, and would hold a decoded layer for backward. Here:
 
 - where the experts forward of this package runs, it asks the module's `ExpertAdapters` for the
-  active `(A, B, scaling, dropout)` and adds s B (A x) beside the packed product: exact at any
-  scale, no dense gradient;
-- where another forward runs (an experts class outside transformers' interface, or another
-  implementation chosen by hand), the wrapper adds s B A to what the parametrization decodes, in
-  fp32 and rounded to the weight's dtype, for the length of the call. That is what stock PEFT
-  computes on unpacked weights, at its price: a decoded weight, its sum and its dense gradient are
-  alive at once, and in 16 bit, updates below the weight's rounding step are lost. Dropout cannot be
-  expressed there and is refused.
+  active factors and adds s B (A x) beside the packed product: exact, and without dense gradients;
+- where another forward runs, the wrapper adds s B A to what the parametrization decodes, for the
+  length of the call. That is what stock PEFT computes on unpacked weights, at its price in memory
+  and rounding. Dropout cannot be expressed there and is refused.
 
 Shapes: E experts, r rank, `lora_A` `(E r, in)` with the expert slowest, `lora_B` `(out, r E)` with
 the expert fastest, as PEFT stores them; in and out as PEFT's `ParamWrapper` sees them.
@@ -77,28 +70,15 @@ class ParamWrapper(StockParamWrapper):
     _unmerged: PackedWeight | None = None
 
     def __init__(
-        self,
-        base_layer: nn.Module,
-        adapter_name: str,
-        parameter_name: str,
-        config: LoraConfig,
-        **kwargs: Any,
+        self, target: nn.Module, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any
     ) -> None:
-        super().__init__(
-            base_layer,
-            adapter_name,
-            parameter_name=parameter_name,
-            config=_without_dropout(config),
-            **kwargs,
-        )
+        super().__init__(target, adapter_name, *args, config=_without_dropout(config), **kwargs)
         self.set_dropout(adapter_name, config.lora_dropout)
 
     def update_layer(
-        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
+        self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any
     ) -> None:
-        super().update_layer(
-            adapter_name, r, lora_alpha=lora_alpha, config=_without_dropout(config), **kwargs
-        )
+        super().update_layer(adapter_name, *args, config=_without_dropout(config), **kwargs)
         self.set_dropout(adapter_name, config.lora_dropout)
 
     def set_dropout(self, adapter_name: str, probability: float) -> None:
@@ -124,9 +104,10 @@ class ParamWrapper(StockParamWrapper):
             )
         self._unmerge_if_disabled()
         base = self.get_base_layer()
-        if asks_for_lora(base):
-            return self.base_layer(x, *args, **kwargs)
-        factors = self.active_factors()
+        implementation = getattr(getattr(base, "config", None), "_experts_implementation", None)
+        # This package's experts forward asks for LoRA itself.
+        asks = implementation == IMPLEMENTATION and dispatches(base) and has_packed(base)
+        factors = () if asks else self.active_factors()
         if not factors:
             return self.base_layer(x, *args, **kwargs)
         if not is_packed(base, self.parameter_name):
@@ -240,18 +221,13 @@ class ParamWrapper(StockParamWrapper):
     # Merging.
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Replace the packed parameter by base + delta: plain, or packed again.
-
-        The packed original is kept for `unmerge`, which restores it exactly. With `safe_merge` a
-        result that is not finite is refused.
-        """
+        """Replace the packed parameter by base + delta; the original is kept for `unmerge`."""
         base = self.get_base_layer()
         if self._unmerged is None and not is_packed(base, self.parameter_name):
             super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
             return
-        names = [
-            name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A
-        ]
+        asked = check_adapters_to_merge(self, adapter_names)
+        names = [name for name in asked if name in self.lora_A]
         if not names:
             return
         original = self._unmerged or read_packed(base, self.parameter_name)
@@ -299,12 +275,6 @@ class _AddOnRead(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         wrapper, factors = self.added
         return wrapper.add_lora(weight, factors)
-
-
-def asks_for_lora(module: nn.Module) -> bool:
-    """Tell whether this package's experts forward runs the module, which asks for LoRA itself."""
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return implementation == IMPLEMENTATION and dispatches(module) and has_packed(module)
 
 
 def _without_dropout(config: LoraConfig) -> LoraConfig:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import AdapterError
 from .config import adapt_lora_config, spell_exactly
-from .model import upgrade_peft_model, warn_untested, without_false_warning
+from .model import connect_adapters, warn_untested, without_false_warning
 from .names import base_model, packed_parameters
 from .rewrite import rewritten
 
@@ -59,9 +59,8 @@ def load_adapter(
     hub = {key: peft_kwargs[key] for key in _HUB_KEYS if key in peft_kwargs}
     config = _read_config(base, adapter, **hub)
     config.inference_mode = not is_trainable
-    peft_model = _add_empty_adapter(
-        model, adapter_name, adapt_lora_config(base, config), peft_kwargs
-    )
+    config = adapt_lora_config(base, config)
+    peft_model = _add_empty_adapter(model, adapter_name, config, peft_kwargs)
     if is_trainable:
         peft_model.set_requires_grad(adapter_name)
     peft_kwargs.setdefault("key_mapping", getattr(base, "_checkpoint_conversion_mapping", None))
@@ -84,19 +83,13 @@ def load_adapter(
 def misfit(
     adapter: str | None, missing: Collection[str], unexpected: Collection[str], advice: str = ""
 ) -> AdapterError:
-    """Return the error for an adapter file whose tensors and the model's places differ.
-
-    `advice` ends the sentence after "load it on the model that it was trained on".
-    """
-    names, fault = (
-        (unexpected, "has no place in this model")
-        if unexpected
-        else (missing, "is not in the file")
-    )
+    """Return the error for an adapter file whose tensors and the model's places differ."""
+    first = next(iter(unexpected or missing))
+    fault = "has no place in this model" if unexpected else "is not in the file"
     return AdapterError(
-        f"{adapter} does not fit this model: {next(iter(names))} {fault} ({len(unexpected)} "
-        f"tensors have no place, {len(missing)} places got none); load it on the model that it was "
-        f"trained on{advice}."
+        f"{adapter} does not fit this model: {first} {fault} ({len(unexpected)} tensors have no "
+        f"place, {len(missing)} places got none); load it on the model that it was trained on"
+        f"{advice}."
     )
 
 
@@ -111,12 +104,10 @@ def _read_config(base: nn.Module, adapter: str, **hub: Any) -> PeftConfig:
 def _is_from_v4(adapter: str, **hub: Any) -> bool:
     """Tell whether the file holds one LoRA for each single expert, as transformers v4 had them."""
     path = Path(adapter) / (hub.get("subfolder") or "") / "adapter_model.safetensors"
-    if path.exists():
-        with safe_open(path, framework="pt") as file:
-            keys = list(file.keys())
-    else:
-        keys = list(load_peft_weights(adapter, device="cpu", **hub))
-    return any(_EXPERT_KEY.search(key) for key in keys)
+    if not path.exists():
+        return any(map(_EXPERT_KEY.search, load_peft_weights(adapter, device="cpu", **hub)))
+    with safe_open(path, framework="pt") as file:
+        return any(map(_EXPERT_KEY.search, file.keys()))
 
 
 def _add_empty_adapter(
@@ -129,17 +120,13 @@ def _add_empty_adapter(
             model.add_adapter(adapter_name, config, **creation)
             return model
         peft_model = peft.get_peft_model(model, config, adapter_name=adapter_name, **creation)
-    if packed_parameters(model):
-        upgrade_peft_model(peft_model)
-    return peft_model
+    return connect_adapters(peft_model)
 
 
 def _load_by_own_names(model: PeftModel, adapter: str, adapter_name: str, **hub: Any) -> bool:
-    """Load a file whose names are all the model's own; False, and nothing done, where one is not.
-
-    For some model types (mistral_large4, deepseek_ocr2) PEFT 0.21 takes every name in the file for
-    one of the published checkpoint and renames it, those that it wrote itself included.
-    """
+    """Load a file whose names are all the model's own; do nothing and return False else."""
+    # For some model types (mistral_large4, deepseek_ocr2) PEFT 0.21 takes every name in the file
+    # for one of the published checkpoint and renames it, those that it wrote itself included.
     tensors = load_peft_weights(adapter, device="cpu", **hub)
     places = get_peft_model_state_dict(
         model, adapter_name=adapter_name, save_embedding_layers=False

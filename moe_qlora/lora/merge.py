@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,7 @@ Product = tuple[Tensor, Tensor, float]
 def merged_weight(
     packed: PackedWeight, products: Sequence[Product], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the decoded weight + the sum of the products, summed in fp32 and rounded once.
-
-    Beside the result, which has `packed.shape` and by default the dtype that the weight had before
-    packing, one expert's decoded weight is alive.
-    """
+    """Return the decoded weight + the sum of the products, summed in fp32 and rounded once."""
     out = torch.empty(packed.shape, dtype=dtype or packed.dtype, device=packed.device)
     wide = torch.promote_types(packed.dtype, torch.float32)
     with torch.no_grad():
@@ -54,11 +51,8 @@ def replace_parameter(
 
 def restore_packed(module: nn.Module, name: str, packed: PackedWeight) -> None:
     """Put a packed weight back, on the device where the module's parameter is now."""
-    if parametrize.is_packed(module, name):
-        device = parametrize.read_packed(module, name).device
-        parametrize.detach(module, name, torch.empty(0, device=device))
-    else:
-        device = module._parameters[name].device  # type: ignore[union-attr]
-    if packed.device != device:
-        packed = packed.to(device)
-    parametrize.attach(module, name, packed)
+    was_packed = parametrize.is_packed(module, name)
+    old: Any = parametrize.original_of(module, name) if was_packed else module._parameters[name]
+    replace_parameter(module, name, torch.empty(0, device=old.device), None)
+    moved = packed if packed.device == old.device else packed.to(old.device)
+    parametrize.attach(module, name, moved)

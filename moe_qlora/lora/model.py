@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -52,7 +52,7 @@ def get_peft_model(
         peft.get_peft_model                      stock PEFT; for each parameter of packed experts:
         |   wrap_parameter         inject.py     a ParamWrapper (layer.py), which the experts
         v                                        forward asks for its active LoraFactors
-        upgrade_peft_model         model.py      class LoraModel: add_adapter, merge_adapter, ...
+        connect_adapters           model.py      class LoraModel: add_adapter, merge_adapter, ...
             check_connected        inject.py     LoRA on each packed parameter has an effect
 
     Args:
@@ -86,8 +86,7 @@ def get_peft_model(
         )
     with without_false_warning(config):
         peft_model = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
-    upgrade_peft_model(peft_model)
-    return peft_model
+    return connect_adapters(peft_model)
 
 
 def connect_adapters(model: PeftModel) -> PeftModel:
@@ -103,32 +102,23 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     Raises:
         AdapterError: An adapter targets a packed parameter and has no layer for it.
     """
-    if packed_parameters(model):
-        upgrade_peft_model(model)
-    return model
-
-
-def upgrade_peft_model(model: PeftModel) -> None:
-    """Give a PEFT model over packed experts the class and wrappers that later calls need.
-
-    LoRA on an expert parameter that is not connected is an error.
-    """
-    tuner = model.base_model
-    if not isinstance(tuner, BaseTuner):  # prompt learning leaves the model as it is
-        return
+    tuner = getattr(model, "base_model", None)
+    # Prompt learning leaves the model as it is.
+    if not packed_parameters(model) or not isinstance(tuner, BaseTuner):
+        return model
     if type(tuner) is StockLoraModel:
         tuner.__class__ = LoraModel
     upgrade_wrappers(tuner.model)
     for name, config in model.peft_config.items():
         check_connected(tuner.model, name, config)
+    return model
 
 
 def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
     """Apply an adapted config to the adapters that a host made from its lists with stock PEFT.
 
-    Their files then say what the caller asked for, with the note that a merge reads, and their
-    layers get the dropout that PEFT's own layer for parameters refuses, which a host leaves at 0.
-    Where `adapted` is no LoRA config nothing happens.
+    Their files then say what the caller asked for, and their layers get the dropout that PEFT's own
+    layer for parameters refuses. Where `adapted` is no LoRA config nothing happens.
     """
     if not isinstance(adapted, AdaptedLoraConfig):
         return
@@ -148,9 +138,8 @@ def set_dropout(model: PeftModel, adapter: str, probability: float) -> None:
     """Give every layer of an adapter this dropout; PEFT sets it only as it makes a layer."""
     model.peft_config[adapter].lora_dropout = probability
     for module in model.modules():
-        if isinstance(module, ParamWrapper):
-            if adapter in module.lora_A:
-                module.set_dropout(adapter, probability)
+        if isinstance(module, ParamWrapper) and adapter in module.lora_A:
+            module.set_dropout(adapter, probability)
         elif isinstance(module, LoraLayer) and adapter in module.lora_dropout:
             module.lora_dropout[adapter] = nn.Dropout(p=probability)
 
@@ -158,9 +147,8 @@ def set_dropout(model: PeftModel, adapter: str, probability: float) -> None:
 class LoraModel(StockLoraModel):
     """PEFT's LoRA model over packed experts.
 
-    An instance gets this class after creation (`upgrade_peft_model`), so that what users and
-    trainers call on it later is right too: add_adapter, load_adapter, add_weighted_adapter,
-    merge_adapter, merge_and_unload.
+    An instance gets this class after creation (`connect_adapters`), so that what users and trainers
+    call on it later is right too.
     """
 
     def inject_adapter(
@@ -173,41 +161,24 @@ class LoraModel(StockLoraModel):
         check_connected(model, adapter_name, config)
 
     def merge_adapter(
-        self,
-        adapter_names: list[str] | None = None,
-        safe_merge: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
-        repack: bool = False,
+        self, *args: Any, dtype: torch.dtype | None = None, repack: bool = False, **kwargs: Any
     ) -> None:
-        """Merge into the base weights; packed experts become plain ones meanwhile.
+        """Merge into the base weights as PEFT does; packed experts become plain ones meanwhile.
 
-        Args:
-            adapter_names: None is all active ones.
-            safe_merge: Refuse results that are not finite.
-            dtype: Of merged expert weights; None is the dtype that they had before packing.
-            repack: Pack merged experts again, with the settings that they had. `unmerge_adapter`
-                restores the original codes exactly, either way.
+        `dtype` is that of merged expert weights, by default the one before packing; `repack` packs
+        them again. `unmerge_adapter` restores the original codes exactly, either way.
         """
         with self._merging(dtype, repack):
-            super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
+            super().merge_adapter(*args, **kwargs)
 
     def merge_and_unload(
-        self,
-        progressbar: bool = False,
-        safe_merge: bool = False,
-        adapter_names: list[str] | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        repack: bool = False,
+        self, *args: Any, dtype: torch.dtype | None = None, repack: bool = False, **kwargs: Any
     ) -> nn.Module:
         """Return the base model with adapters merged; `dtype`, `repack` as in `merge_adapter`."""
         with self._merging(dtype, repack):
-            merged = super().merge_and_unload(
-                progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names
-            )
-        restore.clear_quantized(cast(nn.Module, merged))
-        return cast(nn.Module, merged)
+            merged = cast(nn.Module, super().merge_and_unload(*args, **kwargs))
+        restore.clear_quantized(merged)
+        return merged
 
     @contextmanager
     def _merging(self, dtype: torch.dtype | None, repack: bool) -> Iterator[None]:
@@ -252,26 +223,14 @@ class LoraModel(StockLoraModel):
                 config.target_parameters = value
 
     def _svd_generalized_task_arithmetic_weighted_adapter(
-        self,
-        combination_type: str,
-        adapters: list[str],
-        weights: list[float],
-        new_rank: int,
-        target: Any,
-        *args: Any,
-        **kwargs: Any,
+        self, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        combine_layer = partial(
-            super()._svd_generalized_task_arithmetic_weighted_adapter,
-            combination_type,
-            adapters,
-            weights,
-            new_rank,
-        )
+        stock = super()._svd_generalized_task_arithmetic_weighted_adapter
+        shared, target, rest = args[:4], args[4], args[5:]
         if not isinstance(target, ParamWrapper):
-            return cast("tuple[Tensor, Tensor]", combine_layer(target, *args, **kwargs))
-        experts = [SingleExpert(target, index) for index in range(target.num_experts)]
-        return stored_factors([combine_layer(expert, *args, **kwargs) for expert in experts])
+            return cast("tuple[Tensor, Tensor]", stock(*args, **kwargs))
+        experts = (SingleExpert(target, index) for index in range(target.num_experts))
+        return stored_factors([stock(*shared, expert, *rest, **kwargs) for expert in experts])
 
 
 @contextmanager
@@ -283,11 +242,8 @@ def without_false_warning(config: PeftConfig) -> Iterator[None]:
     parameters = getattr(config, "target_parameters", None) or ()
     fields = ("rank_pattern", "alpha_pattern")
     patterns = [key for field in fields for key in getattr(config, field, None) or ()]
-    all_match = patterns and all(
-        any(re.match(rf"(.*\.)?({key})$", name) for name in parameters) for key in patterns
-    )
     with warnings.catch_warnings():
-        if all_match:
+        if all(any(re.match(rf"(.*\.)?({key})$", name) for name in parameters) for key in patterns):
             message = r"The following (rank|alpha)_pattern keys did not match any targeted module"
             warnings.filterwarnings("ignore", message=message, category=RuntimeWarning)
         yield

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..detection.detect import detect
+from ..detection.tree import join
 from ..errors import ConfigError
 from ..layout import unwrapped_name
 from ..packing.parametrize import packed_names
@@ -67,29 +68,6 @@ def expert_parameters(model: nn.Module, roles: bool | Collection[str] = True) ->
     return [name for name in packed if role_of.get(name) in wanted]
 
 
-def packed_paths(model: nn.Module) -> list[str]:
-    """Return the path of each module with packed experts, and those of all modules inside it."""
-    return [
-        unwrapped_name(path)
-        for name, module in packed_modules(model)
-        for path, _ in module.named_modules(prefix=name)
-        if path
-    ]
-
-
-def join(module: str, parameter: str) -> str:
-    """Return the full name of a module's parameter; the model itself has the name ""."""
-    return f"{module}.{parameter}" if module else parameter
-
-
-def find_module(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the module of this name; None where a bare parameter has it."""
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
 def names_parameter(target: str, name: str) -> bool:
     """Tell whether PEFT takes `target` for this parameter: its full name, or the end of it."""
     return name == target or name.endswith(f".{target}")
@@ -107,7 +85,7 @@ def as_set(value: Any) -> Any:
 
 
 def extend(setting: str, existing: str | Names | None, names: Collection[str]) -> list[str] | str:
-    """Return the caller's value of a setting extended by names: one regex for a string, else a list."""
+    """Return the value of a setting with names added: one regex for a string, else a new list."""
     patterns = [re.escape(name) for name in names]
     if not isinstance(existing, str):
         return list(dict.fromkeys([*as_names(setting, existing), *names]))

@@ -27,6 +27,8 @@ from .names import as_set, is_all_linear, names_parameter
 
 Config = TypeVar("Config", bound=PeftConfig)
 
+_ADAPTABLE = (BaseTunerLayer, nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+
 
 class ExactName(str):
     """A module's full name, which PEFT matches as it stands and never rewrites."""
@@ -42,9 +44,8 @@ def exact_targets(
 ) -> tuple[set[ExactName], list[str], str] | None:
     """Return what the config's `target_modules` reach; None where PEFT would not rewrite them.
 
-    These are full names of modules; full names of router weights, since transformers v5 keeps most
-    routers as a module with a bare `weight`, which PEFT adapts as a parameter; and one sentence
-    where stock PEFT, given the saved config, would adapt something else, or "".
+    These are names of modules and of router weights, and one sentence where stock PEFT, given the
+    saved config, would adapt something else, or "".
     """
     if rewritten(model, config) is None:
         return None
@@ -53,12 +54,10 @@ def exact_targets(
     router_weights = []
     for name in reached_modules(model, config):
         module = model.get_submodule(name)
-        weight = getattr(module, "weight", None)
-        if (
-            unwrapped_name(name) in routers
-            and not _is_adaptable(module)
-            and isinstance(weight, torch.Tensor)
-        ):
+        # transformers v5 keeps most routers as a module with a bare `weight`.
+        bare = not isinstance(module, _ADAPTABLE)
+        bare = bare and isinstance(getattr(module, "weight", None), torch.Tensor)
+        if bare and unwrapped_name(name) in routers:
             router_weights.append(f"{unwrapped_name(name)}.weight")
         else:
             modules.add(ExactName(name))
@@ -69,14 +68,9 @@ def exact_targets(
 
 
 def rewritten(model: nn.Module, config: Config) -> Config | None:
-    """Return the config as PEFT would rewrite it for this model; None where no target changes.
-
-    A rewrite that raises (one of two fused projections named alone) counts as one that targets
-    nothing.
-    """
-    if config.peft_type != PeftType.LORA or not hasattr(
-        getattr(model, "config", None), "model_type"
-    ):
+    """Return the config as PEFT would rewrite it for this model; None where no target changes."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if config.peft_type != PeftType.LORA or model_type is None:
         return None
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -85,7 +79,7 @@ def rewritten(model: nn.Module, config: Config) -> Config | None:
     probe: Any = copy.deepcopy(config)
     try:
         convert_peft_config_for_transformers(probe, model=model, conversions=None)
-    except ValueError:
+    except ValueError:  # one of two fused projections named alone: nothing is targeted
         probe.target_modules, probe.target_parameters = set(), []
         return cast(Config, probe)
     same = all(
@@ -128,13 +122,9 @@ def _reload_note(
     if stock is None:
         return ""
     added = set(stock.target_parameters or ()) - set(cast(Any, written).target_parameters or ())
-    wrong = {
-        target
-        for target in added
-        if not any(names_parameter(target, name) for name in router_weights)
-    }
+    right = all(any(names_parameter(one, name) for name in router_weights) for one in added)
     reached = set(reached_modules(model, stock))
-    if not wrong and reached == modules:
+    if right and reached == modules:
         return ""
     lost = ", ".join(sorted({name_pattern(str(name)) for name in modules - reached}))
     return (
@@ -142,7 +132,3 @@ def _reload_note(
         f"({cast(Any, model.config).model_type}) and would load {lost or 'its targets'} wrong; "
         "load it with moe_qlora.load_adapter."
     )
-
-
-def _is_adaptable(module: nn.Module) -> bool:
-    return isinstance(module, (BaseTunerLayer, nn.Linear, nn.Embedding, nn.modules.conv._ConvNd))

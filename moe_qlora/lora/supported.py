@@ -17,11 +17,7 @@ from ..packing.parametrize import read_packed
 _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("use_dora", (False,), "DoRA needs the norm of each unpacked weight row"),
     ("lora_bias", (False,), "an expert weight has no bias for LoRA to add to"),
-    (
-        "init_lora_weights",
-        (True, False, "gaussian"),
-        "this initialization reads or changes the unpacked weights",
-    ),
+    ("init_lora_weights", (True, False, "gaussian"), "it reads or changes the unpacked weights"),
     ("fan_in_fan_out", (False, None), "expert weights carry their own orientation"),
     ("use_qalora", (False,), "QA-LoRA pools Linear inputs"),
     ("use_bdlora", (None, False), "block-diagonal LoRA is defined for Linear layers"),
@@ -29,11 +25,7 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("kasa_config", (None,), "KaSA rewrites the unpacked weights"),
     ("monteclora_config", (None,), "MonteCLoRA is defined for Linear layers"),
     ("arrow_config", (None,), "Arrow routes between Linear adapters"),
-    (
-        "alora_invocation_tokens",
-        (None,),
-        "activated LoRA masks tokens, which the experts no longer see in order",
-    ),
+    ("alora_invocation_tokens", (None,), "activated LoRA masks tokens by their order"),
     ("layer_replication", (None,), "replicated layers would share packed storage"),
     ("megatron_config", (None,), "Megatron layers are not packed"),
 )
@@ -44,23 +36,11 @@ def is_lora(config: PeftConfig) -> bool:
     return isinstance(config, LoraConfig) and config.peft_type == PeftType.LORA
 
 
-def check_type(config: Any) -> None:
-    """Refuse anything but a PEFT config with a `ConfigError`."""
-    if not isinstance(config, PeftConfig):
-        raise ConfigError(
-            f"lora_config is a {type(config).__name__}: give a peft.LoraConfig, or another PEFT "
-            "config."
-        )
-
-
 def check_modules_to_save(config: PeftConfig, packed: Collection[str]) -> None:
     """Refuse to train a module in full that holds packed experts, or one around it."""
     for name in packed:
-        module = name.rpartition(".")[0]
-        parts = module.split(".")
-        owners = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         for key in getattr(config, "modules_to_save", None) or ():
-            if any(owner == key or owner.endswith(f".{key}") for owner in owners):
+            if f".{key}." in f".{name}":
                 raise ConfigError(
                     f"modules_to_save={key!r} asks to train {name} in full, which is packed and "
                     "stays frozen; leave it out, or use target_parameters to train LoRA on it."
@@ -71,6 +51,9 @@ def check_supported(
     config: PeftConfig, experts: Collection[str], packed: Mapping[str, nn.Module]
 ) -> None:
     """Refuse settings, and shapes of weights, that LoRA on packed parameters cannot have."""
+    if not experts:
+        return
+    first, *_ = experts
     for name in experts:
         shape = tuple(read_packed(packed[name], name.rpartition(".")[2]).shape)
         if len(shape) > 3:
@@ -78,9 +61,6 @@ def check_supported(
                 f"target_parameters names {name}, a weight of shape {shape}: PEFT adapts "
                 "parameters of two or three dimensions; leave it out."
             )
-    first = next(iter(experts), None)
-    if first is None:
-        return
     for field, off, reason in _UNSUPPORTED:
         value = getattr(config, field, off[0])
         # By identity: 0 is not False here, and a config object need not compare with one.
@@ -100,10 +80,7 @@ def check_supported(
 
 
 def check_dropout(name: str, module: nn.Module, probability: float) -> None:
-    """Refuse dropout where only the module's own forward runs.
-
-    Dropout belongs to the input of LoRA's product, and such a forward knows the sum W + s B A only.
-    """
+    """Refuse dropout where only the module's own forward runs, which reads the sum W + s B A."""
     if probability and not dispatches(module):
         raise ConfigError(
             f"lora_dropout={probability} does not work for {name} of {type(module).__name__}, "

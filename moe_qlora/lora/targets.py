@@ -1,7 +1,7 @@
 """What PEFT is told for a model with packed experts: `resolve_targets`, and two lists for hosts.
 
-`resolve_targets` is pure: it reads the model and the config and changes neither. Three fields of
-a LoraConfig need its answer, each for one reason:
+Three fields of a LoraConfig need its answer, each for one reason; neither it nor the model is
+changed.
 
     exclude_modules    + every packed experts module and the modules inside it, which leaf names
                        would reach; with "all-linear" also routers that are Linear layers
@@ -20,6 +20,7 @@ from peft import LoraConfig, PeftConfig
 from torch import nn
 
 from ..detection.detect import detect
+from ..detection.tree import join
 from ..errors import ConfigError
 from ..layout import ModelLayout, Router, unwrapped_name
 from .names import (
@@ -28,32 +29,24 @@ from .names import (
     base_model,
     expert_parameters,
     extend,
-    find_module,
     is_all_linear,
-    join,
     names_parameter,
     packed_modules,
     packed_parameters,
-    packed_paths,
 )
 from .rewrite import ExactName, changed, exact_targets, reached_modules, rewritten
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What PEFT is told for one model and one config: the values of three fields of a LoraConfig.
-
-    `notes` are sentences for whoever saves the adapter, `experts` the packed parameters that get
-    LoRA, in model order, and `written` the caller's own spelling of these fields, for
-    adapter_config.json.
-    """
+    """What PEFT is told for one model and one config: values of three fields of a LoraConfig."""
 
     excludes: str | Sequence[str] | None = None
     modules: str | Collection[str] | None = None
     parameters: Sequence[str] | None = None
-    notes: tuple[str, ...] = ()
-    experts: tuple[str, ...] = ()
-    written: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # sentences for whoever saves the adapter
+    experts: tuple[str, ...] = ()  # the packed parameters that get LoRA, in model order
+    written: Mapping[str, Any] = field(default_factory=dict)  # the fields as the caller spelt them
 
 
 def resolve_targets(
@@ -65,14 +58,18 @@ def resolve_targets(
 ) -> Targets:
     """Work out what PEFT is told for this model, which may be a `PeftModel`.
 
-    Names are those of the model without adapters. `config` is in the caller's own spelling; None
-    names nothing. Where no expert is packed, only `target_modules` are spelled out. `experts=True`
-    targets every packed parameter, a collection of roles those that have one.
+    `config` is in the caller's own spelling; None names nothing. Where no expert is packed, only
+    `target_modules` are spelled out.
     """
     model = base_model(model)
     packed = packed_parameters(model)
     added = expert_parameters(model, experts) if experts and packed else []
-    paths = packed_paths(model)
+    paths = [
+        unwrapped_name(path)
+        for name, module in packed_modules(model)
+        for path, _ in module.named_modules(prefix=name)
+        if path
+    ]
     if config is None:
         return Targets(excludes=paths, parameters=added, experts=tuple(added))
 
@@ -94,23 +91,29 @@ def resolve_targets(
             "target_parameters."
         )
     parameters = _full_names(model, named, packed)
-    chosen = set(parameters)
+    fields = ("exclude_modules", "target_modules", "target_parameters")
+    written = {field: getattr(asked, field, None) for field in fields}
+    if added:
+        written["target_parameters"] = _merge(written["target_parameters"], added)
+    if asked.target_modules is None or is_all_linear(asked):
+        del written["target_modules"]  # PEFT writes the names that None or the word stands for
     return Targets(
         excludes=excludes,
         modules=modules,
         parameters=parameters or getattr(asked, "target_parameters", None),
         notes=notes,
-        experts=tuple(name for name in packed if name in chosen),
-        written=_written(asked, added),
+        experts=tuple(name for name in packed if name in parameters),
+        written=written,
     )
 
 
 def _with_routers(model: nn.Module, config: PeftConfig, routers: Sequence[Router]) -> PeftConfig:
     """Return the config with every router: a plain Linear as a module, any other by its weight."""
     asked: Any = changed(config)
+    owners = dict(model.named_modules())
     modules = [ExactName(router.name) for router in routers if router.plain_linear]
     weights = [
-        router.name if find_module(model, router.name) is None else f"{router.name}.weight"
+        f"{router.name}.weight" if router.name in owners else router.name
         for router in routers
         if not router.plain_linear
     ]
@@ -118,8 +121,7 @@ def _with_routers(model: nn.Module, config: PeftConfig, routers: Sequence[Router
         targets = extend("target_modules", asked.target_modules, modules)
         asked.target_modules = targets if isinstance(targets, str) else set(targets)
     if weights:
-        present = getattr(asked, "target_parameters", None)
-        asked.target_parameters = _merge(present or (), weights)
+        asked.target_parameters = _merge(getattr(asked, "target_parameters", None), weights)
     return cast(PeftConfig, asked)
 
 
@@ -130,17 +132,12 @@ def _unfit_routers(model: nn.Module, routers: Sequence[Router], router: bool) ->
     ones get LoRA where `router` asks for it. A module that shares a weight with one of them goes
     with it (diffusion_gemma's decoder).
     """
-    names = []
-    for one in routers:
-        unfit = isinstance(find_module(model, one.name), nn.Linear) and not one.plain_linear
-        if unfit or (one.plain_linear and not router):
-            names.append(one.name)
-    weights = {id(getattr(model.get_submodule(name), "weight", None)) for name in names}
-    tied = [
-        unwrapped_name(name)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and id(module.weight) in weights
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    names = [
+        one.name for one in routers if (not router if one.plain_linear else one.name in linears)
     ]
+    weights = {id(getattr(model.get_submodule(name), "weight", None)) for name in names}
+    tied = [unwrapped_name(n) for n, module in linears.items() if id(module.weight) in weights]
     return _merge(names, tied)
 
 
@@ -166,8 +163,6 @@ def _resolve_modules(
 
 def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> list[str]:
     """Spell parameters of packed modules in full, and keep the other targets as they are."""
-    if not named:
-        return []
     # One packed parameter makes PEFT take the whole module for parametrized, so that its plain
     # parameters need full names too.
     beside = [
@@ -192,21 +187,8 @@ def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> 
     return _merge(full, kept)
 
 
-def _written(asked: Any, added: Sequence[str]) -> dict[str, Any]:
-    """Return what the adapter's file says: the caller's spelling, and what options added."""
-    parameters = getattr(asked, "target_parameters", None)
-    written = {
-        "exclude_modules": asked.exclude_modules,
-        "target_modules": asked.target_modules,
-        "target_parameters": _merge(parameters or (), added) if added else parameters,
-    }
-    if asked.target_modules is None or is_all_linear(asked):
-        del written["target_modules"]  # PEFT writes the names that None or the word stands for
-    return written
-
-
-def _merge(*groups: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(name for group in groups for name in group))
+def _merge(*groups: Iterable[str] | None) -> list[str]:
+    return list(dict.fromkeys(name for group in groups for name in group or ()))
 
 
 @overload

@@ -1,9 +1,8 @@
 """transformers' own adapter methods, for a model with packed experts.
 
-`AutoModelForCausalLM.from_pretrained(folder of an adapter)` loads the base model and then calls
-`model.load_adapter`. transformers hands PEFT the config as it lies in the folder, which names
-expert parameters as they are on unpacked models; the two methods here, which `hf/model.py` binds to
-the model, adapt it to the packed ones first. Everything else is transformers'.
+transformers hands PEFT the config as it lies in the folder, which names expert parameters as they
+are on unpacked models; the two methods here, which `hf/model.py` binds to the model, adapt it to
+the packed ones first. Everything else is transformers'.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ def load_adapter(
     load_config: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Load an adapter as `PreTrainedModel.load_adapter` does, LoRA on packed experts included.
-
-    Arguments and result are those of transformers; tensors that do not fit are an `AdapterError`.
-    """
+    """Load an adapter as `PreTrainedModel.load_adapter` does, LoRA on packed experts included."""
     if peft_config is None and peft_model_id is not None:
         # transformers looks these up only where it is given no config.
         download = load_config.download_kwargs if load_config is not None else {}
@@ -59,10 +55,6 @@ def load_adapter(
     missing = sorted(name for name in info.missing_keys if own.search(name))
     unexpected = sorted(info.unexpected_keys)
     if missing or unexpected:
-        raise misfit(
-            peft_model_id,
-            missing,
-            unexpected,
-            ", and one from transformers v4 with moe_qlora.load_adapter",
-        )
+        advice = ", and one from transformers v4 with moe_qlora.load_adapter"
+        raise misfit(peft_model_id, missing, unexpected, advice)
     return info

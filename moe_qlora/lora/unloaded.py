@@ -1,9 +1,7 @@
 """A packed model that is not loaded yet, as `adapt_lora_config` needs to see it.
 
-Trainers that load the model themselves want the LoRA config first. What that config says depends on
-names alone: those of the expert weights that a load with the user's `BitsAndBytesConfig` packs. So
-the model is built on the meta device, and each of these weights is replaced by a packed one without
-contents.
+A LoRA config depends on names alone: those of the expert weights that a load packs. So the model is
+built on the meta device, and each of these weights is replaced by a packed one without contents.
 """
 
 from __future__ import annotations
@@ -57,8 +55,7 @@ def blank_packed_model(
     built.tie_weights()
     blanks: dict[nn.Parameter, PackedWeight] = {}  # tied weights share one
     for name in names:
-        owner, _, leaf = name.rpartition(".")
-        module = built.get_submodule(owner)
+        module, leaf = parametrize.owner_of(built, name)
         weight = module._parameters.get(leaf)
         if weight is not None:
             blank = blank_weight(tuple(weight.shape), weight.dtype, packed.settings)

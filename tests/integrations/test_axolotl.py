@@ -48,7 +48,6 @@ from moe_qlora.errors import (
     DetectionError,
     QuantizationError,
 )
-from moe_qlora.hf.switch import is_enabled
 from moe_qlora.integrations.axolotl import NAME
 from moe_qlora.lora import layer as lora
 from moe_qlora.packing import parametrize
@@ -60,6 +59,10 @@ pytestmark = [
 
 STEPS = 6
 IDS = torch.arange(2, 50).reshape(2, 24)
+
+
+def is_enabled() -> bool:
+    return AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"].__name__.startswith("Packing")
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from moe_qlora import detect, layout
 from moe_qlora.errors import AdapterError, ConfigError, DetectionError, QuantizationError
-from moe_qlora.hf.switch import is_enabled
 from moe_qlora.integrations.host import ExpertsHost
 from moe_qlora.integrations.settings import ExpertsSettings, Role
 from moe_qlora.packing import parametrize
@@ -30,6 +30,10 @@ NF4 = BitsAndBytesConfig(
     bnb_4bit_compute_dtype=torch.float32,
 )
 ATTENTION = ["q_proj", "v_proj"]
+
+
+def is_enabled() -> bool:
+    return AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"].__name__.startswith("Packing")
 
 
 @pytest.fixture(autouse=True)

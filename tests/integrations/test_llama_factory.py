@@ -121,10 +121,11 @@ UNDONE = """
 import sys, yaml
 from llamafactory.hparams import get_train_args
 from llamafactory.model import adapter, load_model, load_tokenizer
-from moe_qlora.hf.switch import is_enabled
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from moe_qlora.integrations.llama_factory import packed_experts
 from moe_qlora.packing.parametrize import iter_packed
 
+is_enabled = lambda: AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"].__name__.startswith("Packing")
 args = yaml.safe_load(open(sys.argv[1]))
 del args["moe_qlora"]
 model_args, _, _, finetuning_args, _ = get_train_args(args)

@@ -134,10 +134,11 @@ from swift.model import MODEL_MAPPING, get_model_processor
 from swift.tuner_plugin import tuners_map
 from transformers import BitsAndBytesConfig
 from moe_qlora.errors import ConfigError
-from moe_qlora.hf.switch import is_enabled
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from moe_qlora.integrations.ms_swift import register
 from moe_qlora.packing.parametrize import iter_packed
 
+is_enabled = lambda: AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"].__name__.startswith("Packing")
 config = BitsAndBytesConfig(load_in_4bit=True)
 def build(config):
     options = {"model_type": "qwen3_moe", "device_map": "cpu", "use_hf": True}

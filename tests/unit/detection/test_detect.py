@@ -136,7 +136,7 @@ class SquareNonGated(nn.Module):
         return routed(x, self.router, one, 1)
 
 
-class SingleStack(nn.Module):
+class SingleWeight(nn.Module):
     """One linear map for each expert."""
 
     def __init__(self):
@@ -160,7 +160,7 @@ class Linear3D(nn.Module):
 
 
 class OneModuleEach(nn.Module):
-    """Each stack in a module of its own, tokens sorted and split by counts."""
+    """Each fused weight in a module of its own, tokens sorted and split by counts."""
 
     def __init__(self):
         super().__init__()
@@ -203,7 +203,7 @@ class FlatBlock(nn.Module):
 
 
 class FourD(nn.Module):
-    """Gate and up stacked in a dimension of their own: `(E, 2, I, H)`."""
+    """Gate and up side by side in a dimension of their own: `(E, 2, I, H)`."""
 
     def __init__(self):
         super().__init__()
@@ -220,8 +220,8 @@ class FourD(nn.Module):
         return routed(x, self.router, one)
 
 
-class SharedStack(nn.Module):
-    """A routed bank of E and a stack of two experts that always run."""
+class SharedExperts(nn.Module):
+    """E routed experts, and a fused weight of two experts that always run."""
 
     def __init__(self):
         super().__init__()
@@ -662,11 +662,15 @@ EXPERTS = [
     (NonGated, (True,), {"one": True, "two": True}),
     (SquareNonGated, (False,), {"one": False, "two": False}),
     (SquareNonGated, (True,), {"one": True, "two": True}),
-    (SingleStack, (), {"bank": False}),
+    (SingleWeight, (), {"bank": False}),
     (OneModuleEach, (), {"enter.weight": False, "leave.weight": False}),
     (FlatBlock, (), {"inner.alpha": False, "inner.beta": False, "inner.gamma": True}),
     (FourD, (), {"enter": False, "leave": False}),
-    (SharedStack, (), {"routed.a": False, "routed.b": False, "always.u": False, "always.v": False}),
+    (
+        SharedExperts,
+        (),
+        {"routed.a": False, "routed.b": False, "always.u": False, "always.v": False},
+    ),
     (OneExpert, (), {"w": False, "v": False}),
     (ZeroExperts, (), {"w": False, "v": False}),
     (RankShare, (), {"w": False, "v": False}),
@@ -735,7 +739,7 @@ def test_alone_without_layers():
     assert checked_names(DepthDecoder()) == set()
 
 
-def test_tied_stacks_are_one_entry_with_aliases():
+def test_tied_weights_are_one_entry_with_aliases():
     layout = moe_qlora.detect(DuplicateUse())
     assert [p.name for p in layout.experts] == ["first.a", "first.b"]
     assert [p.aliases for p in layout.experts] == [("second.a",), ("second.b",)]
@@ -809,7 +813,7 @@ def test_a_layer_list_is_not_an_expert_list():
     assert not moe_qlora.detect(Model()).linear_experts
 
 
-def test_integer_stacks_are_rejected_with_their_dtype():
+def test_integer_weights_are_rejected_with_their_dtype():
     model = FusedGated()
     model.a = nn.Parameter(torch.zeros(E, 2 * I, H, dtype=torch.uint8), requires_grad=False)
     layout = moe_qlora.detect(model)

@@ -18,7 +18,6 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 import moe_qlora
 from moe_qlora.errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
 from moe_qlora.hf.quantizer import packing_quantizer
-from moe_qlora.hf.switch import is_enabled
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import Packer, pack
 from moe_qlora.packing.settings import CodecSettings
@@ -86,9 +85,8 @@ def test_off_after_a_load_that_fails(folder: Path) -> None:
 def test_enable_and_disable_are_a_switch_not_a_count() -> None:
     moe_qlora.enable()
     moe_qlora.enable()
-    assert is_enabled()
+    assert not is_stock()
     moe_qlora.disable()
-    assert not is_enabled()
     assert is_stock()
 
 
@@ -97,9 +95,9 @@ def test_blocks_overlap() -> None:
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert is_enabled()
+    assert not is_stock()
     moe_qlora.disable()
-    assert is_enabled()
+    assert not is_stock()
     second.__exit__(None, None, None)
     assert is_stock()
 
@@ -112,7 +110,7 @@ def test_blocks_in_threads() -> None:
         for turn in range(200):
             try:
                 with moe_qlora.enabled():
-                    seen.append(is_enabled() and not is_stock())
+                    seen.append(not is_stock())
                     if (turn + number) % 3 == 0:
                         raise KeyError
             except KeyError:
