@@ -67,6 +67,6 @@ def quantize(
     )
     total = sum(shard.nbytes for shard in manifest.shards.values())
     typer.echo(
-        f"{dst}: {len(manifest.experts)} stacks of experts packed to {manifest.codec['kind']}, "
+        f"{dst}: {len(manifest.experts)} expert weights packed to {manifest.codec['kind']}, "
         f"{total / 1e9:.2f} GB in {len(manifest.shards)} files."
     )

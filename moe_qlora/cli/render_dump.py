@@ -206,7 +206,7 @@ def _why(findings: Findings, out: Console) -> None:
     for group in findings.groups:
         param = group.params[0]
         blocks.append(f"[green]{escape(group.pattern)}[/]")
-        blocks.append(f"    an expert stack: {escape(param.evidence)}")
+        blocks.append(f"    an expert weight: {escape(param.evidence)}")
         if param.orientation_evidence:
             blocks.append(f"    {orientation(param)}: {escape(param.orientation_evidence)}")
         if group.skipped:
@@ -216,5 +216,5 @@ def _why(findings: Findings, out: Console) -> None:
     )
     for (pattern, shape, reason), count in rejected.items():
         blocks.append(f"[red]{escape(pattern)}[/] {'x'.join(map(str, shape))} ({count})")
-        blocks.append(f"    no expert stack: {escape(reason)}")
+        blocks.append(f"    no expert weight: {escape(reason)}")
     out.print(Group(*blocks), soft_wrap=True)

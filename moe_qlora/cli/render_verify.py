@@ -23,7 +23,7 @@ def show(report: VerifyReport, out: Console) -> None:
         return
     what = "plain" if report.kind == "plain" else f"packed as {report.kind}"
     held = f"{report.tensors} tensors in {report.files} files, {human_bytes(report.nbytes)}"
-    packed = f"; {report.experts} stacks of experts, {report.linears} Linear layers packed"
+    packed = f"; {report.experts} expert weights, {report.linears} Linear layers packed"
     out.print(
         f"[green]{escape(str(report.folder))} is whole[/]: {what}, {held}"
         f"{'' if report.kind == 'plain' else packed}."

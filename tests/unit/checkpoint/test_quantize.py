@@ -287,6 +287,6 @@ def test_the_command_line(source: Path, whole: dict[str, bytes], tmp_path: Path)
     arguments += ["--compute-dtype", "float32", "--quiet"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "4 stacks of experts packed to nf4" in result.output
+    assert "4 expert weights packed to nf4" in result.output
     assert files(tmp_path / "packed") == whole
     assert isinstance(CliRunner().invoke(app, arguments).exception, CheckpointError)

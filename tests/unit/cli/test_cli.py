@@ -143,7 +143,7 @@ def test_why(cli, folder):
     config.save_pretrained(folder)
     code, out, _ = cli("dump", folder, "--why")
     assert code == 0
-    assert "an expert stack: " in out
+    assert "an expert weight: " in out
     assert "chooses among 4" in out
 
 
