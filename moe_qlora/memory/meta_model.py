@@ -13,7 +13,7 @@ import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import bitsandbytes as bnb
 import peft
@@ -43,6 +43,18 @@ bnb_nn: Any = cast(Any, bnb).nn
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
+class PackedPart(NamedTuple):
+    """One packed weight: of a Linear layer, or of experts."""
+
+    module: str  # Full name of its module
+    leaf: str  # Its name there
+    linear: bool
+    kind: str
+    nested: bool  # Whether 4-bit statistics are quantized as well
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # Dequantized
+
+
 @dataclass
 class MetaModel:
     """A packed model on meta, with adapters once `adapt` has been called."""
@@ -50,11 +62,13 @@ class MetaModel:
     model: Any  # The model, or the `PeftModel` around it
     base: Any  # The model itself
     layout: ModelLayout  # Its expert weights, as they are before packing
-    packed: tuple[str, ...]  # Full names of the packed expert weights
-    linears: tuple[str, ...]  # Full names of the packed Linear layers
-    kind: str | None  # The packed type, None where nothing is packed
-    nested: bool  # Whether 4-bit statistics are quantized as well
+    parts: tuple[PackedPart, ...]
     blocks: tuple[Block, ...]
+
+    @property
+    def kind(self) -> str | None:
+        """The packed type, None where nothing is packed."""
+        return min((part.kind for part in self.parts), default=None)
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
@@ -126,27 +140,26 @@ def pack(model: Any, config: Any, *, linears: bool) -> MetaModel:
             pack_blank(model, param, settings)
         if linears and hasattr(model, "all_tied_weights_keys"):
             _pack_linears(model, config, settings)
-    packed = [f"{name}.{leaf}".lstrip(".") for name, _, leaf in parametrize.iter_packed(model)]
-    linear_modules = {
-        name: part for name, part in model.named_modules() if parametrize.is_packed_linear(part)
-    }
-    weights = [weight for _, weight in _packed_experts(model)]
-    kinds = {weight.kind for weight in weights} | set(map(_linear_kind, linear_modules.values()))
-    kind = min(kinds, default=None)
-    states = [getattr(part.weight, "quant_state", None) for part in linear_modules.values()]
-    nested = any(weight.nested is not None for weight in weights)
-    model.is_loaded_in_8bit = kind == "int8"
-    model.is_loaded_in_4bit = kind is not None and kind != "int8"
-    return MetaModel(
-        model,
-        model,
-        layout,
-        tuple(packed),
-        tuple(linear_modules),
-        kind,
-        nested or any(state is not None and state.nested for state in states),
-        blocks_of(model),
-    )
+    meta = MetaModel(model, model, layout, tuple(packed_parts(model)), blocks_of(model))
+    model.is_loaded_in_8bit = meta.kind == "int8"
+    model.is_loaded_in_4bit = meta.kind in ("nf4", "fp4")
+    return meta
+
+
+def packed_parts(model: nn.Module) -> Iterator[PackedPart]:
+    """Yield everything of a model that is packed: experts, then Linear layers."""
+    for name, module, leaf in parametrize.iter_packed(model):
+        packed = parametrize.read_packed(module, leaf)
+        nested, shape = packed.nested is not None, tuple(packed.shape)
+        yield PackedPart(name, leaf, False, packed.kind, nested, shape, packed.dtype)
+    for name, linear in model.named_modules():
+        if parametrize.is_packed_linear(linear):
+            layer: Any = linear
+            state = getattr(layer.weight, "quant_state", None)
+            kind = "int8" if isinstance(layer, bnb_nn.Linear8bitLt) else layer.weight.quant_type
+            shape = (layer.out_features, layer.in_features)
+            nested, dtype = (state.nested, state.dtype) if state else (False, torch.float16)
+            yield PackedPart(name, "weight", True, kind, nested, shape, dtype)
 
 
 def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
@@ -178,16 +191,6 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
             module.weight = parametrize.hold(blank)
 
 
-def _linear_kind(module: Any) -> str:
-    return "int8" if isinstance(module, bnb_nn.Linear8bitLt) else str(module.weight.quant_type)
-
-
-def _packed_experts(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
-    """Yield each packed expert weight with the name of its module."""
-    for name, module, leaf in parametrize.iter_packed(model):
-        yield name, parametrize.read_packed(module, leaf)
-
-
 def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
     """Put adapters on a meta model in place, by this package's own `get_peft_model`.
 
@@ -196,7 +199,7 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
     Raises:
         ConfigError: The targets name nothing in the model.
     """
-    forward.activate(meta.base, {name.rpartition(".")[0] for name in meta.packed})
+    forward.activate(meta.base, {part.module for part in meta.parts if not part.linear})
     config = lora_config or _lora_config(meta, settings)
     try:
         meta.model = get_peft_model(
@@ -223,7 +226,8 @@ def _lora_config(meta: MetaModel, settings: Settings) -> Any:
     parameters: list[str] | None = None
     for word in filter(None, (word.strip() for word in settings.targets.split(","))):
         if word == "experts":
-            parameters = list(meta.packed)
+            names = (f"{part.module}.{part.leaf}" for part in meta.parts if not part.linear)
+            parameters = [name.lstrip(".") for name in names]
         elif word == "all-linear":
             modules = word
         elif isinstance(modules, list):
@@ -256,20 +260,17 @@ def _attention_linears(model: nn.Module) -> list[str]:
 
 def fake_packed(meta: MetaModel) -> None:
     """Replace everything packed by fake operations, so that the model runs on meta."""
-    for name in meta.linears:
-        module = unwrapped(meta.base.get_submodule(name))
-        state = getattr(module.weight, "quant_state", None)
-        shape = (module.out_features, module.in_features)
-        dtype = torch.float16 if state is None else state.dtype
-        compute = getattr(module, "compute_dtype", None)
-        fake_linear(module, shape, _linear_kind(module), dtype, compute)
-    for _, module, leaf in parametrize.iter_packed(meta.base):
-        host: Any = module
-        packed = parametrize.read_packed(module, leaf)
-        fake_dequantize(host.parametrizations[leaf][0], tuple(packed.shape), packed.dtype)
-        if leaf == "down_proj" and detection.dispatches(module):
-            first = "gate_up_proj" if host.has_gate else "up_proj"
-            fake_experts(module, (first, "down_proj"), _call_shape(host, packed))
+    for part in meta.parts:
+        module = unwrapped(meta.base.get_submodule(part.module))
+        if part.linear:
+            compute = getattr(module, "compute_dtype", None)
+            fake_linear(module, part.shape, part.kind, part.dtype, compute)
+            continue
+        if part.leaf == "down_proj" and detection.dispatches(module):
+            first = "gate_up_proj" if module.has_gate else "up_proj"
+            down = parametrize.read_packed(module, part.leaf)
+            fake_experts(module, (first, "down_proj"), _call_shape(module, down))
+        fake_dequantize(module.parametrizations[part.leaf][0], part.shape, part.dtype)
 
 
 def _call_shape(module: Any, down: PackedWeight) -> dict[str, Any]:
@@ -298,24 +299,3 @@ def fake_layers(meta: MetaModel) -> None:
     for module in block_modules(meta.base).values():
         if module is not head and any(isinstance(part, nn.Linear) for part in module.modules()):
             fake_layer(module, top_k)
-
-
-def is_packed(model: nn.Module) -> bool:
-    """Whether experts or Linear layers of a model are packed."""
-    return next(parametrize.iter_packed(model), None) is not None or any(
-        parametrize.is_packed_linear(module) for module in model.modules()
-    )
-
-
-def loaded_together(meta: MetaModel) -> Iterator[tuple[list[tuple[int, ...]], int]]:
-    """Yield (shapes, bytes of a weight) of the weights that are in flight together in loading."""
-    by_module: dict[str, list[PackedWeight]] = {}
-    for name, weight in _packed_experts(meta.base):
-        by_module.setdefault(name, []).append(weight)
-    for weights in by_module.values():
-        yield [tuple(w.shape) for w in weights], max(w.dtype.itemsize for w in weights)
-    for name in meta.linears:
-        module = unwrapped(meta.base.get_submodule(name))
-        state = getattr(module.weight, "quant_state", None)
-        itemsize = 2 if state is None else state.dtype.itemsize
-        yield [(module.out_features, module.in_features)], itemsize

@@ -48,7 +48,7 @@ def _bytes(nbytes: int) -> Tensor:
 
 class _Linear4bit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         ctx.shape, ctx.dtype = shape, dtype
         weight = x.new_empty(shape, dtype=dtype).to(x.dtype)
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -61,7 +61,7 @@ class _Linear4bit(torch.autograd.Function):
 
 class _Linear8bit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         ctx.shape = shape
         ctx.save_for_backward(x)
         half = x.to(torch.float16)
@@ -79,7 +79,7 @@ class _Linear8bit(torch.autograd.Function):
 
 
 def fake_linear(
-    module: nn.Module, shape: tuple[int, int], kind: str, dtype: torch.dtype, compute: Any
+    module: nn.Module, shape: tuple[int, ...], kind: str, dtype: torch.dtype, compute: Any
 ) -> None:
     """Replace the forward of a packed Linear layer with a weight of this shape `(out, in)`.
 

@@ -55,7 +55,7 @@ class Planner:
             label=self.source.label,
             model_type=str(getattr(self.source.config, "model_type", "")),
             kind=self.meta.kind,
-            double_quant=self.meta.nested,
+            double_quant=any(part.nested for part in self.meta.parts),
             settings=self.settings,
             trained_weights=sum(sum(block.trained) for block in self.meta.blocks),
             unpacked=sum(tensors.values()),
@@ -171,13 +171,18 @@ class Planner:
 
     def _load_extra(self) -> int:
         """Return the most bytes that packing a module while loading needs beside its weights."""
-        if self.meta.kind is None:
-            return 0
-        settings = CodecSettings(self.meta.kind, self.meta.nested)
-        return max(
-            load_extra_nbytes(shapes, itemsize, settings)
-            for shapes, itemsize in meta_model.loaded_together(self.meta)
-        )
+        modules: dict[str, list[meta_model.PackedPart]] = {}
+        for part in self.meta.parts:
+            modules.setdefault(part.module, []).append(part)
+        extras = [
+            load_extra_nbytes(
+                [part.shape for part in parts],
+                max(part.dtype.itemsize for part in parts),
+                CodecSettings(parts[0].kind, parts[0].nested),
+            )
+            for parts in modules.values()
+        ]
+        return max(extras, default=0)
 
 
 def load_extra_nbytes(

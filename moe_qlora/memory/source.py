@@ -69,7 +69,7 @@ def _source_of_module(model: nn.Module, quantization: Any) -> ModelSource:
     if quantization is None:
         quantization = getattr(config, "quantization_config", None)
     on_meta = all(parameter.is_meta for parameter in model.parameters())
-    packed = meta_model.is_packed(model)
+    packed = next(meta_model.packed_parts(model), None) is not None
     asked = None if packed else bnb_config(quantization)
     label = getattr(config, "name_or_path", "") or type(model).__name__
     copy_to_meta = partial(meta_model.copy_to_meta, model)
