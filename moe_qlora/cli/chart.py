@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..memory.budget import COMPONENTS, Peak
+from ..memory.budget import COMPONENTS
 from ..memory.report import MemoryPlan
 
 _GIB = 1 << 30
@@ -42,22 +42,27 @@ def draw(report: MemoryPlan, file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    bars = _bars(report)
+    bars = [(f"device {use.index}", use.peak, use.reserve, use.capacity) for use in report.devices]
+    bars = bars or [("one device", report.peak, report.reserve, 0)]
+    parts = [
+        {} if peak is None else {**peak.parts, "context and gaps": reserve}
+        for _, peak, reserve, _ in bars
+    ]
     figure = Figure(figsize=(max(6.0, 2.2 + 1.3 * len(bars)), 5.5), layout="constrained")
     axes = figure.add_subplot()
     bottoms = [0.0] * len(bars)
     places, colors = range(len(bars)), colormaps["tab20"]
     for number, name in enumerate((*COMPONENTS, "context and gaps")):
-        heights = [parts.get(name, 0) / _GIB for _, parts, _ in bars]
+        heights = [part.get(name, 0) / _GIB for part in parts]
         if any(heights):
             axes.bar(places, heights, 0.6, bottoms, label=name, color=colors(number / 20))
             bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
-    for place, (_, _, capacity) in zip(places, bars, strict=True):
+    for place, (*_, capacity) in zip(places, bars, strict=True):
         if capacity:
             line = capacity / _GIB
             axes.hlines(line, place - 0.4, place + 0.4, colors="black", linestyles="dashed")
             axes.annotate(f"{line:.0f} GiB", (place, line), ha="center", va="bottom")
-    axes.set_xticks(list(places), [label for label, _, _ in bars])
+    axes.set_xticks(list(places), [label for label, *_ in bars])
     axes.set_ylabel("GiB at the peak")
     settings = report.settings
     axes.set_title(
@@ -66,17 +71,3 @@ def draw(report: MemoryPlan, file: Path) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize="small")
     FigureCanvasAgg(figure).print_png(str(file))
-
-
-def _bars(report: MemoryPlan) -> list[tuple[str, dict[str, int], int]]:
-    """Return (label, bytes by component, size of the device or 0) of each bar."""
-    if not report.devices:
-        return [("one device", _parts(report.peak, report.reserve), 0)]
-    return [
-        (f"device {use.index}", _parts(use.peak, use.reserve), use.capacity)
-        for use in report.devices
-    ]
-
-
-def _parts(peak: Peak | None, reserve: int) -> dict[str, int]:
-    return {} if peak is None else {**peak.parts, "context and gaps": reserve}

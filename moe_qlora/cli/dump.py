@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated
 
@@ -43,7 +42,7 @@ def dump(
         raise ConfigError("--json, --peft and --yaml exclude each other; give one of them.")
     findings = inspect_model(model, quant, double_quant, trust_remote_code=trust_remote_code)
     if as_json:
-        sys.stdout.write(json.dumps(render_dump.as_dict(findings), indent=2) + "\n")
+        render.print_json(render_dump.as_dict(findings))
     elif peft and findings.layout:
         sys.stdout.write(render_dump.as_python(findings))
     elif yaml and findings.layout:

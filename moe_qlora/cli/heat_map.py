@@ -25,16 +25,10 @@ def draw(report: VerifyReport, file: Path) -> None:
     )
     every = [value for _, grid in panels.values() for row in grid for value in row]
     finite = [value for value in every if math.isfinite(value)] or [0.0]
+    style = {"vmin": min(finite), "vmax": max(finite), "cmap": "viridis"}
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 6 for n in rows])
     for (pattern, (layers, grid)), axis in zip(panels.items(), axes[:, 0], strict=True):
-        image = axis.imshow(
-            grid,
-            aspect="auto",
-            interpolation="nearest",
-            vmin=min(finite),
-            vmax=max(finite),
-            cmap="viridis",
-        )
+        image = axis.imshow(grid, aspect="auto", interpolation="nearest", **style)
         axis.set_title(pattern, fontsize="medium")
         axis.set_ylabel("layer")
         step = max(len(layers) // 12, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -86,7 +84,7 @@ def plan(
         with charts.writing(chart):
             charts.draw(report, chart)
     if as_json:
-        sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n")
+        render.print_json(report.as_dict())
     else:
         render_plan.show(report, render.console(color.value))
     if report.fits is False:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Collection, Iterable
@@ -22,6 +23,11 @@ def console(color: str) -> Console:
         no_color=color == "never",
         highlight=False,
     )
+
+
+def print_json(content: object) -> None:
+    """Print a document on stdout."""
+    sys.stdout.write(json.dumps(content, indent=2) + "\n")
 
 
 def table(title: str, headings: Iterable[str], right: Collection[str]) -> Table:

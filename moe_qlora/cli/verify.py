@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -53,7 +52,7 @@ def verify(
         with chart.writing(heat_map, "--heat-map"):
             maps.draw(report, heat_map)
     if as_json:
-        sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n")
+        render.print_json(report.as_dict())
     else:
         render_verify.show(report, render.console(color.value))
     if not report.good:

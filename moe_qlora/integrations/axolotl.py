@@ -5,16 +5,7 @@
     moe_qlora:
       lora_experts: true
 
-What each of axolotl's hooks does here, in the order of the calls:
-
-    register          refuses, by the raw file, what cannot work together; nothing is loaded yet
-    get_input_args    the `moe_qlora:` block in axolotl's own schema
-    pre_model_load    looks at the model on meta; the loader's own build then packs while it loads
-    post_model_build  everything that should be packed is
-    pre_lora_load     the lists for PEFT, from which axolotl makes its LoraConfig
-    post_lora_load    the configuration as the user wrote it; adapters connected and checked
-    post_lora_merge   the merged folder, its weights written again as the adapter was trained
-    post_train_unload everything off
+The hooks stand in the order of their calls, and say what they do here.
 
 axolotl keeps a plugin for the whole process, so every hook first asks whether the current run names
 it. Hooks hear of no failure and get no loader, so the plugin finds the `ModelLoader` among its
@@ -159,9 +150,9 @@ class MoeQloraPlugin(BasePlugin):
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         """Write what PEFT must be told of experts, until `post_lora_load`."""
-        if self.host is None or not is_named(cfg) or not cfg.get("adapter"):
+        if self.host is None or not is_named(cfg):
             return
-        if not wants_packing(cfg):
+        if not cfg.get("adapter") or not wants_packing(cfg):
             return
         if cfg.get("experts_implementation"):  # set on the model since the build
             self.host.after_build(model)
@@ -310,13 +301,10 @@ def _replace_merged(
 ) -> MergeReport:
     """Merge again, and replace the weights that axolotl has written to `out` by the result.
 
-    axolotl's own merge knows only experts that axolotl has packed. Where a checkpoint keeps experts
-    one by one and the adapter has them fused, it says "MERGE INCOMPLETE" and goes on; and it rounds
-    only Linear layers as in training. So the weights, their index and the configuration are written
-    again from the base; tokenizer and templates stay as axolotl wrote them.
-
-    `out` stays as it is until the new weights are complete; an error says that it is not to be
-    used.
+    axolotl's own merge knows only experts that axolotl has packed: where the adapter has experts
+    fused that the checkpoint keeps one by one it says "MERGE INCOMPLETE" and goes on, and it rounds
+    only Linear layers as in training. Tokenizer and templates stay as axolotl wrote them, and all
+    of `out` until the new weights are complete.
     """
     target = Path(out)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".moe_qlora-") as temporary:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from .settings import BLOCK, ExpertsSettings
+from .settings import BLOCK, ExpertsSettings, shown
 
 
 def _more_than_one(value: Any) -> bool:
@@ -96,10 +96,8 @@ def check(cfg: Mapping[str, Any]) -> None:
     for key, why in _COLLISIONS.items():
         value = cfg.get(key)
         if value is not None and _COLLIDES.get(key, bool)(value):
-            shown = "set" if isinstance(value, (Mapping, list)) else f"{value!r}"
-            if isinstance(value, bool):
-                shown = str(value).lower()
-            raise ConfigError(f"{key} is {shown} beside the plugin of moe_qlora: {why}.")
+            seen = "set" if isinstance(value, (Mapping, list)) else shown(value)
+            raise ConfigError(f"{key} is {seen} beside the plugin of moe_qlora: {why}.")
     if settings.lora_experts and cfg.get("peft_use_dora"):
         raise ConfigError(
             "peft_use_dora is true, and moe_qlora.lora_experts asks for LoRA on packed experts, "

@@ -45,14 +45,8 @@ _TASKS = {
 def register(settings: ExpertsSettings | Mapping[str, Any] | None = None) -> ExitStack:
     """Teach ms-swift `--tuner_type moe_qlora`, and to pack experts while it loads in 4 or 8 bit.
 
-    Args:
-        settings: See `ExpertsSettings`.
-
-    Returns:
-        A stack whose `close()`, or the end of a `with` block, takes everything out again.
-
-    Raises:
-        ConfigError: A setting is wrong, or the tuner is registered already.
+    `close()` of the stack that it returns, or the end of a `with` block, takes everything out
+    again. A wrong setting, or a tuner that is registered already, is a `ConfigError`.
     """
     from swift.model import MODEL_MAPPING
     from swift.tuner_plugin import tuners_map

@@ -1,12 +1,4 @@
-"""The settings of a host, and the `moe_qlora:` block of its YAML file: one pydantic model.
-
-moe_qlora:
-  pack_experts: true          # experts in the 4 or 8 bit that the rest of the model gets
-  lora_experts: [down]        # false, true, or a list of roles
-  lora_router: false
-  skip_modules: [layers.0.]   # stays in 16 bit, on top of the host's own skips
-  progress: true
-"""
+"""The settings of a host, and the `moe_qlora:` block of its YAML file: one pydantic model."""
 
 from __future__ import annotations
 
@@ -76,7 +68,7 @@ class ExpertsSettings(BaseModel):
             value = getattr(settings, key)
             if value and not settings.pack_experts:
                 raise ConfigError(
-                    f"{BLOCK}.{key} is {_shown(value)}, and {BLOCK}.pack_experts is false: it is "
+                    f"{BLOCK}.{key} is {shown(value)}, and {BLOCK}.pack_experts is false: it is "
                     "for packed experts; take one of the two out."
                 )
         return settings
@@ -90,10 +82,10 @@ def _sentence(error: ValidationError, block: Mapping[str, Any]) -> str:
         close = difflib.get_close_matches(key, _ALLOWED, 1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         return f"{BLOCK}.{key} is no setting{hint}; allowed are {', '.join(_ALLOWED)}."
-    return f"{BLOCK}.{key} is {_shown(block[key])}; allowed are {_ALLOWED[key]}."
+    return f"{BLOCK}.{key} is {shown(block[key])}; allowed are {_ALLOWED[key]}."
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a value as YAML writes it."""
     if isinstance(value, bool):
         return str(value).lower()

@@ -26,11 +26,7 @@ def exact_size(nbytes: int) -> str:
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
-    """Return the bytes of each device of "2x24GiB", "80GiB" or "24GiB,2x48GiB".
-
-    Raises:
-        ValueError: It is no such list.
-    """
+    """Return the bytes of each device of "24GiB,2x48GiB"; ValueError where it is no such list."""
     sizes: list[int] = []
     for part in text.split(","):
         counted = _COUNTED.fullmatch(part.strip())

@@ -65,7 +65,7 @@ class ExpertsCall:
             (self.hidden, self.intermediate),
             kind=self.kind,
             blocksize=self.blocksize,
-            rank=max(_total_rank(self.first), _total_rank(self.second)),
+            rank=max(self.ranks),
             itemsize=self.itemsize,
         )
 
@@ -87,6 +87,11 @@ class ExpertsCall:
     def rows(self) -> int:
         """R."""
         return self.tokens * self.top_k
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Both projections' ranks, of all adapters together."""
+        return sum(lora.rank for lora in self.first), sum(lora.rank for lora in self.second)
 
     @property
     def width(self) -> int:
@@ -211,12 +216,8 @@ def _projections_working(call: ExpertsCall) -> tuple[int, int]:
 
 def _padded_ranks(call: ExpertsCall) -> tuple[int, int]:
     """Return both projections' ranks as the fused layer holds them; 0 without LoRA."""
-    first, second = (padded(_total_rank(lora)) if lora else 0 for lora in (call.first, call.second))
+    first, second = (padded(rank) if rank else 0 for rank in call.ranks)
     return first, second
-
-
-def _total_rank(adapters: tuple[Adapter, ...]) -> int:
-    return sum(adapter.rank for adapter in adapters)
 
 
 def _stride(call: ExpertsCall, width: int) -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .budget import Settings
 from .devices import exact_size
 from .planner import Planner
 from .report import Hint, MemoryPlan
@@ -24,7 +23,7 @@ class _Change:
     what: str  # In words
     setting: str  # For `plan` and the command line
     fields: dict[str, Any]  # Of `Settings`
-    packing: Callable[[Any], Any] | None = None  # Changes the quantization config
+    quantization: Any = None  # Another quantization config
     loss_part: float = 1.0  # The part of the loss's tensors that is there at once
 
 
@@ -57,25 +56,20 @@ def _try(
     planner: Planner, report: MemoryPlan, capacities: Sequence[int], changes: Sequence[_Change]
 ) -> tuple[int, bool]:
     """Return the bytes that these changes save at the peak, and whether it then fits."""
-    other, loss_part = _changed(planner, changes)
-    batch, seq = other.settings.batch, other.settings.seq
-    saves = report.peak.nbytes - other.peak(batch, seq, loss_part).nbytes
-    return saves, all(use.fits for use in other.uses(batch, seq, capacities, loss_part))
-
-
-def _changed(planner: Planner, changes: Sequence[_Change]) -> tuple[Planner, float]:
-    """Return a planner with these changes, and the part of the loss that is there at once."""
     source, settings, loss_part = planner.source, planner.settings, 1.0
     for change in changes:
         settings = replace(settings, **change.fields)
-        if change.packing is not None:
-            source = replace(source, quantization=change.packing(source.quantization))
+        if change.quantization is not None:
+            source = replace(source, quantization=change.quantization)
         loss_part = min(loss_part, change.loss_part)
-    if source is planner.source and settings == planner.settings:
-        return planner, loss_part
-    # The user's LoraConfig replaces rank and targets until a change names others.
-    lora_config = planner.lora_config if settings.targets == planner.settings.targets else None
-    return Planner(source, settings, lora_config), loss_part
+    other = planner
+    if source is not planner.source or settings != planner.settings:
+        # The user's LoraConfig replaces rank and targets until a change names others.
+        same = settings.targets == planner.settings.targets
+        other = Planner(source, settings, planner.lora_config if same else None)
+    saves = report.peak.nbytes - other.peak(settings.batch, settings.seq, loss_part).nbytes
+    uses = other.uses(settings.batch, settings.seq, capacities, loss_part)
+    return saves, all(use.fits for use in uses)
 
 
 def _more_devices(
@@ -97,24 +91,15 @@ def _changes(planner: Planner, report: MemoryPlan) -> Iterable[_Change]:
         yield _training_change("compute layers again in backward", checkpointing=True)
     if source.free and report.kind in ("nf4", "fp4") and not report.double_quant:
         setting = "bnb_4bit_use_double_quant=True"
-        yield _Change("quantize the statistics too", setting, {}, _with_double_quant)
+        double = copy.deepcopy(source.quantization)
+        double.bnb_4bit_use_double_quant = True
+        yield _Change("quantize the statistics too", setting, {}, double)
     if source.free and report.kind == "int8":
-        yield _Change("pack to 4 bit", "load_in_4bit=True", {}, lambda asked: bnb_config(None))
+        yield _Change("pack to 4 bit", "load_in_4bit=True", {}, bnb_config(None))
     tokens = settings.batch * settings.seq
     if tokens > _CHUNK:
         what = f"compute the loss {_CHUNK} tokens at a time"
         yield _Change(what, "use_liger_kernel=True (Trainer)", {}, loss_part=_CHUNK / tokens)
-    yield from _smaller_training(settings, report, planner.lora_config is None)
-
-
-def _with_double_quant(config: Any) -> Any:
-    changed = copy.deepcopy(config)
-    changed.bnb_4bit_use_double_quant = True
-    return changed
-
-
-def _smaller_training(settings: Settings, report: MemoryPlan, free: bool) -> Iterable[_Change]:
-    """Yield changes of the training settings; `free`: no `LoraConfig` fixes rank and targets."""
     if settings.optimizer == "adamw":
         yield _training_change("keep the optimizer's moments in 8 bit", optimizer="adamw_8bit")
     if not settings.optimizer.startswith("paged"):
@@ -127,6 +112,7 @@ def _smaller_training(settings: Settings, report: MemoryPlan, free: bool) -> Ite
     shorter = report.largest_seq or settings.seq // 2
     if 0 < shorter < settings.seq:
         yield _training_change("shorter sequences", seq=shorter)
+    free = planner.lora_config is None  # which would fix rank and targets
     if free and settings.rank > 8:
         yield _training_change("half the rank", rank=settings.rank // 2)
     if free and settings.targets != "attention":

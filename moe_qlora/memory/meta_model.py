@@ -72,11 +72,7 @@ class MetaModel:
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
-    """Return a copy on meta, packed where the model is packed; nothing of it is read or moved.
-
-    Raises:
-        ConfigError: The model has adapters already.
-    """
+    """Return a copy on meta, packed where the model is packed; nothing of it is read or moved."""
     if hasattr(model, "peft_config"):
         raise ConfigError(
             "The model has adapters already: plan with the model that they were put on."
@@ -195,9 +191,6 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
     """Put adapters on a meta model in place, by this package's own `get_peft_model`.
 
     A `LoraConfig` is followed instead of the settings' rank and targets.
-
-    Raises:
-        ConfigError: The targets name nothing in the model.
     """
     forward.activate(meta.base, {part.module for part in meta.parts if not part.linear})
     config = lora_config or _lora_config(meta, settings)

@@ -9,7 +9,7 @@ as on a GPU:
     fake_layer         a whole layer that cannot run without data, by a rough estimate
     fake_dequantize    a packed parameter that other code reads
     FusedAttention     the kernels behind `scaled_dot_product_attention` on CUDA
-    passthrough        hands on hidden states for a layer of which one like it is run
+    Passthrough        hands on hidden states for a layer of which one like it is run
 
 They are put on instances of a model that exists for planning only.
 """
@@ -190,7 +190,12 @@ def fake_layer(module: nn.Module, top_k: int) -> None:
     set_forward(module, forward)
 
 
-class _Passthrough(torch.autograd.Function):
+class Passthrough(torch.autograd.Function):
+    """Gives out a tensor like `hidden` that keeps nothing, and needs a gradient as the anchor does.
+
+    Whether `hidden` needs one makes no difference.
+    """
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, grad_anchor: Tensor) -> Tensor:
         return torch.empty_like(hidden)
@@ -198,15 +203,6 @@ class _Passthrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
-
-
-def passthrough(hidden: Tensor, grad_anchor: Tensor) -> Tensor:
-    """Return a tensor like `hidden` that keeps nothing.
-
-    It needs a gradient where `grad_anchor` does, whether or not `hidden` does.
-    """
-    out: Tensor = _Passthrough.apply(hidden, grad_anchor)
-    return out
 
 
 class _Attention(torch.autograd.Function):

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..build import quiet
 from .budget import Activity
-from .meta_ops import FusedAttention, first_floating, passthrough, set_forward
+from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward
 
 _GRAIN = 512  # the caching allocator's smallest step
 _PLACES = {"layer_idx", "layer_number", "layer_id", "block_idx", "layer_index", "training"}
@@ -110,8 +110,7 @@ class BlockRecorder:
 
     def __init__(self, tracker: MemoryTracker, blocks: dict[str, nn.Module]) -> None:
         self.tracker = tracker
-        self.readings: list[_Readings] = []
-        self._by_name: dict[str, _Readings] = {}
+        self.readings: dict[str, _Readings] = {}
         self._in_backward: _Readings | None = None
         self._handles: list[Any] = []
         for name, module in blocks.items():
@@ -119,16 +118,15 @@ class BlockRecorder:
             self._handles.append(module.register_forward_hook(partial(self._on_leave, name)))
 
     def _on_enter(self, name: str, module: nn.Module, args: Any) -> None:
-        if self._in_backward is None and name not in self._by_name:
+        if self._in_backward is None and name not in self.readings:
             self._end_forward()
-            self._by_name[name] = _Readings(name, self.tracker.live)
-            self.readings.append(self._by_name[name])
+            self.readings[name] = _Readings(name, self.tracker.live)
 
     def _end_forward(self) -> None:
         peak = self.tracker.mark()
         if self.readings:
-            self.readings[-1].forward = peak
-            self.readings[-1].end = self.tracker.live
+            last = self.readings[next(reversed(self.readings))]
+            last.forward, last.end = peak, self.tracker.live
 
     def _on_leave(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
         if self._in_backward is not None:
@@ -141,13 +139,11 @@ class BlockRecorder:
     def start_backward(self) -> None:
         """Note that forward is over: what follows is the last block's loss and backward."""
         self._end_forward()
-        if not self.readings:
-            self.readings.append(_Readings("", 0))
-        self._in_backward = self.readings[-1]
+        self._enter_backward(next(reversed(self.readings), ""))
 
     def _enter_backward(self, name: str) -> None:
         self._end_backward()
-        self._in_backward = self._by_name[name]
+        self._in_backward = self.readings.setdefault(name, _Readings(name, 0))
 
     def _end_backward(self) -> None:
         if self._in_backward is not None:
@@ -189,7 +185,7 @@ def run_meta_step(
         finally:
             recorder.close()
     model.zero_grad(set_to_none=True)
-    return _activities(recorder.readings, groups, trained)
+    return _activities(list(recorder.readings.values()), groups, trained)
 
 
 def enable_checkpointing(model: Any) -> bool:
@@ -241,22 +237,18 @@ def _alike(blocks: dict[str, nn.Module]) -> list[list[str]]:
     """Return groups of three or more blocks that differ in nothing but their place, in order."""
     groups: dict[Any, list[str]] = {}
     for name, module in blocks.items():
-        groups.setdefault(_signature(module), []).append(name)
+        shapes = tuple(
+            (path, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for path, tensor in (*module.named_parameters(), *module.named_buffers())
+        )
+        settings = tuple(
+            (path, type(part).__name__, key, value)
+            for path, part in module.named_modules()
+            for key, value in sorted(vars(part).items())
+            if isinstance(value, (bool, int, float, str)) and not (key in _PLACES or key[0] == "_")
+        )
+        groups.setdefault((type(module), shapes, settings), []).append(name)
     return [names for names in groups.values() if len(names) > 2]
-
-
-def _signature(module: nn.Module) -> Any:
-    shapes = tuple(
-        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    )
-    settings = tuple(
-        (name, type(part).__name__, key, value)
-        for name, part in module.named_modules()
-        for key, value in sorted(vars(part).items())
-        if isinstance(value, (bool, int, float, str)) and not (key in _PLACES or key[0] == "_")
-    )
-    return type(module), shapes, settings
 
 
 @contextmanager
@@ -293,7 +285,7 @@ class _Like:
                 return lambda hidden: item
             shape, dtype = item.shape, item.dtype
             if (shape, dtype) == kind:
-                return lambda hidden: passthrough(hidden, self.grad_anchor)
+                return lambda hidden: Passthrough.apply(hidden, self.grad_anchor)
             return lambda hidden: torch.empty(shape, dtype=dtype, device="meta")
 
         if self.makers is None:

@@ -33,11 +33,7 @@ class OptimizerBytes:
 
 
 def optimizer_nbytes(optimizer: str, sizes: Iterable[int], itemsize: int) -> OptimizerBytes:
-    """Return the bytes for trained tensors of these sizes, in weights of `itemsize` bytes.
-
-    Raises:
-        ValueError: There is no such optimizer.
-    """
+    """Return the bytes for trained tensors of these sizes, in weights of `itemsize` bytes."""
     if optimizer not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
         raise ValueError(f"optimizer is {optimizer!r}; expected one of {known}")

@@ -93,12 +93,10 @@ def _check(settings: Settings) -> None:
             raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
     if settings.seq > _LONGEST:
         raise ConfigError(f"seq is {settings.seq}; plans go up to {_LONGEST} tokens.")
-    if settings.adapter_dtype not in meta_model.DTYPES:
-        known = ", ".join(meta_model.DTYPES)
-        raise ConfigError(f"adapter_dtype is {settings.adapter_dtype!r}; give one of {known}.")
-    if settings.optimizer not in OPTIMIZERS:
-        known = ", ".join(OPTIMIZERS)
-        raise ConfigError(f"optimizer is {settings.optimizer!r}; give one of {known}.")
+    known = {"adapter_dtype": tuple(meta_model.DTYPES), "optimizer": OPTIMIZERS}
+    for name, values in known.items():
+        if (value := getattr(settings, name)) not in values:
+            raise ConfigError(f"{name} is {value!r}; give one of {', '.join(values)}.")
 
 
 def _capacities(gpus: Any) -> tuple[int, ...]:

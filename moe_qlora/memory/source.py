@@ -36,11 +36,7 @@ class ModelSource:
 
 
 def source_of(model: Any, quantization: Any, dtype: Any, trust_remote_code: bool) -> ModelSource:
-    """Return the source of what `plan` is given, with its arguments of these names.
-
-    Raises:
-        ConfigError: `model`, `quantization` or `dtype` is none that it takes.
-    """
+    """Return the source of what `plan` is given, with its arguments of these names."""
     if isinstance(model, nn.Module):
         return _source_of_module(model, quantization)
     if not isinstance(model, (str, Path, PretrainedConfig, build.Source)):
@@ -49,12 +45,13 @@ def source_of(model: Any, quantization: Any, dtype: Any, trust_remote_code: bool
             "what moe-qlora dump takes."
         )
     named = build.resolve(model, trust_remote_code=trust_remote_code)
-    load_dtype = _dtype(dtype)
+    if dtype is not None and dtype_name(dtype) not in meta_model.DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; give one of {', '.join(meta_model.DTYPES)}.")
 
     def build_model() -> nn.Module:
         config = copy.deepcopy(named.config)
-        if load_dtype is not None:
-            config.dtype = load_dtype
+        if dtype is not None:
+            config.dtype = meta_model.DTYPES[dtype_name(dtype)]
         source = replace(named, config=config)
         model: Any = build.build(source, trust_remote_code=trust_remote_code)
         meta_model.cast_as_loaded(model, next(model.parameters()).dtype)
@@ -74,15 +71,6 @@ def _source_of_module(model: nn.Module, quantization: Any) -> ModelSource:
     label = getattr(config, "name_or_path", "") or type(model).__name__
     copy_to_meta = partial(meta_model.copy_to_meta, model)
     return ModelSource(label, config, copy_to_meta, asked, on_meta, not packed)
-
-
-def _dtype(dtype: Any) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    name = dtype_name(dtype)
-    if name not in meta_model.DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}; give one of {', '.join(meta_model.DTYPES)}.")
-    return meta_model.DTYPES[name]
 
 
 def bnb_config(asked: Any) -> Any:
