@@ -10,30 +10,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoint.merge import merge_adapter
-    from .checkpoint.quantize import quantize_checkpoint
-    from .detection.detect import detect
-    from .errors import (
-        AdapterError,
-        CheckpointError,
-        ConfigError,
-        DetectionError,
-        MoeQloraError,
-        NonFiniteWeightError,
-        QuantizationError,
-        UnsupportedWeightError,
-    )
-    from .experts.tune import tune_kernels
-    from .hf.switch import disable, enable, enabled
-    from .kernels.workspace import set_scratch_cap, set_workspace_cap
-    from .layout import ExpertParam, ModelLayout
-    from .lora.config import adapt_lora_config
-    from .lora.load import load_adapter
-    from .lora.model import connect_adapters, get_peft_model
-    from .lora.targets import exclude_modules, target_parameters
-    from .memory.plan import plan
-    from .memory.report import MemoryPlan
-    from .quantize import QuantizationReport, quantize_experts
+    from .checkpoint.merge import merge_adapter as merge_adapter
+    from .checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
+    from .detection.detect import detect as detect
+    from .errors import AdapterError as AdapterError
+    from .errors import CheckpointError as CheckpointError
+    from .errors import ConfigError as ConfigError
+    from .errors import DetectionError as DetectionError
+    from .errors import MoeQloraError as MoeQloraError
+    from .errors import NonFiniteWeightError as NonFiniteWeightError
+    from .errors import QuantizationError as QuantizationError
+    from .errors import UnsupportedWeightError as UnsupportedWeightError
+    from .experts.tune import tune_kernels as tune_kernels
+    from .hf.switch import disable as disable
+    from .hf.switch import enable as enable
+    from .hf.switch import enabled as enabled
+    from .kernels.workspace import set_scratch_cap as set_scratch_cap
+    from .kernels.workspace import set_workspace_cap as set_workspace_cap
+    from .layout import ExpertParam as ExpertParam
+    from .layout import ModelLayout as ModelLayout
+    from .lora.config import adapt_lora_config as adapt_lora_config
+    from .lora.load import load_adapter as load_adapter
+    from .lora.model import connect_adapters as connect_adapters
+    from .lora.model import get_peft_model as get_peft_model
+    from .lora.targets import exclude_modules as exclude_modules
+    from .lora.targets import target_parameters as target_parameters
+    from .memory.plan import plan as plan
+    from .memory.report import MemoryPlan as MemoryPlan
+    from .quantize import QuantizationReport as QuantizationReport
+    from .quantize import quantize_experts as quantize_experts
 
 
 __version__ = "0.1.0"
@@ -70,38 +75,7 @@ _HOME = {
     "tune_kernels": "experts.tune",
 }
 
-
-__all__ = [
-    "AdapterError",
-    "CheckpointError",
-    "ConfigError",
-    "DetectionError",
-    "ExpertParam",
-    "MemoryPlan",
-    "ModelLayout",
-    "MoeQloraError",
-    "NonFiniteWeightError",
-    "QuantizationError",
-    "QuantizationReport",
-    "UnsupportedWeightError",
-    "adapt_lora_config",
-    "connect_adapters",
-    "detect",
-    "disable",
-    "enable",
-    "enabled",
-    "exclude_modules",
-    "get_peft_model",
-    "load_adapter",
-    "merge_adapter",
-    "plan",
-    "quantize_checkpoint",
-    "quantize_experts",
-    "set_scratch_cap",
-    "set_workspace_cap",
-    "target_parameters",
-    "tune_kernels",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -147,76 +147,48 @@ class ExpertParam:
 
 @dataclass(frozen=True, slots=True)
 class RejectedParam:
-    """A parameter with three or more dimensions that is not an expert weight, and why.
+    """A parameter with three or more dimensions that is not an expert weight, and why."""
 
-    Attributes:
-        name: Full dotted name.
-        shape: Shape of the tensor.
-        reason: Why it is not packed, in words that a person can check.
-        aliases: Other full names of the very same tensor.
-    """
-
-    name: str
+    name: str  # Full dotted name
     shape: tuple[int, ...]
-    reason: str
-    aliases: tuple[str, ...] = ()
+    reason: str  # Why it is not packed, in words that a person can check
+    aliases: tuple[str, ...] = ()  # Other full names of the very same tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The module or parameter that chooses among a layer's experts.
+    """The module or parameter that chooses among a layer's experts."""
 
-    Attributes:
-        name: Dotted name of the module, or of the parameter where it is a bare one.
-        num_choices: How many it chooses among (E, or more where some choices are not experts).
-        plain_linear: True where it is exactly an `nn.Linear`, which bitsandbytes packs with all
-            others unless it is named in `llm_int8_skip_modules`.
-        packed: True where bitsandbytes has already packed it.
-    """
-
-    name: str
-    num_choices: int
+    name: str  # Dotted name of the module, or of the parameter where it is a bare one
+    num_choices: int  # E, or more where some choices are not experts
+    # Whether it is exactly an `nn.Linear`, which bitsandbytes packs with all others unless it is
+    # named in `llm_int8_skip_modules`
     plain_linear: bool = False
-    packed: bool = False
+    packed: bool = False  # Whether bitsandbytes has already packed it
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsModule:
-    """One module that owns fused expert weights.
+    """One module that owns fused expert weights."""
 
-    Attributes:
-        name: Dotted name ("" for the model itself).
-        class_name: Its Python class, for messages only.
-        num_experts: E of its largest expert weight.
-        parameters: Its expert weights, in registration order.
-        router: Its router; None where there is none beside it (stacked shared experts).
-        dispatches: True where its forward goes through transformers' experts interface, so that a
-            registered experts forward can replace it.
-        bias_names: Parameters of the module that hold a bias for each expert, `(E, out)`.
-    """
-
-    name: str
-    class_name: str
-    num_experts: int
-    parameters: tuple[ExpertParam, ...]
-    router: Router | None = None
+    name: str  # Dotted name ("" for the model itself)
+    class_name: str  # Its Python class, for messages only
+    num_experts: int  # E of its largest expert weight
+    parameters: tuple[ExpertParam, ...]  # Its expert weights, in registration order
+    router: Router | None = None  # None where there is none beside it (stacked shared experts)
+    # Whether its forward goes through transformers' experts interface, so that a registered experts
+    # forward can replace it
     dispatches: bool = False
-    bias_names: tuple[str, ...] = ()
+    bias_names: tuple[str, ...] = ()  # Parameters that hold a bias for each expert, `(E, out)`
 
 
 @dataclass(frozen=True, slots=True)
 class LinearExperts:
-    """Experts kept as a list of separate Linear modules: bitsandbytes packs these itself.
+    """Experts kept as a list of separate Linear modules: bitsandbytes packs these itself."""
 
-    Attributes:
-        name: Dotted name of the list (`nn.ModuleList`, `nn.ModuleDict` or a plain container).
-        num_experts: How many experts it holds.
-        linear_names: Linear layers of the first expert, relative to it.
-    """
-
-    name: str
+    name: str  # Dotted name of the list (`nn.ModuleList`, `nn.ModuleDict` or a plain container)
     num_experts: int
-    linear_names: tuple[str, ...]
+    linear_names: tuple[str, ...]  # Linear layers of the first expert, relative to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +232,4 @@ class ModelLayout:
 
     def find(self, name: str) -> ExpertParam | None:
         """Return the expert weight with this full name or alias; None where there is none."""
-        for param in self.experts:
-            if param.name == name or name in param.aliases:
-                return param
-        return None
+        return next((param for param in self.experts if name in param.names), None)

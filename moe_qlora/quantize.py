@@ -82,7 +82,14 @@ def quantize_experts(
         QuantizationError: Packing stopped half way; every weight is either whole or packed, and
             the message says which.
     """
-    config = _config(model, quantization_config)
+    config = quantization_config
+    if config is None:
+        config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is None:
+        raise ConfigError(
+            "There is no quantization config: give a BitsAndBytesConfig, or load the model with "
+            "one."
+        )
     settings = CodecSettings.from_config(config)
     conflict = check_method(model, settings)
     if conflict is not None:
@@ -113,21 +120,13 @@ def quantize_experts(
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One expert parameter; tied parameters share a row.
+    """One expert parameter; tied parameters share a row."""
 
-    Attributes:
-        name: Full dotted name.
-        status: "quantized" (by this call), "already_quantized" or "skipped".
-        reason: Why it was skipped, or who had quantized it; empty where there is nothing to say.
-        bytes_before: Bytes it held before the call.
-        bytes_after: Bytes it holds now, statistics included.
-    """
-
-    name: str
-    status: str
-    reason: str
-    bytes_before: int
-    bytes_after: int
+    name: str  # Full dotted name
+    status: str  # "quantized" (by this call), "already_quantized" or "skipped"
+    reason: str  # Why it was skipped, or who had quantized it; empty where nothing is to be said
+    bytes_before: int  # Bytes it held before the call
+    bytes_after: int  # Bytes it holds now, statistics included
 
 
 @dataclass(frozen=True)
@@ -138,16 +137,11 @@ class SlowModule:
     Its own forward reads the packed weights through the parametrization, so that the layer's
     dequantized weights are alive while it runs, and until its backward has run where gradients are
     needed.
-
-    Attributes:
-        name: Dotted name.
-        class_name: Its Python class.
-        decoded_bytes: Bytes of its dequantized weights together.
     """
 
-    name: str
-    class_name: str
-    decoded_bytes: int
+    name: str  # Dotted name
+    class_name: str  # Its Python class
+    decoded_bytes: int  # Bytes of its dequantized weights together
 
 
 @dataclass(frozen=True)
@@ -240,17 +234,6 @@ def _grouped(rows: tuple[ReportRow, ...], verb: str) -> list[str]:
     for row in rows:
         by_reason.setdefault(row.reason, []).append(row.name)
     return [f"{verb}: {_patterns(names)} ({reason})." for reason, names in by_reason.items()]
-
-
-def _config(model: nn.Module, config: Any) -> Any:
-    if config is None:
-        config = getattr(getattr(model, "config", None), "quantization_config", None)
-        if config is None:
-            raise ConfigError(
-                "There is no quantization config: give a BitsAndBytesConfig, or load the model "
-                "with one."
-            )
-    return config
 
 
 def _nothing_found(layout: ModelLayout, missing_ok: bool) -> QuantizationReport:

@@ -59,8 +59,7 @@ def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tens
         out = _FusedLayer.apply(work, index, x, routing_weights, *biases, *lora)
         # A checkpoint's recomputation has left by now: backward has no need of what follows.
         with no_autocast(x):
-            bias2 = biases[1] if biases else None
-            layer_kernels().down_forward(layer, work.state, routing_weights, index, bias2, out)
+            layer_kernels().down_forward(layer, work.state, out)
     return out if out.dtype == call.x.dtype else out.to(call.x.dtype)
 
 
@@ -121,10 +120,8 @@ class _FusedLayer(torch.autograd.Function):
     ) -> Tensor:
         n = work.biases
         with no_autocast(x):
-            bias1 = rest[0] if n else None
-            state = layer_kernels().gate_up_forward(
-                work.layer, index, x, bias1, *make_loras(rest[n:], work.scalings)
-            )
+            operands = make_operands(x, weights, rest[:n], rest[n:], work.scalings)
+            state = layer_kernels().gate_up_forward(work.layer, index, operands)
         work.state = state
         ctx.work, ctx.rest = _Work(work.layer, work.scalings, n), _SavedTensors(rest)
         others = [t for t in rest if not _is_leaf(t)]
@@ -136,10 +133,11 @@ class _FusedLayer(torch.autograd.Function):
         work = ctx.work
         x, weights, *others, ints, pre, products = ctx.saved_tensors
         rest = ctx.rest.all(others)
-        grads = layer_backward(
-            work.layer, work.scalings, grad, x, weights, rest[: work.biases],
-            rest[work.biases :], (ints, pre, products), ctx.needs_input_grad[2],
-        )  # fmt: skip
+        operands = make_operands(
+            x, weights, rest[: work.biases], rest[work.biases :], work.scalings
+        )
+        saved = ints, pre, products
+        grads = layer_backward(work.layer, operands, grad, saved, ctx.needs_input_grad[2])
         return None, None, grads[0], grads[1], *[None] * work.biases, *grads[2:]
 
 
@@ -175,32 +173,29 @@ class _SavedTensors:
         return tensors
 
 
-def make_loras(lora: Sequence[Tensor], scalings: Sequence[float | None]) -> list[Any]:
-    """Return the `moe_layer.Lora` of each projection, None for one without."""
-    factors = iter(lora)
-    make = layer_kernels().Lora
-    return [None if s is None else make(next(factors), next(factors), s) for s in scalings]
-
-
-def layer_backward(
-    layer: Any,
-    scalings: Sequence[float | None],
-    grad: Tensor,
+def make_operands(
     x: Tensor,
     weights: Tensor,
     biases: Sequence[Tensor],
     lora: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    needs_x: bool,
+    scalings: Sequence[float | None],
+) -> Any:
+    """Return the `moe_layer.Operands`; a projection's scaling is None where it has no LoRA."""
+    kernels, factors = layer_kernels(), iter(lora)
+    make = kernels.Lora
+    loras = [None if s is None else make(next(factors), next(factors), s) for s in scalings]
+    return kernels.Operands(x, weights, biases or (None, None), loras)
+
+
+def layer_backward(
+    layer: Any, operands: Any, grad: Tensor, saved: Sequence[Tensor], needs_x: bool
 ) -> list[Tensor | None]:
     """Return the gradients of x and the routing weights, then of each LoRA factor."""
-    kernels = layer_kernels()
-    with torch.no_grad(), no_autocast(x):
+    kernels, weights = layer_kernels(), operands.weights
+    with torch.no_grad(), no_autocast(grad):
         top_k = weights.shape[-1]
         routing = kernels.Routing(saved[0], weights.numel(), layer.first.experts, top_k)
-        grads = kernels.backward(
-            layer, routing, kernels.Saved(*saved[1:]), grad, x, weights,
-            *(biases or (None, None)), *make_loras(lora, scalings), needs_x=needs_x,
-        )  # fmt: skip
+        state = kernels.Saved(*saved[1:])
+        grads = kernels.backward(layer, routing, state, grad, operands, needs_x=needs_x)
     factors = [g for g in (grads.a1, grads.b1, grads.a2, grads.b2) if g is not None]
     return [grads.x, grads.weights, *factors]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.limits import padded
 from .backend import layer_kernels
-from .fused import check_devices, layer_backward, make_layer, make_loras
+from .fused import check_devices, layer_backward, make_layer, make_operands
 from .operands import packed_weight
 from .projection import Inputs, Projection, no_autocast
 
@@ -56,12 +56,12 @@ def _layer_forward(
     """Return the output, the routing, and what else backward needs."""
     check_devices(x, weights, index, *biases, *lora)
     layer = _layer_of(packed, x.dtype, constants)
+    kernels = layer_kernels()
     with torch.no_grad(), no_autocast(x):
-        out, routing, saved = layer_kernels().forward(
-            layer, x, weights, index, *(biases or (None, None)),
-            *make_loras(lora, _scalings(constants)),
-        )  # fmt: skip
-    return [out, routing.ints, *saved]
+        operands = make_operands(x, weights, biases, lora, _scalings(constants))
+        state = kernels.gate_up_forward(layer, index, operands)
+        out = kernels.down_forward(layer, state)
+    return [out, state.routing.ints, *state.saved]
 
 
 def _layer_forward_fake(
@@ -85,8 +85,8 @@ def _layer_backward(
     needs_x: bool, *constants: Any,
 ) -> list[Tensor]:  # fmt: skip
     layer = _layer_of(packed, x.dtype, constants)
-    scalings = _scalings(constants)
-    grads = layer_backward(layer, scalings, grad, x, weights, biases, lora, saved, needs_x)
+    operands = make_operands(x, weights, biases, lora, _scalings(constants))
+    grads = layer_backward(layer, operands, grad, saved, needs_x)
     return [grad.new_empty(0) if g is None else g for g in grads]
 
 
@@ -149,18 +149,15 @@ _PROJECTION_INPUTS = (
 def _projection_of(
     x: Tensor, scale: Any, bias: Any, order: Tensor, expert_offsets: Tensor, dropped: Any, a: Any,
     b: Any, packed: Any, numbers: Any, dtype: torch.dtype, compute_dtype: torch.dtype | None,
-    transposed: bool, top_k: int, gathers: bool, scatters: bool, partial: bool, scalings: Any,
-    autocast: torch.dtype | None, drops: Sequence[bool],
+    *constants: Any,
 ) -> tuple[Projection, Any, Inputs]:  # fmt: skip
     """Return what `Projection.run` takes, from the operator's arguments."""
+    *fields, drops = constants
     weight = packed_weight(iter(packed), numbers, dtype)
     weight.compute_dtype = compute_dtype
     tensors = iter(dropped)
     every = [next(tensors) if drop else None for drop in drops]
-    projection = Projection(
-        transposed, top_k, gathers, scatters, partial, tuple(scalings), autocast
-    )
-    return projection, weight, Inputs(x, scale, bias, order, expert_offsets, every, a, b)
+    return Projection(*fields), weight, Inputs(x, scale, bias, order, expert_offsets, every, a, b)
 
 
 def _projection_forward(*args: Any) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,8 +35,7 @@ class Inputs(NamedTuple):
     b: Sequence[Tensor]  # `(out, r E)` for each adapter
 
 
-@dataclass(frozen=True)
-class Projection:
+class Projection(NamedTuple):
     """What is constant of one call of one projection."""
 
     transposed: bool  # Whether the weight is stored `(E, in, out)`
@@ -51,9 +49,9 @@ class Projection:
     def plain(self, weight: Tensor, inputs: Inputs) -> Tensor:
         """Compute it with a weight that is not packed: ordinary autograd, its gradient included."""
         dtype = self.autocast or inputs.x.dtype
-        view = self._weight(weight.shape, dtype, lambda first, last: weight[first:last].to(dtype))
-        rows, lora = self._rows(inputs), self._lora(inputs)
-        return reference.forward(inputs.x, view, rows, inputs.scale, inputs.bias, lora)
+        return reference.forward(
+            self._operands(inputs, weight.shape, dtype, lambda i, j: weight[i:j].to(dtype))
+        )
 
     def packed(self, weight: PackedWeight | PackedOperand, inputs: Inputs) -> Tensor:
         """Compute it from packed codes; these get no gradient."""
@@ -66,10 +64,8 @@ class Projection:
     def run(self, packed: PackedWeight, inputs: Inputs) -> Tensor:
         """Compute the forward alone."""
         with torch.no_grad(), no_autocast(inputs.x):
-            weight, lora = self._packed_weight(packed, inputs.x), self._lora(inputs)
-            return self._backend(packed, weight, inputs.x, lora).forward(
-                inputs.x, weight, self._rows(inputs), inputs.scale, inputs.bias, lora
-            )
+            backend, operands = self._on_codes(packed, inputs)
+            return backend.forward(operands)
 
     def run_backward(
         self, packed: PackedWeight, inputs: Inputs, grad: Tensor, needs: Sequence[bool]
@@ -79,47 +75,36 @@ class Projection:
         parts = [list(needs[3 + i * n : 3 + (i + 1) * n]) for i in range(3)]
         wanted = reference.Needs(needs[0], needs[1], needs[2], *parts)
         with torch.no_grad(), no_autocast(inputs.x):
-            weight, lora = self._packed_weight(packed, inputs.x), self._lora(inputs)
-            grads = self._backend(packed, weight, inputs.x, lora).backward(
-                grad, inputs.x, weight, self._rows(inputs), inputs.scale, inputs.bias, lora, wanted
-            )
+            backend, operands = self._on_codes(packed, inputs)
+            grads = backend.backward(grad, operands, wanted)
         return [grads.x, grads.scale, grads.bias, *grads.dropped, *grads.a, *grads.b]
 
-    def _backend(
-        self,
-        packed: PackedWeight,
-        weight: reference.Weight,
-        x: Tensor,
-        lora: Sequence[reference.LoraInputs],
-    ) -> Any:
-        dtypes = tuple(each.dtype for each in lora)
-        return projection if runs_grouped(packed.shape, x, weight.dtype, dtypes) else reference
-
-    def _packed_weight(self, packed: PackedWeight, x: Tensor) -> reference.Weight:
+    def _on_codes(self, packed: PackedWeight, inputs: Inputs) -> tuple[Any, reference.Operands]:
+        """Return the module of `kernels` that computes it from packed codes, and its operands."""
         # As in Linear4bit, whose product runs in autocast's dtype whatever it cast its input to.
-        dtype = self.autocast or packed.compute_dtype or x.dtype
-        return self._weight(
-            packed.shape, dtype, lambda first, last: unpack_range(packed, first, last, dtype=dtype)
+        dtype = self.autocast or packed.compute_dtype or inputs.x.dtype
+        operands = self._operands(
+            inputs, packed.shape, dtype, lambda i, j: unpack_range(packed, i, j, dtype=dtype)
         )
+        dtypes = tuple(each.dtype for each in operands.lora)
+        grouped = runs_grouped(packed.shape, inputs.x, dtype, dtypes)
+        return projection if grouped else reference, operands
 
-    def _weight(
-        self, shape: Sequence[int], dtype: torch.dtype, decode: reference.Decode
-    ) -> reference.Weight:
+    def _operands(
+        self, inputs: Inputs, shape: Sequence[int], dtype: torch.dtype, decode: reference.Decode
+    ) -> reference.Operands:
         out_features = shape[2] if self.transposed else shape[1]
-        return reference.Weight(decode, shape[0], out_features, self.transposed, dtype)
-
-    def _rows(self, inputs: Inputs) -> reference.Rows:
-        return reference.Rows(
+        weight = reference.Weight(decode, shape[0], out_features, self.transposed, dtype)
+        rows = reference.Rows(
             inputs.order, inputs.expert_offsets, self.top_k, self.gathers, self.scatters,
             self.partial,
         )  # fmt: skip
-
-    def _lora(self, inputs: Inputs) -> list[reference.LoraInputs]:
         factors = zip(inputs.dropped, inputs.a, inputs.b, self.scalings, strict=True)
-        return [
+        lora = [
             reference.LoraInputs(dropped, a, b, scaling, self.autocast or a.dtype)
             for dropped, a, b, scaling in factors
         ]
+        return reference.Operands(inputs.x, weight, rows, inputs.scale, inputs.bias, lora)
 
     def _compiled(self, weight: PackedOperand, inputs: Inputs) -> Tensor:
         """Compute it as one custom operator, for graphs."""
@@ -132,13 +117,7 @@ class Projection:
             weight.numbers,
             weight.dtype,
             weight.compute_dtype,
-            self.transposed,
-            self.top_k,
-            self.gathers,
-            self.scatters,
-            self.partial,
-            list(self.scalings),
-            self.autocast,
+            *self,
             [dropped is not None for dropped in inputs.dropped],
         )
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ class Factors(NamedTuple):
 
 
 def pad_factors(
-    loras: tuple[Lora | None, Lora | None], experts: int, dtype: torch.dtype
+    loras: Sequence[Lora | None], experts: int, dtype: torch.dtype
 ) -> list[Factors | None]:
     """Return both projections' factors as the matmuls read them, ranks padded by zeros."""
     factors = [_with_room(lora, experts, dtype) for lora in loras]

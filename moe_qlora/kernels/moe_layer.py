@@ -24,6 +24,7 @@ never waits for the device, and every sum has one order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,6 +71,15 @@ class Layer(NamedTuple):
         return experts, hidden, width, width // 2 if self.gate.gated else width
 
 
+class Operands(NamedTuple):
+    """What a call computes from, beside its layer and top-k assignments."""
+
+    x: Tensor  # `(T, H)`, contiguous, in the layer's dtype
+    weights: Tensor  # `(T, k)`: the routing weights
+    biases: Sequence[Tensor | None]  # `(E, P)` and `(E, H)`, or None
+    loras: Sequence[Lora | None]  # Of both projections
+
+
 class Saved(NamedTuple):
     """What backward needs beside the inputs and the routing."""
 
@@ -80,6 +90,8 @@ class Saved(NamedTuple):
 class ForwardState(NamedTuple):
     """A forward up to the down projection."""
 
+    index: Tensor  # `(T, k)`
+    operands: Operands
     routing: Routing
     saved: Saved
     inner: Tensor  # `(R, I + r2)`
@@ -148,24 +160,16 @@ def _gathered(
     return out, dots
 
 
-def gate_up_forward(
-    layer: Layer,
-    index: Tensor,
-    x: Tensor,
-    bias1: Tensor | None,
-    lora1: Lora | None,
-    lora2: Lora | None,
-) -> ForwardState:
+def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardState:
     """Compute everything of a forward that backward needs: all but the down projection.
 
     A checkpoint's recomputation ends here, as soon as the last tensor is saved. index: `(T, k)`
-    integers, of which E and above mean no expert that is held here; x: `(T, H)`, contiguous, in the
-    layer's dtype; bias1: `(E, P)` or None.
+    integers, of which E and above mean no expert that is held here.
     """
-    x = aligned(x)
+    x, bias1 = aligned(operands.x), operands.biases[0]
     routing = route(aligned(index.contiguous()), layer.first.experts)
     count, recomputed = routing.count, in_backward()
-    f1, f2 = pad_factors((lora1, lora2), layer.first.experts, layer.dtype)
+    f1, f2 = pad_factors(operands.loras, layer.first.experts, layer.dtype)
     by_rows = not layer.transposed
     # What a recomputation dequantizes, backward finds in the workspace, if nothing displaces it.
     quantized1 = runs_quantized(
@@ -193,43 +197,19 @@ def gate_up_forward(
         *row_launches.numbers(layer.gate),
     )  # fmt: skip
     name = "second" if recomputed else "first"
-    return ForwardState(routing, Saved(pre, products), inner, matmul2, rows, name)
+    saved = Saved(pre, products)
+    return ForwardState(index, operands, routing, saved, inner, matmul2, rows, name)
 
 
-def down_forward(
-    layer: Layer,
-    state: ForwardState,
-    weights: Tensor,
-    index: Tensor,
-    bias2: Tensor | None,
-    out: Tensor | None = None,
-) -> Tensor:
+def down_forward(layer: Layer, state: ForwardState, out: Tensor | None = None) -> Tensor:
     """Return the layer's output `(T, H)`, in `out` if given: the down projection, summed to tokens.
 
-    Routing weights and index are `(T, k)`, bias2 `(E, H)`; the state is `gate_up_forward`'s, from
-    the same layer and index.
+    The state is `gate_up_forward`'s, from the same layer.
     """
     return _summed(
-        layer, state.inner, state.matmul, state.rows, state.name, out, weights, index, bias2
-    )
-
-
-def forward(
-    layer: Layer,
-    x: Tensor,
-    weights: Tensor,
-    index: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    lora1: Lora | None,
-    lora2: Lora | None,
-) -> tuple[Tensor, Routing, Saved]:
-    """Return the layer's output, and what its backward needs.
-
-    The arguments are those of `gate_up_forward` and `down_forward`.
-    """
-    state = gate_up_forward(layer, index, x, bias1, lora1, lora2)
-    return down_forward(layer, state, weights, index, bias2), state.routing, state.saved
+        layer, state.inner, state.matmul, state.rows, state.name, out, state.operands.weights,
+        state.index, state.operands.biases[1],
+    )  # fmt: skip
 
 
 def _copied(
@@ -284,21 +264,18 @@ def backward(
     routing: Routing,
     saved: Saved,
     grad: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    lora1: Lora | None,
-    lora2: Lora | None,
+    operands: Operands,
     *,
     needs_x: bool = True,
 ) -> Grads:
-    """Return the gradients of `forward`, from its arguments, its results and `grad` `(T, H)`."""
+    """Return the gradients of a forward, from its operands, its state and `grad` `(T, H)`."""
     _, hidden, width, inner_size = layer.sizes
     count = routing.count
-    grad, x, weights = aligned(grad.to(layer.dtype).contiguous()), aligned(x), aligned(weights)
-    bias1, bias2 = (None if b is None else aligned(b) for b in (bias1, bias2))
-    f1, f2 = pad_factors((lora1, lora2), layer.first.experts, layer.dtype)
+    grad = aligned(grad.to(layer.dtype).contiguous())
+    x, weights = aligned(operands.x), aligned(operands.weights)
+    bias1, bias2 = (None if b is None else aligned(b) for b in operands.biases)
+    lora1, lora2 = operands.loras
+    f1, f2 = pad_factors(operands.loras, layer.first.experts, layer.dtype)
     matmul1, matmul2, name = _backward_matmuls(layer, routing, f1, f2)
     rows = _tiled_rows(routing, count, layer, matmul1, matmul2)
     product_g = torch.empty(count * matmul2.rank, dtype=layer.dtype, device=grad.device)

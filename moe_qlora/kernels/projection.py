@@ -7,25 +7,17 @@ expert is done here for all rows at once; its docstring has the formula and the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .limits import GROUP
-from .reference import Grads, LoraInputs, Needs, Rows, Weight
+from .reference import Grads, LoraInputs, Needs, Operands, Rows, Weight
 
 
-def forward(
-    x: Tensor,
-    weight: Weight,
-    rows: Rows,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    lora: Sequence[LoraInputs],
-) -> Tensor:
+def forward(operands: Operands) -> Tensor:
     """As `reference.forward`."""
+    x, weight, rows, scale, bias, lora = operands
     offs = rows.expert_offsets[1:].to(torch.int32)
     read = _read(x, rows)
     matrices = weight.decode(0, weight.experts)
@@ -46,17 +38,9 @@ def forward(
     return _to_tokens(y, rows).to(x.dtype) if rows.scatters else y
 
 
-def backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Weight,
-    rows: Rows,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    lora: Sequence[LoraInputs],
-    needs: Needs,
-) -> Grads:
+def backward(grad: Tensor, operands: Operands, needs: Needs) -> Grads:
     """As `reference.backward`."""
+    x, weight, rows, scale, bias, lora = operands
     offs = rows.expert_offsets[1:].to(torch.int32)
     g = _live(grad.index_select(0, rows.token) if rows.scatters else grad, rows)
     factor = None if scale is None else scale[:, None]
@@ -77,7 +61,9 @@ def backward(
         if dot is not None:
             dot += (g.float() * bias.float().index_select(0, experts)).sum(-1)
         if needs.bias:
-            grads.bias = _grad_bias(g if factor is None else g * factor, bias, experts)
+            total = torch.zeros(bias.shape, dtype=torch.float32, device=grad.device)
+            outer = g if factor is None else g * factor
+            grads.bias = total.index_add_(0, experts, outer.float()).to(bias.dtype)
     for index, adapter in enumerate(lora):
         source = read if adapter.dropped is None else _read(adapter.dropped, rows)
         source = source.to(adapter.dtype)
@@ -148,11 +134,6 @@ def _factors(adapter: LoraInputs, experts: int) -> tuple[Tensor, Tensor]:
     a, b = adapter.factors(experts)
     a, b = _pad(a.to(adapter.dtype), 1), _pad(b.permute(2, 0, 1).to(adapter.dtype), 2)
     return a.contiguous(), b.contiguous()
-
-
-def _grad_bias(grad: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
-    total = torch.zeros(bias.shape, dtype=torch.float32, device=grad.device)
-    return total.index_add_(0, experts, grad.float()).to(bias.dtype)
 
 
 def _grad_a(inner: Tensor, source: Tensor, offs: Tensor, adapter: LoraInputs) -> Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,8 +61,7 @@ class Rows:
     @property
     def outputs(self) -> int:
         """Number of output rows."""
-        count = self.order.shape[0]
-        return count // self.top_k if self.scatters else count
+        return self.order.shape[0] // (self.top_k if self.scatters else 1)
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """(expert, first row, one past its last) of each expert with rows; waits for the device."""
@@ -97,6 +97,17 @@ class Weight:
     out_features: int  # Rows of the matrix as applied
     transposed: bool  # Whether it is stored `(in, out)`
     dtype: torch.dtype  # Dtype to compute in
+
+
+class Operands(NamedTuple):
+    """What one projection is computed from."""
+
+    x: Tensor  # `(N, in)`
+    weight: Weight
+    rows: Rows
+    scale: Tensor | None  # `(R,)` factors of the rows, None for 1
+    bias: Tensor | None  # `(E, out)`, or None
+    lora: Sequence[LoraInputs]
 
 
 @dataclass
@@ -140,19 +151,23 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def forward(
-    x: Tensor,
-    weight: Weight,
-    rows: Rows,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    lora: Sequence[LoraInputs],
-) -> Tensor:
-    """Return the projection of x `(N, in)`: `(rows.outputs, out)` in x's dtype.
+def _of_expert(
+    adapter: LoraInputs, operands: Operands, read: Tensor, expert: int, low: int, high: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what an adapter reads of rows [low, high), and its `(r, in)` and `(out, r)`."""
+    dtype = adapter.dtype
+    if adapter.dropped is not None:
+        read = _take(adapter.dropped, operands.rows.gather, low, high)
+    a, b = adapter.factors(operands.weight.experts)
+    return read.to(dtype), a[expert].to(dtype), b[:, :, expert].to(dtype)
 
-    `scale` `(R,)` has the factors of the rows, None for 1; `bias` is `(E, out)`, or None. Sums over
-    scattered rows are taken in fp32 or finer.
+
+def forward(operands: Operands) -> Tensor:
+    """Return the projection of x: `(rows.outputs, out)` in x's dtype.
+
+    Sums over scattered rows are taken in fp32 or finer.
     """
+    x, weight, rows, scale, bias, lora = operands
     dtype = x.dtype if rows.scatter is None else _sum_dtype(x.dtype)
     out = torch.zeros(rows.outputs, weight.out_features, dtype=dtype, device=x.device)
     for expert, low, high in rows.spans():
@@ -163,42 +178,22 @@ def forward(
             y = y + bias[expert].to(y.dtype)
         y = y.to(x.dtype)
         for adapter in lora:
-            a, b = (f.to(adapter.dtype) for f in _slices(adapter, weight.experts, expert))
-            source = _source(adapter, read, rows, low, high)
-            y = y + ((source.to(adapter.dtype) @ a.t()) @ b.t()) * adapter.scaling
+            source, a, b = _of_expert(adapter, operands, read, expert, low, high)
+            y = y + ((source @ a.t()) @ b.t()) * adapter.scaling
         if scale is not None:
             y = y * scale[low:high, None]
         _add(out, y, rows.scatter, low, high)
     return out.to(x.dtype)
 
 
-def _source(adapter: LoraInputs, read: Tensor, rows: Rows, low: int, high: int) -> Tensor:
-    """Return what an adapter reads of rows [low, high)."""
-    return read if adapter.dropped is None else _take(adapter.dropped, rows.gather, low, high)
-
-
-def _slices(adapter: LoraInputs, experts: int, expert: int) -> tuple[Tensor, Tensor]:
-    """`(r, in)` and `(out, r)` of one expert."""
-    a, b = adapter.factors(experts)
-    return a[expert], b[:, :, expert]
-
-
-def backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Weight,
-    rows: Rows,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    lora: Sequence[LoraInputs],
-    needs: Needs,
-) -> Grads:
-    """Return the gradients of `forward`, given its inputs and `grad` `(rows.outputs, out)`.
+def backward(grad: Tensor, operands: Operands, needs: Needs) -> Grads:
+    """Return the gradients of `forward`, given what it took and `grad` `(rows.outputs, out)`.
 
     It keeps nothing between the two, and decodes again.
     """
+    x, weight, rows, scale, bias, lora = operands
     wide = _sum_dtype(x.dtype)
-    grads = _zero_grads(x, scale, bias, lora, needs)
+    grads = _zero_grads(operands, needs)
     wants_base = needs.x or (needs.scale and scale is not None)
     for expert, low, high in rows.spans():
         g = _take(grad, rows.scatter, low, high)
@@ -218,9 +213,9 @@ def backward(
             grads.bias[expert] = scaled.sum(0, dtype=wide).to(grads.bias.dtype)
         if dot is not None and bias is not None:
             dot += (g.to(wide) * bias[expert].to(wide)).sum(-1)
-        for index, adapter in enumerate(lora):
+        for index in range(len(lora)):
             _lora_backward(
-                grads, index, adapter, weight, expert, rows, (low, high), g, factor, read, dot
+                grads, index, operands, expert, (low, high), read, g, scaled, factor, dot
             )
         if grads.scale is not None and dot is not None:
             grads.scale[low:high] = dot.to(grads.scale.dtype)
@@ -230,9 +225,8 @@ def backward(
     return grads
 
 
-def _zero_grads(
-    x: Tensor, scale: Tensor | None, bias: Tensor | None, lora: Sequence[LoraInputs], needs: Needs
-) -> Grads:
+def _zero_grads(operands: Operands, needs: Needs) -> Grads:
+    x, _, _, scale, bias, lora = operands
     wide = _sum_dtype(x.dtype)
 
     def zeros(tensor: Tensor | None, need: bool, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -249,34 +243,25 @@ def _zero_grads(
 
 
 def _lora_backward(
-    grads: Grads,
-    index: int,
-    adapter: LoraInputs,
-    weight: Weight,
-    expert: int,
-    rows: Rows,
-    span: tuple[int, int],
-    g: Tensor,
-    factor: Tensor | None,
-    read: Tensor,
-    dot: Tensor | None,
-) -> None:
+    grads: Grads, index: int, operands: Operands, expert: int, span: tuple[int, int],
+    read: Tensor, g: Tensor, scaled: Tensor, factor: Tensor | None, dot: Tensor | None,
+) -> None:  # fmt: skip
+    """Add one adapter's gradients of one expert; `scaled` is g times the rows' own factors."""
     low, high = span
-    a, b = (f.to(adapter.dtype) for f in _slices(adapter, weight.experts, expert))
-    source = _source(adapter, read, rows, low, high).to(adapter.dtype)
+    adapter, experts = operands.lora[index], operands.weight.experts
+    source, a, b = _of_expert(adapter, operands, read, expert, low, high)
     inner = (g.to(adapter.dtype) @ b) * adapter.scaling  # (rows, r), before the rows' own factors
-    product = source @ a.t() if dot is not None or grads.b[index] is not None else None
+    grad_a, grad_b = grads.a[index], grads.b[index]
+    product = source @ a.t() if dot is not None or grad_b is not None else None
     if dot is not None and product is not None:
         dot += (inner.to(dot.dtype) * product.to(dot.dtype)).sum(-1)
     if factor is not None:
         inner = inner * factor.to(adapter.dtype)
-    grad_a, grad_b = grads.a[index], grads.b[index]
     if grad_a is not None:
-        grad_a.view(weight.experts, -1, grad_a.shape[-1])[expert] = inner.t() @ source
+        grad_a.view(experts, -1, grad_a.shape[-1])[expert] = inner.t() @ source
     if grad_b is not None and product is not None:
-        outer = g if factor is None else g * factor
-        value = (outer.to(adapter.dtype).t() @ product) * adapter.scaling
-        grad_b.view(grad_b.shape[0], -1, weight.experts)[:, :, expert] = value
+        value = (scaled.to(adapter.dtype).t() @ product) * adapter.scaling
+        grad_b.view(grad_b.shape[0], -1, experts)[:, :, expert] = value
     target = grads.x if adapter.dropped is None else grads.dropped[index]
     if target is not None:
-        _add(target, inner @ a, rows.gather, low, high)
+        _add(target, inner @ a, operands.rows.gather, low, high)

@@ -36,7 +36,7 @@ from ..experts.lora_source import LoraFactors, clear_lora_source, set_lora_sourc
 from ..kernels.weights import PackedWeight
 from ..layout import unwrapped
 from ..packing.codec import first_nonfinite
-from ..packing.parametrize import has_packed, is_packed, packed_names, read_packed
+from ..packing.parametrize import is_packed, packed_names, read_packed
 from .merge import Product, merged_weight, replace_parameter, restore_packed
 from .supported import check_dropout
 

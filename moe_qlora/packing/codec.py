@@ -1,19 +1,11 @@
 """Packs weights into bitsandbytes' formats, and dequantizes any range of their experts.
 
-A weight of two or more dimensions, `(E, out, in)` or any other, is packed as bitsandbytes packs one
-tensor (format.py names the tensors that hold it):
-
-    nf4, fp4   the weights in row-major order, cut into blocks of 64; two 4-bit codes in a byte, the
-               first weight in the high half; one fp32 absmax a block. With double quantization the
-               absmax, less their mean, are themselves held in 8 bits, in blocks of 256 with one
-               fp32 absmax each.
-    int8       one signed byte a weight, one fp32 scale for each row along the last dimension.
-
-Codes and statistics equal, bit for bit, what `bitsandbytes.functional.quantize_4bit` and
-`int8_vectorwise_quant` give for the whole tensor. Unlike these, packing goes chunk by chunk, so
-that it costs little more than the packed form (bitsandbytes' own CPU path holds about 20 bytes a
-weight), and so that a tensor may hold more than 2**31 - 1 weights, where bitsandbytes' int32 counts
-overflow.
+A weight of two or more dimensions, `(E, out, in)` or any other, is packed in row-major order as
+bitsandbytes packs one tensor (format.py has the format). Codes and statistics equal, bit for bit,
+what `bitsandbytes.functional.quantize_4bit` and `int8_vectorwise_quant` give for the whole tensor.
+Unlike these, packing goes chunk by chunk, so that it costs little more than the packed form
+(bitsandbytes' own CPU path holds about 20 bytes a weight), and so that a tensor may hold more than
+2**31 - 1 weights, where bitsandbytes' int32 counts overflow.
 
 Codes and statistics are flat and in the order of the weights, so any range of experts is a range of
 blocks. Only where a block straddles two experts does decoding a range touch a neighbour's block,
@@ -140,7 +132,28 @@ class Packer:
             self._take(self._rest)
         if self._done != math.prod(self.shape):
             raise ValueError(f"{self._done} weights came for a weight of shape {tuple(self.shape)}")
-        return self._finish_int8() if self._int8 else self._finish_4bit()
+        settings, codes, scales = self.settings, self._codes, self._scales
+        if self._int8:
+            if self.dtype != torch.float16 and not bool(scales.isfinite().all()):
+                row = int(torch.nonzero(~scales.isfinite())[0])
+                raise UnsupportedWeightError(
+                    f"Row {row} of the weight holds values that float16 cannot, which "
+                    "bitsandbytes' int8 kernel takes on this device: pack it to 4 bit, or on the "
+                    "CPU."
+                )
+            codes = codes.view(self.shape)
+            return PackedWeight(codes, scales, None, 0, None, self.shape, "int8", self.dtype)
+        nested = None
+        if settings.double_quant:
+            offset = scales.mean()
+            scales, state = bnb.quantize_blockwise(scales.sub_(offset), blocksize=NESTED_BLOCK)
+            nested = NestedAbsmax(state.code, state.absmax, offset, state.blocksize)
+        codes = codes.view(settings.storage_dtype).unsqueeze(1)
+        table = bnb.get_4bit_type(settings.kind, device=self.device)
+        return PackedWeight(
+            codes, scales, table, self._unit, nested, self.shape, settings.kind, self.dtype,
+            settings.compute_dtype,
+        )  # fmt: skip
 
     def _hold(self, chunk: Tensor) -> None:
         """Pack the whole units of a flat chunk, and keep the rest for the next piece."""
@@ -167,32 +180,6 @@ class Packer:
         first = start // self._unit
         self._scales[first : first + len(scales)] = scales
         self._done = end
-
-    def _finish_4bit(self) -> PackedWeight:
-        settings, codes, absmax = self.settings, self._codes, self._scales
-        nested = None
-        if settings.double_quant:
-            offset = absmax.mean()
-            absmax -= offset
-            absmax, state = bnb.quantize_blockwise(absmax, blocksize=NESTED_BLOCK)
-            nested = NestedAbsmax(state.code, state.absmax, offset, state.blocksize)
-        codes = codes.view(settings.storage_dtype).unsqueeze(1)
-        table = bnb.get_4bit_type(settings.kind, device=self.device)
-        return PackedWeight(
-            codes, absmax, table, self._unit, nested, self.shape, settings.kind, self.dtype,
-            settings.compute_dtype,
-        )  # fmt: skip
-
-    def _finish_int8(self) -> PackedWeight:
-        scales = self._scales
-        if self.dtype != torch.float16 and not bool(scales.isfinite().all()):
-            row = int(torch.nonzero(~scales.isfinite())[0])
-            raise UnsupportedWeightError(
-                f"Row {row} of the weight holds values that float16 cannot, which bitsandbytes' "
-                "int8 kernel takes on this device: pack it to 4 bit, or on the CPU."
-            )
-        codes = self._codes.view(self.shape)
-        return PackedWeight(codes, scales, None, 0, None, self.shape, "int8", self.dtype)
 
 
 def restore(

@@ -195,12 +195,6 @@ def is_foreign(module: nn.Module, name: str) -> bool:
     return decoder is not None and not isinstance(decoder, (Packed4bit, PackedInt8))
 
 
-def has_packed(module: nn.Module) -> bool:
-    """Return whether any parameter of this very module is packed."""
-    lists = module._modules.get("parametrizations")
-    return lists is not None and any(is_packed(module, name) for name in lists._modules)
-
-
 def packed_names(module: nn.Module) -> tuple[str, ...]:
     """Return the packed parameters of this very module, in registration order."""
     lists = module._modules.get("parametrizations")

@@ -66,9 +66,13 @@ class CodecSettings:
             return default if value is None else value
 
         known = isinstance(config, Mapping) or hasattr(config, "load_in_4bit")
-        method = get("quant_method", None if known else type(config).__name__)
-        if method is not None:
-            _refuse_method(method)
+        method = get("quant_method", "bitsandbytes" if known else type(config).__name__)
+        method = str(getattr(method, "value", method))
+        if not method.startswith("bitsandbytes"):
+            raise ConfigError(
+                f"The quantization config is of the method {method!r}: this package packs experts "
+                "with bitsandbytes; give a BitsAndBytesConfig."
+            )
         four, eight = bool(get("load_in_4bit", False)), bool(get("load_in_8bit", False))
         if four == eight:
             asked = "both 4 and 8 bit" if four else "neither 4 nor 8 bit"
@@ -76,8 +80,18 @@ class CodecSettings:
                 f"The quantization config asks for {asked}: set exactly one of load_in_4bit=True "
                 "and load_in_8bit=True."
             )
-        skips = _skip_modules(get("llm_int8_skip_modules", ()))
-        return _int8_settings(get, skips) if eight else _4bit_settings(get, skips)
+        skips = get("llm_int8_skip_modules", ())
+        skips = skips if isinstance(skips, str) else tuple(skips)
+        if isinstance(skips, str) or not all(isinstance(skip, str) for skip in skips):
+            raise ConfigError(f"llm_int8_skip_modules is {skips!r}: give a list of module names.")
+        if four:
+            return _4bit_settings(get, skips)
+        if get("llm_int8_has_fp16_weight", False):
+            raise ConfigError(
+                "llm_int8_has_fp16_weight=True keeps 8-bit weights in 16 bit, so that nothing "
+                "would be packed: set it to False."
+            )
+        return cls("int8", skip_modules=skips)
 
     @classmethod
     def of(cls, packed: PackedWeight) -> CodecSettings:
@@ -145,29 +159,6 @@ class CodecSettings:
         return cls(values["kind"], values["double_quant"], storage, compute_dtype, blocksize)
 
 
-def _skip_modules(patterns: Any) -> tuple[str, ...]:
-    if isinstance(patterns, str):
-        raise ConfigError(
-            f"llm_int8_skip_modules is the string {patterns!r}: give a list of module names."
-        )
-    patterns = tuple(patterns)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise ConfigError(
-                f"llm_int8_skip_modules holds {pattern!r}: give a list of module names."
-            )
-    return patterns
-
-
-def _int8_settings(get: Callable[..., Any], skips: tuple[str, ...]) -> CodecSettings:
-    if get("llm_int8_has_fp16_weight", False):
-        raise ConfigError(
-            "llm_int8_has_fp16_weight=True keeps 8-bit weights in 16 bit, so that nothing "
-            "would be packed: set it to False."
-        )
-    return CodecSettings("int8", skip_modules=skips)
-
-
 def _4bit_settings(get: Callable[..., Any], skips: tuple[str, ...]) -> CodecSettings:
     kind = get("bnb_4bit_quant_type", "fp4")
     if kind not in ("nf4", "fp4"):
@@ -195,12 +186,3 @@ def _dtype(value: Any, field: str) -> torch.dtype:
             f"{field} is {value!r}, which is no torch dtype: give one such as torch.bfloat16."
         )
     return dtype
-
-
-def _refuse_method(method: Any) -> None:
-    method = str(getattr(method, "value", method))
-    if not method.startswith("bitsandbytes"):
-        raise ConfigError(
-            f"The quantization config is of the method {method!r}: this package packs experts "
-            "with bitsandbytes; give a BitsAndBytesConfig."
-        )

@@ -47,12 +47,14 @@ def test_grouped_equals_fp64(transposed, partial, way, tokens):
         weight = reference.Weight(lambda i, j: stack[i:j].to(dtype), E, OUT, transposed, dtype)
         term = reference.LoraInputs(None, a.to(dtype), b.to(dtype), 0.5, dtype)
         factor = None if scale is None else scale.bfloat16().to(dtype)
-        args = (x.to(dtype), weight, sorted_rows, factor, bias.to(dtype), [term])
+        operands = reference.Operands(
+            x.to(dtype), weight, sorted_rows, factor, bias.to(dtype), [term]
+        )
         if backend is projection:
-            assert runs_grouped(stack.shape, args[0], dtype, (dtype,))
+            assert runs_grouped(stack.shape, operands.x, dtype, (dtype,))
         needs = reference.Needs(True, scale is not None, True, [False], [True], [True])
-        grads = backend.backward(grad.to(dtype), *args, needs)
-        out = backend.forward(*args)
+        grads = backend.backward(grad.to(dtype), operands, needs)
+        out = backend.forward(operands)
         return [out, grads.x, grads.scale, grads.bias, grads.a[0], grads.b[0]]
 
     exact, plain = run(reference, torch.float64), run(reference, torch.bfloat16)

@@ -168,8 +168,10 @@ def main(capability: int) -> None:
         bias = [torch.empty(experts, out, dtype=dtype) if biased else None for out, _ in sides]
         x, weights = torch.empty(tokens, hidden, dtype=dtype), torch.empty(tokens, 2, dtype=dtype)
         index = torch.zeros(tokens, 2, dtype=torch.long)
-        _, routing, saved = moe_layer.forward(whole, x, weights, index, *bias, *lora)
-        moe_layer.backward(whole, routing, saved, x, x, weights, *bias, *lora)
+        operands = moe_layer.Operands(x, weights, bias, lora)
+        state = moe_layer.gate_up_forward(whole, index, operands)
+        moe_layer.down_forward(whole, state)
+        moe_layer.backward(whole, state.routing, state.saved, x, operands)
 
     gates = row_launches.Gate
     layer_of(gates("silu"), "nf4", True, False, False, 16, False, 16)

@@ -201,8 +201,10 @@ def check_layer(case):
     grad = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, leaves, grad)
     with torch.no_grad():
-        out, routing, saved = moe_layer.forward(made, x, weights, index, *biases, *loras)
-        ours = moe_layer.backward(made, routing, saved, grad, x, weights, *biases, *loras)
+        operands = moe_layer.Operands(x, weights, biases, loras)
+        state = moe_layer.gate_up_forward(made, index, operands)
+        out = moe_layer.down_forward(made, state)
+        ours = moe_layer.backward(made, state.routing, state.saved, grad, operands)
     close(out, expected)
     flat = [g for g in ours if g is not None]
     for mine, right in zip(flat, gradients, strict=True):

@@ -56,11 +56,12 @@ def run(backend, parts, dtype, grad):
     stack = stack.to(dtype)
     weight = reference.Weight(lambda a, b: stack[a:b], E, OUT, transposed, dtype)
     terms = [cast(term, dtype) for term in terms]
-    args = (cast(x, dtype), weight, rows, cast(scale, dtype), cast(bias, dtype), terms)
+    scale, bias = cast(scale, dtype), cast(bias, dtype)
+    operands = reference.Operands(cast(x, dtype), weight, rows, scale, bias, terms)
     both = [True, True]
     needs = reference.Needs(True, scale is not None, True, [False, True], both, both)
-    out = backend.forward(*args)
-    grads = backend.backward(cast(grad, dtype), *args, needs)
+    out = backend.forward(operands)
+    grads = backend.backward(cast(grad, dtype), operands, needs)
     return [out, grads.x, grads.scale, grads.bias, *grads.dropped, *grads.a, *grads.b]
 
 
