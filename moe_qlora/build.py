@@ -65,9 +65,8 @@ def resolve(
 ) -> Source:
     """Find the configuration that `model` names, or is.
 
-    Raises:
-        CheckpointError: There is none, it is damaged, or transformers does not know it.
-        ConfigError: Its quantization settings, or a trainer's, cannot be followed.
+    One that is missing, damaged or unknown to transformers is a `CheckpointError`; quantization
+    settings, of its own or a trainer's, that cannot be followed are a `ConfigError`.
     """
     if isinstance(model, Source):
         return model
@@ -97,8 +96,7 @@ def resolve(
 def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
     """Return the model of `source` on the meta device, in the dtype of its configuration.
 
-    Raises:
-        CheckpointError: transformers cannot build a model from this configuration.
+    A configuration that transformers cannot build a model from is a `CheckpointError`.
     """
     config = source.config
     dtype = config.dtype or config.get_text_config().dtype or torch.bfloat16
@@ -107,7 +105,15 @@ def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
             maker = _model_class(config)
             if maker is not None:
                 return maker._from_config(config, dtype=dtype)
-            return _from_auto(config, dtype, trust_remote_code)
+            remote = getattr(config, "auto_map", None) or {}
+            for name in _AUTO_CLASSES:
+                auto = getattr(transformers, name, None)
+                if auto is None:
+                    continue
+                if type(config) in auto._model_mapping or (trust_remote_code and name in remote):
+                    return auto.from_config(
+                        config, dtype=dtype, trust_remote_code=trust_remote_code
+                    )
         except MoeQloraError:
             raise
         except Exception as error:
@@ -115,6 +121,10 @@ def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
                 f"{source.label}: transformers cannot build a model of type {config.model_type!r} "
                 f"from this configuration ({type(error).__name__}: {_first_line(error)})."
             ) from error
+    raise CheckpointError(
+        f"transformers {transformers.__version__} has no model class for the type "
+        f"{config.model_type!r}."
+    )
 
 
 @contextmanager
@@ -132,7 +142,19 @@ def quiet() -> Iterator[None]:
 
 def _from_config(label: str, where: str | Path, trust_remote_code: bool) -> Source:
     if isinstance(where, Path):
-        _check_json(label, where)
+        file = where / "config.json" if where.is_dir() else where
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} cannot be read ({_first_line(error)}).") from error
+        except json.JSONDecodeError as error:
+            raise CheckpointError(f"{file} is damaged: it is no JSON ({error}).") from error
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{file} holds no JSON object, so it is no configuration.")
+        if "model_type" not in content:
+            raise CheckpointError(
+                f"{label}: {file.name} names no model_type, so it is no transformers configuration."
+            )
     try:
         with quiet():
             config = AutoConfig.from_pretrained(str(where), trust_remote_code=trust_remote_code)
@@ -156,22 +178,6 @@ def _with_own_settings(source: Source) -> Source:
         notes.append(f"The checkpoint is quantized with {method}; sizes are for plain weights.")
         return replace(source, notes=tuple(notes))
     return replace(source, settings=CodecSettings.from_config(own), notes=tuple(notes))
-
-
-def _check_json(label: str, where: Path) -> None:
-    file = where / "config.json" if where.is_dir() else where
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({_first_line(error)}).") from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file} is damaged: it is no JSON ({error}).") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds no JSON object, so it is no configuration.")
-    if "model_type" not in content:
-        raise CheckpointError(
-            f"{label}: {file.name} names no model_type, so it is no transformers configuration."
-        )
 
 
 def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
@@ -249,21 +255,6 @@ def _model_class(config: PretrainedConfig) -> Any:
         if isinstance(config, getattr(candidate, "config_class", None) or ()):
             return candidate
     return None
-
-
-def _from_auto(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
-    remote = getattr(config, "auto_map", None) or {}
-    for name in _AUTO_CLASSES:
-        auto = getattr(transformers, name, None)
-        if auto is None:
-            continue
-        known = type(config) in auto._model_mapping
-        if known or (trust_remote_code and name in remote):
-            return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    raise CheckpointError(
-        f"transformers {transformers.__version__} has no model class for the type "
-        f"{config.model_type!r}."
-    )
 
 
 def _explain(label: str, error: Exception) -> str:

@@ -49,11 +49,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of "24GiB", "80GB", "500 MiB", "24G" (binary), or "1024".
-
-    Raises:
-        ValueError: It is no such size.
-    """
+    """Return the bytes of "24GiB", "80GB", "500 MiB", "24G" (binary), or "1024"."""
     match = _BYTES.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no size; write it as in 24GiB, 80GB or 500MiB")

@@ -1,12 +1,5 @@
 """Packs the expert weights of a model that is already built, in place.
 
-    CodecSettings.from_config   the caller's config, or the model's own
-    detect                      which parameters are expert weights
-    select_weights              what is packed, left alone, or packed already
-    _refuse                     raises for what cannot be packed, before anything is touched
-    _pack_selected              one weight at a time: pack it, attach it, free the 16-bit weight
-    finish_packing              the experts forward, and what a bitsandbytes model says of itself
-
 The extra memory while packing is one weight's packed form and a chunk of at most a few dozen MiB: a
 16-bit weight is freed as soon as its packed form sits on the module, and nothing here keeps a
 reference to it.
@@ -103,14 +96,7 @@ def quantize_experts(
     packed = {name for name, module, _ in parametrize.iter_packed(model)}
     served = finish_packing(model, layout, config, settings) if packed else set()
     slow = tuple(
-        SlowModule(
-            module.name,
-            module.class_name,
-            sum(
-                param.numel * getattr(torch, param.dtype_name).itemsize
-                for param in module.parameters
-            ),
-        )
+        SlowModule(module.name, module.class_name, sum(map(_decoded_nbytes, module.parameters)))
         for module in layout.modules
         if module.name in packed - served
     )
@@ -134,9 +120,7 @@ class SlowModule:
     """An experts module that the package's own experts forward does not serve.
 
     Its class does not dispatch through transformers' experts interface, or another tool packed it.
-    Its own forward reads the packed weights through the parametrization, so that the layer's
-    dequantized weights are alive while it runs, and until its backward has run where gradients are
-    needed.
+    The layer's dequantized weights are alive while it runs, and until its backward has run.
     """
 
     name: str  # Dotted name
@@ -236,6 +220,10 @@ def _grouped(rows: tuple[ReportRow, ...], verb: str) -> list[str]:
     return [f"{verb}: {_patterns(names)} ({reason})." for reason, names in by_reason.items()]
 
 
+def _decoded_nbytes(param: ExpertParam) -> int:
+    return param.numel * getattr(torch, param.dtype_name).itemsize
+
+
 def _nothing_found(layout: ModelLayout, missing_ok: bool) -> QuantizationReport:
     if missing_ok:
         return QuantizationReport(linear_experts=layout.linear_experts)
@@ -286,15 +274,18 @@ def _pack_selected(
                 try:
                     rows.append(_pack_one(model, selection.param, settings))
                 except Exception as error:
-                    packed = ", ".join(done) or "none"
+                    names = ", ".join(done) or "none"
                     raise QuantizationError(
                         f"Packing stopped at {name} after {len(done)} of {total} weights ({error})."
-                        f" Packed: {packed}. All others, this one included, are whole; calling "
+                        f" Packed: {names}. All others, this one included, are whole; calling "
                         "again goes on from here."
                     ) from error
                 done.append(name)
             else:
-                nbytes = _nbytes(model, name)
+                module, leaf = parametrize.owner_of(model, name)
+                packed = parametrize.is_packed(module, leaf)
+                weight = parametrize.read_packed(module, leaf) if packed else _weight(model, name)
+                nbytes = weight.nbytes
                 rows.append(ReportRow(name, selection.status, selection.reason, nbytes, nbytes))
         report(len(done), total, "")
     return tuple(rows)
@@ -325,10 +316,3 @@ def _weight(model: nn.Module, name: str) -> Tensor:
     if weight is None:
         raise UnsupportedWeightError(f"{name} is no plain parameter of its module any more.")
     return weight
-
-
-def _nbytes(model: nn.Module, name: str) -> int:
-    module, parameter = parametrize.owner_of(model, name)
-    if parametrize.is_packed(module, parameter):
-        return parametrize.read_packed(module, parameter).nbytes
-    return _weight(model, name).nbytes

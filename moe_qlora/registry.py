@@ -58,11 +58,7 @@ def _folder() -> Traversable:
 
 @cache
 def model_types() -> tuple[str, ...]:
-    """Return every model type that the registry describes, sorted.
-
-    Raises:
-        CheckpointError: The registry's folder is missing.
-    """
+    """Return every model type that the registry describes, sorted."""
     folder = _folder()
     if not folder.is_dir():
         raise CheckpointError(
@@ -74,11 +70,7 @@ def model_types() -> tuple[str, ...]:
 
 @cache
 def load(model_type: str) -> RegistryEntry:
-    """Return what the registry says about a model type.
-
-    Raises:
-        CheckpointError: The type is not in the registry, or its file is damaged.
-    """
+    """Return what the registry says about a model type; `CheckpointError` where that is nothing."""
     if model_type not in model_types():
         raise CheckpointError(
             f"model type {model_type!r} is not in the registry of {len(model_types())} types with "
@@ -88,11 +80,7 @@ def load(model_type: str) -> RegistryEntry:
 
 
 def parse(content: bytes | str, source: str) -> RegistryEntry:
-    """Return the entry that a registry file holds.
-
-    Raises:
-        CheckpointError: It is not a JSON object of this format; the message names `source`.
-    """
+    """Return the entry that a registry file holds; `source` names it in a `CheckpointError`."""
     try:
         data = json.loads(content)
     except ValueError as error:
@@ -104,24 +92,20 @@ def parse(content: bytes | str, source: str) -> RegistryEntry:
             f"reads {FORMAT_VERSION}."
         )
     try:
-        return _entry(data)
+        for expert in data["experts"]:
+            if not (expert["pattern"] and expert["tiny"]["count"] and "published" in expert):
+                raise ValueError(f"{expert['pattern']!r} has no sizes")
+        return RegistryEntry(
+            model_type=data["model_type"],
+            class_name=data["class"],
+            transformers=data["transformers"],
+            experts=tuple(data["experts"]),
+            tiny_config=dict(data["tiny_config"]),
+            published_config=dict(data["published"]["config"]),
+            checkpoints={name: dict(sizes) for name, sizes in data["checkpoints"].items()},
+        )
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"registry file {source} is damaged ({type(error).__name__}: {error}); regenerate it "
             "with tools/generate_registry.py."
         ) from error
-
-
-def _entry(data: dict[str, Any]) -> RegistryEntry:
-    for expert in data["experts"]:
-        if not (expert["pattern"] and expert["tiny"]["count"] and "published" in expert):
-            raise ValueError(f"{expert['pattern']!r} has no sizes")
-    return RegistryEntry(
-        model_type=data["model_type"],
-        class_name=data["class"],
-        transformers=data["transformers"],
-        experts=tuple(data["experts"]),
-        tiny_config=dict(data["tiny_config"]),
-        published_config=dict(data["published"]["config"]),
-        checkpoints={name: dict(sizes) for name, sizes in data["checkpoints"].items()},
-    )

@@ -13,8 +13,7 @@ import importlib.util
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,12 +41,8 @@ def registry_families() -> tuple[str, ...]:
 def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
     """Return a configuration of this architecture that builds in milliseconds.
 
-    Args:
-        model_type: One of `registry_families()`.
-        **overrides: Configuration arguments; a mapping is merged into the part of that name.
-
-    Raises:
-        CheckpointError: The registry does not know the type, or transformers does not.
+    Overrides are configuration arguments; a mapping is merged into the part of that name. A type
+    that the registry or transformers does not know is a `CheckpointError`.
     """
     from transformers import CONFIG_MAPPING
 
@@ -71,8 +66,7 @@ def _merged(kwargs: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 def model_class(model_type: str) -> Any:
     """Return the transformers class that the registry names for this architecture.
 
-    Raises:
-        CheckpointError: The installed transformers has no such class.
+    One that the installed transformers does not have is a `CheckpointError`.
     """
     from transformers import CONFIG_MAPPING
 
@@ -97,49 +91,31 @@ def tiny_model(
     """Return a small model of this architecture with random weights, tied, in eval mode.
 
     Every weight is set: what transformers leaves uninitialised or zero (experts and routers of some
-    classes) is drawn from a normal distribution too. The same seed gives the same model,
-    and the caller's random state is left as it was.
-
-    Args:
-        model_type: One of `registry_families()`.
-        seed: Of the random weights.
-        dtype: Of the weights; float32 where None.
-        device: Where it is built; "meta" allocates nothing.
-        **overrides: As for `tiny_config`.
-
-    Raises:
-        CheckpointError: As `tiny_config` and `model_class`.
+    classes) is drawn from a normal distribution too. The same seed gives the same model, and the
+    caller's random state is left as it was. Weights are float32 unless `dtype` says otherwise; on
+    the device "meta" nothing is allocated; overrides and errors are those of `tiny_config`.
     """
     import torch
 
     config = tiny_config(model_type, **overrides)
     maker = model_class(model_type)
     on_meta = torch.device(device).type == "meta"
-    with torch.random.fork_rng(devices=[]), _marked_memory():
+    was = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        with torch.device("meta" if on_meta else "cpu"):
-            model = maker._from_config(config, dtype=dtype or torch.float32)
+        # Fills uninitialised floating-point memory with NaN, which shows what was not set.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            with torch.device("meta" if on_meta else "cpu"):
+                model = maker._from_config(config, dtype=dtype or torch.float32)
+        finally:
+            torch.use_deterministic_algorithms(was, warn_only=warn)
         model.tie_weights()
         if not on_meta:
             _initialise(model, config)
             model.to(device)
     return model.eval()
-
-
-@contextmanager
-def _marked_memory() -> Iterator[None]:
-    """Fill uninitialised floating-point memory with NaN, so that it shows what was not set."""
-    import torch
-
-    was, warn = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was, warn_only=warn)
 
 
 def _initialise(model: nn.Module, config: PretrainedConfig) -> None:
@@ -161,42 +137,32 @@ def _initialise(model: nn.Module, config: PretrainedConfig) -> None:
 
 
 def tiny_inputs(model: nn.Module, *, batch: int = 2, seed: int = 0) -> dict[str, Any]:
-    """Return keyword arguments for a forward of a tiny model that takes text.
+    """Return keyword arguments for a forward of a tiny model; `ConfigError` if it takes no text.
 
-    Returns:
-        `input_ids` (batch, 12) int64 on the model's device; `inputs_embeds` (batch, 12, hidden)
-        where the model has no table of tokens.
-
-    Raises:
-        ConfigError: The model takes no text, or has no forward.
+    They are `input_ids` (batch, 12) int64 on the model's device, or `inputs_embeds` (batch, 12,
+    hidden) where the model has no table of tokens.
     """
     import torch
 
-    config: Any = model.config
+    host: Any = model
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    text = config.get_text_config()
+    text = host.config.get_text_config()
     vocabulary = getattr(text, "vocab_size", None)
     if vocabulary is None or type(model).forward.__name__ == "_forward_unimplemented":
         raise ConfigError(f"{type(model).__name__} takes no text; pass it inputs of its own.")
     # Below every special token that tiny configurations set, which lie at the vocabulary's end.
     ids = torch.randint(5, vocabulary - 8, (batch, _SPAN), generator=generator)
-    table = _embedding(model)
+    try:
+        fed = type(model).__name__ in _FED_HIDDEN_STATES
+        table = None if fed else host.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        table = None
     if table is None:
         states = torch.randn(batch, _SPAN, text.hidden_size, generator=generator)
         dtype = next(model.parameters()).dtype
         return {"inputs_embeds": states.to(device, dtype)}
     return {"input_ids": ids.to(device)}
-
-
-def _embedding(model: Any) -> nn.Module | None:
-    """Return the table of input tokens; None where the model is fed hidden states."""
-    if type(model).__name__ in _FED_HIDDEN_STATES:
-        return None
-    try:
-        return model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def requires_gpu(count: int = 1) -> Callable[[Any], Any]:
@@ -207,26 +173,15 @@ def requires_gpu(count: int = 1) -> Callable[[Any], Any]:
     mark = pytest.mark.gpu if count == 1 else pytest.mark.multi_gpu
     here = torch.cuda.device_count()
     skip = pytest.mark.skipif(here < count, reason=f"needs {count} CUDA devices, {here} here")
-
-    def decorate(test: Any) -> Any:
-        return mark(skip(test))
-
-    return decorate
+    return lambda test: mark(skip(test))
 
 
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run `fn(rank, world_size, *args)` in `world_size` processes joined by gloo, on the CPU.
 
-    Args:
-        fn: A top-level function of a file; the processes import that file anew.
-        world_size: How many processes.
-        *args: Picklable.
-
-    Returns:
-        What each rank returned, by rank (anything that `torch.save` writes).
-
-    Raises:
-        RuntimeError: A rank raised; the traceback of the first that did is in the text.
+    `fn` is a top-level function of a file, which the processes import anew; the arguments are
+    picklable. Returns what each rank returned (anything that `torch.save` writes). Where a rank
+    raised, the traceback of the first that did is in the text of a `RuntimeError`.
     """
     import torch
     from torch.multiprocessing.spawn import spawn

@@ -60,16 +60,9 @@ def _find_gate(module: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def plain_gate(
-    pre: Tensor,
-    act: str,
-    gated: bool,
-    interleaved: bool,
-    limit: float | None,
-    alpha: float,
-    shift: float,
-) -> Tensor:
+def plain_gate(pre: Tensor, *fields: Any) -> Tensor:
     """Compute what the kernels do for a `Gate` of these fields: `(R, P)` -> `(R, I)`."""
+    act, gated, interleaved, limit, alpha, shift = fields
     acts = {
         "silu": lambda z: z * torch.sigmoid(alpha * z),
         "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),

@@ -175,15 +175,9 @@ def _supports(spec: WeightSpec) -> bool:
 
 
 def runs_grouped(
-    shape: Sequence[int],
-    x: Tensor,
-    dtype: torch.dtype,
-    lora_dtypes: tuple[torch.dtype, ...],
+    shape: Sequence[int], x: Tensor, dtype: torch.dtype, lora_dtypes: tuple[torch.dtype, ...]
 ) -> bool:
-    """Whether `kernels/projection.py` computes one projection; else `kernels/reference.py` does.
-
-    The dtypes are those in which the weight and each adapter's factors are multiplied.
-    """
+    """Whether `kernels/projection.py` computes a projection in such dtypes, else `reference.py`."""
     some = x.is_cuda and x.shape[0] > 0
     return some and _grouped(tuple(shape), x.get_device(), dtype, lora_dtypes)
 
@@ -226,11 +220,3 @@ def kernels_run(device: torch.device) -> bool:
 
             quantized_mm.prepare(device)
     return _kernels_run[index]
-
-
-def prepare(module: Any) -> None:
-    """Find out, outside of any compiler, what a compiled call of this module must know."""
-    find_gate(module)
-    parameter = next(module.parameters(), None)
-    if parameter is not None and parameter.is_cuda:
-        kernels_run(parameter.device)

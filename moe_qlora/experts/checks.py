@@ -85,11 +85,7 @@ def _before_forward(model: nn.Module, args: Any) -> None:
 
 
 def check_codes(model: nn.Module) -> None:
-    """Raise where packed codes, of experts or Linear layers, were cast to another dtype.
-
-    Raises:
-        QuantizationError: They were, and so are lost.
-    """
+    """Raise where packed codes, of experts or Linear layers, were cast, and so are lost."""
     watch: _Watch | None = model.__dict__.get(_WATCH)
     if watch is None:
         return
@@ -115,11 +111,7 @@ def check_codes(model: nn.Module) -> None:
 
 
 def check(model: nn.Module, configs: dict[str, Any]) -> None:
-    """Raise where an adapter of `configs` (name -> PEFT config) has no effect on a packed target.
-
-    Raises:
-        AdapterError: LoRA on a packed parameter was not created, or by a layer without effect.
-    """
+    """Raise where an adapter of `configs` (name -> PEFT config) has no effect on packed weights."""
     wrappers = {}
     for name, module in model.named_modules():
         parameter = getattr(module, "parameter_name", None)

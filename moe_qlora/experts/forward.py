@@ -27,18 +27,10 @@ k assignments a token, R = T k rows sorted by expert:
 No decoded weight is alive between forward and backward: backward decodes again. LoRA runs as two
 low-rank products beside the base product, never as W + B A.
 
-Kept between forward and backward, projection by projection, in bytes, beside the layer's input
-(which the router keeps too), the router's output and the adapters, with E experts, I the
-intermediate size, H the hidden size, g = 2 for gated experts and 1 for others, b bytes an element:
-
-    pre-activations        R g I b
-    activations            R I b
-    sorted order           8 R, and 8 (E + 1) for the expert offsets
-    routing weights        R b
-    an adapter's dropout   R I b for the down projection, T H b for the other, only where it drops
-
-The gate runs in ordinary autograd, under a checkpoint of its own, so that any gate a model defines
-is right and keeps only its input.
+Kept between forward and backward, projection by projection, beside the layer's input, the router's
+output and the adapters: pre-activations, activations, the sorted order, and what an adapter reads
+after a dropout. The gate runs in ordinary autograd, under a checkpoint of its own, so that any gate
+a model defines is right and keeps only its input.
 """
 
 from __future__ import annotations
@@ -52,7 +44,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..detection.detect import dispatches
 from . import fused
-from .backend import FUSED, UNPACKED, Call, choose_backend, prepare, read_call
+from .activation import find_gate
+from .backend import FUSED, UNPACKED, Call, choose_backend, kernels_run, read_call
 from .operators import register_operators
 from .projection import Inputs, Projection
 
@@ -76,10 +69,10 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
     for name in module_names:
         module = model.get_submodule(name)
         config = getattr(module, "config", None)
-        if not dispatches(module) or config is None:
+        if dispatches(module) and config is not None:
+            configs[id(config)] = config
+        else:
             left.append(name)
-            continue
-        configs[id(config)] = config
     if configs and IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
         register_operators()
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
@@ -87,7 +80,11 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
         config = getattr(module, "config", None)
         if id(config) in configs and dispatches(module) and _PREVIOUS not in module.__dict__:
             module.__dict__[_PREVIOUS] = getattr(config, "_experts_implementation", None)
-            prepare(module)
+            # Found out now, outside of any compiler: what a compiled call must know.
+            find_gate(module)
+            parameter = next(module.parameters(), None)
+            if parameter is not None and parameter.is_cuda:
+                kernels_run(parameter.device)
     for config in configs.values():
         # The internal name, as `set_experts_implementation` writes it: the property's setter would
         # pass the choice on to sub-configurations that own no packed experts.
@@ -108,14 +105,8 @@ def experts_forward(
 ) -> Tensor:
     """Compute an experts module, as the forward registered with transformers.
 
-    Args:
-        self: An experts module whose class dispatches through transformers' interface.
-        hidden_states: `(T, H)`.
-        top_k_index: `(T, k)` integers; E and above mean no expert that is held here.
-        top_k_weights: `(T, k)`.
-
-    Returns:
-        `(T, H)` in the dtype of `hidden_states`.
+    Hidden states are `(T, H)`, the index `(T, k)` integers, of which E and above mean no expert
+    that is held here, and the weights `(T, k)`. Returns `(T, H)` in the hidden states' dtype.
     """
     call = read_call(self, hidden_states)
     backend = choose_backend(self, call)
@@ -142,13 +133,17 @@ def _by_projection(module: Any, call: Call, index: Tensor, routing_weights: Tens
     sorted_ids, order = torch.sort(flat, stable=True)
     each = torch.arange(experts + 1, device=flat.device, dtype=sorted_ids.dtype)
     routing = _Routing(order, torch.searchsorted(sorted_ids, each), index.shape[1])
-    pre = _project(module, call, 0, call.x, routing, gathers=True)
-    inner = _gate(module, pre)
+    pre = _project(module, call, 0, call.x, routing)
+    gate = module._apply_gate if module.has_gate else module.act_fn
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        inner = checkpoint(gate, pre, use_reentrant=False, preserve_rng_state=False)
+    else:
+        inner = gate(pre)
     weights = routing_weights.reshape(-1).index_select(0, order)
     if module.has_post_expert_norm:
         rows = _project(module, call, 1, inner, routing)
         return _normed(module, rows, routing, weights, call.x)
-    out = _project(module, call, 1, inner, routing, scatters=True, scale=weights)
+    out = _project(module, call, 1, inner, routing, weights)
     return out.to(call.x.dtype)
 
 
@@ -175,34 +170,20 @@ def _previous_forward(module: Any) -> Any:
     return ALL_EXPERTS_FUNCTIONS.get_interface(previous, eager)
 
 
-def _gate(module: Any, pre: Tensor) -> Tensor:
-    gate = module._apply_gate if module.has_gate else module.act_fn
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        out = checkpoint(gate, pre, use_reentrant=False, preserve_rng_state=False)
-    else:
-        out = gate(pre)
-    return cast(Tensor, out)
-
-
 def _project(
-    module: Any,
-    call: Call,
-    which: int,
-    x: Tensor,
-    routing: _Routing,
-    *,
-    gathers: bool = False,
-    scatters: bool = False,
-    scale: Tensor | None = None,
+    module: Any, call: Call, which: int, x: Tensor, routing: _Routing, scale: Tensor | None = None
 ) -> Tensor:
-    """Compute one projection with its bias and LoRA, from packed codes or from a plain weight."""
+    """Compute one projection with its bias and LoRA, from packed codes or from a plain weight.
+
+    The first one reads tokens; what has a scale for its rows is summed to tokens.
+    """
     name, weight, lora = call.names[which], call.weights[which], call.lora[which]
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     projection = Projection(
         transposed=bool(module.is_transposed),
         top_k=routing.top_k,
-        gathers=gathers,
-        scatters=scatters,
+        gathers=which == 0,
+        scatters=scale is not None,
         partial=bool(module._is_expert_parallel),
         scalings=tuple(factors.scaling for factors in lora),
         autocast=call.autocast,

@@ -35,23 +35,14 @@ def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tens
     out: Tensor
     if torch.compiler.is_compiling():
         act, gated, interleaved, limit, alpha, shift = gate
+        tensors = [tensor for weight in packed for tensor in weight.tensors]
+        numbers = [alpha, shift] if limit is None else [alpha, shift, limit]
+        adapted = [scaling is not None for scaling in scalings]
+        factors = [scaling for scaling in scalings if scaling is not None]
         out = torch.ops.moe_qlora.experts_layer(
-            x,
-            routing_weights,
-            index,
-            biases,
-            lora,
-            [tensor for weight in packed for tensor in weight.tensors],
-            packed[0].numbers,
-            packed[1].numbers,
-            act,
-            [gated, interleaved],
-            [alpha, shift, *(() if limit is None else (limit,))],
-            [scaling is not None for scaling in scalings],
-            [scaling for scaling in scalings if scaling is not None],
-            transposed,
-            partial,
-        )[0]
+            x, routing_weights, index, biases, lora, tensors, packed[0].numbers, packed[1].numbers,
+            act, [gated, interleaved], numbers, adapted, factors, transposed, partial,
+        )[0]  # fmt: skip
     else:
         check_devices(x, routing_weights, index, *biases, *lora)
         layer = make_layer(packed, gate, transposed, partial, x.dtype)
@@ -88,11 +79,7 @@ def make_layer(
 
 
 def check_devices(x: Tensor, *others: Tensor) -> None:
-    """Raise where tensors lie on several devices: a kernel knows addresses alone.
-
-    Raises:
-        ValueError: They do.
-    """
+    """Raise where tensors lie on several devices: a kernel knows addresses alone."""
     index = x.get_device()
     if any(t.get_device() != index for t in others):
         devices = ", ".join(sorted({str(t.device) for t in (x, *others)}))
@@ -156,11 +143,7 @@ class _SavedTensors:
         self.leaves = [(t, t._version) if _is_leaf(t) else None for t in tensors]
 
     def all(self, others: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors in their order; `others` are not leaves: autograd gave them back.
-
-        Raises:
-            RuntimeError: A leaf was changed since.
-        """
+        """Return the tensors in their order; `others` are not leaves: autograd gave them back."""
         rest = iter(others)
         tensors = []
         for leaf in self.leaves:

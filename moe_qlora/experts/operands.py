@@ -46,8 +46,13 @@ class PackedOperand(NamedTuple):
         return all(t.device == device and not hasattr(t, "device_mesh") for t in self.tensors)
 
 
-def packed_operand(module: Any, name: str) -> PackedOperand:
-    """Return a packed parameter by attribute reads that Dynamo can follow."""
+def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
+    """Return an expert parameter as a call computes with it; None where it is not packed."""
+    if not parametrize.is_packed(module, name):
+        return None
+    if not torch.compiler.is_compiling():
+        return parametrize.read_packed(module, name)
+    # Attribute reads that Dynamo can follow.
     chain = module.parametrizations[name]
     first, codes = chain[0], chain.original
     if hasattr(first, "scale_bits"):
@@ -78,12 +83,3 @@ def packed_weight(
         offset, outer, outer_table = islice(tensors, 3)
         second = NestedAbsmax(outer_table, outer, offset, nested)
     return PackedWeight(codes, absmax, table, blocksize, second, shape, kind, dtype)
-
-
-def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
-    """Return an expert parameter as a call computes with it; None where it is not packed."""
-    if not parametrize.is_packed(module, name):
-        return None
-    if torch.compiler.is_compiling():
-        return packed_operand(module, name)
-    return parametrize.read_packed(module, name)

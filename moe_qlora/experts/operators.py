@@ -7,7 +7,8 @@ and for both a fake version that tells the compiler shapes alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,6 +145,8 @@ _PROJECTION_INPUTS = (
     "ScalarType? compute_dtype, bool transposed, int top_k, bool gathers, bool scatters, "
     "bool partial, float[] scalings, ScalarType? autocast, bool[] drops"
 )
+_PROJECTION_FORWARD = f"({_PROJECTION_INPUTS}) -> Tensor"
+_PROJECTION_BACKWARD = f"(Tensor grad, bool[] needs, {_PROJECTION_INPUTS}) -> Tensor[]"
 
 
 def _projection_of(
@@ -222,26 +225,18 @@ def register_operators() -> None:
     if hasattr(torch.ops.moe_qlora, "experts_layer"):
         return
 
-    def define(name: str, schema: str, function: Callable[..., Any], fake: Any) -> Any:
-        operator = torch.library.custom_op(
-            f"moe_qlora::{name}", function, mutates_args=(), schema=schema
-        )
-        operator.register_fake(fake)
-        return operator
-
-    layer = define("experts_layer", _LAYER_FORWARD, _layer_forward, _layer_forward_fake)
-    define("experts_layer_backward", _LAYER_BACKWARD, _layer_backward, _layer_backward_fake)
+    operator = partial(torch.library.custom_op, mutates_args=())
+    layer = operator("moe_qlora::experts_layer", _layer_forward, schema=_LAYER_FORWARD)
+    layer.register_fake(_layer_forward_fake)
     layer.register_autograd(_layer_autograd, setup_context=_layer_setup)
-    projection = define(
-        "experts_projection",
-        f"({_PROJECTION_INPUTS}) -> Tensor",
-        _projection_forward,
-        _projection_forward_fake,
+    back = operator("moe_qlora::experts_layer_backward", _layer_backward, schema=_LAYER_BACKWARD)
+    back.register_fake(_layer_backward_fake)
+    projection = operator(
+        "moe_qlora::experts_projection", _projection_forward, schema=_PROJECTION_FORWARD
     )
-    define(
-        "experts_projection_backward",
-        f"(Tensor grad, bool[] needs, {_PROJECTION_INPUTS}) -> Tensor[]",
-        _projection_backward,
-        _projection_backward_fake,
-    )
+    projection.register_fake(_projection_forward_fake)
     projection.register_autograd(_projection_autograd, setup_context=_projection_setup)
+    back = operator(
+        "moe_qlora::experts_projection_backward", _projection_backward, schema=_PROJECTION_BACKWARD
+    )
+    back.register_fake(_projection_backward_fake)

@@ -16,15 +16,6 @@ BOUND_METHODS = "_moe_qlora_methods"
 """Entry of a model's `__dict__`: the functions by name that were bound to this instance."""
 
 
-def release(model: nn.Module) -> None:
-    """Take the instance's methods and the adapter check off again."""
-    checks.remove(model)
-    for name, function in model.__dict__.pop(BOUND_METHODS, {}).items():
-        method = model.__dict__.get(name)
-        if isinstance(method, MethodType) and method.__func__ is function:
-            del model.__dict__[name]
-
-
 def clear_quantized(model: nn.Module) -> None:
     """Undo `mark_quantized` where no expert is packed any more, such as after a merge.
 
@@ -35,7 +26,11 @@ def clear_quantized(model: nn.Module) -> None:
     if next(parametrize.iter_packed(model), None) is not None:
         return
     forward.deactivate(model)
-    release(model)
+    checks.remove(model)
+    for name, function in model.__dict__.pop(BOUND_METHODS, {}).items():
+        method = model.__dict__.get(name)
+        if isinstance(method, MethodType) and method.__func__ is function:
+            del model.__dict__[name]
     host: Any = model
     if getattr(host, "hf_quantizer", None) is not None and not _has_packed_linears(model):
         host.hf_quantizer.remove_quantization_config(model)
@@ -51,21 +46,16 @@ def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
 
     Without a dtype each expert weight gets its own, and Linear layers the model's.
     """
-    decode_experts(self, dtype)
+    plain: dict[int, nn.Parameter] = {}  # tied weights stay tied
+    for _, module, name in list(parametrize.iter_packed(self)):
+        key = id(parametrize.original_of(module, name))
+        if key not in plain:
+            weight = unpack(parametrize.read_packed(module, name))
+            plain[key] = nn.Parameter(weight.to(dtype or weight.dtype), requires_grad=False)
+        parametrize.detach(module, name, plain[key])
     clear_quantized(self)
     # The stock method cannot do without at least one such layer.
     if _has_packed_linears(self):
         type(self).dequantize(self, dtype=dtype)
     self.is_loaded_in_4bit = self.is_loaded_in_8bit = False
     return self
-
-
-def decode_experts(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Turn every packed expert weight back into a plain parameter; tied ones stay tied."""
-    plain: dict[int, nn.Parameter] = {}
-    for _, module, name in list(parametrize.iter_packed(model)):
-        key = id(parametrize.original_of(module, name))
-        if key not in plain:
-            weight = unpack(parametrize.read_packed(module, name))
-            plain[key] = nn.Parameter(weight.to(dtype or weight.dtype), requires_grad=False)
-        parametrize.detach(module, name, plain[key])

@@ -86,10 +86,9 @@ def _load(index: int) -> dict[str, list[int]]:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    if not isinstance(read, dict):
-        return {}
     # A file may be anybody's: what is no candidate of this version is not used.
-    return {key: value for key, value in read.items() if _is_candidate(value)}
+    entries = read.items() if isinstance(read, dict) else ()
+    return {key: value for key, value in entries if _is_candidate(value)}
 
 
 def chosen(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -> Config:

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, cdiv
+from .launch import Launch
+from .limits import cdiv
 from .weights import PackedWeight, WeightSpec
 
 BLOCK = 256
@@ -128,16 +129,11 @@ def decode(
 ) -> None:
     """Decode experts [first, first + len(out)), or a part of each, into `out`.
 
-    Args:
-        packed: A weight for which `dequantizes()` holds. All tensors start at multiples of 16
-            bytes.
-        out: `(E', rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart; rows
-            and cols are the weight's, or fewer.
-        first: First expert.
-        corner: First row and column (a multiple of 8) of the part.
-        expert_offsets: `(E + 1,)`: experts without rows are left out. None decodes all.
-        right: `(E, rows, r_r)`, any strides: written to the right of each matrix.
-        below: `(E, r_b, cols)`, any strides: written below each matrix.
+    `packed.dequantizes()` holds, and all tensors start at multiples of 16 bytes. `out` is `(E',
+    rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart; rows and cols are the
+    weight's, or fewer, from `corner` on, whose column is a multiple of 8. `expert_offsets` `(E +
+    1,)` leave out experts without rows; None decodes all. `right` `(E, rows, r_r)` and `below` `(E,
+    r_b, cols)`, of any strides, are written beside each matrix.
     """
     assert out.stride(0) == out.shape[1] * out.stride(1) and out.stride(2) == 1
     nested = packed.nested

@@ -12,17 +12,13 @@ import ctypes
 import re
 import struct
 from _thread import get_ident
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up; Triton's own takes 5 us a call, and a step has some 25."""
-    return -(-a // b)
 
 
 class Launch:
@@ -36,29 +32,25 @@ class Launch:
     __slots__ = ("constants", "grid", "kernel", "run")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **constants: Any) -> None:
-        """Remember a Triton or Gluon function, whose constants follow all other arguments.
-
-        The grid has one to three sizes, 0 for no launch; constants include Triton's options.
-        """
+        """Remember a Triton or Gluon function, its grid, and constants after its arguments."""
         self.kernel, self.constants = kernel, constants
         self.grid = (*grid, 1, 1)[:3]
-        self.run: _Driver | _Triton | None = None
+        self.run: _Driver | Callable[..., None] | None = None
 
     def __call__(self, *args: Any) -> None:
         """Launch on the current stream of the tensors' device.
 
         The first argument is a tensor; from the second call on, all tensors start at multiples of
         16 bytes (`aligned`).
-
-        Raises:
-            ValueError: The tensors of the first call lie on several devices.
-            RuntimeError: The driver refused.
         """
         if self.run is not None:
             self.run(self.grid, args)
             return
         tensors = [a for a in args if isinstance(a, Tensor)]
-        index = _device_of(tensors)
+        index = tensors[0].get_device()  # -1 for the CPU
+        if len({t.device for t in tensors}) > 1:
+            devices = ", ".join(sorted({str(t.device) for t in tensors}))
+            raise ValueError(f"the tensors of one kernel lie on several devices: {devices}.")
         if index >= 0 and index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 self(*args)
@@ -70,7 +62,7 @@ class Launch:
         if index >= 0 and at_16 and isinstance(compiled, triton.compiler.CompiledKernel):
             names = self.kernel.arg_names[len(args) :]
             constants = tuple(self.constants[name] for name in names)
-            self.run = _Driver.of(compiled, index) or _Triton(compiled, index, constants)
+            self.run = _Driver.of(compiled, index) or _by_triton(compiled, index, constants)
 
 
 def stream_of(index: int) -> int:
@@ -84,28 +76,16 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _device_of(tensors: list[Tensor]) -> int:
-    """Return the index of the tensors' CUDA device, -1 for the CPU."""
-    if len({t.device for t in tensors}) > 1:
-        devices = ", ".join(sorted({str(t.device) for t in tensors}))
-        raise ValueError(f"the tensors of one kernel lie on several devices: {devices}.")
-    return tensors[0].get_device()
+def _by_triton(compiled: Any, index: int, constants: tuple[Any, ...]) -> Callable[..., None]:
+    """Return what launches a compiled kernel by Triton."""
 
-
-class _Triton:
-    """A compiled kernel, launched by Triton."""
-
-    __slots__ = ("compiled", "constants", "index")
-
-    def __init__(self, compiled: Any, index: int, constants: tuple[Any, ...]) -> None:
-        self.compiled, self.index, self.constants = compiled, index, constants
-
-    def __call__(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    def run(grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
         # Of a tensor Triton's launcher would ask where it lies, and of the driver whether it does.
         values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
-        with torch.cuda.device(self.index):
-            stream = stream_of(self.index)
-            self.compiled[grid](*values, *self.constants, stream=stream)
+        with torch.cuda.device(index):
+            compiled[grid](*values, *constants, stream=stream_of(index))
+
+    return run
 
 
 _FORMATS = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}

@@ -42,8 +42,8 @@ from .expert_mm import (
     slices,
 )
 from .factors import Factors, Lora, pad_factors
-from .launch import aligned, cdiv
-from .limits import WIDE_TILE, row_stride
+from .launch import aligned
+from .limits import WIDE_TILE, cdiv, row_stride
 from .routing import Routing, route
 from .row_launches import Gate
 from .weights import PackedWeight
@@ -140,7 +140,7 @@ def _gathered(
     count = routing.count
     dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
     nbytes = count * (x.shape[1] + matmul.rank) * layer.dtype.itemsize
-    pieces = min(_PIECES, -(-nbytes // workspace.workspace_cap(x.device)))
+    pieces = min(_PIECES, cdiv(nbytes, workspace.workspace_cap(x.device)))
     if pieces <= 1:
         copied = _copied(routing, x, matmul, factor, product, dots, bias)
         return multiply(copied, matmul, rows, name), dots

@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .dequantize import block_absmax, decode
-from .launch import Launch, cdiv
-from .limits import supports_quantized
+from .launch import Launch
+from .limits import cdiv, supports_quantized
 from .weights import TABLES, PackedWeight, WeightSpec
 
 
@@ -92,12 +92,7 @@ def _halves(codes, table, ASM: tl.constexpr):
     """Bytes -> fp32 values of their high and of their low halves."""
     if len(ASM) > 0:
         high, low = tl.inline_asm_elementwise(
-            ASM,
-            "=&r,=&r,=&r,=&r,r",
-            [codes],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
+            ASM, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
     else:
         wide = codes.to(tl.int32)
@@ -309,18 +304,11 @@ def launch(
 ) -> Tensor:
     """Return `(R, b - a)`: features [a, b) of x W^T, or of x W, plus LoRA's product.
 
-    Args:
-        x: `(R, K + r)` sorted rows, any distance apart; the last r columns meet the factor.
-        packed: `(E, rows, cols)`; K is cols, or rows where `back`.
-        factor: `(E, N, r)`, any strides, or None for r = 0.
-        absmax: fp32, room for a nested absmax, which is decoded into it first; None where
-            `config.direct`, or where it is not nested.
-        expert_offsets: `(E + 1,)` int32.
-        tiles: As `routing.Routing` has them.
-        tile: Rows in a tile.
-        config: How to cut it.
-        back: Whether the stored rows are what is summed over.
-        span: (a, b), a and b whole groups of 64 features, or the end.
+    x is `(R, K + r)` sorted rows, any distance apart, whose last r columns meet the factor `(E, N,
+    r)`, of any strides; packed is `(E, rows, cols)`, K its cols, or its rows where `back`: where
+    the stored rows are what is summed over. `absmax` is fp32 room for a nested absmax, which is
+    decoded into it first; None where `config.direct`, or where it is not nested. `expert_offsets`
+    and `tiles` are `routing.Routing`'s; the span (a, b) is whole groups of 64 features, or the end.
     """
     spec = packed.spec
     (table2, absmax2, offset), statistics, strides = _statistics(packed, expert_offsets, absmax)
@@ -342,7 +330,13 @@ def launch(
             )  # fmt: skip
             return y
         except (RuntimeError, triton.compiler.errors.CompilationError) as error:
-            config = _without_hopper(packed, x.get_device(), error)
+            _hopper_works[x.get_device()] = False
+            warnings.warn(
+                f"the kernel for Hopper does not compile for experts of shape {spec.shape} "
+                f"({type(error).__name__}); this process goes on with the slower portable kernel",
+                stacklevel=2,
+            )
+            config = Config(128, 64, 3, 4, False)
     nested = spec.nested if absmax is None else 0
     step = _quantized_launch(
         spec, x.dtype, x.stride(0), rank, across, nested, back, tile, count, config, span
@@ -367,17 +361,6 @@ def _statistics(
         return second, packed.absmax, strides
     _absmax_launch(spec)(packed.absmax, *second, expert_offsets, room)
     return second, room, (1, spec.shape[1])
-
-
-def _without_hopper(packed: PackedWeight, device: int, error: Exception) -> Config:
-    """Return the configuration to go on with where the kernel for Hopper does not compile."""
-    _hopper_works[device] = False
-    warnings.warn(
-        f"the kernel for Hopper does not compile for experts of shape {tuple(packed.shape)} "
-        f"({type(error).__name__}); this process goes on with the slower portable kernel",
-        stacklevel=3,
-    )
-    return Config(128, 64, 3, 4, False)
 
 
 @lru_cache(maxsize=64)

@@ -20,8 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from .launch import Launch, cdiv
-from .limits import supports_hopper
+from .launch import Launch
+from .limits import cdiv, supports_hopper
 from .weights import TABLES, WeightSpec
 
 SLOTS: gl.constexpr = gl.constexpr(4)

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, cdiv
-from .limits import WIDE_TILE, tile_counts, tile_rows
+from .launch import Launch
+from .limits import WIDE_TILE, cdiv, tile_counts, tile_rows
 
 _BLOCK, _CHUNK = 256, 128
 """Assignments that one program places, and of these, what are compared with each other at once."""
@@ -131,17 +131,13 @@ def _tabulate(
 
 
 class Routing:
-    """Which sorted rows are which expert's.
+    """Which sorted rows are which expert's: parts of `ints`, each from a multiple of 4.
 
-    Attributes:
-        ints: `(sum of all,)` int32: what follows, one behind the other, each from a multiple of 4.
-        order: `(R,)`, and up to 3 more: the assignment (token x k + slot) in each row.
-        inverse: Likewise: the row of each assignment.
-        expert_offsets: `(E + 1,)`, and up to 3 more: [offsets[e], offsets[e + 1]) are e's rows.
-        tiles: `(2 n,)`: expert and first row of each tile in turn, an expert of -1 for none.
-        wide: The same of tiles of `WIDE_TILE` rows; empty where experts have too few rows.
-        tile: Rows in a tile.
-        counts: How many tiles, and how many wide ones, there is room for.
+    order: `(R,)`, and up to 3 more: the assignment (token x k + slot) in each row; inverse:
+    likewise, the row of each assignment; expert_offsets: `(E + 1,)`, and up to 3 more: rows
+    [offsets[e], offsets[e + 1]) are e's; tiles: `(2 n,)`: expert and first row of each tile in
+    turn, an expert of -1 for none; wide: the same of `WIDE_TILE` rows, empty where experts have too
+    few. `tile` is the rows in a tile, `counts` how many tiles of both kinds there is room for.
     """
 
     def __init__(self, ints: Tensor, count: int, experts: int, top_k: int) -> None:

@@ -18,12 +18,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SILU: tl.constexpr = tl.constexpr(0)
-GELU_TANH: tl.constexpr = tl.constexpr(1)
-GELU: tl.constexpr = tl.constexpr(2)
-RELU: tl.constexpr = tl.constexpr(3)
-RELU2: tl.constexpr = tl.constexpr(4)
-
 
 @triton.jit
 def spread_kernel(
@@ -73,7 +67,7 @@ def _tile(tiles, expert_offsets, BM: tl.constexpr):
 
 @triton.jit
 def _act(z, alpha, ACT: tl.constexpr):
-    """The activation and its derivative, in fp32."""
+    """The activation, by its number in `row_launches.ACTS`, and its derivative, in fp32."""
     if ACT == 0:
         s = tl.sigmoid(z * alpha)
         return z * s, s * (1.0 + alpha * z * (1.0 - s))

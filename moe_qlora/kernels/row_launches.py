@@ -13,7 +13,8 @@ import torch
 import triton
 
 from . import row_kernels
-from .launch import Launch, cdiv
+from .launch import Launch
+from .limits import cdiv
 
 ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 

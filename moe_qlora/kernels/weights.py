@@ -131,7 +131,7 @@ class PackedWeight:
 
     def dequantizes(self) -> bool:
         """Whether `dequantize.decode` takes it: whole groups of 8 weights in each row and block."""
-        nested = 0 if self.nested is None else self.nested.blocksize
+        nested = self.spec.nested
         return (
             self.shape[2] % 8 == 0
             and (self.kind == "int8" or whole_blocks(self.blocksize))

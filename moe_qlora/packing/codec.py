@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedWeightError
+from ..kernels.limits import cdiv
 from ..kernels.weights import NestedAbsmax, PackedWeight
-from .format import ABSMAX, CODES, NESTED_BLOCK, SCALES, ceil_div, packed_tensors, why_not
+from .format import ABSMAX, CODES, NESTED_BLOCK, SCALES, packed_tensors, why_not
 from .quant_state import QuantState, from_quant_state
 from .settings import CodecSettings
 
@@ -68,13 +69,10 @@ def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
 
 
 def pack(weight: Tensor, settings: CodecSettings) -> PackedWeight:
-    """Pack a weight; the result equals bitsandbytes' own for the whole tensor, bit for bit.
+    """Pack a weight `(..., rows, columns)`; the result equals bitsandbytes' own, bit for bit.
 
-    int8: bitsandbytes' CUDA kernel takes float16 only, so that other dtypes are cast to float16
-    there, as its own `Int8Params` does; on other devices the weights go in as they are.
-
-    The weight is `(..., rows, columns)` in float32, float16 or bfloat16, on any device, contiguous
-    or not, and is not changed. One that cannot be packed is an `UnsupportedWeightError`.
+    Its int8 kernel for CUDA takes float16 only, so that other dtypes are cast to float16 there, as
+    its own `Int8Params` does. A weight that cannot be packed is an `UnsupportedWeightError`.
     """
     reason = why_not(weight, settings)
     if reason is not None:
@@ -263,7 +261,7 @@ def unpack_range(
 def _decode_4bit(packed: PackedWeight, first: int, last: int) -> Tensor:
     """Decode the weights [first, last) of the flattened weight, in its own dtype."""
     block = packed.blocksize
-    begin, blocks = first // block, ceil_div(last, block)
+    begin, blocks = first // block, cdiv(last, block)
     end = min(blocks * block, packed.numel)
     codes = packed.codes.detach().view(-1).view(torch.uint8)[begin * block // 2 : (end + 1) // 2]
     absmax = _absmax(packed, begin, blocks)
@@ -293,7 +291,7 @@ def _absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
     nested = packed.nested
     if nested is None:
         return packed.absmax[begin:end].float()
-    first, last = begin // nested.blocksize, ceil_div(end, nested.blocksize)
+    first, last = begin // nested.blocksize, cdiv(end, nested.blocksize)
     start = first * nested.blocksize
     absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
         packed.absmax[start : last * nested.blocksize],

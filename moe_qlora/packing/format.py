@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.limits import cdiv
 from ..layout import dtype_name
 from .settings import FLOAT_DTYPES, CodecSettings
 
@@ -69,16 +70,16 @@ def packed_tensors(shape: Sequence[int], settings: CodecSettings) -> dict[str, T
             CODES: TensorSpec(torch.int8, tuple(shape)),
             SCALES: TensorSpec(torch.float32, (rows,)),
         }
-    blocks = ceil_div(numel, settings.blocksize)
+    blocks = cdiv(numel, settings.blocksize)
     storage, double = settings.storage_dtype, settings.double_quant
     tensors = {
-        CODES: TensorSpec(storage, (ceil_div(code_nbytes(numel), storage.itemsize), 1)),
+        CODES: TensorSpec(storage, (cdiv(cdiv(numel, 2), storage.itemsize), 1)),
         ABSMAX: TensorSpec(torch.uint8 if double else torch.float32, (blocks,)),
         TABLE: TensorSpec(torch.float32, (16,)),
         RECORD + settings.kind: TensorSpec(torch.uint8, None),
     }
     if double:
-        tensors[NESTED_ABSMAX] = TensorSpec(torch.float32, (ceil_div(blocks, NESTED_BLOCK),))
+        tensors[NESTED_ABSMAX] = TensorSpec(torch.float32, (cdiv(blocks, NESTED_BLOCK),))
         tensors[NESTED_TABLE] = TensorSpec(torch.float32, (256,))
     return tensors
 
@@ -124,19 +125,10 @@ def why_not_packed(
     numel = math.prod(shape)
     if len(shape) < 2 or numel == 0:
         return f"has the shape {tuple(shape)}: a weight has two or more dimensions and no empty one"
-    if settings.kind != "int8" and code_nbytes(numel) % settings.storage_dtype.itemsize:
+    nbytes = cdiv(numel, 2)
+    if settings.kind != "int8" and nbytes % settings.storage_dtype.itemsize:
         return (
-            f"has {numel} weights, whose {code_nbytes(numel)} bytes of codes do not fill whole "
+            f"has {numel} weights, whose {nbytes} bytes of codes do not fill whole "
             f"{dtype_name(settings.storage_dtype)} numbers: set bnb_4bit_quant_storage=torch.uint8"
         )
     return None
-
-
-def code_nbytes(numel: int) -> int:
-    """Return the bytes of the 4-bit codes of so many weights."""
-    return ceil_div(numel, 2)
-
-
-def ceil_div(count: int, size: int) -> int:
-    """Return how many pieces of a size hold a count."""
-    return -(-count // size)

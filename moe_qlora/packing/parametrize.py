@@ -26,7 +26,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import bitsandbytes.nn
@@ -43,6 +42,7 @@ from .quant_state import QuantState, from_quant_state, state_dict_entries, to_qu
 bnb: Any = bitsandbytes.nn  # no type annotations to check against
 Params4bit = bnb.Params4bit
 
+# All parameters of a module as they were registered, and its hooks; its copies have it too.
 _RECORD = "_moe_qlora_storage"
 _SHARED = "_moe_qlora_int8"
 
@@ -78,12 +78,12 @@ class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
         return new
 
     def follow(self, codes: Tensor) -> Any:
-        """Return the statistics that belong to these codes, on their device."""
+        """Return the statistics that belong to these codes."""
         own = codes.__dict__.get("quant_state") if isinstance(codes, Params4bit) else None
         if own is not None and own is not self.quant_state:
             self.quant_state = own
             self._codes = weakref.ref(cast(nn.Parameter, codes))
-        return _on_device(self.quant_state, codes)
+        return self.quant_state
 
     @torch.no_grad()
     def forward(self, quantized_param: Tensor) -> Tensor:
@@ -107,14 +107,6 @@ class PackedInt8(nn.Module):
         return unpack(_read_int8(codes, self))
 
 
-@dataclass
-class _AttachRecord:
-    """All parameters of a module as they were registered, and its hooks; its copies have it too."""
-
-    order: tuple[str, ...]
-    hooks: list[Any]
-
-
 def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
     """Replace a plain parameter, or nothing, by a packed weight.
 
@@ -126,7 +118,17 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
             f"{type(module).__name__}.{name} is packed already: detach it before packing it again."
         )
     _unshare_class(module)
-    _install_hooks(module)
+    if _RECORD not in module.__dict__:
+        host: Any = module
+        cache = bnb_parametrize._enable_parametrization_cache  # of dequantized weights
+        clear = bnb_parametrize._disable_parametrization_cache
+        hooks = [
+            host.register_forward_pre_hook(cache),
+            host.register_forward_hook(clear, always_call=True),
+            host.register_state_dict_post_hook(_save),
+            host.register_load_state_dict_pre_hook(_load),
+        ]
+        module.__dict__[_RECORD] = tuple(module._parameters), hooks
     owner = hold(packed)
     parametrization: nn.Module
     if packed.kind == "int8":
@@ -201,10 +203,9 @@ def packed_names(module: nn.Module) -> tuple[str, ...]:
     if lists is None:
         return ()
     names = [name for name in cast(nn.ModuleDict, lists) if is_packed(module, name)]
-    record: _AttachRecord | None = module.__dict__.get(_RECORD)
-    if record is not None:
-        place = {name: index for index, name in enumerate(record.order)}
-        names.sort(key=lambda name: place.get(name, len(place)))
+    order, _ = module.__dict__.get(_RECORD, ((), ()))
+    place = {name: index for index, name in enumerate(order)}
+    names.sort(key=lambda name: place.get(name, len(place)))
     return tuple(names)
 
 
@@ -254,17 +255,11 @@ def _parametrization(module: nn.Module, name: str) -> Any:
     return first if isinstance(first, known) else None
 
 
-def _on_device(state: Any, codes: Tensor) -> Any:
+def _read_4bit(codes: Tensor, parametrization: Any) -> PackedWeight:
+    own = isinstance(parametrization, Packed4bit)
+    state = parametrization.follow(codes) if own else parametrization.quant_state
     if state.absmax.device != codes.device and not codes.is_meta:
         state.to(codes.device)
-    return state
-
-
-def _read_4bit(codes: Tensor, parametrization: Any) -> PackedWeight:
-    if isinstance(parametrization, Packed4bit):
-        state = parametrization.follow(codes)
-    else:
-        state = _on_device(parametrization.quant_state, codes)
     storage = codes.__dict__.get("quant_storage") if isinstance(codes, Params4bit) else None
     if storage is not None and codes.dtype != storage:
         raise QuantizationError(
@@ -311,35 +306,17 @@ def _params4bit(codes: Tensor, state: Any) -> nn.Parameter:
     return cast(nn.Parameter, parameter)
 
 
-def _install_hooks(module: nn.Module) -> None:
-    """Register each hook once a module."""
-    if _RECORD in module.__dict__:
-        return
-    host: Any = module
-    # The first two are bitsandbytes' own: they cache the dequantized weight during a forward.
-    hooks = [
-        host.register_forward_pre_hook(bnb_parametrize._enable_parametrization_cache),
-        host.register_forward_hook(
-            bnb_parametrize._disable_parametrization_cache, always_call=True
-        ),
-        host.register_state_dict_post_hook(_save),
-        host.register_load_state_dict_pre_hook(_load),
-    ]
-    module.__dict__[_RECORD] = _AttachRecord(tuple(module._parameters), hooks)
-
-
 def _forget(module: nn.Module) -> None:
     """Restore registration order; the hooks go with the module's last packed parameter."""
-    record: _AttachRecord | None = module.__dict__.get(_RECORD)
-    if record is None:
+    if _RECORD not in module.__dict__:
         return
-    known = [name for name in record.order if name in module._parameters]
-    others = [name for name in module._parameters if name not in known]
-    ordered = {name: module._parameters[name] for name in (*known, *others)}
+    order, hooks = module.__dict__[_RECORD]
+    known = [name for name in order if name in module._parameters]
+    ordered = {name: module._parameters[name] for name in (*known, *module._parameters)}
     module._parameters.clear()
     module._parameters.update(ordered)
     if all(is_foreign(module, name) for name in packed_names(module)):
-        for hook in record.hooks:
+        for hook in hooks:
             hook.remove()
         del module.__dict__[_RECORD]
 

@@ -42,28 +42,31 @@ def select_weights(
 
     A skip pattern that is no valid regex is an error, one that matches nothing a warning.
     """
-    _check_patterns(model, settings.skip_modules)
-    left_to_config = _target_parameters(config)
-    return [_select(model, param, left_to_config, settings) for param in layout.experts]
-
-
-def _select(
-    model: nn.Module, param: ExpertParam, left_to_config: tuple[str, ...], settings: CodecSettings
-) -> WeightSelection:
     # bitsandbytes prints to stderr when it is imported, which the rule alone does not need.
     from . import parametrize
 
-    module = model.get_submodule(param.module_name)
-    if parametrize.is_packed(module, param.parameter_name):
-        foreign = parametrize.is_foreign(module, param.parameter_name)
-        reason = "packed by bitsandbytes' own helper" if foreign else ""
-        return WeightSelection(param, ALREADY_QUANTIZED, reason)
-    if any(_covers(pattern, param) for pattern in left_to_config):
-        return WeightSelection(param, SKIPPED, "left to the config's own target_parameters")
-    pattern = skipping_pattern(param, settings.skip_modules)
-    if pattern is not None:
-        return WeightSelection(param, SKIPPED, f"llm_int8_skip_modules names {pattern!r}")
-    return WeightSelection(param, QUANTIZED)
+    _check_patterns(model, settings.skip_modules)
+    # Parameters that the config asks bitsandbytes to pack itself.
+    if isinstance(config, Mapping):
+        left = config.get("target_parameters")
+    else:
+        left = getattr(config, "target_parameters", None)
+    left_to_config = (left,) if isinstance(left, str) else tuple(left or ())
+
+    def select(param: ExpertParam) -> WeightSelection:
+        module = model.get_submodule(param.module_name)
+        if parametrize.is_packed(module, param.parameter_name):
+            foreign = parametrize.is_foreign(module, param.parameter_name)
+            reason = "packed by bitsandbytes' own helper" if foreign else ""
+            return WeightSelection(param, ALREADY_QUANTIZED, reason)
+        if any(_covers(pattern, param) for pattern in left_to_config):
+            return WeightSelection(param, SKIPPED, "left to the config's own target_parameters")
+        pattern = skipping_pattern(param, settings.skip_modules)
+        if pattern is not None:
+            return WeightSelection(param, SKIPPED, f"llm_int8_skip_modules names {pattern!r}")
+        return WeightSelection(param, QUANTIZED)
+
+    return [select(param) for param in layout.experts]
 
 
 def weights_to_pack(
@@ -112,15 +115,6 @@ def _check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
                 UserWarning,
                 stacklevel=4,
             )
-
-
-def _target_parameters(config: Any) -> tuple[str, ...]:
-    """Return the patterns of parameters that a config asks bitsandbytes to pack itself."""
-    if isinstance(config, Mapping):
-        patterns = config.get("target_parameters")
-    else:
-        patterns = getattr(config, "target_parameters", None)
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
 
 
 def _covers(pattern: str, param: ExpertParam) -> bool:

@@ -5,7 +5,7 @@ The config is read by its attributes or keys, so that nothing here needs transfo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,14 +84,22 @@ class CodecSettings:
         skips = skips if isinstance(skips, str) else tuple(skips)
         if isinstance(skips, str) or not all(isinstance(skip, str) for skip in skips):
             raise ConfigError(f"llm_int8_skip_modules is {skips!r}: give a list of module names.")
-        if four:
-            return _4bit_settings(get, skips)
-        if get("llm_int8_has_fp16_weight", False):
+        if eight and get("llm_int8_has_fp16_weight", False):
             raise ConfigError(
                 "llm_int8_has_fp16_weight=True keeps 8-bit weights in 16 bit, so that nothing "
                 "would be packed: set it to False."
             )
-        return cls("int8", skip_modules=skips)
+        if eight:
+            return cls("int8", skip_modules=skips)
+        kind = get("bnb_4bit_quant_type", "fp4")
+        if kind not in ("nf4", "fp4"):
+            raise ConfigError(
+                f"bnb_4bit_quant_type is {kind!r}: bitsandbytes knows 'nf4' and 'fp4'."
+            )
+        storage = _dtype(get, "bnb_4bit_quant_storage", STORAGE_DTYPES)
+        compute = _dtype(get, "bnb_4bit_compute_dtype", FLOAT_DTYPES)
+        double_quant = bool(get("bnb_4bit_use_double_quant", False))
+        return cls(kind, double_quant, storage, compute, skip_modules=skips)
 
     @classmethod
     def of(cls, packed: PackedWeight) -> CodecSettings:
@@ -143,9 +151,9 @@ class CodecSettings:
             "compute_dtype": (None, *_FLOAT_NAMES),
         }
         values = {"storage_dtype": "uint8", "compute_dtype": None, **values}
-        for key in ("blocksize", *options):
-            if key not in values:
-                raise ValueError(f"{key} is missing")
+        missing = [key for key in ("blocksize", *options) if key not in values]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
         for key, allowed in options.items():
             value = values[key]
             if not any(value == one and type(value) is type(one) for one in allowed):
@@ -159,30 +167,10 @@ class CodecSettings:
         return cls(values["kind"], values["double_quant"], storage, compute_dtype, blocksize)
 
 
-def _4bit_settings(get: Callable[..., Any], skips: tuple[str, ...]) -> CodecSettings:
-    kind = get("bnb_4bit_quant_type", "fp4")
-    if kind not in ("nf4", "fp4"):
-        raise ConfigError(f"bnb_4bit_quant_type is {kind!r}: bitsandbytes knows 'nf4' and 'fp4'.")
-    storage = _dtype(get("bnb_4bit_quant_storage", torch.uint8), "bnb_4bit_quant_storage")
-    if storage not in STORAGE_DTYPES:
-        known = ", ".join(map(dtype_name, STORAGE_DTYPES))
-        raise ConfigError(
-            f"bnb_4bit_quant_storage is {storage}: packed codes can be stored as {known}."
-        )
-    compute = _dtype(get("bnb_4bit_compute_dtype", torch.float32), "bnb_4bit_compute_dtype")
-    if compute not in FLOAT_DTYPES:
-        raise ConfigError(
-            f"bnb_4bit_compute_dtype is {compute}: give torch.bfloat16, torch.float16 or "
-            "torch.float32."
-        )
-    double_quant = bool(get("bnb_4bit_use_double_quant", False))
-    return CodecSettings(kind, double_quant, storage, compute, skip_modules=skips)
-
-
-def _dtype(value: Any, field: str) -> torch.dtype:
+def _dtype(get: Callable[..., Any], field: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
+    """Read a dtype, of which the first one allowed is the default."""
+    value = get(field, allowed[0])
     dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(
-            f"{field} is {value!r}, which is no torch dtype: give one such as torch.bfloat16."
-        )
+    if dtype not in allowed:
+        raise ConfigError(f"{field} is {value!r}: give one of {', '.join(map(str, allowed))}.")
     return dtype

@@ -236,8 +236,8 @@ def test_two_adapters_infer(case):
 def test_scalings_are_numbers_of_one_kind(case, monkeypatch):
     module, provider, parts = case
     scalings = []
-    real = fused.make_loras
-    monkeypatch.setattr(fused, "make_loras", lambda lora, s: scalings.extend(s) or real(lora, s))
+    real = fused.make_operands
+    monkeypatch.setattr(fused, "make_operands", lambda *a: scalings.extend(a[-1]) or real(*a))
     for name, (term,) in provider.all.items():
         provider.all[name] = (replace(term, scaling=1),)
     module(*parts)
