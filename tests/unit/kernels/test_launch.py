@@ -87,7 +87,7 @@ def driver(monkeypatch):
 
 
 def tensors():
-    return torch.empty(64), torch.empty(64, dtype=torch.float16)
+    return torch.zeros(64), torch.zeros(64, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("more", ["", SCRATCH])
