@@ -106,7 +106,7 @@ class ParamWrapper(StockParamWrapper):
         base = self.get_base_layer()
         implementation = getattr(getattr(base, "config", None), "_experts_implementation", None)
         # This package's experts forward asks for LoRA itself.
-        asks = implementation == IMPLEMENTATION and dispatches(base) and has_packed(base)
+        asks = implementation == IMPLEMENTATION and dispatches(base) and bool(packed_names(base))
         factors = () if asks else self.active_factors()
         if not factors:
             return self.base_layer(x, *args, **kwargs)
