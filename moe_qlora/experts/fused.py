@@ -38,10 +38,10 @@ def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tens
         tensors = [tensor for weight in packed for tensor in weight.tensors]
         numbers = [alpha, shift] if limit is None else [alpha, shift, limit]
         adapted = [scaling is not None for scaling in scalings]
-        factors = [scaling for scaling in scalings if scaling is not None]
+        values = [scaling for scaling in scalings if scaling is not None]
         out = torch.ops.moe_qlora.experts_layer(
             x, routing_weights, index, biases, lora, tensors, packed[0].numbers, packed[1].numbers,
-            act, [gated, interleaved], numbers, adapted, factors, transposed, partial,
+            act, [gated, interleaved], numbers, adapted, values, transposed, partial,
         )[0]  # fmt: skip
     else:
         check_devices(x, routing_weights, index, *biases, *lora)

@@ -225,7 +225,7 @@ def register_operators() -> None:
     if hasattr(torch.ops.moe_qlora, "experts_layer"):
         return
 
-    operator = partial(torch.library.custom_op, mutates_args=())
+    operator: Any = partial(torch.library.custom_op, mutates_args=())
     layer = operator("moe_qlora::experts_layer", _layer_forward, schema=_LAYER_FORWARD)
     layer.register_fake(_layer_forward_fake)
     layer.register_autograd(_layer_autograd, setup_context=_layer_setup)

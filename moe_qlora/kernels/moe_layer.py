@@ -90,7 +90,7 @@ class Saved(NamedTuple):
 class ForwardState(NamedTuple):
     """A forward up to the down projection."""
 
-    index: Tensor  # `(T, k)`
+    assignments: Tensor  # `(T, k)`: the top-k index
     operands: Operands
     routing: Routing
     saved: Saved
@@ -208,7 +208,7 @@ def down_forward(layer: Layer, state: ForwardState, out: Tensor | None = None) -
     """
     return _summed(
         layer, state.inner, state.matmul, state.rows, state.name, out, state.operands.weights,
-        state.index, state.operands.biases[1],
+        state.assignments, state.operands.biases[1],
     )  # fmt: skip
 
 

@@ -170,7 +170,9 @@ class CodecSettings:
 def _dtype(get: Callable[..., Any], field: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
     """Read a dtype, of which the first one allowed is the default."""
     value = get(field, allowed[0])
-    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    dtype: Any = (
+        getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    )
     if dtype not in allowed:
         raise ConfigError(f"{field} is {value!r}: give one of {', '.join(map(str, allowed))}.")
     return dtype
