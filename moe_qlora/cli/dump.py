@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Color, Colored, Json, Model, ModelDoubleQuant, ModelQuant, TrustRemoteCode
+from .options import Color, Colored, Json, Model, ModelDoubleQuant, ModelQuant, trust_remote_code_of
 
 NO_EXPERTS = 3
 
@@ -26,7 +26,7 @@ def dump(
     yaml: Annotated[
         bool, typer.Option("--yaml", help="Print YAML to paste into a trainer's file, alone.")
     ] = False,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: Annotated[bool, trust_remote_code_of("MODEL")] = False,
     color: Colored = Color.auto,
 ) -> None:
     """Show every expert parameter of MODEL, its bytes now and packed, and the lists for PEFT.

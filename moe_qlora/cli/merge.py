@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Float, Quant, Quiet, TrustRemoteCode
+from .options import Float, Quant, Quiet, trust_remote_code_of
 
 
 def merge(
@@ -41,7 +41,7 @@ def merge(
     max_shard_size: Annotated[
         str, typer.Option(help="Of the files, where BASE is packed; else BASE's own are kept.")
     ] = "5GB",
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: Annotated[bool, trust_remote_code_of("BASE")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Merge a LoRA adapter into its base, a few experts at a time; no model is ever loaded.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,6 +33,11 @@ def codec_settings(
     return replace(own, kind=own.kind if quant is None else quant.value, double_quant=double)
 
 
+def trust_remote_code_of(source: str) -> Any:
+    """Return the option `--trust-remote-code` of a subcommand, for the code of this argument."""
+    return typer.Option("--trust-remote-code", help=f"Run model code that {source} brings.")
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -48,9 +53,6 @@ ModelDoubleQuant = Annotated[
         "--double-quant/--no-double-quant",
         help="Quantize the statistics too; default: what MODEL says, else yes.",
     ),
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run model code that the checkpoint brings.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]

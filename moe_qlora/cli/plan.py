@@ -14,8 +14,8 @@ from .options import (
     Model,
     ModelDoubleQuant,
     ModelQuant,
-    TrustRemoteCode,
     codec_settings,
+    trust_remote_code_of,
 )
 
 DOES_NOT_FIT = 4
@@ -50,7 +50,7 @@ def plan(
     double_quant: ModelDoubleQuant = None,
     as_json: Json = False,
     chart: Chart = None,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: Annotated[bool, trust_remote_code_of("MODEL")] = False,
     color: Colored = Color.auto,
 ) -> None:
     """Show what MODEL takes, whether it fits, where its layers go, and what to change if not.

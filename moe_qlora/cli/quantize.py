@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Float, Quant, Quiet, TrustRemoteCode
+from .options import Float, Quant, Quiet, trust_remote_code_of
 
 Storage = StrEnum("Storage", ["uint8", "bfloat16", "float16", "float32"])
 
@@ -36,7 +36,7 @@ def quantize(
         str | None, typer.Option(help="Where to pack; default: a GPU where there is one.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of the files of DST.")] = "5GB",
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: Annotated[bool, trust_remote_code_of("SRC")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Pack a checkpoint without ever holding the model; an interrupted run goes on where it was.

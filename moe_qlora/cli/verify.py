@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Color, Colored, Json, Quiet, TrustRemoteCode
+from .options import Color, Colored, Quiet, trust_remote_code_of
 
 DAMAGED = 1
 
@@ -25,8 +25,8 @@ def verify(
         Path | None,
         typer.Option(help="With --against: draw the error by layer and expert to this PNG file."),
     ] = None,
-    as_json: Json = False,
-    trust_remote_code: TrustRemoteCode = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    trust_remote_code: Annotated[bool, trust_remote_code_of("--against")] = False,
     quiet: Quiet = False,
     color: Colored = Color.auto,
 ) -> None:
