@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,12 @@ class Case:
     layout: ModelLayout
     routers: list[str]
     inputs: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def case(request: pytest.FixtureRequest) -> Case:
+    """The case of one architecture, which its tests share: they adapt copies of the base."""
+    return make_case(request.param)
 
 
 def make_case(model_type: str) -> Case:
@@ -184,18 +191,23 @@ def routers_of(model: nn.Module, names: list[str]) -> dict[str, nn.Parameter]:
     return found
 
 
-def watch_embeddings(model: Any, inputs: dict[str, Any], into: list[Tensor]) -> dict[str, Any]:
+@contextmanager
+def watched_embeddings(
+    model: Any, inputs: dict[str, Any], into: list[Tensor]
+) -> Iterator[dict[str, Any]]:
     """Make what goes into the first layer a leaf, kept in `into`."""
     if "inputs_embeds" in inputs:
         into.append(inputs["inputs_embeds"].clone().requires_grad_())
-        return {"inputs_embeds": into[0]}
+        yield {"inputs_embeds": into[0]}
+        return
 
     def leaf(_: Any, __: Any, out: Tensor) -> Tensor:
         into.append(out.detach().requires_grad_())
         return into[-1]
 
-    model.get_input_embeddings().register_forward_hook(leaf)
-    return inputs
+    hook = model.get_input_embeddings().register_forward_hook(leaf)
+    yield inputs
+    hook.remove()
 
 
 def logits_of(output: Any) -> Tensor:
@@ -211,12 +223,14 @@ def run_packed(model: Any, case: Case) -> Outcome:
     return outcome(model.get_base_model(), model, leaves, case)
 
 
-def run_reference(case: Case, model: Any = None, dtype: torch.dtype = torch.float32) -> Outcome:
+def run_reference(case: Case, model: Any, dtype: torch.dtype = torch.float32) -> Outcome:
     """The plain model with W + s B A for W, from copies of the adapter's factors."""
-    twin = nn.Module.to(copy.deepcopy(case.twin), dtype)  # its own `to` takes it for quantized
+    twin = case.twin
+    if dtype != torch.float32:
+        twin = nn.Module.to(copy.deepcopy(twin), dtype)  # its own `to` takes it for quantized
     leaves: dict[str, Tensor] = {}
     weights = {}
-    for name, layer in () if model is None else adapted_layers(model):
+    for name, layer in adapted_layers(model):
         weight = twin.get_parameter(name).detach()
         for part in ("lora_A", "lora_B"):
             held = getattr(layer, part)["default"].weight.detach()
@@ -241,13 +255,15 @@ def outcome(base: Any, run: Callable[..., Any], leaves: dict[str, Tensor], case:
     for weight in tracked.values():
         weight.requires_grad_()
     embedded: list[Tensor] = []
-    inputs = watch_embeddings(base, case.inputs, embedded)
     torch.manual_seed(4)  # diffusion_gemma draws the text it starts from
-    logits = logits_of(run(**inputs, use_cache=False))
+    with watched_embeddings(base, case.inputs, embedded) as inputs:
+        logits = logits_of(run(**inputs, use_cache=False))
     generator = torch.Generator().manual_seed(3)
     mix = torch.randn(logits.shape, generator=generator, dtype=torch.float32)
     (logits * mix).sum().backward()
     grads = {name: weight.grad for name, weight in tracked.items()}
+    for weight in tracked.values():
+        weight.grad = None
     grads |= {f"input {index}": leaf.grad for index, leaf in enumerate(embedded)}
     return Outcome(logits.detach(), grads)
 
@@ -287,19 +303,27 @@ def check_equal(found: Outcome, case: Case, model: Any) -> None:
         assert error[name] < min(6 * own_error[name] + TOLERANCE, 1e-3), told
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-def test_every_architecture(model_type: str) -> None:
-    case = make_case(model_type)
-    plain = run_reference(case).logits
+def variants_of(case: Case) -> list[list[str] | None]:
+    """Every projection; and one projection, or None for attention alone, by turns."""
     everything = moe_qlora.target_parameters(case.base)
-    by_role = [
-        moe_qlora.target_parameters(case.base, roles=[role])
-        for role in dict.fromkeys(param.role for param in case.layout)
-    ]
-    assert len(by_role) > 1 and {n for names in by_role for n in names} == set(everything)
-    others = [*by_role, None]
-    variants = [everything, others[TYPES.index(model_type) % len(others)]]  # the others by turns
-    for parameters in variants[:1] if model_type in ONE_RUN else variants:
+    roles = list(dict.fromkeys(param.role for param in case.layout))
+    assert len(roles) > 1
+    assert set(everything) == {name for param in case.layout for name in param.names}
+    turn = TYPES.index(case.model_type) % (len(roles) + 1)
+    if case.model_type in ONE_RUN:
+        return [everything]
+    if turn == len(roles):
+        return [everything, None]
+    one = moe_qlora.target_parameters(case.base, roles=[roles[turn]])
+    of_role = (param for param in case.layout if param.role == roles[turn])
+    assert set(one) == {name for param in of_role for name in param.names}
+    return [everything, one]
+
+
+@pytest.mark.parametrize("case", TYPES, indirect=True)
+def test_every_architecture(case: Case) -> None:
+    plain = run(case.twin, case)
+    for parameters in variants_of(case):
         modules = attention_linears(case.base, case.routers) if parameters is None else []
         model = get_peft_model(case, modules, parameters)
         adapted = {name for name, _ in adapted_layers(model)}
@@ -312,9 +336,8 @@ def test_every_architecture(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "nemotron_h"])
-def test_under_gradient_checkpointing(model_type: str, reentrant: bool) -> None:
-    case = make_case(model_type)
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "nemotron_h"], indirect=True)
+def test_under_gradient_checkpointing(case: Case, reentrant: bool) -> None:
     modules = attention_linears(case.base, case.routers)
     model = get_peft_model(case, modules, moe_qlora.target_parameters(case.base))
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -344,8 +367,7 @@ def test_weights_read_from_outside_their_module_merge_and_unmerge() -> None:
     assert relative(run_packed(model, case).logits, adapted) < TOLERANCE
     with torch.no_grad(), model.disable_adapter():
         without = model(**case.inputs).logits
-    plain = run_reference(case).logits
-    assert relative(without, plain) < TOLERANCE
+    assert relative(without, run(case.twin, case)) < TOLERANCE
     assert torch.equal(run_packed(model, case).logits, adapted)
     merged = model.merge_and_unload()
     assert relative(merged(**case.inputs).logits, adapted) < TOLERANCE
@@ -378,9 +400,8 @@ def files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return {name: (value.shape, value.dtype) for name, value in tensors.items()}, ordered
 
 
-@pytest.mark.parametrize("model_type", [t for t in TYPES if t not in NOT_RUN_BY_STOCK])
-def test_files_are_those_of_stock_peft_and_go_both_ways(model_type: str, tmp_path: Path) -> None:
-    case = make_case(model_type)
+@pytest.mark.parametrize("case", [t for t in TYPES if t not in NOT_RUN_BY_STOCK], indirect=True)
+def test_files_are_those_of_stock_peft_and_go_both_ways(case: Case, tmp_path: Path) -> None:
     # dt_proj: unless a model is quantized, Mamba's own forward reads the weight and misses LoRA.
     modules = [n for n in attention_linears(case.base, case.routers) if not n.endswith("dt_proj")]
     config = LoraConfig(
@@ -396,11 +417,12 @@ def test_files_are_those_of_stock_peft_and_go_both_ways(model_type: str, tmp_pat
         model.save_pretrained(tmp_path / folder, save_embedding_layers=False)
     assert files(tmp_path / "ours") == files(tmp_path / "stock")
 
-    tolerance = 1e-4 if model_type in COARSE else TOLERANCE
-    for model, folder in ((ours, "ours"), (stock, "stock")):
-        again = moe_qlora.load_adapter(copy.deepcopy(case.base), str(tmp_path / folder))
-        assert relative(run(again, case), run(model, case)) < tolerance, folder
-    assert relative(run(ours, case), run(stock, case)) > 10 * TOLERANCE
-    if model_type not in LOST_BY_STOCK:
+    # The files differ in their values alone, so that what loads one loads the other.
+    tolerance = 1e-4 if case.model_type in COARSE else TOLERANCE
+    outputs = run(ours, case), run(stock, case)
+    assert relative(*outputs) > 10 * TOLERANCE
+    again = moe_qlora.load_adapter(copy.deepcopy(case.base), str(tmp_path / "stock"))
+    assert relative(run(again, case), outputs[1]) < tolerance
+    if case.model_type not in LOST_BY_STOCK:
         loaded = peft.PeftModel.from_pretrained(unpacked(case), tmp_path / "ours")
-        assert relative(run(loaded, case), run(ours, case)) < tolerance
+        assert relative(run(loaded, case), outputs[0]) < tolerance
