@@ -45,6 +45,7 @@ class Scale:
         hidden, layers, experts: Sizes of the small model; an expert is as wide as the model.
         batch, length: Rows of tokens in a step, and tokens in a row.
         pretrain_steps, steps: Steps of the two trainings.
+        characters: How much code the first one draws its rows from.
     """
 
     hidden: int = 128
@@ -54,9 +55,19 @@ class Scale:
     length: int = 128
     pretrain_steps: int = 400
     steps: int = 120
+    characters: int = 3_000_000
 
 
-QUICK = Scale(hidden=64, layers=2, experts=8, batch=8, length=64, pretrain_steps=120, steps=40)
+QUICK = Scale(
+    hidden=64,
+    layers=2,
+    experts=8,
+    batch=8,
+    length=64,
+    pretrain_steps=80,
+    steps=25,
+    characters=300_000,
+)
 
 
 @dataclass
@@ -130,7 +141,7 @@ def pretrain(folder: Path, scale: Scale) -> list[float]:
     """Train a small Qwen3-MoE model on Python code and save it, with its tokenizer, to `folder`."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    text = library_sources()
+    text = library_sources(scale.characters)
     tokenizer = _train_tokenizer(text + manual())
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
@@ -159,7 +170,7 @@ def pretrain(folder: Path, scale: Scale) -> list[float]:
     return losses
 
 
-def library_sources(limit: int = 3_000_000) -> str:
+def library_sources(limit: int) -> str:
     """Sources of the standard library's own modules, at most `limit` characters."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted([*root.glob("*.py"), *root.glob("[a-z]*/*.py")])
