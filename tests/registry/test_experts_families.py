@@ -177,9 +177,16 @@ def first_output(output: Any) -> Tensor:
     return value
 
 
-@pytest.mark.parametrize(("model_type", "which"), RUNS)
-def test_model_equals_plain_loops(model_type: str, which: str) -> None:
-    packed, plain = packed_and_plain(model_type)
+@pytest.fixture(scope="module")
+def twins(request: pytest.FixtureRequest) -> tuple[Any, Any, set[str]]:
+    """`packed_and_plain` of one architecture, which its tests share, and names of its routers."""
+    layout = detect.detect(tiny_model(request.param, device="meta"))
+    return *packed_and_plain(request.param), {router.name for router in layout.routers}
+
+
+@pytest.mark.parametrize(("twins", "which"), RUNS, indirect=["twins"])
+def test_model_equals_plain_loops(twins: tuple[Any, Any, set[str]], which: str) -> None:
+    packed, plain, routers = twins
     providers = lora(packed, which)
     for name, module, _ in banks(packed):
         lora_source.set_lora_source(module, providers[name])
@@ -193,8 +200,6 @@ def test_model_equals_plain_loops(model_type: str, which: str) -> None:
     torch.manual_seed(3)
     weights = folded(plain, providers)
     theirs = first_output(functional_call(plain, weights, kwargs=given, tie_weights=False))
-    layout = detect.detect(tiny_model(model_type, device="meta"))
-    routers = {router.name for router in layout.routers}
     trained, others = dict(plain.named_parameters()), {}
     table = None if "inputs_embeds" in given else packed.get_input_embeddings().weight
     for name, parameter in packed.named_parameters():
@@ -202,7 +207,7 @@ def test_model_equals_plain_loops(model_type: str, which: str) -> None:
             routes = name in routers or any(name.startswith(f"{router}.") for router in routers)
             (leaves if routes or parameter is table else others)[name] = parameter, trained[name]
     assert any(name in routers or name.rpartition(".")[0] in routers for name in leaves)
-    compare(mine, theirs, leaves, others, WIDE.get(model_type, 1e-5))
+    compare(mine, theirs, leaves, others, WIDE.get(packed.config.model_type, 1e-5))
 
 
 @pytest.mark.parametrize("which", SIDES)

@@ -71,6 +71,13 @@ SIZES: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "zero_expert_num": 2,
+    "projection_intermediate_size": 96,
     "mamba_num_heads": 8,
     "mamba_n_heads": 8,
     "mamba_head_dim": 16,
@@ -94,6 +101,11 @@ TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_i
 # What an architecture needs besides: by model type of the configuration that has the attribute.
 NEEDS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
+    "deepseek_ocr2_sam_vision_model": {
+        "output_channels": 32,
+        "mlp_dim": 96,
+        "downsample_channels": [32, 64],
+    },
     "diffusion_gemma": {"canvas_length": 12},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_audio_encoder": {
@@ -116,6 +128,7 @@ NEEDS: dict[str, dict[str, Any]] = {
             "rope_type": "default",
         },
     },
+    "gemma4_vision": {"position_embedding_size": 64},
     "gemma4_text": {
         "enable_moe_block": True,
         "hidden_size_per_layer_input": 8,
@@ -123,8 +136,6 @@ NEEDS: dict[str, dict[str, Any]] = {
     },
     "glm5_next_text": {
         "head_dim": 0,
-        "linear_head_dim": 16,
-        "linear_num_heads": 4,
         "qk_head_dim": 16,
         "qk_rope_head_dim": 0,
     },
@@ -139,10 +150,15 @@ NEEDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"head_dim": 16},
     "inkling2_vision": {"text_hidden_size": 64, "projection_hidden_dim": 64},
-    "inkling_audio": {"text_hidden_size": 64},
-    "inkling_vision": {"text_hidden_size": 64, "patch_size": 8, "num_hidden_layers": 6},
+    "inkling_audio": {"text_hidden_size": 64, "n_mel_bins": 8, "mel_vocab_size": 32},
+    "inkling_vision": {"text_hidden_size": 64, "patch_size": 2, "num_hidden_layers": 4},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4_vision_model": {
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+        "vision_output_dim": 64,
+    },
     "muse_spark_audio": {
         "depths": [1, 1, 1, 1],
         "hidden_sizes": [16, 16, 32, 32],
@@ -151,11 +167,12 @@ NEEDS: dict[str, dict[str, Any]] = {
     "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 0},
     "nemotron3_diarization": {"head_config": {"audio_hidden_size": 64}},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
-    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2, "max_img_size": 128}},
     "qwen3_omni_moe": {
         "code2wav_config": {"codebook_size": 64, "decoder_dim": 64},
         "talker_config": {"spatial_merge_size": 2},
     },
+    "qwen3_omni_moe_audio_encoder": {"downsample_hidden_size": 8, "output_dim": 64},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 40},
     "qwen4_exp_text": {
         "indexer_budget": 8,
@@ -163,6 +180,11 @@ NEEDS: dict[str, dict[str, Any]] = {
         "indexer_head_dim": 16,
         "indexer_kv_heads": 1,
         "indexer_n_heads": 4,
+    },
+    "unlimited_ocr_sam_vision_model": {
+        "output_channels": 32,
+        "mlp_dim": 96,
+        "downsample_channels": [32, 64],
     },
     "step3p5": {"sliding_window": 16},
     "zaya": {"num_experts_per_tok": 1},

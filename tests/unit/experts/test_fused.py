@@ -193,7 +193,7 @@ def test_a_recomputation_asks_for_what_serves_twice(case, monkeypatch):
 def test_compiled_for_any_number_of_tokens(case):
     module, provider, _ = case
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for tokens in (11, 13, 70):
+    for tokens in (5, 7, 40):
         x = torch.randn(tokens, H).half().requires_grad_()
         weights = torch.rand(tokens, K).half().requires_grad_()
         parts = x, torch.rand(tokens, E).topk(K, -1).indices, weights
