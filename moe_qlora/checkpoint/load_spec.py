@@ -43,6 +43,7 @@ class LoadSpec:
     # bytes, once loaded, of each of the model's blocks and of the layers outside them, in order
     unit_nbytes: tuple[float, ...] = ()
     packed: dict[str, PackedWeight] = field(default_factory=dict)
+    unpacked: set[str] = field(default_factory=set)  # that were read, and packed by no converter
     # converters of the load, each as (own, the stock one that it replaces or None)
     replaced: list[tuple[Any, Any]] = field(default_factory=list)
 

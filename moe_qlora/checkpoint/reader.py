@@ -23,7 +23,8 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedWeightError
+from ..layout import dtype_name
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = f"model{INDEX_SUFFIX}"
@@ -70,6 +71,15 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+
+def check_plain(name: str, dtype: torch.dtype) -> None:
+    """Refuse codes of another tool where a 16-bit weight belongs."""
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise UnsupportedWeightError(
+            f"{name} is {dtype_name(dtype)} in the checkpoint, so that another tool has packed it: "
+            "load a checkpoint in float32, float16 or bfloat16."
+        )
 
 
 class Checkpoint:

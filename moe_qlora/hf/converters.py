@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ..checkpoint.load_spec import LoadSpec
-from ..errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
+from ..checkpoint.reader import check_plain
+from ..errors import CheckpointError, NonFiniteWeightError
 from ..kernels.weights import PackedWeight
-from ..layout import dtype_name
 from ..packing import parametrize
 from ..packing.codec import Packer, restore
 from ..packing.format import key_ends
@@ -213,12 +213,7 @@ class WeightPacker:
 
     def add(self, piece: Tensor) -> None:
         """Pack the next rows of the first dimension; refuse other shapes, and packed weights."""
-        if not piece.is_floating_point() or piece.element_size() == 1:
-            dtype = dtype_name(piece.dtype)
-            raise UnsupportedWeightError(
-                f"{self.name} is {dtype} in the checkpoint, so that another tool has packed it: "
-                "load a checkpoint in float32, float16 or bfloat16."
-            )
+        check_plain(self.name, piece.dtype)
         if tuple(piece.shape[1:]) != self.shape[1:] or self.rows + len(piece) > self.shape[0]:
             seen = (self.rows + len(piece), *piece.shape[1:])
             raise CheckpointError(

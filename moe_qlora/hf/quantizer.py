@@ -19,6 +19,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from ..checkpoint.integrity import FolderCheck
 from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec, safetensors_files
 from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
+from ..checkpoint.reader import check_plain
 from ..errors import CheckpointError
 from ..packing import parametrize
 from ..packing.codec import pack
@@ -112,6 +113,12 @@ class _Packing:
             model.config.__dict__.pop("transformers_weights", None)
             spec = reload_spec(model, self.quantization_config, dtype, manifest, folder)
         spec.files = safetensors_files(files)
+        if not self.pre_quantized:
+            prefix = f"{model.base_model_prefix}."
+            floating = {n for n, tensor in model.state_dict().items() if tensor.is_floating_point()}
+            for key in spec.files or ():
+                if floating & {key, prefix + key, key.removeprefix(prefix)}:
+                    check_plain(key, spec.files.info(key).dtype)
         if self._mark is None and self.pre_quantized and folder and has_manifest(folder):
             ends = (ABSMAX, SCALES)
             if any(f"{name}{end}" in (spec.files or ()) for name in spec.params for end in ends):
@@ -248,6 +255,7 @@ class _LeaveExperts(ConversionOps):
     def convert(self, input_dict: dict[str, Any], *args: Any, **context: Any) -> Any:
         """Return tensors by name, those of Linear layers packed."""
         experts = {n: value for n, value in input_dict.items() if n in self.spec.params}
+        self.spec.unpacked |= experts.keys()
         linears = {n: value for n, value in input_dict.items() if n not in experts}
         return experts | (self.stock.convert(linears, *args, **context) if linears else {})
 
@@ -265,10 +273,13 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
         weight = module._parameters.get(leaf)
         packed = by_codes.get(id(weight))
         if packed is None:
-            if spec.manifest is not None or weight is None:
-                raise CheckpointError(f"{name} was not loaded: the checkpoint does not hold it.")
-            # No converter saw it, or it was missing and has just been initialised.
-            packed = pack(weight, spec.settings)
+            if weight is None or spec.manifest is not None or name not in spec.unpacked:
+                raise CheckpointError(
+                    f"{name} was not loaded: the checkpoint does not hold it, and random numbers "
+                    "would be packed. Load the 16-bit checkpoint of this model; one that another "
+                    "tool has packed keeps its weights under other names."
+                )
+            packed = pack(weight, spec.settings)  # no converter packed it
         for module, leaf in (parametrize.owner_of(model, other) for other in param.names):
             if module._parameters.get(leaf) is weight:
                 parametrize.attach(module, leaf, packed)

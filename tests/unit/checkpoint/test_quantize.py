@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -24,7 +25,13 @@ from moe_qlora.checkpoint import reader
 from moe_qlora.checkpoint.integrity import check_folder
 from moe_qlora.checkpoint.writer import partial_of
 from moe_qlora.cli.app import app
-from moe_qlora.errors import CheckpointError, ConfigError, MoeQloraError, NonFiniteWeightError
+from moe_qlora.errors import (
+    CheckpointError,
+    ConfigError,
+    MoeQloraError,
+    NonFiniteWeightError,
+    UnsupportedWeightError,
+)
 from moe_qlora.testing import tiny_model
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -233,6 +240,28 @@ def poison(path: Path) -> None:
 def test_a_missing_tensor_is_named(source: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no tensor for model\.norm\.weight"):
         pack(changed(source, tmp_path / "bad", drop), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def to_float8(path: Path, part: str, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        for key in [key for key in tensors if part in key]:
+            tensors[key] = tensors[key].to(dtype)
+            tensors[f"{key}_scale_inv"] = torch.ones(1, 1)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("part", [".experts.1.up_proj", "self_attn.q_proj", "mlp.gate"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_codes_of_another_tool_are_named(
+    source: Path, tmp_path: Path, part: str, dtype: torch.dtype
+) -> None:
+    """FP8 weights whose config was removed, for one: without scales they are no weights."""
+    bad = changed(source, tmp_path / "bad", lambda path: to_float8(path, part, dtype))
+    seen = rf"{re.escape(part)}\S* is {str(dtype)[6:]}.*another tool"
+    with pytest.raises(UnsupportedWeightError, match=seen):
+        pack(bad, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -337,6 +337,30 @@ def test_what_another_tool_packed_is_refused(folder: Path, tmp_path: Path) -> No
         load(bad)
 
 
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8", "fp8 of Linear layers"])
+def test_packed_by_another_tool_and_its_config_removed(tmp_path: Path, kind: str) -> None:
+    """Neither random numbers nor raw codes become packed weights."""
+    model_type = "gpt_oss" if kind == "mxfp4" else "qwen3_moe"
+    tiny_model(model_type, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for key in list(tensors):
+        if kind == "mxfp4" and key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inner, out = tensors.pop(key).shape
+            blocks = torch.zeros(experts, out, max(inner // 32, 1), 16, dtype=torch.uint8)
+            tensors[f"{key}_blocks"], tensors[f"{key}_scales"] = blocks, blocks[..., 0].clone()
+        part = {"fp8": "_proj.weight", "fp8 of Linear layers": ".self_attn."}.get(kind)
+        if part is not None and part in key and key.endswith("_proj.weight"):
+            tensors[key] = tensors[key].to(torch.float8_e4m3fn)
+            tensors[f"{key}_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    error, seen = {
+        "mxfp4": (CheckpointError, r"layers\.0\.mlp\.experts\.(gate_up|down)_proj.* random"),
+        "fp8": (UnsupportedWeightError, r"layers\.0\.\S+_proj\S* is float8_e4m3fn"),
+    }["mxfp4" if kind == "mxfp4" else "fp8"]
+    with pytest.raises(error, match=seen), moe_qlora.enabled():
+        load(tmp_path)
+
+
 def held_by_a_layer(model: nn.Module, quantizer: Any) -> float:
     return sum(
         parameter.numel() * quantizer.param_element_size(model, name, parameter)
