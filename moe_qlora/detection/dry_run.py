@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .trace import BlockTrace, Trace
+from .trace import BlockTrace, PythonReads, Trace
 from .tree import LOOKUP_TABLES, Leaf, Node
 
 # Routers, norms and biases stay below this many elements at every published size (384 x 7168 is
@@ -148,7 +148,8 @@ class BlockCopy:
         try:
             # What a foreign forward prints is not this program's output. The redirection is the
             # process's: one at a time, or another thread would restore what it saw meanwhile.
-            with _REDIRECTION, contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), watch:
+            silent = contextlib.redirect_stdout(io.StringIO())
+            with _REDIRECTION, silent, torch.no_grad(), PythonReads(watch), watch:
                 self.module(*args)
             watch.trace.completed = True
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything

@@ -56,7 +56,8 @@ class Routing:
     """What a dry run showed of how a group's experts are chosen."""
 
     seen: bool  # the forward returned and used a member
-    routed: bool  # the block's code chooses among the experts
+    routed: bool  # what is applied, or what of it is kept, follows a choice among the experts
+    layers: bool  # each matrix is applied to what the one before it gave
     mixed: bool  # ranked scores weigh the experts' matrices, which are summed to one
     merged: list[Contraction]  # products that sum over the experts
     ranked_from: set[int]  # keys of members that the choice is computed from
@@ -66,6 +67,7 @@ def routing_of(group: ExpertGroup, trace: Trace) -> Routing:
     """Return how a group's experts were chosen in a dry run."""
     sizes = {group.router.num_choices, *group.counts}
     rankings = [ranking for ranking in trace.rankings if ranking.size in sizes]
+    flows = trace.chosen.union(*(c.ranked for c in trace.contractions))
     # Scores may pick tokens without being ranked: by a threshold, or each expert among tokens.
     picked = bool(trace.contractions) and all(c.picked for c in trace.contractions)
     merged = [
@@ -75,7 +77,12 @@ def routing_of(group: ExpertGroup, trace: Trace) -> Routing:
     ]
     return Routing(
         seen=trace.completed and bool(trace.contractions),
-        routed=bool(rankings) or picked,
+        routed=not sizes.isdisjoint(flows) or picked,
+        layers=any(
+            c.weight in {key for key, _ in c.upstream} and not c.picked
+            for c in trace.contractions
+            if len(group.members[c.weight].shape) == 3
+        ),
         mixed=any(not sizes.isdisjoint(c.ranked) for c in merged),
         merged=merged,
         ranked_from={key for ranking in rankings for key, _ in ranking.upstream},
@@ -104,6 +111,8 @@ def why_no_experts(group: ExpertGroup, trace: Trace, routing: Routing) -> str | 
 def _problem_of_use(group: ExpertGroup, trace: Trace, routing: Routing) -> str | None:
     """Return what a complete dry run says against experts."""
     first = group.members[0]
+    if routing.layers:
+        return f"the forward applies its matrices one after the other: layers ({first.shape_text})"
     if not (routing.routed or routing.mixed):
         return (
             f"the forward of {group.block.name or 'the model'} applies it without choosing among "

@@ -12,11 +12,13 @@ between the two:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -34,6 +36,7 @@ _RANKINGS = {
 }
 _PICKS = {"index", "index_select", "gather", "take"}
 _SUMS = {"sum", "mean"}
+_WEIGHS = {*_PRODUCTS, *_PICKS, "mul", "mul_", "where", "masked_fill", "masked_fill_"}
 _NONLINEAR = {
     "silu", "gelu", "relu", "sigmoid", "tanh", "hardswish", "hardsigmoid", "softplus", "mish",
     "elu", "leaky_relu", "celu", "selu", "pow", "exp", "erf", "square", "log_sigmoid",
@@ -41,6 +44,8 @@ _NONLINEAR = {
     "_softmax", "softmax", "threshold", "rrelu", "glu",
 }
 # fmt: on
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 # Weights that something was computed from, by key, each with whether something nonlinear lay
 # between.
@@ -56,7 +61,7 @@ class Contraction:
     size: int  # elements summed over
     others: int  # size of the slice's other matrix dimension (what came out)
     upstream: Upstream  # weights that the activation was computed from
-    ranked: frozenset[int] = frozenset()  # sizes along which something was ranked on its way
+    ranked: frozenset[int] = frozenset()  # sizes along which something was ranked for either
     picked: bool = False  # its rows were picked by the router's scores
 
 
@@ -73,12 +78,14 @@ class Trace:
     """What one run showed: whether the forward completed, or the error, and what it computed.
 
     `applied` are the keys of weights whose slices were summed into one matrix that was then
-    multiplied by an activation.
+    multiplied by an activation; `chosen` are sizes along which something was ranked that then
+    weighed or picked what weights gave, or was read by Python.
     """
 
     contractions: list[Contraction] = field(default_factory=list)
     rankings: list[Ranking] = field(default_factory=list)
     applied: set[int] = field(default_factory=set)
+    chosen: set[int] = field(default_factory=set)
     completed: bool = False
     error: str = ""
 
@@ -119,6 +126,7 @@ class _Origin:
 
     weight: int
     axes: dict[int, int]
+    ranked: frozenset[int] = frozenset()  # sizes along which the index that picked it was ranked
 
     def axis(self, tensor: torch.Tensor, dim: int) -> int | None:
         return self.axes.get(tensor.stride()[dim]) if tensor.shape[dim] > 1 else None
@@ -131,6 +139,19 @@ def _axes_by_stride(tensor: torch.Tensor, axes: list[int | None]) -> dict[int, i
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [item for item in tree_flatten(tree)[0] if isinstance(item, torch.Tensor)]
+
+
+class PythonReads(TorchFunctionMode):
+    """Tells a trace of rankings that Python reads as a list, which no operation shows."""
+
+    def __init__(self, watch: BlockTrace) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy) and args[0].dtype in _INTEGERS:
+            self._watch.trace.chosen |= self._watch.history(args[0]).ranked
+        return func(*args, **(kwargs or {}))
 
 
 class BlockTrace(TorchDispatchMode):
@@ -155,6 +176,11 @@ class BlockTrace(TorchDispatchMode):
             self._histories[tensor] = _History(from_input=True)
         for router in routers:
             self._histories[router] = _History(scores=True)
+
+    def history(self, tensor: torch.Tensor) -> _History:
+        """Return what is known of an activation."""
+        history: _History = self._histories.get(tensor, _History())
+        return history
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -192,7 +218,7 @@ class BlockTrace(TorchDispatchMode):
             if tensor.untyped_storage()._cdata != source.untyped_storage()._cdata:
                 axes = [origin.axis(source, dim) for dim in range(source.dim())]
                 same = tensor.shape == source.shape
-                origin = _Origin(origin.weight, _axes_by_stride(tensor, axes) if same else {})
+                origin = replace(origin, axes=_axes_by_stride(tensor, axes) if same else {})
             self._origins[tensor] = origin
         return out
 
@@ -207,6 +233,10 @@ class BlockTrace(TorchDispatchMode):
 
     def _follow(self, name: str, args: Any, activations: list[torch.Tensor], out: Any) -> None:
         history = self._joined(activations)
+        if name in _WEIGHS:
+            self._note_choice([self.history(tensor) for tensor in activations])
+        elif name == "_local_scalar_dense" and activations[0].dtype in _INTEGERS:
+            self.trace.chosen |= history.ranked
         if name in _NONLINEAR:
             history = history.after_nonlinearity()
         elif name in _PRODUCTS:
@@ -227,12 +257,19 @@ class BlockTrace(TorchDispatchMode):
             for tensor in _tensors(out):
                 self._histories[tensor] = history
 
+    def _note_choice(self, operands: Sequence[_History]) -> None:
+        """Note rankings that weigh or pick what weights gave, and that come from other sources."""
+        for ranked, product in itertools.permutations(operands, 2):
+            weights = {key for key, _ in product.upstream}
+            if weights and weights.isdisjoint(key for key, _ in ranked.upstream):
+                self.trace.chosen |= ranked.ranked
+
     def _follow_product(self, name: str, args: Any, history: _History) -> _History:
         """Follow a product of two activations: scores end there, and what was merged is applied."""
         slots = _PRODUCTS[name]
         if len(args) <= max(slots):
             return history
-        left, right = (self._histories.get(args[slot], _History()) for slot in slots)
+        left, right = (self.history(args[slot]) for slot in slots)
         for merged, other in ((left, right), (right, left)):
             if other.from_input:
                 self.trace.applied |= merged.merged - {key for key, _ in other.upstream}
@@ -299,7 +336,8 @@ class BlockTrace(TorchDispatchMode):
             if rest:
                 kept = [origin.axis(source, dim) for dim in range(rest, source.dim())]
                 axes = _axes_by_stride(out, [None] * len(lead) + kept)
-            self._origins[out] = _Origin(origin.weight, axes)
+            index = self._joined([t for t in _tensors(args[1:]) if not t.is_meta])
+            self._origins[out] = _Origin(origin.weight, axes, origin.ranked | index.ranked)
         return out
 
     def _record_product(self, name: str, args: Any, history: _History) -> Contraction | None:
@@ -319,7 +357,7 @@ class BlockTrace(TorchDispatchMode):
                 weight.shape[dim],
                 1 if vector else weight.shape[-3 - side],
                 history.upstream,
-                history.ranked,
+                history.ranked | origin.ranked,
                 history.picked,
             )
             self.trace.contractions.append(contraction)

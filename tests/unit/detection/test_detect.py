@@ -629,6 +629,75 @@ class RelativeKernels(nn.Module):
         return x
 
 
+class EarlyExit(nn.Module):
+    """All layers in one weight, as JAX models have them, and a head that says how many to run."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = P(E, I, H), P(E, H, I)
+        self.exit = nn.Linear(H, E)
+
+    def layer(self, x, index):
+        return x + F.linear(F.gelu(F.linear(x, self.up[index])), self.down[index])
+
+    def forward(self, x):
+        for index in range(E):
+            x = self.layer(x, index)
+        return x, self.exit(x).softmax(-1)
+
+
+class MaskedExit(EarlyExit):
+    """Layers after the one that the head chooses leave their token as it is."""
+
+    def forward(self, x):
+        depth = self.exit(x).argmax(-1, keepdim=True)
+        for index in range(E):
+            x = torch.where(index <= depth, self.layer(x, index), x)
+        return x
+
+
+class CountedExit(EarlyExit):
+    """Python counts the layers."""
+
+    def forward(self, x):
+        for index in range(int(self.exit(x.mean((0, 1))).argmax()) + 1):
+            x = self.layer(x, index)
+        return x
+
+
+class FusedLayers(EarlyExit):
+    """The same with gate and up in one."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = P(E, 2 * I, H)
+
+    def layer(self, x, index):
+        return x + gated(x, self.up[index], self.down[index])
+
+
+class LanguageAdapters(nn.Module):
+    """An adapter for each language, given by the caller, and a classifier of languages."""
+
+    def __init__(self, inner=24):
+        super().__init__()
+        self.enter, self.leave = P(E, inner, H), P(E, H, inner)
+        self.classify = nn.Linear(H, E)
+
+    def forward(self, x, language):
+        inner = torch.einsum("bth,btih->bti", x, self.enter[language]).relu()
+        x = x + torch.einsum("bti,bthi->bth", inner, self.leave[language])
+        return x, self.classify(x).softmax(-1)
+
+
+class OneLanguage(LanguageAdapters):
+    """The language is set once; the classifier's answer is for the caller."""
+
+    def forward(self, x):
+        x = x + F.linear(F.linear(x, self.enter[3]).relu(), self.leave[3])
+        return x, self.classify(x.mean(1)).argmax(-1)
+
+
 class Wrap(nn.Module):
     """The block in layers of a model, as it is met in practice."""
 
@@ -999,9 +1068,51 @@ class SelectedKeys(nn.Module):
         return self.out(torch.einsum("btes,btsed->bted", weights, values).flatten(2))
 
 
+class ByHand(nn.Module):
+    """The best expert of each token, looked up in Python; no score weighs what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(H, E)
+        self.a, self.b = P(E, 2 * I, H), P(E, H, I)
+
+    def forward(self, x):
+        rows = x.reshape(-1, H)
+        best = self.score(rows).argmax(-1).tolist()
+        out = [gated(row[None], self.a[e], self.b[e]) for row, e in zip(rows, best, strict=True)]
+        return torch.cat(out).view(x.shape)
+
+
+class ByWeight(nn.Module):
+    """Each token's matrices are picked out of the fused weights, and applied unweighted."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(H, E)
+        self.a, self.b = P(E, I, H), P(E, H, I)
+
+    def forward(self, x):
+        best = self.score(x).argmax(-1)
+        inner = torch.einsum("bth,btih->bti", x, self.a[best]).relu()
+        return torch.einsum("bti,bthi->bth", inner, self.b[best])
+
+
+class AllThenOne(ByWeight):
+    """Every expert runs for every token, and the best one's result is taken."""
+
+    def forward(self, x):
+        best = self.score(x).argmax(-1)
+        inner = torch.einsum("bth,eih->btei", x, self.a).relu()
+        out = torch.einsum("btei,ehi->bteh", inner, self.b)
+        return out.gather(2, best[..., None, None].expand(*x.shape[:2], 1, H)).squeeze(2)
+
+
 @pytest.mark.parametrize(
     ("block", "names"),
     [
+        (ByHand, {"a", "b"}),
+        (ByWeight, {"a", "b"}),
+        (AllThenOne, {"a", "b"}),
         (ExpertChoice, {"a", "b"}),
         (ReluRouter, {"a", "b"}),
         (DictBlock, {"parts.pool.a", "parts.pool.b"}),
@@ -1025,6 +1136,12 @@ def test_experts_of_unusual_routers_are_found(block, names):
         (DynamicConvolution, ()),
         (PromptPool, ()),
         (SelectedKeys, ()),
+        (EarlyExit, ()),
+        (MaskedExit, ()),
+        (CountedExit, ()),
+        (FusedLayers, ()),
+        (LanguageAdapters, ()),
+        (OneLanguage, ()),
     ],
 )
 def test_traps_are_left_alone(block, args):
