@@ -105,8 +105,9 @@ def experts_forward(
 ) -> Tensor:
     """Compute an experts module, as the forward registered with transformers.
 
-    Hidden states are `(T, H)`, the index `(T, k)` integers, of which E and above mean no expert
-    that is held here, and the weights `(T, k)`. Returns `(T, H)` in the hidden states' dtype.
+    Hidden states are `(T, H)`, the index `(T, k)` integers, of which negative ones, E and above
+    mean no expert that is held here, and the weights `(T, k)`. Returns `(T, H)` in the hidden
+    states' dtype.
     """
     call = read_call(self, hidden_states)
     backend = choose_backend(self, call)
@@ -130,6 +131,8 @@ def _by_projection(module: Any, call: Call, index: Tensor, routing_weights: Tens
     first = call.weights[0]
     experts = int((getattr(module, call.names[0]) if first is None else first).shape[0])
     flat = index.reshape(-1)
+    # A negative id is no expert held here either: it sorts behind them, as E and above do.
+    flat = torch.where(flat < 0, experts, flat)
     sorted_ids, order = torch.sort(flat, stable=True)
     each = torch.arange(experts + 1, device=flat.device, dtype=sorted_ids.dtype)
     routing = _Routing(order, torch.searchsorted(sorted_ids, each), index.shape[1])

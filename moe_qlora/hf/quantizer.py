@@ -19,7 +19,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from ..checkpoint.integrity import FolderCheck
 from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec, safetensors_files
 from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
-from ..checkpoint.reader import check_plain
+from ..checkpoint.reader import Checkpoint, check_plain
 from ..errors import CheckpointError
 from ..packing import parametrize
 from ..packing.codec import pack
@@ -116,9 +116,10 @@ class _Packing:
         if not self.pre_quantized:
             prefix = f"{model.base_model_prefix}."
             floating = {n for n, tensor in model.state_dict().items() if tensor.is_floating_point()}
-            for key in spec.files or ():
+            stored = spec.files or Checkpoint([])
+            for key in stored:
                 if floating & {key, prefix + key, key.removeprefix(prefix)}:
-                    check_plain(key, spec.files.info(key).dtype)
+                    check_plain(key, stored.info(key).dtype)
         if self._mark is None and self.pre_quantized and folder and has_manifest(folder):
             ends = (ABSMAX, SCALES)
             if any(f"{name}{end}" in (spec.files or ()) for name in spec.params for end in ends):

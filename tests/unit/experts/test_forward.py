@@ -31,6 +31,7 @@ class Style:
     interleaved: bool = False
     norm: bool = False
     clamped: bool = False
+    shifted: bool = False  # the norm has a bias, which makes something of nothing
 
 
 STYLES = {
@@ -42,6 +43,7 @@ STYLES = {
     "non-gated-transposed-biased": Style(gate=False, transposed=True, bias=True),
     "normed": Style(norm=True),
     "normed-biased": Style(norm=True, bias=True, transposed=True),
+    "normed-shifted": Style(norm=True, shifted=True),
 }
 
 
@@ -69,7 +71,10 @@ def make(style: Style, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.
                 setattr(self, f"{first}_bias", parameter(E, width))
                 self.down_proj_bias = parameter(E, H)
             if style.norm:
-                self.post_expert_norm = nn.RMSNorm(H, dtype=dtype)
+                norm = nn.LayerNorm if style.shifted else nn.RMSNorm
+                self.post_expert_norm = norm(H, dtype=dtype)
+            if style.shifted:
+                self.post_expert_norm.bias.data += 0.5
             self.act_fn = F.silu if style.gate else lambda x: F.relu(x).square()
             self.alpha = nn.Parameter(torch.tensor(1.3, dtype=dtype))
 
@@ -140,16 +145,15 @@ class Provider:
         return [t for terms in self.all.values() for term in terms for t in (term.a, term.b)]
 
 
-def routing(dtype=torch.float32, seed=3, tokens=T, sentinel=False, empty=()):
+def routing(dtype=torch.float32, seed=3, tokens=T, absent=None, empty=()):
     g = torch.Generator().manual_seed(seed)
     allowed = torch.tensor([e for e in range(E) if e not in empty])
     index = torch.stack(
         [allowed[torch.randperm(len(allowed), generator=g)[:K]] for _ in range(tokens)]
     )
     weights = torch.rand(tokens, K, generator=g).to(dtype)
-    if sentinel:
-        index[::3, 0] = E
-        weights[::3, 0] = 0
+    if absent is not None:  # the id of an expert that is not held here
+        index[::3, 0] = absent
     x = torch.randn(tokens, H, generator=g).to(dtype)
     return x.requires_grad_(), index, weights.requires_grad_()
 
@@ -171,7 +175,7 @@ def slow(module, style: Style, provider, x, index, weights):
         total = torch.zeros(H, dtype=x.dtype)
         for slot in range(index.shape[1]):
             e = int(index[t, slot])
-            if e >= E:
+            if not 0 <= e < E:
                 continue
             y = x[t] @ full[names(style)[0]][e].t()
             if style.bias:
@@ -246,17 +250,20 @@ def test_one_projection_packed_the_other_plain_and_trained(kind, which):
     "case",
     [
         {"tokens": 1},
-        {"sentinel": True},
+        {"absent": E},
+        {"absent": E + 3},
+        {"absent": -1},
+        {"absent": -E},
         {"empty": (0, 4)},
         {"empty": (0, 1, 2)},
         {"tokens": 101},
     ],
 )
-@pytest.mark.parametrize("style", ["interleaved", "normed-biased"])
+@pytest.mark.parametrize("style", ["interleaved", "normed-biased", "normed-shifted"])
 def test_odd_routings(case, style):
     style = STYLES[style]
     module = pack(make(style), style)
-    module._is_expert_parallel = bool(case.get("sentinel"))
+    module._is_expert_parallel = "absent" in case
     compare(module, style, Provider(style), *routing(**case))
 
 

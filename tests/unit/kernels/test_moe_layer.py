@@ -131,7 +131,7 @@ def build(case, seed=0):
     if case.only is not None:
         index = torch.full_like(index, case.only)
     if case.partial:
-        index[::3, 0] = case.experts + 2
+        index[::3, 0], index[::6, 0] = case.experts + 2, -1
 
     def lora(rank, inp, out):
         if not rank:
