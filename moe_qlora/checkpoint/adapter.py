@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from ..errors import AdapterError, CheckpointError
 from ..layout import listed
-from .reader import Checkpoint, parse_fields, read_json
+from .reader import Checkpoint, inside, parse_fields, read_json
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -168,7 +168,7 @@ def open_adapter(folder: Path) -> Adapter:
             f"The adapter folder {folder} {kind}: it has no {CONFIG}; name the folder that PEFT "
             "saved the adapter to."
         )
-    config = read_json(path)
+    config = read_json(inside(folder, CONFIG))
     settings = parse_fields(LoraSettings, config, path)
     _refuse_unmergeable(folder, config)
     if not (folder / WEIGHTS).is_file():
@@ -178,7 +178,7 @@ def open_adapter(folder: Path) -> Adapter:
                 "with PEFT and save it again, which writes safetensors."
             )
         raise CheckpointError(f"{folder} has no {WEIGHTS}.")
-    return Adapter(folder, settings, Checkpoint([folder / WEIGHTS]))
+    return Adapter(folder, settings, Checkpoint([inside(folder, WEIGHTS)]))
 
 
 def _refuse_unmergeable(folder: Path, config: Mapping[str, Any]) -> None:

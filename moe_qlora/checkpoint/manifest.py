@@ -95,6 +95,24 @@ class ShardEntry:
     header_sha256: str
 
 
+@dataclass(frozen=True, slots=True, config=_EXACT)
+class SourceFile:
+    """A file that was packed: its size, and checksums of its header and of samples of it."""
+
+    nbytes: _Size
+    header_sha256: str
+    sample_sha256: str
+
+
+@dataclass(frozen=True, slots=True, config=_EXACT)
+class Source:
+    """The checkpoint that was packed: the folder's name, and its safetensors files by name."""
+
+    folder: str
+    config_sha256: str
+    files: dict[str, SourceFile]
+
+
 @dataclass(frozen=True, config=_EXACT)
 class Manifest:
     """The content of a manifest; FORMAT.md has each key's meaning."""
@@ -107,6 +125,7 @@ class Manifest:
     shards: Annotated[dict[str, ShardEntry], Field(min_length=1)]  # by file name, in order
     tensors: dict[str, TensorEntry]  # by key
     config: dict[str, Any]  # config.json without what this package adds to it
+    source: Source | None = None  # None where a model in memory was saved
 
     @property
     def settings(self) -> CodecSettings:
@@ -121,6 +140,8 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Return the file's content."""
         value = {"format_version": FORMAT_VERSION, **asdict(self)}
+        if self.source is None:
+            del value["source"]
         return (json.dumps(value, indent=1) + "\n").encode()
 
     @property

@@ -38,9 +38,10 @@ from .load_spec import kept_dtypes
 from .manifest import CONFIG, CONFIG_KEY, is_packed
 from .reader import INDEX, index_of, read_json
 from .rounding import Rounding
-from .save import copy_auxiliary_files
+from .save import auxiliary_files, copy_auxiliary_files
+from .staging import absolute, check_new, new_folder
 from .tied_weights import TiedWeights
-from .writer import ShardWriter, absolute, check_new, new_folder
+from .writer import ShardWriter
 
 # Keys of config.json that a plain folder does not have.
 _PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
@@ -109,6 +110,7 @@ def merge_adapter(
         raise ConfigError("quantization_config is for like_training=True; leave it out.")
     _check_roles(source, absolute(adapter))
     check_new(target)
+    auxiliary_files(source)
     with ExitStack() as stack:
         lora = open_adapter(absolute(adapter))
         stack.enter_context(lora.file)

@@ -40,9 +40,9 @@ from .manifest import CONFIG, Manifest, PackedEntry, is_packed
 from .reader import read_header, read_json
 from .rounding import from_config
 from .save import copy_auxiliary_files
-from .writer import GrowingShard, absolute, check_new, new_folder, plan_shards, replace_file
-
-_RUN = "run.json"
+from .source import Identity, identify
+from .staging import absolute, check_new, new_folder
+from .writer import GrowingShard, plan_shards
 
 
 def quantize_checkpoint(
@@ -91,19 +91,25 @@ def quantize_checkpoint(
         )
     check_new(out)
     config = _own_config(quantization_config)
+    identity = identify(folder)  # before anything of it is read
+    save.auxiliary_files(folder)
     model = _build_model(folder, dtype, trust_remote_code)
     job = _Job(folder, model, config, _usable_device(device))
     with (
         closing(job.base),
-        new_folder(out, keep_partial=True) as work,
+        new_folder(out, job=job.checksum(identity, max_shard_size)) as work,
         reporting(progress, "Packing", "Packed") as tell,
     ):
-        job.resume(work, max_shard_size)
+        _keep_shards(work)
         shards = job.write(work, max_shard_size, tell)
         _write_auxiliary_files(folder, work, model, config)
-        manifest = save.finish_packed(work, shards, job.experts(), job.spec.settings, [])
-        (work / _RUN).unlink()
-    return manifest
+        try:
+            identity.check_again()
+        except CheckpointError:
+            shutil.rmtree(work)
+            raise
+        source = identity.source(file.name for file in job.base.checkpoint.files)
+        return save.finish_packed(work, shards, job.experts(), job.spec.settings, source=source)
 
 
 def _own_config(config: Any) -> Any:
@@ -214,26 +220,17 @@ class _Job:
             entries[name] = PackedEntry(tuple(param.shape), dtype, tuple(sorted(others)))
         return entries
 
-    def resume(self, work: Path, max_shard_size: int | str) -> None:
-        """Keep the shards of an interrupted run of the very same job, and nothing else."""
-        files = self.base.checkpoint.files
+    def checksum(self, identity: Identity, max_shard_size: int | str) -> str:
+        """Return a checksum of all that decides what is written to the shards."""
         job = {
-            "sources": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files],
+            "source": identity.files,
             "config": self.config.to_dict(),
             "dtypes": {name: str(dtype) for name, dtype in self.dtypes.items()},
             "shard": max_shard_size,
             "device": self.device.type,
         }
         text = json.dumps(job, sort_keys=True, default=str)
-        mark = json.dumps({"job": hashlib.sha256(text.encode()).hexdigest()}).encode()
-        same_job = (work / _RUN).is_file() and (work / _RUN).read_bytes() == mark
-        for entry in work.iterdir():
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            elif entry.name != _RUN and not (same_job and entry.match("shard-*.safetensors")):
-                entry.unlink()
-        if not same_job:
-            replace_file(work / _RUN, mark)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def write(self, work: Path, max_shard_size: int | str, tell: Progress) -> list[Path]:
         """Write the shards that are not there yet, and return all of them, in order."""
@@ -322,6 +319,15 @@ class _Job:
             yield f"{module}{SCALES}", weight.absmax
             # bitsandbytes' number for rows as they are
             yield f"{module}{INT8_FORMAT}", torch.tensor(0, dtype=torch.uint8)
+
+
+def _keep_shards(work: Path) -> None:
+    """Remove all that an interrupted run of the same job has left, but for its whole shards."""
+    for entry in work.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif not entry.match("shard-*.safetensors"):
+            entry.unlink()
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import re
 import stat
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -182,25 +182,27 @@ def inside(folder: Path, name: Any) -> Path:
         raise CheckpointError(
             f"{folder} names the file {name!r}: only files of the folder itself are read."
         )
-    path = folder / name
+    check_link(folder / name, folder)
+    return folder / name
+
+
+def check_link(path: Path, folder: Path) -> None:
+    """Check that a path in a folder, if it is a link, does not lead out of it.
+
+    It may lead to the blobs of the hub's cache that the folder lies in.
+    """
     with reading(path):
-        if path.is_symlink() and not _in_cache(folder, path):
-            raise CheckpointError(
-                f"{path} is a link that leads out of its folder: only files of the folder are read."
-            )
-    return path
-
-
-def _in_cache(folder: Path, link: Path) -> bool:
-    """Whether a link stays in its folder, or leads to the blobs of the hub cache it lies in."""
-    try:
-        target, root = link.resolve(), folder.resolve()
-    except (OSError, RuntimeError):
-        return False
-    places = [root]
-    if root.parent.name == "snapshots":
-        places.append(root.parent.parent / "blobs")
-    return any(place in target.parents for place in places)
+        if not path.is_symlink():
+            return
+        with suppress(OSError, RuntimeError):
+            target, root = path.resolve(), folder.resolve()
+            in_cache = root.parent.name == "snapshots"
+            places = [root, *([root.parent.parent / "blobs"] if in_cache else [])]
+            if any(place in target.parents for place in places):
+                return
+        raise CheckpointError(
+            f"{path} is a link that leads out of its folder: only files of the folder are read."
+        )
 
 
 def _size_of(file: Path) -> int:
@@ -270,7 +272,7 @@ def index_of(folder: Path) -> Path | None:
     files = [file for file in files if file.name == INDEX] or files
     if len(files) > 1:
         raise CheckpointError(f"{folder} holds {len(files)} index files: leave one.")
-    return files[0] if files else None
+    return inside(folder, files[0].name) if files else None
 
 
 def read_index(file: Path) -> dict[str, str]:

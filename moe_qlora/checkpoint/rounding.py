@@ -29,7 +29,7 @@ from ..packing.codec import Packer
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from .reader import parse_fields, read_json
-from .writer import replace_file
+from .staging import replace_file
 
 NOTE = "moe_qlora_adapter.json"
 NOTE_VERSION = 1

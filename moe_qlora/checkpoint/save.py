@@ -13,8 +13,8 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,12 +32,20 @@ from ..packing.settings import CodecSettings
 from . import manifest as manifests
 from .integrity import check_packed_weight
 from .load_spec import kept_dtypes
-from .manifest import CONFIG, CONFIG_KEY, MANIFEST_NAME, SHARD_NAME, Manifest, PackedEntry
-from .reader import INDEX_SUFFIX, SINGLE, read_json
-from .writer import ShardWriter, absolute, discard, flush, new_folder, plan_shards
+from .manifest import (
+    CONFIG,
+    CONFIG_KEY,
+    MANIFEST_NAME,
+    SHARD_NAME,
+    Manifest,
+    PackedEntry,
+    Source,
+    read_manifest,
+)
+from .reader import INDEX_SUFFIX, SINGLE, check_link, read_json
+from .staging import absolute, discard, flush, rename_new, staging
+from .writer import ShardWriter, plan_shards
 
-STAGING = ".moe_qlora.partial"
-"""Where a save into an existing folder is prepared, inside of that folder."""
 # Patterns of the hub's client for a save's files: only here do eight characters stand between
 # "model" and the number, and sixteen after "moe_qlora-".
 _SHARDS, _MANIFESTS = "model-????????-?????-of-?????.safetensors", f"moe_qlora-{'?' * 16}.json"
@@ -154,20 +162,13 @@ def _target(folder: Path) -> Iterator[Path]:
         folder = folder.resolve()
     elif folder.exists():
         raise CheckpointError(f"{folder} is a file: name a folder to save to.")
-    if _can_be_renamed_to(folder):
-        with new_folder(folder) as work:
-            yield work
-        return
-    staging = folder / STAGING
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir()
-        yield staging
-        _publish(staging, folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error}.") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    while True:
+        new = _can_be_renamed_to(folder)
+        with staging(folder, inside=not new, wait=True) as work:
+            if new == _can_be_renamed_to(folder):  # otherwise another save was quicker
+                yield work
+                (rename_new if new else _publish)(work, folder)
+                return
 
 
 def _can_be_renamed_to(folder: Path) -> bool:
@@ -179,35 +180,43 @@ def _can_be_renamed_to(folder: Path) -> bool:
     return not fixed and not any(folder.iterdir())
 
 
-def _publish(staging: Path, folder: Path) -> None:
+def _publish(work: Path, folder: Path) -> None:
     """Move a finished save into a folder that holds something already.
 
     The rename of config.json turns the old model into the new one. Where the system refuses it, or
     a step before it, files that the folder did not have are removed again.
     """
-    for file in staging.rglob("*"):
+    for file in work.rglob("*"):
         flush(file)
-    names = {entry.name for entry in staging.iterdir()}
+    names = {entry.name for entry in work.iterdir()}
     added: list[Path] = []
     try:
-        for entry in sorted(staging.iterdir()):
+        for entry in sorted(work.iterdir()):
             target = folder / entry.name
             if entry.is_dir():
                 shutil.copytree(entry, target, dirs_exist_ok=True)
             elif entry.name != CONFIG:
-                if not os.path.lexists(target):
-                    added.append(target)
+                is_new = not os.path.lexists(target)
                 entry.replace(target)
+                added += [target] if is_new else []
         flush(folder)
-        (staging / CONFIG).replace(folder / CONFIG)
+        (work / CONFIG).replace(folder / CONFIG)
     except OSError:
-        if (staging / CONFIG).exists():  # otherwise the folder holds the new model after all
-            discard(*added)
+        if (work / CONFIG).exists():  # otherwise the folder holds the new model after all
+            _take_back(added, folder)
         raise
     flush(folder)
     for file in folder.iterdir():
         if is_save_file(file.name) and file.name not in names:
             file.unlink(missing_ok=True)
+
+
+def _take_back(added: list[Path], folder: Path) -> None:
+    """Remove files again, but for those that a manifest in place names."""
+    with suppress(CheckpointError):
+        manifest = read_manifest(folder)
+        named = {manifest.file_name, *manifest.shards} if manifest else set()
+        discard(*(file for file in added if file.name not in named))
 
 
 def is_save_file(name: str) -> bool:
@@ -269,7 +278,8 @@ def finish_packed(
     files: list[Path],
     experts: Mapping[str, PackedEntry],
     settings: CodecSettings,
-    plain: list[str],
+    plain: Sequence[str] = (),
+    source: Source | None = None,
 ) -> Manifest:
     """Name the shards of a save, and write its manifest and config.json.
 
@@ -303,6 +313,7 @@ def finish_packed(
         shards=dict(zip(names, shards, strict=True)),
         tensors={key: replace(entry, file=new_name[entry.file]) for key, entry in tensors.items()},
         config=config,
+        source=source,
     )
     for name in experts:
         check_packed_weight(work, name, manifest)
@@ -385,20 +396,34 @@ _NEVER = (
 _FOLDERS = ("additional_chat_templates",)
 
 
-def copy_auxiliary_files(source: Path, folder: Path) -> None:
-    """Copy everything but config.json, weights in any format, adapters and hidden files."""
+def auxiliary_files(source: Path) -> list[Path]:
+    """Return everything but config.json, weights in any format, adapters and hidden files.
+
+    A link that leads out of the folder is a `CheckpointError`: what it leads to is not the model's.
+    """
+    found: list[Path] = []
     for file in sorted(source.iterdir()):
         name = file.name
         if file.is_dir():
-            if name in _FOLDERS:
-                shutil.copytree(file, folder / name, dirs_exist_ok=True)
+            found += [file, *sorted(file.rglob("*"))] if name in _FOLDERS else []
         elif not (
             name.startswith((".", "adapter_"))
             or name == CONFIG
             or MANIFEST_NAME.fullmatch(name)
             or name.lower().endswith(_WEIGHTS + _NEVER)
         ):
-            shutil.copyfile(file, folder / name)
+            found.append(file)
+    for file in found:
+        check_link(file, source)
+    return [file for file in found if file.is_file()]
+
+
+def copy_auxiliary_files(source: Path, folder: Path) -> None:
+    """Copy what `auxiliary_files` names."""
+    for file in auxiliary_files(source):
+        copy = folder / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def _installed_version() -> str:

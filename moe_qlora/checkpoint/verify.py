@@ -43,8 +43,8 @@ from .conversion import Group
 from .integrity import check_folder, open_checkpoint, open_shards
 from .manifest import CONFIG, Manifest, has_manifest, is_packed
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside, read_json
-from .save import STAGING, is_save_file
-from .writer import partial_of
+from .save import is_save_file
+from .staging import left_behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,12 +264,13 @@ def _record_problems(
 
 def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Say what lies in or beside a packed folder and does not belong to it."""
-    if partial_of(folder).exists():
-        yield f"{partial_of(folder)} is left of an interrupted save: remove it."
+    for file in left_behind(folder):
+        next_save = "the next save removes it" if file.parent == folder else "remove it"
+        yield f"{file} is left of an interrupted save: {next_save}."
     own = {*manifest.shards, manifest.file_name}
     for file in sorted(file for file in folder.iterdir() if file.name not in own):
         other = file.name.startswith(("adapter_", "training_args"))
-        if file.name == STAGING or is_save_file(file.name):
+        if is_save_file(file.name):
             yield f"{file} is left of another save: the next save removes it."
         elif file.name.endswith((".safetensors", INDEX_SUFFIX, ".bin")) and not other:
             yield f"{file} is no file of the packed model, and is not read."
@@ -285,7 +286,7 @@ def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
     problems: list[str] = []
     if CONFIG in names:
         try:
-            read_json(folder / CONFIG)
+            read_json(inside(folder, CONFIG))
         except CheckpointError as error:
             problems.append(str(error))
     try:

@@ -1,20 +1,10 @@
-"""Writing of safetensors files and checkpoint folders, so that a crash loses nothing.
-
-    ShardWriter     a safetensors file whose tensors are known beforehand
-    GrowingShard    one whose tensors become known one after the other
-    new_folder      a folder built beside its destination and renamed when it is whole
-    replace_file    a file written beside its destination and renamed
-
-Everything is flushed to the disk before the rename that makes it visible.
-"""
+"""Writing of safetensors files, a tensor at a time."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
@@ -184,90 +174,3 @@ def plan_shards(nbytes: Mapping[_Key, int], max_shard_size: int | str) -> list[l
         shards[-1].append(key)
         room -= size
     return shards
-
-
-def partial_of(destination: Path) -> Path:
-    """Return where a folder is built before it is renamed to its destination."""
-    return destination.with_name(f".{destination.name}.partial")
-
-
-@contextmanager
-def new_folder(destination: str | Path, *, keep_partial: bool = False) -> Iterator[Path]:
-    """Build a folder that appears whole or not at all.
-
-    The block writes into another folder, which is renamed at its end to the destination: a new or
-    empty folder. `keep_partial` keeps what an interrupted build has left, and leaves it again on an
-    exception; otherwise it is removed in both cases.
-    """
-    destination = absolute(destination)
-    partial = partial_of(destination)
-    try:
-        check_new(destination)
-        if partial.exists() and not keep_partial:
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{destination} cannot be written: {error}.") from error
-    try:
-        yield partial
-        for file in partial.rglob("*"):
-            flush(file)
-        flush(partial)
-        check_new(destination)
-        partial.rename(destination)
-        flush(destination.parent)
-    except BaseException as error:
-        if not keep_partial:
-            shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{destination} cannot be written: {error}.") from error
-        raise
-
-
-def absolute(path: str | Path) -> Path:
-    """Return the path, absolute and without a trailing slash."""
-    return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links stay as they are
-
-
-def check_new(destination: Path) -> None:
-    """Check that a new folder can be renamed to its destination."""
-    if destination.is_dir() and not destination.is_symlink():
-        if any(destination.iterdir()):
-            raise CheckpointError(
-                f"{destination} exists and is not empty: name a new folder, nothing is overwritten."
-            )
-    elif destination.exists() or destination.is_symlink():
-        raise CheckpointError(f"{destination} exists and is no folder: name a new one.")
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file at once: its readers see the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        discard(temporary)
-        raise
-    temporary.replace(path)
-    flush(path.parent)
-
-
-def discard(*files: Path) -> None:
-    """Remove files as far as the system lets."""
-    for file in files:
-        with suppress(OSError):
-            file.unlink(missing_ok=True)
-
-
-def flush(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    if path.is_symlink():
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

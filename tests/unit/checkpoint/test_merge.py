@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -28,6 +30,7 @@ from moe_qlora import testing
 from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.integrity import open_checkpoint
 from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.cli.app import app
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
 
@@ -638,6 +641,60 @@ def test_a_note_rounds_what_it_names_and_nothing_else(folders: Path, tmp_path: P
     assert torch.equal(rounded[v_proj], moe_qlora.packing.codec.unpack(packed))
 
 
+# Links in a base that comes from somebody else
+
+
+def converted(work: str, base: Path, folders: Path, out: Path) -> None:
+    if work == "merge":
+        moe_qlora.merge_adapter(base, folders / "adapter", out)
+    else:
+        moe_qlora.quantize_checkpoint(base, out, {"load_in_4bit": True})
+
+
+@pytest.mark.parametrize("work", ["merge", "quantize"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tokenizer.json", "chat_template.jinja", "config.json", "model.safetensors.index.json"),
+        *("additional_chat_templates/tool.jinja", "additional_chat_templates"),
+    ],
+)
+def test_no_link_leads_out_of_a_base(folders: Path, tmp_path: Path, work: str, name: str) -> None:
+    base, secret = tmp_path / "base", tmp_path / "secret"
+    shutil.copytree(folders / "base", base)
+    link = base / name
+    if link.is_dir():
+        link.rename(secret)
+    else:
+        secret.write_bytes(link.read_bytes() if link.exists() else b"secret")
+        link.unlink(missing_ok=True)
+    link.symlink_to(secret)
+    with pytest.raises(CheckpointError, match=rf"{name} is a link that leads out of its folder"):
+        converted(work, base, folders, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("work", ["merge", "quantize"])
+def test_a_base_in_the_cache_of_the_hub_consists_of_links(
+    folders: Path, tmp_path: Path, work: str
+) -> None:
+    blobs = tmp_path / "models--a--b" / "blobs"
+    base = tmp_path / "models--a--b" / "snapshots" / "base"
+    blobs.mkdir(parents=True)
+    for number, file in enumerate((folders / "base").rglob("*")):
+        if file.is_file():
+            link = base / file.relative_to(folders / "base")
+            link.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, blobs / str(number))
+            link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
+    converted(work, base, folders, tmp_path / "out")
+    converted(work, folders / "base", folders, tmp_path / "same")
+    for file in (tmp_path / "same").rglob("*"):
+        copy = tmp_path / "out" / file.relative_to(tmp_path / "same")
+        assert not copy.is_symlink()
+        assert file.is_dir() or file.read_bytes() == copy.read_bytes()
+
+
 # What a crash leaves
 
 KILL = textwrap.dedent(
@@ -683,7 +740,7 @@ def test_a_kill_leaves_nothing_or_everything(folders: Path, tmp_path: Path) -> N
         assert {f.name for f in out.iterdir()} == {f.name for f in (folders / "out").iterdir()}
         for file in (folders / "out").glob("*.safetensors"):
             assert (out / file.name).read_bytes() == file.read_bytes()
-    assert not (tmp_path / ".1.partial").exists()
+    assert not left_behind(tmp_path / "1")
 
 
 def test_an_exception_leaves_nothing(folders: Path, tmp_path: Path) -> None:

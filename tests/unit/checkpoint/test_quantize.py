@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 import moe_qlora
 from moe_qlora.checkpoint import reader
 from moe_qlora.checkpoint.integrity import check_folder
-from moe_qlora.checkpoint.writer import partial_of
+from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.cli.app import app
 from moe_qlora.errors import (
     CheckpointError,
@@ -100,7 +101,7 @@ def judge(source: Path, out: Path, whole: dict[str, bytes]) -> None:
         shutil.rmtree(out)
     pack(source, out)
     assert files(out) == whole
-    assert not partial_of(out).exists()
+    assert not left_behind(out)
 
 
 def test_killed_before_every_change_of_the_disk(
@@ -167,6 +168,99 @@ def test_what_another_job_has_left_is_not_taken(
         moe_qlora.quantize_checkpoint(source, out, other, max_shard_size=SHARD, progress=stop)
     pack(source, out)
     assert files(out) == whole
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_that_is_in_the_way_of_staging_is_left_alone(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, linked: bool
+) -> None:
+    precious, in_the_way = tmp_path / "precious", tmp_path / ".packed.partial"
+    (precious if linked else in_the_way).mkdir()
+    if linked:
+        in_the_way.symlink_to(precious)
+    (in_the_way / "thesis.txt").write_text("kept")
+    pack(source, tmp_path / "packed")
+    assert files(tmp_path / "packed") == whole
+    assert files(in_the_way) == {"thesis.txt": b"kept"}
+
+
+def twin(source: Path, path: Path) -> Path:
+    """Another checkpoint, with files of the same names, sizes and times as those of the source."""
+    shutil.copytree(source, path)
+    for file in path.glob("*.safetensors"):
+        tensors = {key: -value for key, value in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    for file in source.iterdir():
+        assert (path / file.name).stat().st_size == file.stat().st_size
+        for one in (file, path / file.name):
+            os.utime(one, ns=(0, 0))
+    return path
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_source_that_changes_before_a_run_goes_on_is_not_mixed(
+    source: Path, tmp_path: Path, in_place: bool
+) -> None:
+    other, own = twin(source, tmp_path / "other"), tmp_path / "own" / "qwen3_moe"
+    shutil.copytree(source, own)
+    pack(other, tmp_path / "wanted")
+
+    def stop(done: int, total: int, name: str) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        moe_qlora.quantize_checkpoint(
+            own, tmp_path / "packed", NF4, max_shard_size=SHARD, progress=stop
+        )
+    swap(own, other, in_place)
+    pack(own, tmp_path / "packed")
+    assert check_folder(tmp_path / "packed").tensors == check_folder(tmp_path / "wanted").tensors
+
+
+def swap(own: Path, other: Path, in_place: bool) -> None:
+    """Give a checkpoint's files the content of another one's."""
+    for file in own.iterdir():
+        if in_place:
+            file.write_bytes((other / file.name).read_bytes())
+        else:
+            shutil.copy2(other / file.name, own / "new")
+            (own / "new").rename(file)
+        os.utime(file, ns=(0, 0))
+
+
+def test_a_source_that_changes_during_a_run_is_not_mixed(source: Path, tmp_path: Path) -> None:
+    other, own = twin(source, tmp_path / "other"), tmp_path / "own" / "qwen3_moe"
+    shutil.copytree(source, own)
+    pack(other, tmp_path / "wanted")
+
+    def change(done: int, total: int, name: str) -> None:
+        if done == total // 2:
+            swap(own, other, in_place=False)
+
+    with pytest.raises(CheckpointError, match=r"own/qwen3_moe/.* changed while"):
+        moe_qlora.quantize_checkpoint(
+            own, tmp_path / "packed", NF4, max_shard_size=SHARD, progress=change
+        )
+    assert not (tmp_path / "packed").exists() and not left_behind(tmp_path / "packed")
+    pack(own, tmp_path / "packed")
+    assert check_folder(tmp_path / "packed").tensors == check_folder(tmp_path / "wanted").tensors
+
+
+def test_the_manifest_names_the_source(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "packed")
+    named = check_folder(tmp_path / "packed").source
+    assert named is not None
+    assert named.folder == "qwen3_moe"
+    config = (source / "config.json").read_bytes()
+    assert named.config_sha256 == hashlib.sha256(config).hexdigest()
+    assert set(named.files) == {file.name for file in source.glob("*.safetensors")}
+    for name, entry in named.files.items():
+        raw = (source / name).read_bytes()
+        header = raw[8 : 8 + int.from_bytes(raw[:8], "little")]
+        assert entry.nbytes == len(raw)
+        assert entry.header_sha256 == hashlib.sha256(header).hexdigest()
+        assert entry.sample_sha256 == hashlib.sha256(raw).hexdigest()  # a small file is its sample
 
 
 def test_the_folder_is_complete(source: Path, whole: dict[str, bytes]) -> None:

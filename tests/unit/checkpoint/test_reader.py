@@ -25,13 +25,8 @@ from moe_qlora.checkpoint.reader import (
     read_header,
     read_json,
 )
-from moe_qlora.checkpoint.writer import (
-    ShardWriter,
-    new_folder,
-    partial_of,
-    plan_shards,
-    replace_file,
-)
+from moe_qlora.checkpoint.staging import new_folder
+from moe_qlora.checkpoint.writer import ShardWriter, plan_shards
 from moe_qlora.errors import CheckpointError
 
 TRICKS = (
@@ -482,106 +477,3 @@ def test_sizes_in_words(text, count):
 def test_sizes_that_are_none(text):
     with pytest.raises(CheckpointError, match="max_shard_size"):
         plan_shards({"a": 1}, text)
-
-
-# --- folders ------------------------------------------------------------------------------------
-
-
-def test_a_new_folder_appears_when_it_is_whole(tmp_path):
-    goal = tmp_path / "deep" / "er" / "model"
-    with new_folder(goal) as work:
-        (work / "sub").mkdir()
-        (work / "sub" / "x").write_text("1")
-        assert not goal.exists()
-        assert work.parent == goal.parent
-    assert (goal / "sub" / "x").read_text() == "1"
-    assert names(goal.parent) == ["model"]
-
-
-def fail_within(goal: Path, **options: bool) -> None:
-    with new_folder(goal, **options) as work:
-        (work / "x").write_text("1")
-        raise KeyError
-
-
-def test_an_exception_leaves_nothing_and_a_leftover_is_not_taken_over(tmp_path):
-    goal = tmp_path / "model"
-    with pytest.raises(KeyError):
-        fail_within(goal)
-    assert names(tmp_path) == []
-    partial_of(goal).mkdir()
-    (partial_of(goal) / "stale").write_text("1")
-    with new_folder(goal) as work:
-        (work / "x").write_text("2")
-    assert names(goal) == ["x"]
-
-
-def test_a_partial_may_be_kept_and_gone_on_with(tmp_path):
-    goal = tmp_path / "model"
-    with pytest.raises(KeyError):
-        fail_within(goal, keep_partial=True)
-    assert not goal.exists()
-    with new_folder(goal, keep_partial=True) as work:
-        (work / "y").write_text("2")
-    assert names(goal) == ["x", "y"]
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_disk_that_fails_leaves_a_partial_only_where_it_shall_be_kept(tmp_path, keep):
-    goal = tmp_path / "model"
-
-    def build() -> None:
-        with new_folder(goal, keep_partial=keep) as work:
-            (work / "x").write_text("1")
-            raise OSError(28, "No space left on device")
-
-    with pytest.raises(CheckpointError, match=r"model cannot be written: .*No space left"):
-        build()
-    assert names(tmp_path) == ([partial_of(goal).name] if keep else [])
-
-
-@pytest.mark.parametrize("kind", ["full", "file", "link", "dangling"])
-def test_nothing_is_overwritten(tmp_path, kind):
-    goal, other = tmp_path / "model", tmp_path / "other"
-    if kind == "full":
-        goal.mkdir()
-        (goal / "x").write_text("1")
-    elif kind == "file":
-        goal.write_text("1")
-    else:
-        if kind == "link":
-            other.mkdir()
-        goal.symlink_to(other)
-    with pytest.raises(CheckpointError, match="exists"), new_folder(goal):
-        pass
-    assert names(tmp_path) == sorted({"model"} | ({"other"} if kind == "link" else set()))
-
-
-def test_what_appears_meanwhile_is_not_overwritten_either(tmp_path):
-    goal = tmp_path / "model"
-    building = new_folder(goal)
-    (building.__enter__() / "x").write_text("ours")
-    goal.mkdir()
-    (goal / "x").write_text("theirs")
-    with pytest.raises(CheckpointError, match="not empty"):
-        building.__exit__(None, None, None)
-    assert (goal / "x").read_text() == "theirs"
-
-
-def test_an_empty_folder_is_filled(tmp_path):
-    (tmp_path / "model").mkdir()
-    with new_folder(tmp_path / "model") as work:
-        (work / "x").write_text("1")
-    assert names(tmp_path / "model") == ["x"]
-
-
-def test_a_file_is_replaced_at_once_and_no_link_is_followed(tmp_path):
-    file, other = tmp_path / "f", tmp_path / "other"
-    replace_file(file, b"one")
-    replace_file(file, b"two")
-    assert file.read_bytes() == b"two"
-    other.write_bytes(b"theirs")
-    (tmp_path / "link").symlink_to(other)
-    replace_file(tmp_path / "link", b"ours")
-    assert other.read_bytes() == b"theirs"
-    assert names(tmp_path) == ["f", "link", "other"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import quantize_experts
-from moe_qlora.checkpoint import save, writer
+from moe_qlora.checkpoint import save
 from moe_qlora.checkpoint.integrity import check_folder, open_checkpoint
 from moe_qlora.checkpoint.manifest import SHARD_NAME, has_manifest, read_manifest
 from moe_qlora.checkpoint.save import is_save_file
+from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
@@ -477,7 +480,7 @@ def test_a_failed_save_leaves_the_folder_as_it_was(tmp_path):
 def test_a_refused_save_takes_no_live_shards_with_it(tmp_path, monkeypatch, seed, step):
     packed(seed=0).save_pretrained(tmp_path)
     before = files(tmp_path)
-    flush, rename = writer.flush, Path.replace
+    flush, rename = save.flush, Path.replace
 
     def full(path: Path, *target: Path) -> Any:
         if path == tmp_path or target == (tmp_path / "config.json",):
@@ -494,17 +497,68 @@ def test_a_refused_save_takes_no_live_shards_with_it(tmp_path, monkeypatch, seed
     assert files(tmp_path) == before
 
 
+def test_a_refused_save_leaves_the_files_that_another_one_has_put_in_their_place(
+    tmp_path, monkeypatch
+):
+    """Where a file system has no locks, two saves of one model move the same files."""
+    folder, other = tmp_path / "model", tmp_path / "other"
+    packed(seed=0).save_pretrained(folder)
+    packed(seed=1).save_pretrained(other)
+    flush = save.flush
+
+    def quicker(path: Path) -> None:
+        if path == folder:
+            for file in other.iterdir():
+                shutil.copy(file, folder)
+            raise OSError(28, "No space left on device")
+        flush(path)
+
+    monkeypatch.setattr(save, "flush", quicker)
+    with pytest.raises(CheckpointError, match="No space left"):
+        packed(seed=1).save_pretrained(folder)
+    assert check_folder(folder) == check_folder(other)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("existing", [False, True])
+def test_processes_that_save_into_one_folder_come_one_after_the_other(
+    copied, tmp_path, existing, processes
+):
+    models = [packed(seed=seed) for seed in (0, 1)]
+    for number, model in enumerate(models):
+        model.save_pretrained(tmp_path / str(number))
+    whole = [files(tmp_path / str(number)) for number in (0, 1)]
+    for number in range(4):
+        folder = tmp_path / f"model{number}"
+        if existing:
+            models[0].save_pretrained(folder)
+            (folder / "notes").write_text("kept")
+
+        def save_one(seed: int, folder: Path = folder) -> None:
+            models[seed].save_pretrained(folder)
+
+        copies = [copied(partial(save_one, index % 2)) for index in range(processes)]
+        assert [copy.ended() for copy in copies] == [0] * processes
+        check_folder(folder)
+        found = files(folder)
+        assert found.pop("notes", b"kept") == b"kept"
+        assert found in whole
+        assert not left_behind(folder)
+
+
 def test_a_save_removes_what_a_killed_one_has_left_and_nothing_else(tmp_path):
     packed(seed=0).save_pretrained(tmp_path)
     left = ("model-0123abcd-00001-of-00001.safetensors", "moe_qlora-0123456789abcdef.json")
     kept = ("moe_qlora.json", "moe_qlora-0123.json", "model-00001-of-00001.safetensors")
     for name in (*left, *kept):
         (tmp_path / name).write_bytes(b"x")
-    (tmp_path / ".moe_qlora.partial").mkdir()
+    staged = ".moe_qlora.0123abcd.partial"
+    (tmp_path / staged).mkdir()
+    (tmp_path / ".moe_qlora.lock").write_text(json.dumps({"folder": staged, "job": ""}))
     packed(seed=1).save_pretrained(tmp_path)
     packed(seed=1).save_pretrained(tmp_path.with_name("fresh"))
     assert files(tmp_path) == files(tmp_path.with_name("fresh")) | dict.fromkeys(kept, b"x")
-    assert not (tmp_path / ".moe_qlora.partial").exists()
+    assert not left_behind(tmp_path)
 
 
 def test_what_a_killed_save_has_left_in_a_plain_folder_is_without_effect(tmp_path):

@@ -261,13 +261,14 @@ def test_leftovers_are_warnings(cli, tmp_path):
     names = [stray, "model.safetensors", "pytorch_model.bin", "moe_qlora-0123456789abcdef.json"]
     for name in names:
         (folder / name).write_bytes(b"")
-    (folder / ".moe_qlora.partial").mkdir()
+    staged = [".moe_qlora.0123abcd.partial", ".packed.moe_qlora.0123abcd.partial"]
+    (folder / staged[0]).mkdir()
     (folder / "training_args.bin").write_bytes(b"")
-    (tmp_path / ".packed.partial").mkdir()
+    (tmp_path / staged[1]).mkdir()
     report = verify(folder)
     assert report.good
     assert len(report.warnings) == 6
-    for name in [*names, ".moe_qlora.partial", ".packed.partial"]:
+    for name in [*names, *staged]:
         assert any(name in warning for warning in report.warnings)
     code, out, _ = cli(folder)
     assert code == 0

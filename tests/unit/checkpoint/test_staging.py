@@ -1,0 +1,285 @@
+"""Folders that appear whole or not at all: locks, what killed processes leave, what is not ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_qlora.checkpoint.staging import left_behind, new_folder, replace_file, staging
+from moe_qlora.errors import CheckpointError
+
+LOCK = ".model.moe_qlora.lock"
+PARTIAL = ".model.moe_qlora.0123abcd.partial"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def test_a_new_folder_appears_when_it_is_whole(tmp_path):
+    goal = tmp_path / "deep" / "er" / "model"
+    with new_folder(goal) as work:
+        (work / "sub").mkdir()
+        (work / "sub" / "x").write_text("1")
+        assert not goal.exists()
+        assert work.parent == goal.parent
+    assert (goal / "sub" / "x").read_text() == "1"
+    assert names(goal.parent) == ["model"]
+
+
+def fail_within(goal: Path, **options: Any) -> None:
+    with new_folder(goal, **options) as work:
+        (work / "x").write_text("1")
+        raise KeyError
+
+
+def test_an_exception_leaves_nothing(tmp_path):
+    with pytest.raises(KeyError):
+        fail_within(tmp_path / "model")
+    assert names(tmp_path) == []
+
+
+def test_what_a_job_has_done_is_kept_and_gone_on_with(tmp_path):
+    goal = tmp_path / "model"
+    with pytest.raises(KeyError):
+        fail_within(goal, job="a")
+    assert not goal.exists()
+    with new_folder(goal, job="a") as work:
+        (work / "y").write_text("2")
+    assert names(goal) == ["x", "y"]
+    assert names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("job", ["", "b"])
+def test_what_another_job_has_done_is_removed(tmp_path, job):
+    goal = tmp_path / "model"
+    with pytest.raises(KeyError):
+        fail_within(goal, job="a")
+    with new_folder(goal, job=job) as work:
+        (work / "y").write_text("2")
+    assert names(goal) == ["y"]
+    assert names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("job", ["", "a"])
+def test_a_disk_that_fails_leaves_only_what_a_job_has_done(tmp_path, job):
+    goal = tmp_path / "model"
+
+    def build() -> None:
+        with new_folder(goal, job=job) as work:
+            (work / "x").write_text("1")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"model cannot be written: .*No space left"):
+        build()
+    assert len(names(tmp_path)) == (2 if job else 0)
+
+
+@pytest.mark.parametrize("kind", ["full", "file", "link", "dangling"])
+def test_nothing_is_overwritten(tmp_path, kind):
+    goal, other = tmp_path / "model", tmp_path / "other"
+    if kind == "full":
+        goal.mkdir()
+        (goal / "x").write_text("1")
+    elif kind == "file":
+        goal.write_text("1")
+    else:
+        if kind == "link":
+            other.mkdir()
+        goal.symlink_to(other)
+    with pytest.raises(CheckpointError, match="exists"), new_folder(goal):
+        pass
+    assert names(tmp_path) == sorted({"model"} | ({"other"} if kind == "link" else set()))
+
+
+def test_what_appears_meanwhile_is_not_overwritten_either(tmp_path):
+    goal = tmp_path / "model"
+    building = new_folder(goal)
+    (building.__enter__() / "x").write_text("ours")
+    goal.mkdir()
+    (goal / "x").write_text("theirs")
+    with pytest.raises(CheckpointError, match="not empty"):
+        building.__exit__(None, None, None)
+    assert (goal / "x").read_text() == "theirs"
+
+
+def test_an_empty_folder_is_filled(tmp_path):
+    (tmp_path / "model").mkdir()
+    with new_folder(tmp_path / "model") as work:
+        (work / "x").write_text("1")
+    assert names(tmp_path / "model") == ["x"]
+
+
+def test_a_file_is_replaced_at_once_and_no_link_is_followed(tmp_path):
+    file, other = tmp_path / "f", tmp_path / "other"
+    replace_file(file, b"one")
+    replace_file(file, b"two")
+    assert file.read_bytes() == b"two"
+    other.write_bytes(b"theirs")
+    (tmp_path / "link").symlink_to(other)
+    replace_file(tmp_path / "link", b"ours")
+    assert other.read_bytes() == b"theirs"
+    assert names(tmp_path) == ["f", "link", "other"]
+
+
+def test_a_new_folder_may_be_read_by_whom_the_system_lets(tmp_path):
+    (tmp_path / "other").mkdir()
+    with new_folder(tmp_path / "model") as work:
+        replace_file(work / "x", b"1")
+    (tmp_path / "x").write_bytes(b"1")
+    assert (tmp_path / "model").stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert (tmp_path / "model" / "x").stat().st_mode == (tmp_path / "x").stat().st_mode
+
+
+# --- several processes --------------------------------------------------------------------------
+
+
+def test_a_folder_is_built_by_one_process_at_a_time(tmp_path):
+    goal = tmp_path / "model"
+    with new_folder(goal) as work:
+        (work / "x").write_text("1")
+        with pytest.raises(CheckpointError, match=r"Another process is writing to .*model: wait"):
+            fail_within(goal)
+        assert left_behind(goal) == []
+    assert names(goal) == ["x"]
+    assert names(tmp_path) == ["model"]
+
+
+def test_one_that_waits_says_so_and_comes_next(tmp_path):
+    goal, said, order = tmp_path / "model", [], []
+
+    def second() -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with staging(goal, wait=True):
+                order.append("second")
+        said.extend(str(one.message) for one in caught)
+
+    thread = threading.Thread(target=second)
+    with staging(goal):
+        thread.start()
+        time.sleep(0.2)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+    assert len(said) == 1
+    assert "model, and this one waits for it" in said[0]
+    assert "is_main_process=False" in said[0]
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_killed_process_keeps_no_lock_and_its_folder_is_removed(copied, tmp_path, inside):
+    goal = tmp_path / "model"
+    goal.mkdir()
+    (goal / "x").write_text("kept")
+
+    def work() -> None:
+        with staging(goal, inside=inside) as folder:
+            (folder / "x").write_text("1")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert copied(work).ended() == -signal.SIGKILL
+    assert len(left_behind(goal)) == 2
+    with staging(goal, inside=inside) as folder:
+        assert names(folder) == []
+        assert left_behind(goal) == []
+    assert (names(tmp_path), names(goal)) == (["model"], ["x"])
+
+
+# --- what is not ours ---------------------------------------------------------------------------
+
+
+def secret(tmp_path: Path) -> Path:
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    (folder / "x").write_text("precious")
+    return folder
+
+
+@pytest.mark.parametrize("name", [".model.partial", PARTIAL])
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_that_no_lock_names_is_left_alone(tmp_path, name, linked):
+    precious = secret(tmp_path)
+    if linked:
+        (tmp_path / name).symlink_to(precious)
+    else:
+        precious.rename(tmp_path / name)
+    with new_folder(tmp_path / "model", job="a") as work:
+        (work / "y").write_text("1")
+    assert names(tmp_path / "model") == ["y"]
+    assert (tmp_path / name / "x").read_text() == "precious"
+    assert names(tmp_path / name) == ["x"]
+
+
+@pytest.mark.parametrize("job", ["", "a"])
+def test_a_link_that_a_lock_names_is_not_followed(tmp_path, job):
+    precious = secret(tmp_path)
+    (tmp_path / PARTIAL).symlink_to(precious)
+    (tmp_path / LOCK).write_text(json.dumps({"folder": PARTIAL, "job": "a"}))
+    with new_folder(tmp_path / "model", job=job) as work:
+        (work / "y").write_text("1")
+    assert names(tmp_path / "model") == ["y"]
+    assert names(precious) == ["x"]
+
+
+@pytest.mark.parametrize("job", ["", "a"])
+def test_another_owners_folder_is_not_taken(tmp_path, job, monkeypatch):
+    (tmp_path / PARTIAL).mkdir()
+    (tmp_path / PARTIAL / "x").write_text("theirs")
+    (tmp_path / LOCK).write_text(json.dumps({"folder": PARTIAL, "job": "a"}))
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    with new_folder(tmp_path / "model", job=job) as work:
+        (work / "y").write_text("1")
+    assert names(tmp_path / "model") == ["y"]
+    assert names(tmp_path / PARTIAL) == ["x"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("mine", "[]", "{}", "null", '{"folder": "precious", "job": ""}'),
+        *('{"folder": "../precious", "job": ""}', '{"folder": 1, "job": ""}'),
+    ],
+)
+def test_a_file_of_somebody_else_in_the_place_of_the_lock_is_left_alone(tmp_path, content):
+    precious = secret(tmp_path)
+    (tmp_path / LOCK).write_text(content)
+    with pytest.raises(CheckpointError, match=r"lock is no lock file of moe_qlora: move it away"):
+        fail_within(tmp_path / "model")
+    assert (tmp_path / LOCK).read_text() == content
+    assert names(precious) == ["x"]
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe", "folder"])
+def test_the_lock_is_no_way_to_other_files(tmp_path, kind):
+    file, lock = secret(tmp_path) / "x", tmp_path / LOCK
+    if kind == "link":
+        lock.symlink_to(file)
+    elif kind == "hard link":
+        lock.hardlink_to(file)
+    elif kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot be written|move it away"):
+        fail_within(tmp_path / "model")
+    assert file.read_text() == "precious"
+    assert lock.exists()
+
+
+def test_a_file_is_not_written_through_a_link_beside_it(tmp_path):
+    file = secret(tmp_path) / "x"
+    (tmp_path / ".f.partial").symlink_to(file)
+    replace_file(tmp_path / "f", b"ours")
+    assert (tmp_path / "f").read_bytes() == b"ours"
+    assert file.read_text() == "precious"

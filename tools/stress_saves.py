@@ -1,0 +1,178 @@
+"""Save one model into one folder from several processes at once, kill some, and look what is there.
+
+    python tools/stress_saves.py                                # 2 and 4 processes, 250 rounds each
+    python tools/stress_saves.py --processes 4 --rounds 100 --kill 0.5 --seed 7
+
+Each round starts with a folder that is absent, empty, or holds a packed model and files of others.
+All processes save into it at the same time, each one of three models with one layer of experts;
+each is killed with the probability `--kill`, at a random moment. Then the folder must verify as the
+old model or as one that was saved, byte for byte, and the others' files must be there. Every tenth
+round ends with an undisturbed save, after which nothing may be left of those that were killed.
+
+Exit code 0: no round failed. Rounds that failed are printed, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import BitsAndBytesConfig
+
+from moe_qlora import MoeQloraError, quantize_experts
+from moe_qlora.checkpoint.integrity import check_folder
+from moe_qlora.testing import tiny_model
+
+MODELS = 3
+REFUSED = 3
+FOREIGN = {"tokenizer.json": b"{}", "notes.txt": b"kept"}
+STARTS = ("absent", "empty", "holds a model")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file below a folder, by name."""
+    found = (file for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in found}
+
+
+class Stress:
+    """The models, what an undisturbed save of each writes, and what the rounds have shown."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self.target, self.random = root / "target" / "model", random.Random(seed)
+        self.models: list[Any] = []
+        self.whole: list[dict[str, bytes]] = []
+        for number in range(MODELS):
+            model: Any = tiny_model("qwen3_moe", seed=number, num_hidden_layers=1)
+            quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
+            self.models.append(model)
+            begin = time.monotonic()
+            self.save(number, root / str(number))
+            self.seconds = time.monotonic() - begin
+            self.whole.append(files(root / str(number)))
+        self.seen: Counter[str] = Counter()
+
+    def save(self, number: int, folder: Path) -> None:
+        """Save a model, in shards of a size of its own."""
+        self.models[number].save_pretrained(folder, max_shard_size=f"{40 + 10 * number}KB")
+
+    def start(self, kind: str) -> dict[str, bytes]:
+        """Make the folder as a round finds it; return what is in it."""
+        shutil.rmtree(self.target.parent, ignore_errors=True)
+        self.target.parent.mkdir()
+        content = {} if kind != "holds a model" else self.whole[0] | FOREIGN
+        if kind != "absent":
+            self.target.mkdir()
+        for name, raw in content.items():
+            (self.target / name).write_bytes(raw)
+        return content
+
+    def fork(self, number: int, begin: float) -> int:
+        """Save a model in a process of its own, from a moment on; return its id."""
+        child = os.fork()
+        if child:
+            return child
+        status = 1
+        try:
+            warnings.simplefilter("ignore")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            for bar in (tqdm, *tqdm.__subclasses__()):
+                bar.set_lock(threading.RLock())  # a killed process would keep the common one
+            time.sleep(max(begin - time.monotonic(), 0))
+            self.save(number, self.target)
+            status = 0
+        except MoeQloraError:
+            status = REFUSED
+        finally:
+            os._exit(status)
+
+    def round(self, kind: str, processes: int, kill: float, mop: bool) -> list[str]:
+        """Run one round; return what is wrong with its outcome."""
+        before = self.start(kind)
+        begin = time.monotonic() + 0.02
+        models = [self.random.randrange(MODELS) for _ in range(processes)]
+        children = [self.fork(number, begin) for number in models]
+        deadly = [child for child in children if self.random.random() < kill]
+        span = self.seconds * (processes + 1)
+        moments = sorted((begin + self.random.uniform(0, span), child) for child in deadly)
+        for moment, child in moments:
+            time.sleep(max(moment - time.monotonic(), 0))
+            os.kill(child, signal.SIGKILL)  # one that has ended is still to be waited for
+        ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        names = {0: "saved", REFUSED: "refused", -signal.SIGKILL: "killed"}
+        self.seen.update(names.get(end, "crashed") for end in ends)
+        faults = [f"a process ended with {end}" for end in ends if end not in (0, -signal.SIGKILL)]
+        maybe = [number for number, end in zip(models, ends, strict=True) if end != REFUSED]
+        faults += self.judge(before, maybe, any(end == 0 for end in ends))
+        if mop:
+            self.save(0, self.target)
+            kept = FOREIGN if before else {}
+            if files(self.target) != self.whole[0] | kept:
+                faults.append("an undisturbed save does not leave the model and nothing else")
+            if list(self.target.parent.glob(".*.partial")):
+                self.seen["staging folders left beside"] += 1
+        return faults
+
+    def judge(self, before: dict[str, bytes], maybe: list[int], saved: bool) -> list[str]:
+        """Say what is wrong with the folder, in which one of `maybe` may have been saved."""
+        if not (self.target / "config.json").exists():
+            self.seen["nothing there"] += 1
+            return ["the model is lost"] if before or saved else []
+        try:
+            manifest = check_folder(self.target)
+        except MoeQloraError as error:
+            return [f"the folder is damaged: {error}"]
+        found = files(self.target)
+        fits = [] if saved or not before else [("old", self.whole[0])]
+        fits += [("new", self.whole[number]) for number in maybe]
+        for state, whole in fits:
+            if found.keys() >= whole.keys() and all(found[name] == whole[name] for name in whole):
+                self.seen[state] += 1
+                lost = [name for name in FOREIGN if before and found.get(name) != FOREIGN[name]]
+                return [f"{name} is lost" for name in lost]
+        return [f"the folder holds {manifest.id[:8]}, which is neither the old model nor a new one"]
+
+
+def main() -> int:
+    """Run the rounds, and print what came of them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=250, help="for each number of processes")
+    parser.add_argument("--kill", type=float, default=0.35, help="probability, for each process")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # a forked process has no others
+    warnings.simplefilter("ignore")
+    failed = 0
+    for processes in options.processes:
+        with tempfile.TemporaryDirectory() as root:
+            stress = Stress(Path(root), options.seed)
+            begin = time.monotonic()
+            for number in range(options.rounds):
+                kind = STARTS[number % len(STARTS)]
+                faults = stress.round(kind, processes, options.kill, number % 10 == 9)
+                failed += bool(faults)
+                for fault in faults:
+                    print(f"round {number}, {processes} processes, folder {kind}: {fault}")
+            counts = ", ".join(f"{count} {name}" for name, count in sorted(stress.seen.items()))
+            seconds = time.monotonic() - begin
+        print(f"{processes} processes, {options.rounds} rounds in {seconds:.0f} s: {counts}")
+    print(f"{failed} rounds failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
