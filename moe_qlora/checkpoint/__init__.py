@@ -4,12 +4,14 @@ What goes in: a 16-bit folder, a packed folder, a packed model or an adapter fol
 a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit folder
 (`merge_adapter`), or a report (`verify`). Files that may be damaged are read by `reader` only.
 
-    reader, writer    safetensors and JSON files; folders that appear whole or not at all
+    reader, writer    safetensors and JSON files
+    staging           folders that appear whole or not at all; one process at a time
     manifest          the manifest of a packed folder, named by config.json
     integrity         a packed folder against its manifest; any folder as a `Checkpoint`
     conversion        tensors on disk <-> a model's parameters, by transformers' own conversions
     load_spec         what one load packs
     save, quantize    write a packed folder: from a packed model, from a 16-bit folder
+    source            which checkpoint a folder holds, by content
     adapter, tied_weights    an adapter as deltas to weights; tied weights
     base, rounding, merge    the base's weights; rounding as in training; the merged folder
     verify            is a folder whole, and what did packing cost its weights

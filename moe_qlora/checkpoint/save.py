@@ -65,7 +65,8 @@ def save_pretrained(
     """Save the model with its experts packed; `from_pretrained` under `enabled()` reads it back.
 
     A new folder appears whole or not at all. In one that exists, the model that was there stays
-    valid until the new config.json replaces the old one, at the very end.
+    valid until the new config.json replaces the old one, at the very end. While another process
+    saves into the folder, this one waits, with a warning.
 
     Args:
         self: The model. With adapters that transformers itself has loaded, only these are saved, as

@@ -27,7 +27,6 @@ from pathlib import Path
 from ..errors import CheckpointError
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-_RECORD = 4096  # bytes that a lock file has at most
 
 
 @contextmanager
@@ -38,7 +37,6 @@ def new_folder(destination: str | Path, *, job: str = "") -> Iterator[Path]:
     folder is removed; given a `job`, it stays, and the next call for the same job goes on in it.
     """
     destination = absolute(destination)
-    check_new(destination)
     with staging(destination, job=job) as work:
         check_new(destination)
         yield work
@@ -142,11 +140,11 @@ def _left(handle: int, place: Path, start: str, job: str) -> Path | None:
     """Return the staging folder of an interrupted run of a job; remove that of another run."""
     lock = os.fstat(handle)
     plain = stat.S_ISREG(lock.st_mode) and lock.st_nlink == 1
-    name, its_job = "", ""
-    if plain and not lock.st_size:
+    raw, name, its_job = os.pread(handle, 4096, 0) if plain else b"?", "", ""
+    if not raw:
         return None
     with suppress(ValueError, KeyError, TypeError):
-        record = json.loads(os.pread(handle, _RECORD, 0)) if plain else {}
+        record = json.loads(raw)
         name, its_job = str(record["folder"]), record["job"]
     if not re.fullmatch(rf"{re.escape(start)}\.[0-9a-f]{{8}}\.partial", name):
         raise CheckpointError(f"{place / start}.lock is no lock file of moe_qlora: move it away.")
