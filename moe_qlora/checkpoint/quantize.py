@@ -108,8 +108,8 @@ def quantize_checkpoint(
         except CheckpointError:
             shutil.rmtree(work)
             raise
-        source = identity.source(file.name for file in job.base.checkpoint.files)
-        return save.finish_packed(work, shards, job.experts(), job.spec.settings, source=source)
+        origin = identity.source(file.name for file in job.base.checkpoint.files)
+        return save.finish_packed(work, shards, job.experts(), job.spec.settings, source=origin)
 
 
 def _own_config(config: Any) -> Any:
