@@ -111,7 +111,7 @@ def cells(table: str) -> list[list[str]]:
 
 def test_every_cell():
     assert (LORA, LORA + WEIGHTS, WEIGHTS) == (178_176, 3_792_256, 3_614_080)
-    done = as_program("--cpu")
+    done = scenarios("--cpu")
     assert done.returncode == 0, done.stderr[-2000:]
     head, rule, *rows = cells(done.stdout)
     assert head == ["Scenario", "Observed", "Trainable", "Experts", "Bytes"]

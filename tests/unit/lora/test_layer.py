@@ -268,7 +268,7 @@ def test_compiled_without_graph_breaks() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["moe_qlora", "eager"])
-def test_two_hundred_steps_leave_nothing_behind(implementation: str) -> None:
+def test_steps_leave_nothing_behind(implementation: str) -> None:
     base = build("mixtral", implementation)
     model = moe_qlora.get_peft_model(base, lora_config())
     module = next(experts_modules(base))
@@ -286,7 +286,7 @@ def test_two_hundred_steps_leave_nothing_behind(implementation: str) -> None:
 
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses, before = [], traces()
-    for _ in range(200):
+    for _ in range(60):
         loss = model(input_ids=IDS[:, :4], labels=IDS[:, :4]).loss
         loss.backward()
         optimizer.step()

@@ -710,7 +710,7 @@ def test_cli_errors_are_one_line(cli):
 def test_cli_table_and_chart(cli, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     file = tmp_path / "chart.png"
-    code, out, err = cli("--gpus", "2x1GiB", "--seq", 128, "--chart", file)
+    code, out, err = cli("--gpus", "2x1GiB", "--seq", 32768, "--chart", file)
     assert (code, err) == (0, "")
     for words in ("packed experts", "quantization statistics", "logits and loss", "It fits."):
         assert words in out

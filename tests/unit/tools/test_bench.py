@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import importlib
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -22,27 +20,13 @@ REQUIRED = (
 )
 
 
-def ran(script, *arguments):
-    """A benchmark's output, and its rows."""
-    done = subprocess.run(
-        [sys.executable, str(BENCH / script), "--tiny", "--device", "cpu", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 def called(monkeypatch, script, *arguments):
-    """The same in this process."""
+    """Run a benchmark, in this process."""
     monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.setattr(
         sys, "argv", [f"{script}.py", "--tiny", "--device", "cpu", *map(str, arguments)]
     )
-    importlib.import_module(script).main()
+    runpy.run_path(str(BENCH / f"{script}.py"), run_name="__main__")
 
 
 def rows_of(path):
@@ -183,9 +167,10 @@ def test_fewer_layers_of_a_config_file(monkeypatch, tmp_path):
         whole_config("no-such-model")
 
 
-def test_a_tiny_layer_beside_its_peers_and_its_plot(tmp_path, monkeypatch):
+def test_a_tiny_layer_beside_its_peers_and_its_plot(tmp_path, monkeypatch, capsys):
     out = tmp_path / "layer.csv"
-    said = ran("layer.py", "--repeat", 2, "--out", out)
+    called(monkeypatch, "layer", "--repeat", 2, "--out", out)
+    said = capsys.readouterr().out
     rows = rows_of(out)
     figures = {"forward", "step", "step, checkpointed"}
     for peer in ("ours", "frozen", "peft", "bnb"):
