@@ -155,7 +155,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)  # a forked process has no others
-    warnings.simplefilter("ignore")
     failed = 0
     for processes in options.processes:
         with tempfile.TemporaryDirectory() as root:

@@ -25,7 +25,7 @@ from ..packing.format import RECORD, SCALES
 from .conversion import Disk, DiskLayout, Group, blank, revert, same_bits
 from .integrity import check_folder, open_checkpoint, open_shards
 from .manifest import Manifest
-from .reader import SINGLE, Checkpoint, check_plain, header_bytes
+from .reader import SINGLE, Checkpoint, header_bytes
 from .writer import plan_shards
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -83,10 +83,6 @@ class PlainBase(Base):
         infos = {key: self.checkpoint.info(key) for key in self.checkpoint}
         self.disk = {key: (info.shape, info.dtype) for key, info in infos.items()}
         self.layout = DiskLayout(model, self.disk)
-        floating = {name for name, t in model.state_dict().items() if t.is_floating_point()}
-        for group in self.layout.groups:
-            for key in group.keys if floating.intersection(group.shapes) else ():
-                check_plain(key, infos[key].dtype)
 
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
         by_file: dict[Path, list[str]] = {file: [] for file in self.checkpoint.files}

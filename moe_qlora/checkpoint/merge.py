@@ -39,6 +39,7 @@ from .manifest import CONFIG, CONFIG_KEY, is_packed
 from .reader import INDEX, index_of, read_json
 from .rounding import Rounding
 from .save import auxiliary_files, copy_auxiliary_files
+from .source import identify
 from .staging import absolute, check_new, new_folder
 from .tied_weights import TiedWeights
 from .writer import ShardWriter
@@ -111,6 +112,7 @@ def merge_adapter(
     _check_roles(source, absolute(adapter))
     check_new(target)
     auxiliary_files(source)
+    before = [identify(folder) for folder in (source, absolute(adapter))]
     with ExitStack() as stack:
         lora = open_adapter(absolute(adapter))
         stack.enter_context(lora.file)
@@ -129,6 +131,8 @@ def merge_adapter(
         ):
             merge.write(folder, tell)
             _write_auxiliary_files(source, folder, opened, merge, dtype)
+            for identity in before:
+                identity.check_again()
     return merge.report(target)
 
 

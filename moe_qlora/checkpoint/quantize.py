@@ -37,7 +37,7 @@ from .base import INT8_FORMAT, PlainBase, refuse_quantized
 from .conversion import Group
 from .load_spec import LoadSpec, kept_dtypes, packing_spec
 from .manifest import CONFIG, Manifest, PackedEntry, is_packed
-from .reader import read_header, read_json
+from .reader import check_plain, read_header, read_json
 from .rounding import from_config
 from .save import copy_auxiliary_files
 from .source import Identity, identify
@@ -194,7 +194,11 @@ class _Job:
             (group, [name for name in group.shapes if name not in left_out])
             for group in self.base.layout.groups
         ]
-        return [(group, names) for group, names in steps if names]
+        steps = [(group, names) for group, names in steps if names]
+        floating = {name for name, t in model.state_dict().items() if t.is_floating_point()}
+        for key in (key for group, names in steps if floating & {*names} for key in group.keys):
+            check_plain(key, self.base.disk[key][1])
+        return steps
 
     def _why_nothing_to_pack(self, model: Any) -> str:
         """Say why no expert weight would be packed, and what to do."""

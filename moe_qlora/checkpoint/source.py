@@ -46,7 +46,7 @@ class Identity:
         changed = [name for name in names if self.files.get(name) != now.get(name)]
         if changed:
             raise CheckpointError(
-                f"{self.folder / changed[0]} changed while the folder was packed, and two "
+                f"{self.folder / changed[0]} changed while the folder was read, and two "
                 "checkpoints are not mixed: run it again when nothing writes there."
             )
 
@@ -55,7 +55,7 @@ def identify(folder: Path) -> Identity:
     """Identify the checkpoint in a folder."""
     files = {}
     with reading(folder):
-        for file in sorted(folder.iterdir()):
+        for file in sorted(folder.glob("*")):  # none where there is no folder
             if file.name == CONFIG or file.name.endswith((".safetensors", INDEX_SUFFIX)):
                 header, status = "", file.stat()
                 with suppress(CheckpointError):  # not every file has one, and need be read at all

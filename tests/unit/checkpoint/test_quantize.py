@@ -25,6 +25,7 @@ import moe_qlora
 from moe_qlora.checkpoint import reader
 from moe_qlora.checkpoint.integrity import check_folder
 from moe_qlora.checkpoint.staging import left_behind
+from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app
 from moe_qlora.errors import (
     CheckpointError,
@@ -249,6 +250,7 @@ def test_a_source_that_changes_during_a_run_is_not_mixed(source: Path, tmp_path:
 
 def test_the_manifest_names_the_source(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "packed")
+    assert verify(tmp_path / "packed").good
     named = check_folder(tmp_path / "packed").source
     assert named is not None
     assert named.folder == "qwen3_moe"
