@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import AdapterError, ConfigError
@@ -24,6 +24,7 @@ from moe_qlora.lora.load import load_adapter
 from moe_qlora.lora.model import connect_adapters
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing import settings as settings_
+from moe_qlora.testing import tiny_model
 
 SMALL = {
     "vocab_size": 48,
@@ -210,6 +211,24 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="adapter_name is 'default', which this model has"):
         load_adapter(loaded, str(tmp_path))
     load_adapter(loaded, str(tmp_path), adapter_name="again")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_file_whose_keys_peft_renames_is_loaded_by_the_models_own(tmp_path: Path) -> None:
+    """PEFT takes this type's keys for those of the published checkpoint, its own included."""
+    base = tiny_model("mistral_large4_text")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    moe_qlora.quantize_experts(base, config)
+    targets = moe_qlora.target_parameters(base)
+    trained = moe_qlora.get_peft_model(
+        copy.deepcopy(base), lora_config(target_parameters=targets)
+    ).eval()
+    fill(trained)
+    trained.save_pretrained(tmp_path, save_embedding_layers=False)
+    again = load_adapter(base, str(tmp_path))
+    held = dict(trained.named_parameters())
+    for name, value in again.named_parameters():
+        assert "lora_" not in name or torch.equal(value, held[name]), name
 
 
 def test_a_second_wrapping_is_refused() -> None:

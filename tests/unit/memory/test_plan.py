@@ -567,6 +567,15 @@ def test_hints_say_what_they_save():
     assert any(hint.fits for hint in alone) or all(hint.fits for hint in together)
 
 
+def test_half_the_rank_is_no_hint_for_small_ranks():
+    config = small(num_hidden_layers=2, num_experts=64)
+    for rank, hinted in ((9, True), (8, False)):
+        made = moe_qlora.plan(
+            config, gpus="71MB", seq=8, rank=rank, targets="experts", search=False
+        )
+        assert ("rank=4" in [hint.setting for hint in made.hints]) is hinted
+
+
 def test_hints_name_enough_devices():
     config = qwen3_30b(num_hidden_layers=4, vocab_size=4096)
     made = moe_qlora.plan(config, gpus="2GiB", seq=2048)
