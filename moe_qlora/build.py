@@ -13,7 +13,6 @@ No weight is loaded or downloaded: the model is built from its configuration alo
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from . import registry
 from .errors import CheckpointError, ConfigError, MoeQloraError
+from .files import check_depth, read_json
 from .packing.settings import CodecSettings
 
 _DEFAULT_SIZES = "Sizes are those of the default configuration of this model type, in bfloat16."
@@ -143,21 +143,16 @@ def quiet() -> Iterator[None]:
 def _from_config(label: str, where: str | Path, trust_remote_code: bool) -> Source:
     if isinstance(where, Path):
         file = where / "config.json" if where.is_dir() else where
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file} cannot be read ({_first_line(error)}).") from error
-        except json.JSONDecodeError as error:
-            raise CheckpointError(f"{file} is damaged: it is no JSON ({error}).") from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{file} holds no JSON object, so it is no configuration.")
-        if "model_type" not in content:
+        if "model_type" not in read_json(file):
             raise CheckpointError(
                 f"{label}: {file.name} names no model_type, so it is no transformers configuration."
             )
     try:
         with quiet():
             config = AutoConfig.from_pretrained(str(where), trust_remote_code=trust_remote_code)
+            check_depth(config.to_dict())
+            # Kernels of the hub are code too, and nothing here computes.
+            config._attn_implementation = config._experts_implementation = None
     except Exception as error:
         raise CheckpointError(_explain(label, error)) from error
     return _with_own_settings(Source(label, config))

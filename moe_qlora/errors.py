@@ -20,6 +20,33 @@ what was seen, what was expected and what to do.
 
 from __future__ import annotations
 
+import re
+
+# C0 and C1 controls, DEL, line separators, invisible and bidirectional marks, lone surrogates.
+_HIDDEN = re.compile(
+    "[\\x00-\\x1f\\x7f-\\x9f\\xad\\u061c\\u180e\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f"
+    "\\ud800-\\udfff\\ufeff\\ufff9-\\ufffb\\U000e0000-\\U000e007f]"
+)
+
+
+def visible(text: str, keep: str = "") -> str:
+    """Return a text with what terminals obey or hide written as JSON writes it (u001b).
+
+    Names of tensors and files, and values of configurations, are their author's. The characters of
+    `keep` stay.
+    """
+    return _HIDDEN.sub(lambda m: m[0] if m[0] in keep else _escaped(ord(m[0])), text)
+
+
+def _escaped(code: int) -> str:
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def one_line(kind: str, message: object) -> str:
+    """Return a message for stderr: one line, whatever is in it."""
+    words = visible(str(message), keep="\n").split()
+    return f"{kind}: {' '.join(words)}\n"
+
 
 class MoeQloraError(Exception):
     """Base of every exception that this package raises on purpose."""

@@ -1,12 +1,47 @@
-"""Tell how far long work is: to a caller's function, by a bar, or not at all."""
+"""Tell how far long work is: to a caller's function, by a bar, or not at all.
+
+Bars and tables are drawn on a `VisibleConsole`, since the names in them are other people's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.markup import escape
+from rich.segment import Segment
+from rich.text import Text
+
+from .errors import visible
 
 Progress = Callable[[int, int, str], None]
 """Called with how much is done, how much there is, and the name of what is next ("" at the end)."""
+
+
+class VisibleConsole(Console):
+    """A console on which control characters in names are seen, and obeyed by no terminal.
+
+    The escape sequences of its own pass the filter that the command line lays over its streams.
+    """
+
+    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
+        stream = sys.stderr if stderr else sys.stdout
+        super().__init__(file=getattr(stream, "unfiltered", stream), emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return the text of a string, before its width is measured."""
+        return super().render_str(visible(text), **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Yield what is drawn; also of a text that came ready-made."""
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else visible(segment.text, keep="\n")
+            yield segment._replace(text=text)
 
 
 @contextmanager
@@ -26,14 +61,15 @@ def reporting(
     if progress is None or progress is False:
         yield lambda done, total, name: None
     elif progress is True:
-        from rich.console import Console
         from rich.progress import Progress as Bar
 
-        with Bar(console=Console(stderr=True) if stderr else None, transient=transient) as bar:
+        with Bar(console=VisibleConsole(stderr=stderr), transient=transient) as bar:
             task = bar.add_task(doing)
 
             def update(count: int, total: int, name: str) -> None:
-                bar.update(task, completed=count, total=total, description=name or done)
+                bar.update(
+                    task, completed=count, total=total, description=escape(visible(name)) or done
+                )
 
             yield update
     else:

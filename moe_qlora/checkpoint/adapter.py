@@ -24,17 +24,19 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
 from ..errors import AdapterError, CheckpointError
+from ..files import read_json
 from ..layout import listed
-from .reader import Checkpoint, inside, parse_fields, read_json
+from .reader import Checkpoint, inside, parse_fields
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -117,6 +119,19 @@ class Updates:
     tied: set[str] = field(default_factory=set)
 
 
+_END_OF_NAME = r"(.*\.)?({})$"  # as PEFT matches patterns
+
+
+def _check_regex(value: Any, place: str = "{}") -> Any:
+    try:
+        if isinstance(value, str):
+            re.compile(place.format(value))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"no regular expression ({error})") from error
+    return value
+
+
+_Pattern = Annotated[str, AfterValidator(partial(_check_regex, place=_END_OF_NAME))]
 _Rank = Annotated[int, Field(strict=True, ge=0)]
 _Alpha = Annotated[float, Field(strict=True, ge=0)]
 
@@ -127,10 +142,10 @@ class LoraSettings:
 
     r: _Rank = 8
     lora_alpha: _Alpha = 8
-    rank_pattern: dict[re.Pattern[str], _Rank] | None = None
-    alpha_pattern: dict[re.Pattern[str], _Alpha] | None = None
+    rank_pattern: dict[_Pattern, _Rank] | None = None
+    alpha_pattern: dict[_Pattern, _Alpha] | None = None
     use_rslora: bool | None = None
-    target_parameters: list[str] | str | None = None
+    target_parameters: Annotated[list[str] | str | None, AfterValidator(_check_regex)] = None
 
     def rank_and_scaling(self, name: str) -> tuple[int, float]:
         """Return rank and scaling of one target, by PEFT's rule: the first matching pattern."""
@@ -139,11 +154,9 @@ class LoraSettings:
         return int(rank), alpha / max(math.sqrt(rank) if self.use_rslora else rank, 1)
 
 
-def _first_match(
-    patterns: Mapping[re.Pattern[str], float] | None, name: str, default: float
-) -> float:
+def _first_match(patterns: Mapping[str, float] | None, name: str, default: float) -> float:
     for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern.pattern})$", name):
+        if re.match(_END_OF_NAME.format(pattern), name):
             return value
     return default
 

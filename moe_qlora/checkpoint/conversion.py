@@ -182,7 +182,9 @@ class DiskLayout:
         The keys are all of the group, or those of a slice (`Group.part`).
         """
         if group.converter is None:
-            return dict.fromkeys(group.shapes, _swapped(tensors[group.keys[0]], group.swap))
+            # Without a parameter (a layer that the model leaves out), a tensor keeps its key.
+            names = group.shapes or group.keys
+            return dict.fromkeys(names, _swapped(tensors[group.keys[0]], group.swap))
         converter = deepcopy(group.converter)
         for pattern, keys in group.sources.items():
             for key in keys:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files import reading
 from ..packing.format import packed_tensors
 from .manifest import (
     CONFIG,
@@ -33,7 +34,6 @@ from .reader import (
     inside,
     read_header,
     read_index,
-    reading,
 )
 
 _SMALL = 1 << 16

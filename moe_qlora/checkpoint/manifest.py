@@ -27,6 +27,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from ..errors import CheckpointError
+from ..files import MAX_JSON, parse_json, read_json, read_raw, reading
 from ..packing.settings import CodecSettings
 from .reader import (
     DTYPE_NAMES,
@@ -35,10 +36,6 @@ from .reader import (
     header_bytes,
     inside,
     parse_fields,
-    parse_json,
-    read_json,
-    read_raw,
-    reading,
 )
 
 CONFIG = "config.json"
@@ -251,7 +248,7 @@ def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | No
     if mark is None:
         return None
     file = inside(folder, mark.manifest)
-    raw = read_raw(file)
+    raw = read_raw(file, MAX_JSON)
     if manifest_name(raw) != mark.manifest:
         raise CheckpointError(f"{file} is damaged: its name is not that of its content.")
     manifest = _parse(Manifest, parse_json(file, raw), file)

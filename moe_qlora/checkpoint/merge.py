@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from .. import build as checkpoint_source
 from ..errors import AdapterError, CheckpointError, ConfigError
+from ..files import MAX_JSON, read_json
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, human_bytes
 from ..packing import codec
@@ -36,7 +37,7 @@ from .base import FLOATS, Base, OutFile, PackedBase, PlainBase, refuse_quantized
 from .conversion import Group
 from .load_spec import kept_dtypes
 from .manifest import CONFIG, CONFIG_KEY, is_packed
-from .reader import INDEX, index_of, read_json
+from .reader import INDEX, index_of
 from .rounding import Rounding
 from .save import auxiliary_files, copy_auxiliary_files
 from .source import identify
@@ -424,7 +425,7 @@ def _write_index(
     else:
         index = index_of(source)
         name = index.name if index else None
-        content = read_json(index) if index else {}
+        content = read_json(index, MAX_JSON) if index else {}
     if name is None:
         return
     if dtype is None and isinstance(base, PlainBase):

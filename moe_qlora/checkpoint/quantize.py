@@ -26,6 +26,7 @@ from transformers import initialization as init
 from .. import build
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
+from ..files import read_json
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, listed
 from ..packing.codec import Packer, first_nonfinite
@@ -37,7 +38,7 @@ from .base import INT8_FORMAT, PlainBase, refuse_quantized
 from .conversion import Group
 from .load_spec import LoadSpec, kept_dtypes, packing_spec
 from .manifest import CONFIG, Manifest, PackedEntry, is_packed
-from .reader import check_plain, read_header, read_json
+from .reader import check_plain, read_header
 from .rounding import from_config
 from .save import copy_auxiliary_files
 from .source import Identity, identify

@@ -1,4 +1,4 @@
-"""Reading of safetensors and JSON files that may be damaged.
+"""Reading of safetensors files and their index, which may be damaged.
 
 Files are mapped, not read: a tensor costs memory when it is used. Whatever is wrong with a file
 raises a `CheckpointError` that names the file and, where there is one, the key.
@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import stat
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedWeightError
+from ..files import MAX_JSON, once, read_json, reading, size_of
 from ..layout import dtype_name
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -31,8 +30,6 @@ INDEX = f"model{INDEX_SUFFIX}"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100 << 20
 """Longest header that the safetensors format allows, in bytes."""
-MAX_JSON = 512 << 20
-"""Longest JSON file that is read, in bytes; the index of a million tensors has a quarter of it."""
 
 _T = TypeVar("_T")
 
@@ -155,26 +152,6 @@ class Checkpoint:
         self.close()
 
 
-_DAMAGE = (
-    *(OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError),
-    *(OverflowError, RuntimeError, MemoryError),
-)
-
-
-@contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Turn whatever goes wrong with a file into a CheckpointError that names it."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing: copy the whole folder.") from error
-    except _DAMAGE as error:
-        reason = str(error) or type(error).__name__
-        raise CheckpointError(f"{file} cannot be read: {reason}.") from error
-
-
 def inside(folder: Path, name: Any) -> Path:
     """Return a file of a folder by its bare name; a link may lead to blobs of the hub's cache."""
     plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
@@ -205,44 +182,6 @@ def check_link(path: Path, folder: Path) -> None:
         )
 
 
-def _size_of(file: Path) -> int:
-    """Return the bytes of a regular file; opening a pipe would wait for its writer."""
-    status = file.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{file} cannot be read: it is no regular file.")
-    return status.st_size
-
-
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds."""
-    return parse_json(file, read_raw(file))
-
-
-def read_raw(file: Path) -> bytes:
-    """Return the bytes of a JSON file."""
-    with reading(file):
-        if _size_of(file) > MAX_JSON:
-            raise CheckpointError(f"{file} cannot be read: it is longer than {MAX_JSON} bytes.")
-        return file.read_bytes()
-
-
-def parse_json(file: Path, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in a file's bytes."""
-    with reading(file):
-        try:
-            value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
-            if _HALF.search(raw):
-                json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file} is no valid JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds {type(value).__name__} and no JSON object.")
-    return value
-
-
 def parse_fields(kind: type[_T], value: Any, file: Path, prefix: str = "") -> _T:
     """Build a pydantic dataclass from parsed JSON, having checked every field.
 
@@ -259,13 +198,6 @@ def parse_fields(kind: type[_T], value: Any, file: Path, prefix: str = "") -> _T
             raise CheckpointError(f"{file} is damaged: {key} is {seen}{allowed}.") from error
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return value
-
-
 def index_of(folder: Path) -> Path | None:
     """Return the folder's index file, None where it has none."""
     files = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
@@ -277,7 +209,7 @@ def index_of(folder: Path) -> Path | None:
 
 def read_index(file: Path) -> dict[str, str]:
     """Return the `weight_map` of an index: key -> file name."""
-    weight_map = read_json(file).get("weight_map")
+    weight_map = read_json(file, MAX_JSON).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file} has no weight_map: it is no index of safetensors files.")
     for key, name in weight_map.items():
@@ -289,7 +221,7 @@ def read_index(file: Path) -> dict[str, str]:
 def header_bytes(file: Path) -> bytes:
     """Return the JSON header of a safetensors file, its length not included."""
     with reading(file):
-        size = _size_of(file)
+        size = size_of(file)
     with reading(file), file.open("rb") as handle:
         start = handle.read(8)
         length = int.from_bytes(start, "little")
@@ -306,7 +238,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         # The library checks the rest: offsets without gaps, sizes that agree with shapes.
         with safe_open(str(file), "pt"):
             pass
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
         infos = {}
         for key, entry in header.items():
             if key == "__metadata__":

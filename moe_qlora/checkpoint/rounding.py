@@ -23,12 +23,13 @@ from torch import nn
 
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
+from ..files import read_json
 from ..layout import unwrapped_name
 from ..packing import parametrize
 from ..packing.codec import Packer
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
-from .reader import parse_fields, read_json
+from .reader import parse_fields
 from .staging import replace_file
 
 NOTE = "moe_qlora_adapter.json"

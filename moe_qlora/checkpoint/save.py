@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AdapterError, CheckpointError, ConfigError
+from ..files import read_json
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 from ..packing import parametrize
@@ -42,7 +43,7 @@ from .manifest import (
     Source,
     read_manifest,
 )
-from .reader import INDEX_SUFFIX, SINGLE, check_link, read_json
+from .reader import INDEX_SUFFIX, SINGLE, check_link
 from .staging import absolute, discard, flush, rename_new, staging
 from .writer import ShardWriter, plan_shards
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..files import reading
 from .manifest import CONFIG, Source, SourceFile
-from .reader import INDEX_SUFFIX, header_bytes, reading
+from .reader import INDEX_SUFFIX, header_bytes
 
 _PIECES, _PIECE = (
     64,

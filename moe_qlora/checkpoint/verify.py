@@ -25,6 +25,7 @@ from transformers.core_model_loading import dot_natural_key
 from .. import build
 from ..detection.detect import detect
 from ..errors import CheckpointError
+from ..files import read_json
 from ..layout import dtype_name, listed
 from ..packing import codec
 from ..packing.format import (
@@ -42,7 +43,7 @@ from .base import PackedWeights, PlainBase, packed_names
 from .conversion import Group
 from .integrity import check_folder, open_checkpoint, open_shards
 from .manifest import CONFIG, Manifest, has_manifest, is_packed
-from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside, read_json
+from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside
 from .save import is_save_file
 from .staging import left_behind
 

@@ -6,12 +6,14 @@ Exit codes: 0 for success, 2 for bad input with one line on stderr; a subcommand
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
-from ..errors import MoeQloraError
+from ..errors import MoeQloraError, one_line, visible
 from .dump import dump
 from .merge import merge
 from .plan import plan
@@ -51,8 +53,31 @@ def _program(
 
 def run(program: typer.Typer = app, **arguments: Any) -> None:
     """Run a program, by default on `sys.argv`; an error of ours is one line and exit code 2."""
-    try:
-        program(**arguments)
-    except MoeQloraError as error:
-        sys.stderr.write("error: " + " ".join(str(error).split()) + "\n")
-        sys.exit(BAD_INPUT)
+    with redirect_stdout(_Filtered(sys.stdout)), redirect_stderr(_Filtered(sys.stderr)):
+        try:
+            program(**arguments)
+        except MoeQloraError as error:
+            sys.stderr.write(one_line("error", error))
+            sys.exit(BAD_INPUT)
+
+
+class _Filtered:
+    """A stream of text in which control characters are seen, whoever writes them.
+
+    A carriage return may lead, as it does in tqdm's bars.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.unfiltered = stream
+
+    def write(self, text: str) -> int:
+        head = text[: text.startswith("\r")]
+        self.unfiltered.write(head + visible(text[len(head) :], keep="\n\t"))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unfiltered, name)

@@ -66,7 +66,8 @@ def draw(report: MemoryPlan, file: Path) -> None:
     axes.set_ylabel("GiB at the peak")
     settings = report.settings
     axes.set_title(
-        f"{report.label}: {settings.batch} x {settings.seq} tokens, {settings.optimizer}"
+        f"{report.label}: {settings.batch} x {settings.seq} tokens, {settings.optimizer}",
+        parse_math=False,
     )
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize="small")

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ..checkpoint.verify import VerifyReport, WeightError
-from ..errors import CheckpointError
+from ..errors import CheckpointError, visible
 from ..layout import name_pattern
 
 
@@ -29,7 +29,7 @@ def draw(report: VerifyReport, file: Path) -> None:
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 6 for n in rows])
     for (pattern, (layers, grid)), axis in zip(panels.items(), axes[:, 0], strict=True):
         image = axis.imshow(grid, aspect="auto", interpolation="nearest", **style)
-        axis.set_title(pattern, fontsize="medium")
+        axis.set_title(visible(pattern), fontsize="medium", parse_math=False)
         axis.set_ylabel("layer")
         step = max(len(layers) // 12, 1)
         axis.set_yticks(range(0, len(layers), step), layers[::step])
@@ -37,7 +37,8 @@ def draw(report: VerifyReport, file: Path) -> None:
         axis.set_xticks(range(0, len(grid[0]), across))
         axis.set_xlabel("expert")
     figure.colorbar(image, ax=axes[:, 0].tolist(), label="relative error (Frobenius)")
-    figure.suptitle(f"{report.folder.name}: error of {report.kind}")
+    title = visible(f"{report.folder.name}: error of {report.kind}")
+    figure.suptitle(title, parse_math=False)
     FigureCanvasAgg(figure).print_png(str(file))
 
 

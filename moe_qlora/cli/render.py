@@ -10,14 +10,15 @@ from collections.abc import Collection, Iterable
 from rich.console import Console
 from rich.table import Table
 
+from ..progress import VisibleConsole
+
 _PIPE_WIDTH = 160
 
 
 def console(color: str) -> Console:
     """Return a console on stdout; into a pipe it is 160 columns wide and plain unless asked."""
     piped = not sys.stdout.isatty()
-    return Console(
-        file=sys.stdout,
+    return VisibleConsole(
         width=_PIPE_WIDTH if piped else shutil.get_terminal_size().columns,
         force_terminal={"always": True, "never": False, "auto": None}[color],
         no_color=color == "never",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from .findings import Findings, ParamGroup
 from .render import table
 
 _LISTS = ("target_parameters", "exclude_modules")
+_PLAIN = re.compile(r"[\w.]+")  # a name that YAML and f-strings take as it is
 
 
 def orientation(param: ExpertParam) -> str:
@@ -138,7 +140,9 @@ def as_yaml(findings: Findings) -> str:
     """Return the keys that axolotl-style trainers read, every name in full."""
     lines = ["# for experts packed by moe_qlora"]
     for name in _LISTS:
-        lines += [f"lora_{name}:", *(f"  - {entry}" for entry in getattr(findings, name))]
+        entries = getattr(findings, name)
+        quoted = (one if _PLAIN.fullmatch(one) else json.dumps(one) for one in entries)
+        lines += [f"lora_{name}:", *(f"  - {entry}" for entry in quoted)]
     return "\n".join(lines) + "\n"
 
 
@@ -148,7 +152,7 @@ def _folded(names: tuple[str, ...]) -> list[str]:
     items = []
     for name in names:
         parts = re.search(r"^(.*?\.)(\d+)(\..*)$", name)
-        if parts is None:
+        if parts is None or not _PLAIN.fullmatch(name):
             items.append(repr(name))
         else:
             head, number, tail = parts.groups()

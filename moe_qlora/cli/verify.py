@@ -36,7 +36,7 @@ def verify(
     where FOLDER is no checkpoint or a setting cannot be followed.
     """
     from ..checkpoint.verify import verify as check
-    from ..errors import ConfigError
+    from ..errors import ConfigError, one_line
     from ..progress import reporting
     from . import chart, render, render_verify
     from . import heat_map as maps
@@ -58,5 +58,5 @@ def verify(
     if not report.good:
         more = len(report.problems) - 1
         line = report.problems[0] + (f" (and {more} more)" if more else "")
-        sys.stderr.write("damaged: " + " ".join(line.split()) + "\n")
+        sys.stderr.write(one_line("damaged", line))
         raise typer.Exit(DAMAGED)

@@ -25,7 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, MoeQloraError
+from ..errors import ConfigError, MoeQloraError, one_line
+from ..files import read_json
 from .host import ExpertsHost
 from .settings import BLOCK, ExpertsSettings
 
@@ -98,8 +99,6 @@ def check(args: Mapping[str, Any]) -> ExpertsSettings:
                 f"{key} builds the model by other code, which {BLOCK} cannot take part in: "
                 f"take {key} or {BLOCK} out of the file."
             )
-    from ..checkpoint.reader import read_json
-
     bits, method = args.get("quantization_bit"), args.get("quantization_method", "bnb")
     file = Path(str(args.get("model_name_or_path"))) / "config.json"
     quantized = bits is None and file.is_file() and "quantization_config" in read_json(file)
@@ -138,7 +137,7 @@ def main() -> int:
     try:
         train()
     except MoeQloraError as error:
-        sys.stderr.write("error: " + " ".join(str(error).split()) + "\n")
+        sys.stderr.write(one_line("error", error))
         return BAD_INPUT
     return 0
 

@@ -23,11 +23,11 @@ from moe_qlora.checkpoint.reader import (
     SINGLE,
     inside,
     read_header,
-    read_json,
 )
 from moe_qlora.checkpoint.staging import new_folder
 from moe_qlora.checkpoint.writer import ShardWriter, plan_shards
 from moe_qlora.errors import CheckpointError
+from moe_qlora.files import read_json
 
 TRICKS = (
     *("../model.safetensors", "/etc/passwd", "..", ".", "", "sub/model.safetensors"),

@@ -1,0 +1,468 @@
+"""What a checkpoint of an unknown author can do: nothing but be refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.cli import render_dump
+from moe_qlora.errors import visible
+from moe_qlora.progress import VisibleConsole, reporting
+from moe_qlora.testing import tiny_model
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+EVIL = "\x1b]0;owned\x07\x1b[2J\x7f\x9b31m\u202e\u2028"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A folder with `source` (plain, in two shards), `packed`, and `adapter`."""
+    root = tmp_path_factory.mktemp("made")
+    tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(
+        root / "source", max_shard_size="100KB"
+    )
+    moe_qlora.quantize_checkpoint(root / "source", root / "packed", NF4)
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**NF4))
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    moe_qlora.get_peft_model(model, lora).save_pretrained(root / "adapter")
+    return root
+
+
+@pytest.fixture
+def folder(made, tmp_path) -> Path:
+    """A copy of `made` that a test may spoil."""
+    return shutil.copytree(made, tmp_path / "made")
+
+
+SUBCOMMANDS = {
+    "dump": ["dump", "source"],
+    "why": ["dump", "source", "--why"],
+    "dump packed": ["dump", "packed"],
+    "plan": ["plan", "source", "--seq", "64"],
+    "quantize": ["quantize", "source", "out", "--quiet"],
+    "verify": ["verify", "source"],
+    "verify packed": ["verify", "packed"],
+    "verify against": ["verify", "packed", "--against", "source"],
+    "merge": ["merge", "source", "adapter", "out", "--quiet"],
+    "merge like training": ["merge", "source", "adapter", "out", "--like-training", "--quiet"],
+    "merge packed": ["merge", "packed", "adapter", "out", "--quiet"],
+}
+
+
+@pytest.fixture
+def called(cli, folder, monkeypatch):
+    """Run one of SUBCOMMANDS in the spoiled folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(folder)
+    return lambda name: cli(*SUBCOMMANDS[name])
+
+
+def adapt(path: Path) -> None:
+    packing = BitsAndBytesConfig(**NF4) if path.name == "source" else None
+    lora = LoraConfig(target_modules=["q_proj"])
+    moe_qlora.adapt_lora_config(str(path), lora, experts=True, quantization_config=packing)
+
+
+# Code
+
+
+class Bomb:
+    """What unpickles as a call."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+def arm(path: Path, marker: Path) -> None:
+    """Give a folder everything by which libraries find code in it; all of it leaves a marker."""
+    code = f"""
+from pathlib import Path
+from transformers import PretrainedConfig, PreTrainedModel
+Path({str(marker)!r}).touch()
+class Config(PretrainedConfig):
+    model_type = "qwen3_moe"
+class Model(PreTrainedModel):
+    config_class = Config
+class Tokenizer: pass
+def generate(*args, **kwargs): pass
+"""
+    (path / "custom_generate").mkdir()
+    for name in ("evil.py", "modeling_evil.py", "custom_generate/generate.py"):
+        (path / name).write_text(code)
+    auto_map = {
+        "AutoConfig": "evil.Config",
+        "AutoModel": "evil.Model",
+        "AutoModelForCausalLM": "evil.Model",
+        "AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"],
+        "AutoProcessor": "evil.Tokenizer",
+    }
+    additions = {
+        "config.json": {"auto_map": auto_map, "custom_pipelines": {"x": {"impl": "evil.Model"}}},
+        "tokenizer_config.json": {"auto_map": auto_map, "tokenizer_class": "Tokenizer"},
+        "processor_config.json": {"auto_map": auto_map, "processor_class": "Tokenizer"},
+        "generation_config.json": {"auto_map": auto_map, "custom_generate": "evil"},
+        "adapter_config.json": {
+            "auto_mapping": {"base_model_class": "Model", "parent_library": "evil"}
+        },
+    }
+    for name, more in additions.items():
+        if (path / name).exists() or not name.startswith(("config", "adapter")):
+            edit(path / name, **more)
+    for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth", "adapter_model.bin"):
+        (path / name).write_bytes(pickle.dumps({"weight": Bomb(marker)}))
+
+
+def edit(file: Path, **values: object) -> None:
+    """Set keys of a JSON file, which may not be there yet."""
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | values))
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_no_code_of_a_checkpoint_runs(called, folder, name, monkeypatch):
+    """The model type is one that transformers knows, so that nothing needs the code."""
+    marker = folder / "marker"
+    for part in ("source", "adapter"):
+        arm(folder / part, marker)
+    arm_packed(folder / "packed", marker)
+    monkeypatch.syspath_prepend(folder / "adapter")  # where parent_library would be found
+    code, _, err = called(name)
+    assert not marker.exists()
+    # A packed folder's config.json is no other than the one that was written.
+    assert (code, err) == (0, "") or name.startswith("verify ")
+
+
+def arm_packed(path: Path, marker: Path) -> None:
+    arm(path, marker)
+    for file in path.glob("*.bin"):
+        file.unlink()
+
+
+@pytest.mark.parametrize("part", ["source", "packed"])
+def test_no_code_runs_where_a_config_is_adapted_to_a_folder(folder, part):
+    marker = folder / "marker"
+    arm(folder / part, marker)
+    adapt(folder / part)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["dump", "plan", "quantize", "verify", "merge"])
+def test_pickles_are_never_read(called, folder, name):
+    marker = folder / "marker"
+    shutil.rmtree(folder / "source")
+    shutil.copytree(folder / "packed", folder / "source")
+    for file in (folder / "source").glob("*"):
+        if file.name != "config.json":
+            file.unlink()
+    edit(folder / "source/config.json", quantization_config=None, moe_qlora=None)
+    content = json.loads((folder / "source/config.json").read_text())
+    del content["moe_qlora"], content["quantization_config"], content["transformers_weights"]
+    (folder / "source/config.json").write_text(json.dumps(content))
+    arm(folder / "source", marker)
+    code, _, err = called(name)
+    assert not marker.exists()
+    expected = {"dump": 0, "plan": 0, "verify": 1}.get(name, 2)
+    assert code == expected
+    assert ("a pickle, which is never read" in err) is (expected > 0)
+
+
+def test_a_pickled_adapter_is_never_read(called, folder):
+    marker = folder / "marker"
+    arm(folder / "adapter", marker)
+    (folder / "adapter/adapter_model.safetensors").unlink()
+    code, _, err = called("merge")
+    assert not marker.exists()
+    assert code == 2
+    assert "a pickle, which is never read" in err
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "_experts_implementation"])
+def test_no_kernel_of_the_hub_is_asked_for(called, folder, key, monkeypatch):
+    """A kernel is code too, and a configuration can name one."""
+    from transformers.integrations import hub_kernels
+
+    asked = []
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda *args: True)
+    monkeypatch.setattr(
+        hub_kernels, "get_kernel", lambda *args, **kwargs: asked.append(args), raising=False
+    )
+    edit(folder / "source/config.json", **{key: "somebody/kernel"})
+    for name in ("dump", "plan", "quantize", "merge"):
+        code, _, err = called(name)
+        assert (code, err) == (0, ""), name
+        shutil.rmtree(folder / "out", ignore_errors=True)
+    adapt(folder / "source")
+    assert not asked
+
+
+# JSON
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+WHOLE = {
+    "deep": '{"model_type": "qwen3_moe", "a": ' + DEEP + "}",
+    "as deep as Python reads": '{"model_type": "qwen3_moe", "a": ' + "[" * 500 + "]" * 500 + "}",
+    "digits": '{"model_type": "qwen3_moe", "num_experts": ' + "9" * 5000 + "}",
+    "fewer digits": '{"model_type": "qwen3_moe", "r": ' + "9" * 400 + "}",
+    "twice": '{"model_type": "qwen3_moe", "model_type": "x"}',
+    "half a character": '{"model_type": "\\ud800"}',
+    "empty": "",
+    "null": "null",
+    "no object": "[1]",
+    "no text": b"\xff\xfe{",
+}
+READERS = {
+    "source/config.json": [name for name in SUBCOMMANDS if "packed" not in name],
+    "packed/config.json": ["dump packed", "verify packed", "merge packed"],
+    "packed/moe_qlora-*.json": ["verify packed", "merge packed"],
+    "source/model.safetensors.index.json": ["quantize", "verify", "merge"],
+    "adapter/adapter_config.json": ["merge", "merge packed"],
+    "adapter/moe_qlora_adapter.json": ["merge like training"],
+}
+
+
+def check_refused(result: tuple[int, str, str]) -> None:
+    code, _, err = result
+    assert code in (1, 2)
+    assert err.startswith(("error: ", "damaged: "))
+    assert err.endswith((".\n", ")\n"))
+    assert err.count("\n") == 1
+    assert len(err) < 2000
+
+
+@pytest.mark.parametrize("file", READERS)
+@pytest.mark.parametrize("content", WHOLE)
+def test_json_that_no_one_wrote_is_one_sentence(called, folder, file, content):
+    (path,) = folder.glob(file)
+    text = WHOLE[content]
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    for name in READERS[file]:
+        check_refused(called(name))
+    if file.endswith("/config.json"):
+        with pytest.raises(moe_qlora.MoeQloraError):
+            adapt(path.parent)
+
+
+def test_a_file_that_is_too_long_is_not_read(called, folder):
+    with (folder / "source/config.json").open("ab") as handle:
+        handle.truncate(1 << 30)  # it has holes, and takes no room
+    for name in ("dump", "merge", "quantize"):
+        result = called(name)
+        check_refused(result)
+        assert "is longer than" in result[2]
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "target_parameters"])
+def test_a_pattern_that_is_none_is_one_sentence(called, folder, field):
+    edit(folder / "adapter/adapter_config.json", **{field: {"[": 4} if "rank" in field else "["})
+    result = called("merge")
+    check_refused(result)
+    assert field in result[2]
+    assert "no regular expression" in result[2]
+
+
+def test_an_adapter_on_a_layer_that_the_model_leaves_out_is_merged(called, folder):
+    """By its key on disk, as with multi-token prediction layers."""
+    edit(folder / "source/config.json", num_hidden_layers=1, layer_types=None)
+    before = load_all(folder / "source")
+    adapter = load_file(folder / "adapter/adapter_model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    adapter = {k: torch.randn(v.shape, generator=generator) for k, v in adapter.items()}
+    save_file(adapter, folder / "adapter/adapter_model.safetensors")
+    assert called("merge")[0] == 0
+    after = load_all(folder / "out")
+    for key in before:
+        path = f"base_model.model.{key.removesuffix('.weight')}"
+        want = before[key]
+        if f"{path}.lora_A.weight" in adapter:
+            b, a = adapter[f"{path}.lora_B.weight"], adapter[f"{path}.lora_A.weight"]
+            want = (want.float() + 2 * b @ a).to(want.dtype)
+            assert not torch.equal(want, before[key])
+        assert torch.equal(after[key], want), key
+
+
+def load_all(path: Path) -> dict[str, torch.Tensor]:
+    return {key: t for file in path.glob("*.safetensors") for key, t in load_file(file).items()}
+
+
+# Names
+
+
+SEEN = "\\u001b]0;owned\\u0007\\u001b[2J\\u007f\\u009b31m\\u202e\\u2028"
+
+
+def check_clean(*texts: str) -> None:
+    for text in texts:
+        left = [char for char in text if not char.isprintable() and char != "\n"]
+        assert not left, text
+
+
+def test_visible():
+    assert visible(EVIL) == SEEN
+    assert visible("a\nb\tc") == "a\\u000ab\\u0009c"
+    assert visible("a\nb", keep="\n") == "a\nb"
+    assert visible(os.fsdecode(b"\xff") + "\U000e0041") == "\\udcff\\U000e0041"
+    plain = "model.layers.0, \u00e9\u4e2d\U0001f600"
+    assert visible(plain) == plain
+
+
+def rename_tensor(file: Path, old: str, new: str, **changed: torch.Tensor) -> None:
+    tensors = load_file(file)
+    tensors[new] = changed.get("value", tensors[old])
+    del tensors[old]
+    save_file(tensors, file, {"format": "pt"})
+
+
+def test_names_of_tensors_reach_no_terminal(called, folder):
+    file = folder / "adapter/adapter_model.safetensors"
+    key = next(iter(load_file(file)))
+    rename_tensor(file, key, f"base_model.model.{EVIL}.lora_A.weight")
+    for name in ("merge", "merge packed"):
+        code, out, err = called(name)
+        assert code == 2
+        assert SEEN in err
+        check_clean(out, err)
+
+
+def test_names_in_verify_reach_no_terminal(cli, folder, tmp_path):
+    """Names of tensors, of files, of the folder: in the table, on stderr, and in JSON."""
+    path = tmp_path / f"f{EVIL}"
+    path.mkdir()
+    key = f"model.{EVIL}[red]:fire:[/]"
+    broken = torch.full((2, 2), float("nan"))
+    save_file({key: broken, "x": torch.ones(2)}, path / "model.safetensors", {"format": "pt"})
+    save_file({"y": torch.ones(2)}, path / f"{EVIL}.safetensors")
+    code, out, err = cli("verify", path)
+    assert code == 1
+    assert f"{SEEN}[red]:fire:[/] holds NaN" in err
+    assert "".join(out.split()).count(f"{SEEN}.safetensorsisinnoindex") == 1
+    assert f"{SEEN}[red]:fire:[/]" in "".join(out.split())
+    check_clean(out, err)
+    code, out, err = cli("verify", path, "--json")
+    check_clean(out, err)
+    assert key in json.loads(out)["problems"][0]
+    assert json.loads(out)["folder"] == str(path)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_values_of_a_configuration_reach_no_terminal(cli, folder, always):
+    file = folder / "source/config.json"
+    color = ["--color", "always"] if always else []
+    edit(file, quantization_config={"quant_method": EVIL})
+    for name, *arguments in (("dump",), ("dump", "--why"), ("plan", "--seq", "64")):
+        code, out, err = cli(name, folder / "source", *arguments, *color)
+        assert code == 0
+        assert SEEN in out
+        # rich's own colours are all that is left
+        left = out if not always else out.replace("\x1b[0m", "")
+        assert ("\x1b[33m" in left) is always
+        check_clean("" if always else out, err)
+        assert "\x1b]" not in out
+        assert "\x1b[2J" not in out
+    check_clean(*cli("quantize", folder / "source", folder / "out")[1:])
+    check_clean(*cli("merge", folder / "source", folder / "adapter", folder / "out")[1:])
+    edit(file, quantization_config=None, model_type=EVIL)
+    check_clean(*cli("dump", folder / "source")[1:])
+
+
+def test_names_of_files_reach_no_terminal(called, cli, folder):
+    index = folder / "source/model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][EVIL] = next(iter(content["weight_map"].values()))
+    content["weight_map"]["other"] = EVIL
+    index.write_text(json.dumps(content))
+    for name in ("quantize", "merge", "verify"):
+        code, out, err = called(name)
+        assert code in (1, 2)
+        check_clean(out, err)
+    # Nor do arguments, which a shell may have made of names: printed here by click.
+    for arguments in (["verify", "a", EVIL], [EVIL], ["dump", "a", "--quant", EVIL]):
+        code, out, err = cli(*arguments)
+        assert code == 2
+        check_clean(out, err)
+
+
+def test_names_of_folders_reach_no_terminal(cli, folder):
+    source = folder / f"s{EVIL}"
+    (folder / "source").rename(source)
+    packed, out_folder = folder / f"p{EVIL}", folder / f"o{EVIL}"
+    for arguments in (
+        ["dump", source],
+        ["plan", source, "--seq", "64"],
+        ["quantize", source, packed],
+        ["verify", packed],
+        ["verify", packed, "--against", source],
+        ["merge", source, folder / "adapter", out_folder],
+    ):
+        code, out, err = cli(*arguments)
+        assert code == 0, err
+        check_clean(out, err)
+        assert "\\u001b" in out
+    foreign = source.rename(folder / os.fsdecode(b"\xff"))  # no UTF-8: safetensors opens none
+    for name, expected in (("dump", 0), ("verify", 1)):
+        code, out, err = cli(name, foreign)
+        assert code == expected
+        check_clean(out, err)
+        assert "\\udcff" in out
+
+
+def test_lists_to_paste_are_what_they_say():
+    """A name that is no plain one is quoted in YAML and in Python."""
+    names = ("model.layers.0.x", "model.layers.1.x", 'a.0."},\n# {x}', "- b: {c}", "a.1.{i}")
+    findings = SimpleNamespace(target_parameters=names, exclude_modules=())
+    assert yaml.safe_load(render_dump.as_yaml(findings))["lora_target_parameters"] == list(names)
+    pasted = eval(f"dict({render_dump.as_python(findings)})")
+    assert sorted(pasted["target_parameters"]) == sorted(names)
+
+
+def test_bars_show_names(monkeypatch, capsys):
+    """On a terminal, rich's own sequences are all that reach it."""
+    monkeypatch.setattr(VisibleConsole, "is_terminal", True)
+    monkeypatch.setenv("TERM", "xterm")
+    with reporting(True, "doing", "done", stderr=True) as tell:
+        tell(1, 3, f"{EVIL}[/][red]")
+        print(EVIL)  # which rich takes over while a bar is there
+    out, err = capsys.readouterr()
+    assert "\x1b[" in err
+    for text in (out, err):
+        assert not {"\x07", "\x7f", "\x9b", "\u202e", "\u2028"} & set(text)
+        assert "\x1b]" not in text
+        assert "\x1b[2J" not in text
+    assert f"{SEEN}[/][red]" in err
+
+
+def test_warnings_and_bars_of_others_are_filtered():
+    code = f"""
+import sys, warnings
+from moe_qlora.cli.app import run
+def program():
+    warnings.warn({EVIL!r})
+    sys.stdout.write("\\rbar \\x1b[A")
+    sys.stderr.writelines([{EVIL!r}])
+run(program)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert SEEN.encode() in done.stderr
+    assert b"\x1b" not in done.stdout + done.stderr
+    assert done.stdout.startswith(b"\rbar ")
