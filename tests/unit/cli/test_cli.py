@@ -287,7 +287,7 @@ def test_no_experts(cli, tmp_path):
 
 
 BAD_CONFIGS = {
-    "no JSON": ("{bad", "damaged"),
+    "no JSON": ("{bad", "no valid JSON"),
     "no object": ("[1]", "no JSON object"),
     "no model type": ("{}", "no model_type"),
     "unknown type": ('{"model_type": "nope"}', "does not know its model_type"),
