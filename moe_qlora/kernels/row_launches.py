@@ -19,11 +19,11 @@ from .limits import cdiv
 ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
 # 16 rows by 2 warps: 0.051 ms for Qwen3-30B-A3B's gate at 4,096 tokens, 0.067 with 64 rows by 4,
-# and 0.90 against 1.15 for Mixtral-8x7B's at 16,384 (H200). Loads run ahead only of products of 16
-# rows: on Hopper wider ones go on while their tile, which is stored as well, is overwritten. Triton
-# 3.6 gives such a load a buffer too few: ranks of 64 and 128 were off by up to 21 %.
+# and 0.90 against 1.15 for Mixtral-8x7B's at 16,384 (H200). One stage: with loads ahead a layer is
+# 3 % slower, and 64 rows by 4 are a race: Hopper's product goes on while its tile, which is stored
+# as well, is overwritten, since Triton 3.6 gives such a load a buffer too few (up to 21 % off).
 _ROWS = 16
-_COPY = {"BM": _ROWS, "BK": 64, "num_warps": 2, "num_stages": 3}
+_COPY = {"BM": _ROWS, "BK": 64, "num_warps": 2, "num_stages": 1}
 _COPY_LONG = {"BK": 64, "num_warps": 4, "num_stages": 1}
 """For rows of over 4,096, in whole tiles: DeepSeek-V3's 7,168 take 0.99 ms instead of 1.10."""
 
