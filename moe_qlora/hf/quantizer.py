@@ -7,6 +7,7 @@ model keeps is of the stock class: nothing of this file outlives a load.
 from __future__ import annotations
 
 import copy
+from abc import ABC
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -35,7 +36,7 @@ def packing_quantizer(stock: type, extra_skip_modules: Callable[[], Sequence[str
     return type(f"Packing{stock.__name__}", (_Packing, stock), members)
 
 
-class _Packing:
+class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can be assigned
     """Mixed in before a bitsandbytes quantizer of transformers."""
 
     pre_quantized: bool
@@ -223,7 +224,8 @@ class _Packing:
 
     def _stock(self) -> Any:
         """Return this quantizer as one of the stock class, for the model to keep."""
-        stock: Any = type(self).__mro__[2]
+        order = type(self).__mro__
+        stock: Any = order[order.index(_Packing) + 1]
         quantizer = stock.__new__(stock)
         quantizer.__dict__.update(self.__dict__)
         for name in ("_spec", "_device_map", "_checked", "_mark"):

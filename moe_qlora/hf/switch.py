@@ -113,7 +113,10 @@ def _restore() -> None:
     if _always or _blocks:
         return
     for method, (stock, packing) in _replaced.items():
-        # A class that somebody else has put there since then stays.
+        # A class that somebody else has put there since then stays; what extends ours, wherever it
+        # is, extends the stock class from now on.
         if AUTO_QUANTIZER_MAPPING.get(method) is packing:
             AUTO_QUANTIZER_MAPPING[method] = stock
+        for heir in packing.__subclasses__():
+            heir.__bases__ = tuple(stock if base is packing else base for base in heir.__bases__)
     _replaced.clear()

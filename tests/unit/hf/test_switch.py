@@ -70,6 +70,34 @@ def test_off_means_off(folder: Path) -> None:
     assert not packed(load(folder))
 
 
+def test_a_class_that_extends_the_packing_one_goes_on_without_packing(folder: Path) -> None:
+    """Whoever extends what the mapping holds inside a block has extended the stock class after."""
+    method, seen = "bitsandbytes_4bit", []
+
+    with moe_qlora.enabled():
+
+        class Theirs(AUTO_QUANTIZER_MAPPING[method]):  # type: ignore[misc]
+            def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+                seen.append(type(self))
+                super().validate_environment(*args, **kwargs)
+
+        class Derived(Theirs): ...
+
+        AUTO_QUANTIZER_MAPPING[method] = Derived
+        model = load(folder)
+        assert packed(model)
+        assert type(model.hf_quantizer) is STOCK[method]
+    try:
+        assert AUTO_QUANTIZER_MAPPING[method] is Derived
+        assert not packed(load(folder))
+        with moe_qlora.enabled():
+            assert packed(load(folder))
+        assert not packed(load(folder))
+    finally:
+        AUTO_QUANTIZER_MAPPING[method] = STOCK[method]
+    assert len(seen) == 4
+
+
 def test_off_after_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), moe_qlora.enabled():
         raise ZeroDivisionError
