@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ..errors import AdapterError, QuantizationError
-from ..layout import unwrapped, unwrapped_name
-from ..packing.parametrize import Params4bit, iter_packed, packed_names
+from ..layout import unwrapped_name
+from ..packing.parametrize import Params4bit, iter_packed
 from .lora_source import lora_source
 
 _SEEN = "_moe_qlora_adapters_seen"
@@ -112,20 +112,27 @@ def check_codes(model: nn.Module) -> None:
 
 def check(model: nn.Module, configs: dict[str, Any]) -> None:
     """Raise where an adapter of `configs` (name -> PEFT config) has no effect on packed weights."""
-    wrappers = {}
-    for name, module in model.named_modules():
-        parameter = getattr(module, "parameter_name", None)
-        if type(module).__name__ == "ParamWrapper" and parameter in packed_names(unwrapped(module)):
-            wrappers[f"{unwrapped_name(name)}.{parameter}"] = module
+    wrappers: dict[str, Any] = {
+        f"{unwrapped_name(name)}.{module.parameter_name}": module
+        for name, module in model.named_modules()
+        if type(module).__name__ == "ParamWrapper"
+    }
     packed = [
         f"{unwrapped_name(module)}.{name}".lstrip(".") for module, _, name in iter_packed(model)
     ]
     for adapter, config in configs.items():
+        made_for = getattr(getattr(config, "_packed", None), "experts", ())
         for target in getattr(config, "target_parameters", None) or ():
+            if target in made_for and target not in packed and target not in wrappers:
+                raise AdapterError(
+                    f"LoRA adapter {adapter!r} on {target} was not created: its LoRA config was "
+                    "adapted to another model, and this one has no such weight; call "
+                    "moe_qlora.adapt_lora_config with this model and your own config."
+                )
             for name in packed:
                 if name != target and not name.endswith(f".{target}"):
                     continue
-                wrapper: Any = wrappers.get(name)
+                wrapper = wrappers.get(name)
                 if wrapper is None or adapter not in wrapper.lora_A:
                     raise AdapterError(_message(repr(adapter), name, "was not created"))
                 if getattr(wrapper, "lora_source", None) is None:

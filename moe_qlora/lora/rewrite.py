@@ -49,7 +49,7 @@ def exact_targets(
     """
     if rewritten(model, config) is None:
         return None
-    routers = {router.name for router in layout.routers}
+    routers = {router.name.removesuffix(".weight") for router in layout.routers}
     modules: set[ExactName] = set()
     router_weights = []
     for name in reached_modules(model, config):

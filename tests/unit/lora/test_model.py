@@ -426,6 +426,46 @@ def test_stock_peft_by_itself_raises_and_can_be_connected(spelling: str) -> None
     assert sum(".two." in name for name in lora_names(host)) == len(lora_names(ours))
 
 
+@pytest.mark.parametrize("other", ["llama4_text", "deepseek_v3"])
+def test_stock_peft_with_a_config_of_another_model_raises(other: str) -> None:
+    """No expert of llama4, and only some of deepseek_v3, have the names of qwen3_moe's."""
+    config = moe_qlora.adapt_lora_config(build("qwen3_moe"), lora_config())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        host = peft.get_peft_model(build(other), config)
+    seen = r"layers\.0\.mlp\.experts\.gate_up_proj.*another model.*adapt_lora_config"
+    with pytest.raises(AdapterError, match=seen):
+        host(input_ids=IDS)
+
+
+def test_merged_before_the_first_forward_is_no_fault() -> None:
+    model = moe_qlora.get_peft_model(build(), lora_config())
+    model.merge_adapter()
+    model(input_ids=IDS)
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "gate"], ["gate", "gate_proj", "down_proj"]])
+def test_an_adapter_on_routers_keeps_its_spelling_on_the_unpacked_model(
+    modules: list[str], tmp_path: Path
+) -> None:
+    """What makes PEFT leave the names alone is not written to the file."""
+    targets = {"target_modules": modules, "target_parameters": ["experts.down_proj"]}
+    trained = moe_qlora.get_peft_model(build(), lora_config(**targets))
+    fill(trained)
+    trained.save_pretrained(tmp_path / "first", **NO_HUB)
+    loaded = load_adapter(unpacked(), str(tmp_path / "first"), is_trainable=True)
+    assert any("mlp.gate" in name for name in lora_names(loaded))
+    loaded.save_pretrained(tmp_path / "second", **NO_HUB)
+    first, second = (
+        json.loads((tmp_path / name / "adapter_config.json").read_text())
+        for name in ("first", "second")
+    )
+    assert set(first["target_modules"]) == set(second["target_modules"]) == set(modules)
+    assert first["exclude_modules"] == second["exclude_modules"]
+    assert first["target_parameters"] == ["experts.down_proj"]
+    assert second["target_parameters"] == ["experts.down_proj"]
+
+
 def test_stock_from_pretrained_raises_and_names_the_call(tmp_path: Path) -> None:
     moe_qlora.get_peft_model(build(), lora_config()).save_pretrained(tmp_path, **NO_HUB)
     with warnings.catch_warnings():
