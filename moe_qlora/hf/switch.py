@@ -117,6 +117,7 @@ def _restore() -> None:
         # is, extends the stock class from now on.
         if AUTO_QUANTIZER_MAPPING.get(method) is packing:
             AUTO_QUANTIZER_MAPPING[method] = stock
-        for heir in packing.__subclasses__():
+        heirs: list[type] = packing.__subclasses__()
+        for heir in heirs:
             heir.__bases__ = tuple(stock if base is packing else base for base in heir.__bases__)
     _replaced.clear()
