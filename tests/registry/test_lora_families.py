@@ -19,7 +19,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
@@ -68,15 +67,6 @@ BNB = BitsAndBytesConfig(
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _own_warnings_only() -> Iterator[None]:
-    """What transformers warns about while it builds a model is not ours to mend."""
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 @dataclass

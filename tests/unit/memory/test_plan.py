@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from torch import nn
 from transformers import BitsAndBytesConfig, Qwen3MoeConfig
 
 import moe_qlora
-from moe_qlora.cli.app import run
 from moe_qlora.kernels import limits
 from moe_qlora.memory import blocks as block_names
 from moe_qlora.memory import budget, devices, experts, meta_ops, meta_step
@@ -672,20 +671,10 @@ def test_models_that_are_none():
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
+def cli(cli, tmp_path):
     """Run `moe-qlora plan FOLDER ARGUMENTS`: exit code, stdout, stderr."""
     small(num_hidden_layers=2).save_pretrained(tmp_path)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        given = ["moe-qlora", "plan", str(tmp_path), *map(str, arguments)]
-        monkeypatch.setattr(sys, "argv", given)
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            run()
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return partial(cli, "plan", tmp_path)
 
 
 def test_cli_json_is_the_plan(cli, tmp_path):
