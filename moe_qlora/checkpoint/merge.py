@@ -250,8 +250,9 @@ class _Merge:
     def write(self, folder: Path, tell: Progress) -> None:
         """Write all safetensors files of the merged folder."""
         groups = {key: group for group in self._base.layout.groups for key in group.keys}
-        with _Writers(folder, self.files, self._specs) as writers:
-            done: set[str] = set()
+        done: set[str] = set()
+        with ExitStack() as stack:
+            writers = _Writers(folder, self.files, self._specs, stack)
             for file in self.files:
                 for key in file.keys:
                     if key in done:
@@ -346,8 +347,9 @@ class _Writers:
         folder: Path,
         files: list[OutFile],
         specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        stack: ExitStack,
     ) -> None:
-        self._folder, self._specs = folder, specs
+        self._folder, self._specs, self._stack = folder, specs, stack
         self._files = {file.name: file for file in files}
         self._home = {key: file.name for file in files for key in file.keys}
         self._open: dict[str, ShardWriter] = {}
@@ -358,21 +360,14 @@ class _Writers:
         if name not in self._open:
             file = self._files[name]
             specs = {key: self._specs[key] for key in file.keys}
-            self._open[name] = ShardWriter(self._folder / name, specs, file.metadata)
+            writer = ShardWriter(self._folder / name, specs, file.metadata)
+            self._open[name] = self._stack.enter_context(writer)
         self._open[name].write(key, tensor.to(self._specs[key][0]), start)
 
     def finish(self, done: set[str]) -> None:
         """Close the files whose tensors are all done."""
         for name in [name for name in self._open if done.issuperset(self._files[name].keys)]:
             self._open.pop(name).close()
-
-    def __enter__(self) -> _Writers:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        while self._open:
-            _, writer = self._open.popitem()
-            writer.__exit__(kind or CheckpointError, None, None)
 
 
 def _dtypes(base: Base, model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:

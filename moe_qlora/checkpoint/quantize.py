@@ -329,9 +329,9 @@ class _Job:
 def _keep_shards(work: Path) -> None:
     """Remove all that an interrupted run of the same job has left, but for its whole shards."""
     for entry in work.iterdir():
-        if entry.is_dir():
+        if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        elif not entry.match("shard-*.safetensors"):
+        elif entry.is_symlink() or not entry.match("shard-*.safetensors"):
             entry.unlink()
 
 

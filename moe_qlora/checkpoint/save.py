@@ -73,7 +73,8 @@ def save_pretrained(
         self: The model. With adapters that transformers itself has loaded, only these are saved, as
             the stock method does.
         save_directory: The folder.
-        is_main_process: False writes nothing.
+        is_main_process: False writes nothing, as does any but the first process of a distributed
+            run in newer versions of transformers.
         state_dict: What to save instead of `self.state_dict()`.
         push_to_hub: Upload what was written, when all of it is.
         max_shard_size: Bytes, or such as "5GB".
@@ -94,8 +95,12 @@ def save_pretrained(
     for name, value in unsupported.items():
         if value:
             raise ConfigError(f"{name}={value!r} is not supported for a model with packed experts.")
+    # newer versions of transformers write in the first process of a distributed run only
+    writes = getattr(self, "should_save_on_this_rank", bool)(is_main_process)
+    if not writes and state_dict is not None:
+        return  # what gathers a sharded state dict gives other processes an empty one
     tensors = _tensors_to_save(self, self.state_dict() if state_dict is None else state_dict)
-    if not is_main_process:
+    if not writes:
         return
     folder = absolute(os.fspath(save_directory))
     stock_kwargs = {key: kwargs[key] for key in ("save_peft_format",) if key in kwargs}

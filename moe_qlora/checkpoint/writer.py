@@ -68,7 +68,7 @@ class _Shard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is None:
+        if kind is None and not self._file.closed:
             self.close()
         self._file.close()
 

@@ -282,6 +282,33 @@ def test_another_process_than_the_main_one_writes_nothing(tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_all_ranks_of_a_distributed_run_may_call_it_and_the_first_one_writes(
+    copied, tmp_path, gathered
+):
+    model = packed()
+
+    def rank(number: int) -> None:
+        store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+        torch.distributed.init_process_group("gloo", store=store, rank=number, world_size=2)
+        # what gathers a sharded state dict gives the others an empty one
+        state = (model.state_dict() if number == 0 else {}) if gathered else None
+        if number == 1:  # what it would write is there before
+            torch.distributed.barrier()
+        model.save_pretrained(tmp_path / "model", state_dict=state)
+        if number == 0:
+            time = (tmp_path / "model" / "config.json").stat().st_mtime_ns
+            torch.distributed.barrier()
+            torch.distributed.barrier()
+            assert (tmp_path / "model" / "config.json").stat().st_mtime_ns == time
+        else:
+            torch.distributed.barrier()
+
+    copies = [copied(partial(rank, number)) for number in range(2)]
+    assert [copy.ended() for copy in copies] == [0, 0]
+    check_folder(tmp_path / "model")
+
+
 def test_a_state_dict_is_saved_in_the_place_of_the_models_own(tmp_path):
     model, other = packed(seed=0), packed(seed=1)
     state = other.state_dict()
