@@ -23,7 +23,7 @@ from ..kernels.weights import PackedWeight
 from ..packing import codec
 from ..packing.format import RECORD, SCALES
 from .conversion import Disk, DiskLayout, Group, blank, revert, same_bits
-from .integrity import check_folder, open_checkpoint, open_shards
+from .integrity import check_folder, open_checkpoint, open_shards, warn_of_changes
 from .manifest import Manifest
 from .reader import SINGLE, Checkpoint, header_bytes
 from .writer import plan_shards
@@ -159,6 +159,7 @@ class PackedBase(Base):
 
     def __init__(self, folder: Path, model: nn.Module, max_shard_size: int | str) -> None:
         self.manifest = check_folder(folder)
+        warn_of_changes(folder, self.manifest)
         self._limit = max_shard_size
         self.checkpoint = open_shards(folder, self.manifest)
         self._folder = folder

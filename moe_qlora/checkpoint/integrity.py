@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
-from ..files import reading
+from ..errors import CheckpointError, visible
+from ..files import read_json, reading
+from ..layout import listed
 from ..packing.format import packed_tensors
 from .manifest import (
     CONFIG,
+    CONFIG_KEY,
     SHARD_NAME,
     Manifest,
     Mark,
@@ -37,6 +41,14 @@ from .reader import (
 )
 
 _SMALL = 1 << 16
+
+# Keys of config.json that no result of the forward depends on.
+_IDLE = {
+    *(CONFIG_KEY, "transformers_weights"),
+    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"),
+    *("use_cache", "return_dict", "output_attentions", "output_hidden_states"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type"),
+}
 
 
 def check_folder(folder: str | Path, *, checksums: bool = True) -> Manifest:
@@ -77,6 +89,38 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         if key not in checkpoint or checkpoint.info(key).file.name != name:
             raise CheckpointError(f"{index}: {name} does not hold {key}: a file is damaged.")
     return checkpoint
+
+
+def warn_of_changes(folder: Path, manifest: Manifest) -> None:
+    """Warn where config.json decides another computation than that of the model that was packed."""
+    if not (folder / CONFIG).is_file():
+        return
+    file = inside(folder, CONFIG)
+    changes = [
+        f"{visible(key)} is {_short(now)} and was {_short(before)}"
+        for key, before, now in _differences(manifest.config, read_json(file))
+    ]
+    if changes:
+        warnings.warn(
+            f"{file} changed since the model was packed: {listed(changes, separator='; ')}; "
+            "restore it, or pack the model again.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key that decides the computation with its values; None where it is not set."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted({*before, *now} - _IDLE):
+            inner = f"{key}.{name}".lstrip(".")
+            yield from _differences(before.get(name), now.get(name), inner)
+    elif before != now and repr(before) != repr(now):  # NaN differs from itself
+        yield key, before, now
+
+
+def _short(value: Any) -> str:
+    return "not set" if value is None else f"{value!r:.40}"
 
 
 def open_shards(folder: Path, manifest: Manifest) -> Checkpoint:

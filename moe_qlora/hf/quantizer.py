@@ -17,7 +17,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.accelerate import get_max_memory
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from ..checkpoint.integrity import FolderCheck
+from ..checkpoint.integrity import FolderCheck, warn_of_changes
 from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec, safetensors_files
 from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
 from ..checkpoint.reader import Checkpoint, check_plain
@@ -63,6 +63,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     def _check(self, folder: Path, mark: Mark) -> Manifest:
         if self._checked is None or self._checked.folder != folder:
             self._checked = FolderCheck(folder, mark)
+            warn_of_changes(folder, self._checked.manifest)
         return self._checked.manifest
 
     def update_device_map(self, device_map: Any) -> Any:
