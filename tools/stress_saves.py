@@ -4,10 +4,11 @@
     python tools/stress_saves.py --processes 4 --rounds 100 --kill 0.5 --seed 7
 
 Each round starts with a folder that is absent, empty, or holds a packed model and files of others.
-All processes save into it at the same time, each one of three models with one layer of experts;
-each is killed with the probability `--kill`, at a random moment. Then the folder must verify as the
-old model or as one that was saved, byte for byte, and the others' files must be there. Every tenth
-round ends with an undisturbed save, after which nothing may be left of those that were killed.
+All processes save into it at the same time, each one of three models with one layer of experts.
+Each is killed with the probability `--kill`, at a random moment, and meets a full disk with the
+probability `--full`, at a random change of the disk. Then the folder must verify as the old model
+or as one that was saved, byte for byte, and the others' files must be there. Every tenth round ends
+with an undisturbed save, after which nothing may be left of those that were killed.
 
 Exit code 0: no round failed. Rounds that failed are printed, and the exit code is 1.
 """
@@ -15,6 +16,7 @@ Exit code 0: no round failed. Rounds that failed are printed, and the exit code 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import random
 import shutil
@@ -39,7 +41,23 @@ from moe_qlora.testing import tiny_model
 MODELS = 3
 REFUSED = 3
 FOREIGN = {"tokenizer.json": b"{}", "notes.txt": b"kept"}
+CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
 STARTS = ("absent", "empty", "holds a model")
+
+
+def fill_disk(folder: Path, change: int) -> None:
+    """Let the system refuse a change below a folder: the first, the second, ..."""
+    left = change
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if (writes or event in CHANGES) and str(folder) in str(args[0]):
+            left -= 1
+            if left == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    sys.addaudithook(hook)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -80,8 +98,11 @@ class Stress:
             (self.target / name).write_bytes(raw)
         return content
 
-    def fork(self, number: int, begin: float) -> int:
-        """Save a model in a process of its own, from a moment on; return its id."""
+    def fork(self, number: int, begin: float, full: int) -> int:
+        """Save a model in a process of its own, from a moment on; return its id.
+
+        The disk is full at the change `full`, or never (0).
+        """
         child = os.fork()
         if child:
             return child
@@ -91,6 +112,8 @@ class Stress:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             for bar in (tqdm, *tqdm.__subclasses__()):
                 bar.set_lock(threading.RLock())  # a killed process would keep the common one
+            if full:
+                fill_disk(self.target.parent, full)
             time.sleep(max(begin - time.monotonic(), 0))
             self.save(number, self.target)
             status = 0
@@ -99,13 +122,18 @@ class Stress:
         finally:
             os._exit(status)
 
-    def round(self, kind: str, processes: int, kill: float, mop: bool) -> list[str]:
+    def round(self, kind: str, processes: int, kill: float, full: float, mop: bool) -> list[str]:
         """Run one round; return what is wrong with its outcome."""
         before = self.start(kind)
         begin = time.monotonic() + 0.02
         models = [self.random.randrange(MODELS) for _ in range(processes)]
-        children = [self.fork(number, begin) for number in models]
-        deadly = [child for child in children if self.random.random() < kill]
+        chance = self.random.random
+        refusals = [self.random.randint(1, 40) * (chance() < full) for _ in models]
+        children = [
+            self.fork(number, begin, change)
+            for number, change in zip(models, refusals, strict=True)
+        ]
+        deadly = [child for child in children if chance() < kill]
         span = self.seconds * (processes + 1)
         moments = sorted((begin + self.random.uniform(0, span), child) for child in deadly)
         for moment, child in moments:
@@ -114,16 +142,20 @@ class Stress:
         ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         names = {0: "saved", REFUSED: "refused", -signal.SIGKILL: "killed"}
         self.seen.update(names.get(end, "crashed") for end in ends)
-        faults = [f"a process ended with {end}" for end in ends if end not in (0, -signal.SIGKILL)]
-        maybe = [number for number, end in zip(models, ends, strict=True) if end != REFUSED]
-        faults += self.judge(before, maybe, any(end == 0 for end in ends))
+        faults = [
+            f"a process ended with {end}"
+            for end, refusal in zip(ends, refusals, strict=True)
+            if end not in (0, -signal.SIGKILL, REFUSED if refusal else 0)
+        ]
+        # one that is refused may have been refused after it was done
+        faults += self.judge(before, models, any(end == 0 for end in ends))
         if mop:
             self.save(0, self.target)
             kept = FOREIGN if before else {}
             if files(self.target) != self.whole[0] | kept:
                 faults.append("an undisturbed save does not leave the model and nothing else")
             if list(self.target.parent.glob(".*.partial")):
-                self.seen["staging folders left beside"] += 1
+                faults.append("an undisturbed save leaves a staging folder beside the model")
         return faults
 
     def judge(self, before: dict[str, bytes], maybe: list[int], saved: bool) -> list[str]:
@@ -152,6 +184,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=250, help="for each number of processes")
     parser.add_argument("--kill", type=float, default=0.35, help="probability, for each process")
+    parser.add_argument("--full", type=float, default=0.15, help="probability, for each process")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)  # a forked process has no others
@@ -162,7 +195,7 @@ def main() -> int:
             begin = time.monotonic()
             for number in range(options.rounds):
                 kind = STARTS[number % len(STARTS)]
-                faults = stress.round(kind, processes, options.kill, number % 10 == 9)
+                faults = stress.round(kind, processes, options.kill, options.full, number % 10 == 9)
                 failed += bool(faults)
                 for fault in faults:
                     print(f"round {number}, {processes} processes, folder {kind}: {fault}")
