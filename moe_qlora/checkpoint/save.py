@@ -210,20 +210,21 @@ def _publish(work: Path, folder: Path) -> None:
         (work / CONFIG).replace(folder / CONFIG)
     except OSError:
         if (work / CONFIG).exists():  # otherwise the folder holds the new model after all
-            _take_back(added, folder)
+            with suppress(CheckpointError):
+                named = _named(folder)
+                discard(*(file for file in added if file.name not in named))
         raise
     flush(folder)
+    names |= _named(folder)
     for file in folder.iterdir():
         if is_save_file(file.name) and file.name not in names:
             file.unlink(missing_ok=True)
 
 
-def _take_back(added: list[Path], folder: Path) -> None:
-    """Remove files again, but for those that a manifest in place names."""
-    with suppress(CheckpointError):
-        manifest = read_manifest(folder)
-        named = {manifest.file_name, *manifest.shards} if manifest else set()
-        discard(*(file for file in added if file.name not in named))
+def _named(folder: Path) -> set[str]:
+    """Return the files that the manifest in place names: without locks, maybe another save's."""
+    manifest = read_manifest(folder)
+    return {manifest.file_name, *manifest.shards} if manifest else set()
 
 
 def is_save_file(name: str) -> bool:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,26 @@ def test_an_interrupted_run_goes_on(source: Path, whole: dict[str, bytes], tmp_p
     )
     assert files(out) == whole
     assert first[0] not in again  # its shard was done
+
+
+def test_a_killed_run_goes_on(
+    source: Path, whole: dict[str, bytes], copied: Any, tmp_path: Path
+) -> None:
+    out, again = tmp_path / "packed", []
+
+    def stop(done: int, total: int, name: str) -> None:
+        if done > total // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def note(done: int, total: int, name: str) -> None:
+        again.append(done)
+
+    run = partial(moe_qlora.quantize_checkpoint, source, out, NF4, max_shard_size=SHARD)
+    assert copied(partial(run, progress=stop)).ended() == -signal.SIGKILL
+    run(progress=note)
+    assert again[0] > 0
+    assert files(out) == whole
+    assert not left_behind(out)
 
 
 def test_what_another_job_has_left_is_not_taken(

@@ -7,6 +7,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -524,25 +525,28 @@ def test_a_refused_save_takes_no_live_shards_with_it(tmp_path, monkeypatch, seed
     assert files(tmp_path) == before
 
 
-def test_a_refused_save_leaves_the_files_that_another_one_has_put_in_their_place(
-    tmp_path, monkeypatch
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_save_leaves_the_files_that_another_one_has_put_in_their_place(
+    tmp_path, monkeypatch, refused, seed
 ):
-    """Where a file system has no locks, two saves of one model move the same files."""
+    """Where a file system has no locks, two saves may move the same files."""
     folder, other = tmp_path / "model", tmp_path / "other"
     packed(seed=0).save_pretrained(folder)
     packed(seed=1).save_pretrained(other)
-    flush = save.flush
+    flush, times = save.flush, iter(range(3))
 
     def quicker(path: Path) -> None:
-        if path == folder:
+        flush(path)
+        if path == folder and next(times) == (0 if refused else 1):
             for file in other.iterdir():
                 shutil.copy(file, folder)
-            raise OSError(28, "No space left on device")
-        flush(path)
+            if refused:
+                raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(save, "flush", quicker)
-    with pytest.raises(CheckpointError, match="No space left"):
-        packed(seed=1).save_pretrained(folder)
+    with pytest.raises(CheckpointError, match="No space left") if refused else nullcontext():
+        packed(seed=seed).save_pretrained(folder)
     assert check_folder(folder) == check_folder(other)
 
 
