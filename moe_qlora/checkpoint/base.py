@@ -23,6 +23,7 @@ from ..kernels.weights import PackedWeight
 from ..packing import codec
 from ..packing.format import RECORD, SCALES
 from .conversion import Disk, DiskLayout, Group, blank, revert, same_bits
+from .fingerprint import SAMPLED_ROWS
 from .integrity import check_folder, open_checkpoint, open_shards, warn_of_changes
 from .manifest import Manifest
 from .reader import SINGLE, Checkpoint, header_bytes
@@ -56,6 +57,14 @@ class Base(ABC):
     @abstractmethod
     def values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
         """Return rows of the group's parameters, if they can be written back exactly."""
+
+    def first_rows(self, name: str) -> Tensor | None:
+        """Return the first rows of a parameter, or all; None where it is not on disk."""
+        for group in self.layout.groups:
+            if name in group.shapes:
+                rows = min(SAMPLED_ROWS, group.shapes[name][0]) if group.unit else None
+                return self.values(group, 0, rows)[name]
+        return None
 
     def close(self) -> None:
         """Close the files."""

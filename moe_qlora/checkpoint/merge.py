@@ -35,6 +35,7 @@ from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import Adapter, LoraDelta, Resolver, Updates, open_adapter
 from .base import FLOATS, Base, OutFile, PackedBase, PlainBase, refuse_quantized
 from .conversion import Group
+from .fingerprint import take
 from .load_spec import kept_dtypes
 from .manifest import CONFIG, CONFIG_KEY, is_packed
 from .reader import INDEX, index_of
@@ -124,6 +125,9 @@ def merge_adapter(
         stack.enter_context(closing(opened))
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
         updates = Resolver(model, shapes, lora).resolve()
+        rounding.check_noted_base(
+            lora.folder, lambda names: take(model, str(base), names, opened.first_rows)
+        )
         training = _rounding(opened, lora, build_model, like_training, quantization_config)
         merge = _Merge(opened, lora, updates, model, training, dtype)
         with (

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +29,7 @@ from ..packing import parametrize
 from ..packing.codec import Packer
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
+from .fingerprint import Fingerprint, check_base, of_model
 from .reader import parse_fields
 from .staging import replace_file
 
@@ -44,6 +45,7 @@ class Rounding:
     settings: CodecSettings
     experts: frozenset[str]
     linears: frozenset[str]
+    base: Fingerprint | None = field(default=None, compare=False)  # the model; None in old notes
 
     def __contains__(self, name: object) -> bool:
         return name in self.experts or name in self.linears
@@ -71,8 +73,9 @@ def from_config(model: nn.Module, config: Any) -> Rounding:
     params = weights_to_pack(model, detect(model), config, settings)
     experts = frozenset(name for param in params for name in param.names)
     quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
+    base = of_model(model)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
-    return Rounding(settings, experts, _packed_linears(model))
+    return Rounding(settings, experts, _packed_linears(model), base)
 
 
 def from_packed(model: nn.Module) -> Rounding | None:
@@ -83,7 +86,7 @@ def from_packed(model: nn.Module) -> Rounding | None:
     _, module, leaf = packed[0]
     experts = frozenset(unwrapped_name(f"{owner}.{name}".lstrip(".")) for owner, _, name in packed)
     settings = CodecSettings.of(parametrize.read_packed(module, leaf))
-    return Rounding(settings, experts, _packed_linears(model))
+    return Rounding(settings, experts, _packed_linears(model), of_model(model))
 
 
 def _packed_linears(model: nn.Module) -> frozenset[str]:
@@ -103,6 +106,7 @@ class _Note:
     codec: Annotated[dict[str, Any], AfterValidator(CodecSettings.from_dict)]
     experts: list[str]
     linears: list[str]
+    base: Fingerprint | None = None
 
 
 def write_note(folder: Path, packed: Rounding) -> None:
@@ -114,6 +118,8 @@ def write_note(folder: Path, packed: Rounding) -> None:
         "experts": sorted(packed.experts),
         "linears": sorted(packed.linears),
     }
+    if packed.base is not None:
+        note["base"] = asdict(packed.base)
     replace_file(folder / NOTE, (json.dumps(note, indent=1) + "\n").encode())
 
 
@@ -130,7 +136,14 @@ def from_note(folder: Path) -> Rounding | None:
         )
     fields = parse_fields(_Note, note, file)
     settings: Any = fields.codec
-    return Rounding(settings, frozenset(fields.experts), frozenset(fields.linears))
+    return Rounding(settings, frozenset(fields.experts), frozenset(fields.linears), fields.base)
+
+
+def check_noted_base(adapter: Path, base: Callable[[Iterable[str]], Fingerprint]) -> None:
+    """Compare the base in an adapter's note, if it has one, with one given by names of weights."""
+    noted = from_note(adapter)
+    if noted is not None and noted.base is not None:
+        check_base(str(adapter), noted.base, base(noted.base.bits))
 
 
 def choose(adapter: Path, by_config: Rounding | None) -> Rounding:

@@ -22,6 +22,7 @@ from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec, safetens
 from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
 from ..checkpoint.reader import Checkpoint, check_plain
 from ..errors import CheckpointError
+from ..layout import listed
 from ..packing import parametrize
 from ..packing.codec import pack
 from ..packing.format import ABSMAX, SCALES
@@ -269,6 +270,14 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     _restore_conversions(model, spec)
     if not spec.params:
         return
+    read = {*spec.packed, *(spec.unpacked if spec.manifest is None else ())}
+    lost = [name for name, param in spec.params.items() if read.isdisjoint(param.names)]
+    if lost:
+        raise CheckpointError(
+            f"{listed(lost)} was not loaded: the checkpoint does not hold it, and random numbers "
+            "would be packed. Load the 16-bit checkpoint of this model; one that another tool has "
+            "packed keeps its weights under other names."
+        )
     by_codes = {id(parametrize.hold(packed)): packed for packed in spec.packed.values()}
     for name, param in spec.params.items():
         module, leaf = parametrize.owner_of(model, name)
@@ -277,12 +286,8 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
         weight = module._parameters.get(leaf)
         packed = by_codes.get(id(weight))
         if packed is None:
-            if weight is None or spec.manifest is not None or name not in spec.unpacked:
-                raise CheckpointError(
-                    f"{name} was not loaded: the checkpoint does not hold it, and random numbers "
-                    "would be packed. Load the 16-bit checkpoint of this model; one that another "
-                    "tool has packed keeps its weights under other names."
-                )
+            if weight is None or name in spec.packed:
+                raise CheckpointError(f"{name} was packed, and is not on the model any more.")
             packed = pack(weight, spec.settings)  # no converter packed it
         for module, leaf in (parametrize.owner_of(model, other) for other in param.names):
             if module._parameters.get(leaf) is weight:

@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftConfig
 from torch import nn
 
 from ..checkpoint import rounding
+from ..checkpoint.fingerprint import TOP_K_FIELDS
 from ..errors import ConfigError
 from ..layout import name_pattern
 from .inject import wrap_parameter
@@ -25,16 +26,6 @@ from .unloaded import blank_packed_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-_TOP_K_NAMES = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_top_k",
-    "moe_topk",
-    "top_k_experts",
-    "moe_k",
-)
 
 
 def adapt_lora_config(
@@ -174,7 +165,7 @@ def _adapt(
 
 def top_k_of(config: Any) -> int | None:
     """Return the number of experts that a token goes to, by the model's configuration, or None."""
-    values = (getattr(config, name, None) for name in _TOP_K_NAMES)
+    values = (getattr(config, name, None) for name in TOP_K_FIELDS)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
@@ -266,7 +257,7 @@ def _scale_rank(
     if top_k is None:
         raise ConfigError(
             "scale_expert_rank=True needs the number of experts that a token goes to, and the "
-            f"model's config has none of {', '.join(_TOP_K_NAMES)}; pass the number itself, as in "
+            f"model's config has none of {', '.join(TOP_K_FIELDS)}; pass the number itself, as in "
             "scale_expert_rank=8."
         )
     rank = max(config.r // top_k, 1)

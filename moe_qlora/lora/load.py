@@ -14,6 +14,8 @@ from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weight
 from safetensors import safe_open
 from torch import nn
 
+from ..checkpoint import rounding
+from ..checkpoint.fingerprint import of_model
 from ..errors import AdapterError
 from .config import adapt_lora_config, spell_exactly
 from .model import connect_adapters, warn_untested, without_false_warning
@@ -47,7 +49,9 @@ def load_adapter(
         **peft_kwargs: Passed on to `PeftModel.from_pretrained` or `PeftModel.load_adapter`.
 
     Raises:
-        AdapterError: Tensors of the file have no place in the model, or places got no tensor.
+        AdapterError: Tensors of the file have no place in the model, places got no tensor, or the
+            adapter's note says that it was trained on a model that computes otherwise. Other
+            weights than noted there are a warning.
         ConfigError: See `adapt_lora_config`.
     """
     warn_untested()
@@ -57,6 +61,7 @@ def load_adapter(
         )
     base = base_model(model)
     hub = {key: peft_kwargs[key] for key in _HUB_KEYS if key in peft_kwargs}
+    check_base(base, adapter, hub.get("subfolder"))
     config = _read_config(base, adapter, **hub)
     config.inference_mode = not is_trainable
     config = adapt_lora_config(base, config)
@@ -78,6 +83,13 @@ def load_adapter(
     if (missing or unexpected) and not _load_by_own_names(peft_model, adapter, adapter_name, **hub):
         raise misfit(adapter, missing, unexpected)
     return peft_model
+
+
+def check_base(model: nn.Module, adapter: str, subfolder: str | None = None) -> None:
+    """Compare a model with the one in the adapter's note; what lies on a hub has none here."""
+    folder = Path(adapter) / (subfolder or "")
+    if folder.is_dir():
+        rounding.check_noted_base(folder, lambda names: of_model(model, names))
 
 
 def misfit(

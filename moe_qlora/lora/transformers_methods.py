@@ -13,7 +13,7 @@ from typing import Any
 from peft import PeftConfig
 
 from .config import adapt_lora_config
-from .load import misfit
+from .load import check_base, misfit
 
 
 def add_adapter(self: Any, adapter_config: Any, adapter_name: str | None = None) -> None:
@@ -38,6 +38,8 @@ def load_adapter(
         download = {**download, **kwargs.get("download_kwargs", {}), **(adapter_kwargs or {})}
         kwargs["download_kwargs"] = download
         peft_config = PeftConfig.from_pretrained(peft_model_id, **download)
+    if peft_model_id is not None:
+        check_base(self, peft_model_id, kwargs.get("download_kwargs", {}).get("subfolder"))
     if peft_config is not None:
         peft_config = adapt_lora_config(self, peft_config)
     info = type(self).load_adapter(

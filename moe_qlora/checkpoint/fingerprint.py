@@ -1,0 +1,123 @@
+"""Tells the base of an adapter from another model whose names and shapes happen to fit.
+
+The note beside an adapter carries a fingerprint of the model that it was trained on: configuration
+fields that decide what is computed, and one bit for each of some hundred weights that packing
+leaves alone (embeddings, routers): whether the weight is above their mean. Packing a base or
+training it further leaves most bits as they are; of another model's, half agree by chance.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+from pydantic.dataclasses import dataclass as checked
+from torch import Tensor, nn
+
+from ..errors import AdapterError
+from ..layout import unwrapped_name
+
+TOP_K_FIELDS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_top_k",
+    "moe_topk",
+    "top_k_experts",
+    "moe_k",
+)
+_FIELDS = (
+    "model_type",
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "moe_intermediate_size", "hidden_act", "hidden_activation"),
+    *("scoring_func", "norm_topk_prob", *TOP_K_FIELDS),
+)
+SAMPLED_ROWS = 64  # of each weight that is looked at, from the first on
+_WEIGHTS, _BITS = 8, 256  # how many weights are looked at, and bits of each
+_LEAST_AGREEMENT = 0.8
+
+
+@checked(frozen=True)
+class Fingerprint:
+    """What tells one model from another; `bits` are hexadecimal, by the name of the weight."""
+
+    name: str
+    fields: dict[str, bool | int | str]
+    bits: dict[str, str]
+
+
+def of_model(model: nn.Module, names: Iterable[str] | None = None) -> Fingerprint:
+    """Return a model's fingerprint, from the named weights or from ones that packing leaves alone.
+
+    Weights that hold no values here (on meta, or sharded) are left out.
+    """
+    weights = _left_alone(model)
+    if names is None:
+        chosen = list(weights)
+        names = chosen[:: max(len(chosen) // _WEIGHTS, 1)][:_WEIGHTS]
+    return take(model, getattr(model, "name_or_path", ""), names, weights.get)
+
+
+def take(
+    model: nn.Module, name: str, names: Iterable[str], weight: Callable[[str], Tensor | None]
+) -> Fingerprint:
+    """Return the fingerprint of a model called `name`, whose weights are given by a function."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    # Past the attributes, of which some raise where they differ between layers.
+    stored = {"model_type": getattr(text, "model_type", None), **getattr(text, "__dict__", {})}
+    fields = {field: stored.get(field) for field in _FIELDS}
+    bits = {one: _bits(found) for one in names if (found := weight(one)) is not None}
+    return Fingerprint(
+        name or f"an unnamed {fields['model_type']} model",
+        {field: value for field, value in fields.items() if isinstance(value, (bool, int, str))},
+        {one: text for one, text in bits.items() if text},
+    )
+
+
+def check_base(adapter: str, noted: Fingerprint, base: Fingerprint) -> None:
+    """Refuse a base that computes otherwise than the one in the adapter's note.
+
+    One whose weights are not those of the same model, trained further or not, is a warning.
+    """
+    advice = "use it with the model that it was trained on"
+    for field in noted.fields.keys() & base.fields.keys():
+        was, now = noted.fields[field], base.fields[field]
+        if was != now:
+            raise AdapterError(
+                f"{adapter} was trained on {noted.name}, with {field}={was!r}, and {base.name} has "
+                f"{field}={now!r}: {advice}."
+            )
+    shared = [name for name in noted.bits if len(base.bits.get(name, "")) == len(noted.bits[name])]
+    total = sum(4 * len(noted.bits[name]) for name in shared)
+    other = sum((int(noted.bits[n], 16) ^ int(base.bits[n], 16)).bit_count() for n in shared)
+    if total and 1 - other / total < _LEAST_AGREEMENT:
+        warnings.warn(
+            f"{adapter} was trained on {noted.name}, and {base.name} has the same shapes but other "
+            f"weights ({', '.join(shared[:2])}): {advice}.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _left_alone(model: nn.Module) -> dict[str, Tensor]:
+    """Return matrices of no Linear layer that are here as they are, by name without adapters."""
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        plain = type(weight) is nn.Parameter and weight.dim() == 2 and not weight.is_meta
+        inside = any(part in name for part in (".parametrizations.", ".modules_to_save.", ".lora_"))
+        if plain and not inside and name.rpartition(".")[0] not in linears:
+            found[unwrapped_name(name).replace(".original_module", "")] = weight
+    return found
+
+
+def _bits(weight: Tensor) -> str:
+    """Return which of some weights of the first rows are above their mean; "" where all are one."""
+    rows = weight.detach()[:SAMPLED_ROWS].flatten()
+    places = torch.linspace(0, rows.numel() - 1, _BITS).long()
+    values = rows[places.to(rows.device)].double().cpu()
+    if not values.numel() or bool((values == values[0]).all()):
+        return ""
+    above = (values > values.mean()).tolist()
+    return f"{int(''.join(str(int(bit)) for bit in above), 2):0{_BITS // 4}x}"

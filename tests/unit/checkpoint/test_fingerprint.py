@@ -1,0 +1,125 @@
+"""An adapter's base, told from other models of the same names and shapes."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.checkpoint.rounding import NOTE
+from moe_qlora.errors import AdapterError
+from moe_qlora.testing import tiny_model
+
+# PEFT compares the names of folders, which says nothing of what is in them
+pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path`")
+
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+
+def changed(model: Any, amount: float = 0.0, **fields: Any) -> Any:
+    """The model with noise of `amount` standard deviations on all weights, and other settings."""
+    noise = torch.Generator().manual_seed(5)
+    for weight in model.parameters() if amount else ():
+        spread = weight.std() if weight.numel() > 1 else 1
+        weight.data += torch.randn(weight.shape, generator=noise) * amount * spread
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Bases by name, and an adapter trained on the one called base."""
+    root = tmp_path_factory.mktemp("bases")
+    models: dict[str, Callable[[], Any]] = {
+        "base": lambda: tiny_model("qwen3_moe"),
+        "trained further": lambda: changed(tiny_model("qwen3_moe"), 0.2),
+        "another": lambda: tiny_model("qwen3_moe", seed=1),
+        "hidden_act": lambda: changed(tiny_model("qwen3_moe"), hidden_act="gelu"),
+        "norm_topk_prob": lambda: changed(tiny_model("qwen3_moe"), norm_topk_prob=True),
+        "num_experts_per_tok": lambda: changed(tiny_model("qwen3_moe"), num_experts_per_tok=1),
+        "longer": lambda: changed(tiny_model("qwen3_moe"), max_position_embeddings=99),
+    }
+    for name, make in models.items():
+        make().to(torch.bfloat16).save_pretrained(root / name)
+    moe_qlora.quantize_checkpoint(root / "base", root / "packed", NF4)
+    with moe_qlora.enabled():
+        model = AutoModelForCausalLM.from_pretrained(root / "base", quantization_config=NF4)
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    moe_qlora.get_peft_model(model, config, experts=True).save_pretrained(root / "adapter")
+    return {path.name: path for path in root.iterdir()}
+
+
+def base_model(folder: Path) -> Any:
+    arguments: Any = {} if folder.name == "packed" else {"quantization_config": NF4}
+    with moe_qlora.enabled():
+        return AutoModelForCausalLM.from_pretrained(folder, **arguments)
+
+
+def load(folder: Path, adapter: Path) -> None:
+    moe_qlora.load_adapter(base_model(folder), str(adapter))
+
+
+def load_by_transformers(folder: Path, adapter: Path) -> None:
+    base_model(folder).load_adapter(str(adapter))
+
+
+def merge(folder: Path, adapter: Path) -> None:
+    moe_qlora.merge_adapter(folder, adapter, adapter.parent / f"merged {folder.name}")
+
+
+USES = [load, load_by_transformers, merge]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("base", ["base", "trained further", "longer", "packed"])
+def test_the_same_base_is_no_alarm(folders: dict[str, Path], base: str, use: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*was trained on")
+        use(folders[base], folders["adapter"])
+
+
+def test_the_unpacked_base_is_no_alarm(folders: dict[str, Path]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*was trained on")
+        plain = AutoModelForCausalLM.from_pretrained(folders["base"])
+        moe_qlora.load_adapter(plain, str(folders["adapter"]))
+
+
+@pytest.mark.parametrize("use", USES)
+def test_other_weights_are_a_warning_that_names_both(folders: dict[str, Path], use: Any) -> None:
+    seen = rf"was trained on {folders['base']}, and {folders['another']} .* other weights"
+    with pytest.warns(UserWarning, match=seen):
+        use(folders["another"], folders["adapter"])
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("field", ["hidden_act", "norm_topk_prob", "num_experts_per_tok"])
+def test_another_computation_is_an_error(folders: dict[str, Path], field: str, use: Any) -> None:
+    seen = rf"was trained on {folders['base']}, with {field}=.*{folders[field]} has {field}="
+    with pytest.raises(AdapterError, match=seen):
+        use(folders[field], folders["adapter"])
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_note_without_a_fingerprint_is_taken(
+    folders: dict[str, Path], tmp_path: Path, use: Any
+) -> None:
+    adapter = tmp_path / "old"
+    adapter.mkdir()
+    for file in folders["adapter"].iterdir():
+        (adapter / file.name).write_bytes(file.read_bytes())
+    note = json.loads((adapter / NOTE).read_text())
+    assert set(note.pop("base")["bits"])
+    (adapter / NOTE).write_text(json.dumps(note))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*was trained on")
+        use(folders["another"], adapter)
