@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from pydantic.dataclasses import dataclass as checked
@@ -62,7 +63,7 @@ def take(
     model: nn.Module, name: str, names: Iterable[str], weight: Callable[[str], Tensor | None]
 ) -> Fingerprint:
     """Return the fingerprint of a model called `name`, whose weights are given by a function."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     # Past the attributes, of which some raise where they differ between layers.
     stored = {"model_type": getattr(text, "model_type", None), **getattr(text, "__dict__", {})}
