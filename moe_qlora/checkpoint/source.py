@@ -57,7 +57,8 @@ def identify(folder: Path) -> Identity:
     files = {}
     with reading(folder):
         for file in sorted(folder.glob("*")):  # none where there is no folder
-            if file.name == CONFIG or file.name.endswith((".safetensors", INDEX_SUFFIX)):
+            named = file.name == CONFIG or file.name.endswith((".safetensors", INDEX_SUFFIX))
+            if named and file.is_file():  # to open a pipe would wait for its writer
                 header, status = "", file.stat()
                 with suppress(CheckpointError):  # not every file has one, and need be read at all
                     header = hashlib.sha256(header_bytes(file)).hexdigest()

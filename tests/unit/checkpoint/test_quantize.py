@@ -269,6 +269,18 @@ def test_a_source_that_changes_during_a_run_is_not_mixed(source: Path, tmp_path:
     assert check_folder(tmp_path / "packed").tensors == check_folder(tmp_path / "wanted").tensors
 
 
+def test_what_is_no_file_and_not_of_the_model_is_not_opened(
+    source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    own = tmp_path / "qwen3_moe"
+    shutil.copytree(source, own)
+    os.mkfifo(own / "pipe.safetensors")
+    (own / "folder.safetensors").mkdir()
+    (own / "dangling.safetensors").symlink_to(own / "nothing")
+    pack(own, tmp_path / "packed")
+    assert files(tmp_path / "packed") == whole
+
+
 def test_the_manifest_names_the_source(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "packed")
     assert verify(tmp_path / "packed").good
