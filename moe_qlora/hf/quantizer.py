@@ -270,15 +270,10 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     _restore_conversions(model, spec)
     if not spec.params:
         return
-    read = {*spec.packed, *(spec.unpacked if spec.manifest is None else ())}
-    lost = [name for name, param in spec.params.items() if read.isdisjoint(param.names)]
-    if lost:
-        raise CheckpointError(
-            f"{listed(lost)} was not loaded: the checkpoint does not hold it, and random numbers "
-            "would be packed. Load the 16-bit checkpoint of this model; one that another tool has "
-            "packed keeps its weights under other names."
-        )
     by_codes = {id(parametrize.hold(packed)): packed for packed in spec.packed.values()}
+    owners = [parametrize.owner_of(model, name) for name in spec.unpacked]
+    plain = {id(module._parameters.get(leaf)) for module, leaf in owners}
+    lost = []
     for name, param in spec.params.items():
         module, leaf = parametrize.owner_of(model, name)
         if parametrize.is_packed(module, leaf):
@@ -286,12 +281,19 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
         weight = module._parameters.get(leaf)
         packed = by_codes.get(id(weight))
         if packed is None:
-            if weight is None or name in spec.packed:
-                raise CheckpointError(f"{name} was packed, and is not on the model any more.")
+            if weight is None or spec.manifest is not None or id(weight) not in plain:
+                lost.append(name)
+                continue
             packed = pack(weight, spec.settings)  # no converter packed it
         for module, leaf in (parametrize.owner_of(model, other) for other in param.names):
             if module._parameters.get(leaf) is weight:
                 parametrize.attach(module, leaf, packed)
+    if lost:
+        raise CheckpointError(
+            f"{listed(lost)} was not loaded: the checkpoint does not hold it, and random numbers "
+            "would be packed. Load the 16-bit checkpoint of this model; one that another tool has "
+            "packed keeps its weights under other names."
+        )
     finish_packing(model, spec.layout, config, spec.settings)
 
 
