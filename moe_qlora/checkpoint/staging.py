@@ -91,6 +91,8 @@ def _place(target: Path, inside: bool) -> tuple[Path, str]:
 @contextmanager
 def _locked(lock: Path, target: Path, wait: bool) -> Iterator[int]:
     """Open a lock file, which is made where it is missing, and hold its lock."""
+    import fcntl
+
     while True:
         # neither a link is followed, nor a pipe waited for
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -104,6 +106,8 @@ def _locked(lock: Path, target: Path, wait: bool) -> Iterator[int]:
                 yield handle
                 return
         finally:
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # processes that were forked have it open too
             os.close(handle)
 
 

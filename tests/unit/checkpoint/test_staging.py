@@ -195,6 +195,20 @@ def test_a_killed_process_keeps_no_lock_and_its_folder_is_removed(copied, tmp_pa
     assert (names(tmp_path), names(goal)) == (["model"], ["x"])
 
 
+def test_a_forked_process_does_not_keep_the_lock(copied, tmp_path):
+    def fail() -> None:
+        with new_folder(tmp_path / "model", job="a") as work:
+            (work / "x").write_text("1")
+            copied(lambda: time.sleep(60))  # such as a worker that loads data
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with new_folder(tmp_path / "model", job="a"):
+        pass
+    assert names(tmp_path / "model") == ["x"]
+
+
 # --- what is not ours ---------------------------------------------------------------------------
 
 
