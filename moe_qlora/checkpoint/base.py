@@ -21,17 +21,15 @@ from transformers.core_model_loading import dot_natural_key
 from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
 from ..packing import codec
-from ..packing.format import RECORD, SCALES
 from .conversion import Disk, DiskLayout, Group, blank, revert, same_bits
 from .fingerprint import SAMPLED_ROWS
+from .fit import model_problems, packed_names, parts_of
 from .integrity import check_folder, open_checkpoint, open_shards, warn_of_changes
 from .manifest import Manifest
 from .reader import SINGLE, Checkpoint, header_bytes
 from .writer import plan_shards
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-INT8_FORMAT = ".weight_format"
-"""End of the key beside the int8 weight of a Linear layer of bitsandbytes."""
 
 
 @dataclass(frozen=True)
@@ -149,16 +147,14 @@ class PackedWeights:
             return self._last[1]
         shape, entry = self.shape(name), self._manifest.experts.get(name)
         settings = self._manifest.settings
-        stats = {
-            SCALES if key.endswith(SCALES) else key.removeprefix(name): self._checkpoint.read(key)
-            for key in self.keys[name]
-            if key != name and not key.endswith(INT8_FORMAT)
-        }
-        dtype = getattr(torch, entry.dtype) if entry else self._plain[name].dtype
+        dtype = getattr(torch, entry.dtype) if entry else None
+        if settings.kind == "int8" and dtype is None:
+            dtype = self._plain[name].dtype
         try:
-            weight = codec.restore(self._checkpoint.read(name), stats, shape, dtype, settings)
+            parts = parts_of(name, self.keys[name], self._checkpoint.read)
+            weight = codec.restore(parts, shape, dtype, settings)
         except ValueError as error:
-            raise CheckpointError(f"{self._folder}: {name}: {error}.") from error
+            raise CheckpointError(f"{self._folder}: {name} {error}.") from error
         self._last = (name, weight)
         return weight
 
@@ -200,6 +196,11 @@ class PackedBase(Base):
             elif key not in parts:
                 info = self.checkpoint.info(key)
                 params[key] = (info.shape, info.dtype)
+        problem = next(model_problems(self.manifest, self._model), None)
+        if problem is not None:
+            raise CheckpointError(
+                f"{self._folder}: {problem}: config.json is not the one it was saved with."
+            )
         unknown = params.keys() - self._model.state_dict().keys()
         if unknown:
             raise CheckpointError(
@@ -244,22 +245,3 @@ def refuse_quantized(folder: Path, config: Any, wanted: str) -> None:
             f"{folder} is quantized ({settings.get('quant_method') or 'bitsandbytes'}); "
             f"name {wanted}."
         )
-
-
-def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
-    """Return the keys that hold each packed weight, experts' or Linear layers', by its name."""
-    keys = manifest.tensors
-    owners = set(manifest.experts)
-    for key in keys:
-        if RECORD in key:
-            owners.add(key.partition(RECORD)[0])
-        elif key.endswith(SCALES) and key.removesuffix(SCALES) not in owners:
-            owners.add(f"{key.removesuffix(SCALES)}.weight")
-    names = {}
-    for name in owners & keys.keys():
-        module = name.removesuffix(".weight")
-        beside = {module + SCALES, module + INT8_FORMAT} if module != name else set()
-        names[name] = tuple(
-            key for key in keys if key == name or key.startswith(f"{name}.") or key in beside
-        )
-    return names

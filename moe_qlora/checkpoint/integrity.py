@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 from ..errors import CheckpointError, visible
 from ..files import read_json, reading
 from ..layout import listed
-from ..packing.format import packed_tensors
+from .fit import form_problems
 from .manifest import (
     CONFIG,
     CONFIG_KEY,
@@ -28,7 +27,6 @@ from .manifest import (
     read_manifest,
 )
 from .reader import (
-    DTYPE_NAMES,
     DTYPES,
     SINGLE,
     Checkpoint,
@@ -223,14 +221,7 @@ def _check_shard(
 
 def check_packed_weight(folder: Path, name: str, manifest: Manifest) -> None:
     """Check that a packed weight has the codes and statistics that its shape needs."""
-    shape = manifest.experts[name].shape
-    for end, spec in packed_tensors(shape, manifest.settings).items():
-        entry = manifest.tensors.get(name + end)
-        if entry is None:
-            raise CheckpointError(f"{folder}: the packed weight {name} lacks {name + end}.")
-        dtype = DTYPE_NAMES[spec.dtype]
-        if entry.dtype != dtype or spec.numel not in (None, math.prod(entry.shape)):
-            raise CheckpointError(
-                f"{folder}: {name + end} is {entry.dtype} of shape {entry.shape}; a packed "
-                f"weight of shape {shape} has {spec.numel} of {dtype} there."
-            )
+    keys = tuple(key for key in manifest.tensors if key == name or key.startswith(f"{name}."))
+    problem = next(form_problems(manifest, name, keys, manifest.experts[name].shape), None)
+    if problem is not None:
+        raise CheckpointError(f"{folder}: the packed weight {name} {problem}.")

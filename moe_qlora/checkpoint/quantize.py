@@ -34,8 +34,9 @@ from ..packing.format import SCALES, key_ends, packed_nbytes
 from ..packing.quant_state import state_dict_entries
 from ..progress import Progress, reporting
 from . import save
-from .base import INT8_FORMAT, PlainBase, refuse_quantized
+from .base import PlainBase, refuse_quantized
 from .conversion import Group
+from .fit import INT8_FORMAT
 from .load_spec import LoadSpec, kept_dtypes, packing_spec
 from .manifest import CONFIG, Manifest, PackedEntry, is_packed
 from .reader import check_plain, read_header

@@ -19,28 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.core_model_loading import dot_natural_key
 
 from .. import build
 from ..detection.detect import detect
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..files import read_json
-from ..layout import dtype_name, listed
+from ..layout import listed
 from ..packing import codec
-from ..packing.format import (
-    ABSMAX,
-    NESTED_ABSMAX,
-    NESTED_TABLE,
-    RECORD,
-    SCALES,
-    TABLE,
-    packed_tensors,
-)
-from ..packing.settings import FLOAT_DTYPES, CodecSettings
+from ..packing.format import CODES, RECORD, problems, read_record
+from ..packing.settings import FLOAT_DTYPES
 from ..progress import Progress
-from .base import PackedWeights, PlainBase, packed_names
+from .base import PackedWeights, PlainBase
 from .conversion import Group
+from .fit import model_problems, packed_names, parts_of
 from .integrity import check_folder, open_checkpoint, open_shards
 from .manifest import CONFIG, Manifest, has_manifest, is_packed
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside
@@ -130,7 +122,7 @@ def verify(
         raise CheckpointError(
             f"{folder} was not packed by moe_qlora, so that there is nothing to compare."
         )
-    report, manifest = _verify_packed(folder, tell)
+    report, manifest = _verify_packed(folder, trust_remote_code, tell)
     if against is None or manifest is None or report.problems:
         return report
     errors = tuple(_errors(folder, manifest, Path(against), trust_remote_code, tell))
@@ -146,7 +138,9 @@ def _is_packed(folder: Path) -> bool:
         return has_manifest(folder)
 
 
-def _verify_packed(folder: Path, tell: Progress) -> tuple[VerifyReport, Manifest | None]:
+def _verify_packed(
+    folder: Path, trust_remote_code: bool, tell: Progress
+) -> tuple[VerifyReport, Manifest | None]:
     try:
         config = folder / CONFIG
         if not config.exists():
@@ -158,17 +152,25 @@ def _verify_packed(folder: Path, tell: Progress) -> tuple[VerifyReport, Manifest
         manifest = check_folder(folder)
     except CheckpointError as error:
         return VerifyReport(folder, "unknown", problems=(str(error),)), None
-    problems = _config_problems(folder, manifest)
+    found = _config_problems(folder, manifest)
     packed = packed_names(manifest)
+    model = _model_of(folder, trust_remote_code)
+    warnings = list(_leftovers(folder, manifest))
+    shapes: dict[str, tuple[int, ...]] = {}
+    if isinstance(model, str):
+        warnings.append(f"Shapes were not compared with the model's: {model}")
+    else:
+        shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+        found += [f"{folder}: {problem}." for problem in model_problems(manifest, model)]
     with open_shards(folder, manifest) as checkpoint:
         owned = {key for keys in packed.values() for key in keys}
         steps = [*packed, *(key for key in checkpoint if key not in owned)]
         for number, name in enumerate(steps):
             tell(number, len(steps), name)
             if name in packed:
-                problems += _statistics_problems(checkpoint, manifest, name, packed[name])
+                found += _packed_problems(checkpoint, manifest, name, packed[name], shapes)
             else:
-                problems += _value_problems(checkpoint, name)
+                found += _value_problems(checkpoint, name)
         tell(len(steps), len(steps), "")
         report = VerifyReport(
             folder,
@@ -178,8 +180,8 @@ def _verify_packed(folder: Path, tell: Progress) -> tuple[VerifyReport, Manifest
             len(manifest.experts),
             len(packed.keys() - manifest.experts.keys()),
             sum(checkpoint.info(key).nbytes for key in checkpoint),
-            tuple(problems),
-            tuple(_leftovers(folder, manifest)),
+            tuple(dict.fromkeys(found)),
+            tuple(warnings),
         )
     return report, manifest
 
@@ -199,68 +201,36 @@ def _config_problems(folder: Path, manifest: Manifest) -> list[str]:
     return [f"{file} is not the one that was written: {changed}."]
 
 
-def _statistics_problems(
-    checkpoint: Checkpoint, manifest: Manifest, name: str, keys: tuple[str, ...]
+def _packed_problems(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    name: str,
+    keys: tuple[str, ...],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> list[str]:
-    """Say what of a packed weight's statistics bitsandbytes would not have written."""
+    """Say what of a packed weight bitsandbytes would not have written."""
     where = f"{checkpoint.info(name).file}: {name}"
-    settings = manifest.settings
-    if settings.kind == "int8":
-        scales = [key for key in keys if key.endswith(SCALES)]
-        if not scales:
-            return [f"{where} has no scales."]
-        return _scale_problems(where, "scale", checkpoint.read(scales[0]))
-    specs = packed_tensors((1, 2), settings)
-    missing = next((end for end in specs if name + end not in keys), None)
-    if missing is not None:
-        return [f"{where} lacks {name}{missing}."]
-    problems = []
-    absmax = checkpoint.read(name + ABSMAX)
-    if absmax.dtype != specs[ABSMAX].dtype:
-        problems.append(f"{where} has absmax of {absmax.dtype}, not {specs[ABSMAX].dtype}.")
-    if absmax.is_floating_point():
-        problems += _scale_problems(where, "absmax", absmax)
-    tables = {TABLE: codec.bnb.get_4bit_type(settings.kind, device=torch.device("cpu"))}
-    if settings.double_quant:
-        nested = checkpoint.read(name + NESTED_ABSMAX)
-        problems += _scale_problems(where, "nested absmax", nested)
-        tables[NESTED_TABLE] = codec.bnb.create_dynamic_map()
-    for end, table in tables.items():
-        if not torch.equal(checkpoint.read(name + end), table):
-            problems.append(f"{where}{end} is not the code table of bitsandbytes.")
-    record = checkpoint.read(name + RECORD + settings.kind)
-    shape = manifest.experts[name].shape if name in manifest.experts else None
-    return problems + _record_problems(where, record, settings, shape)
-
-
-def _scale_problems(where: str, what: str, scales: Tensor) -> list[str]:
-    """Say which scale is negative or not finite; that of a block of zeros is 0."""
-    bad = ~(scales.isfinite() & (scales >= 0))
-    if not bool(bad.any()):
-        return []
-    first = int(bad.flatten().nonzero()[0])
-    value = float(scales.flatten()[first])
-    return [f"{where} has the {what} {value} at {first}, which is not finite and 0 or more."]
-
-
-def _record_problems(
-    where: str, record: Tensor, settings: CodecSettings, shape: tuple[int, ...] | None
-) -> list[str]:
-    """Say what is wrong with bitsandbytes' record of a packed weight: JSON in bytes."""
+    entry = manifest.experts.get(name)
     try:
-        value = json.loads(bytes(record.tolist()).decode("utf-8"))
-        kind, blocksize, dtype = value["quant_type"], value["blocksize"], value["dtype"]
-        offset = float(value["nested_offset"]) if settings.double_quant else 0.0
-        misshapen = shape is not None and tuple(value["shape"]) != shape
+        parts = parts_of(name, keys, checkpoint.read)
+        shape = entry.shape if entry else shapes.get(name)
+        if shape is None:  # of a model that could not be built
+            record = parts.get(RECORD + manifest.settings.kind)
+            shape = tuple(parts[CODES].shape if record is None else read_record(record)["shape"])
+        dtype = getattr(torch, entry.dtype) if entry else None
+        found = list(problems(parts, shape, manifest.settings, dtype))
     except (ValueError, KeyError, TypeError) as error:
-        return [f"{where} has a record of its settings that cannot be read ({error!r})."]
-    saved = (settings.kind, settings.blocksize)
-    known = dtype in map(dtype_name, FLOAT_DTYPES)
-    if (kind, blocksize) != saved or not known or misshapen:
-        return [f"{where} says of itself {value!r}, the manifest {saved} {shape or ''}."]
-    if not math.isfinite(offset):
-        return [f"{where} has the nested offset {offset}."]
-    return []
+        found = [f"has parts that cannot be read ({error})"]
+    return [f"{where} {problem}." for problem in found]
+
+
+def _model_of(folder: Path, trust_remote_code: bool) -> Any:
+    """Return the model of a folder's config.json on meta, or the reason why there is none."""
+    try:
+        source = build.resolve(str(folder), trust_remote_code=trust_remote_code)
+        return build.build(source, trust_remote_code=trust_remote_code)
+    except (CheckpointError, ConfigError) as error:
+        return str(error)
 
 
 def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:

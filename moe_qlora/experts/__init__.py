@@ -11,6 +11,7 @@ out comes the layer's output, with gradients for activations, routing weights an
     fused.py        a whole module as one operation, by kernels/moe_layer.py
     projection.py   one projection as one operation, by kernels/projection.py or reference.py
     operators.py    both as custom operators, for torch.compile
+    derivatives.py  second derivatives are refused
     activation.py   which activation a module computes
     checks.py       checks before a packed model runs
     restore.py      packed experts back to plain parameters

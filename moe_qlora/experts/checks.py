@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import AdapterError, QuantizationError
 from ..layout import unwrapped_name
-from ..packing.parametrize import Params4bit, iter_packed
+from ..packing.parametrize import Params4bit, iter_packed, load_linears
 from .lora_source import lora_source
 
 _SEEN = "_moe_qlora_adapters_seen"
@@ -57,8 +57,12 @@ def remove(model: nn.Module) -> None:
     model.__dict__.pop(_WATCH, None)
 
 
-def _before_load(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Stop LoRA weights for packed experts that would go to layers without effect."""
+def _before_load(
+    model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+) -> None:
+    """Take the codes of Linear layers, and stop LoRA weights for layers without effect."""
+    assign = bool(metadata.get("assign_to_params_buffers"))
+    load_linears(model, state_dict, prefix, assign, rest[-1])
     keys = (unwrapped_name(key.removeprefix(prefix)).partition(".lora_") for key in state_dict)
     owners = {owner for owner, lora, _ in keys if lora}
     if not owners:

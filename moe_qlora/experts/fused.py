@@ -15,6 +15,7 @@ from torch import Tensor
 from ..kernels.weights import PackedWeight
 from .activation import find_gate
 from .backend import Call, layer_kernels
+from .derivatives import first_order
 from .lora_source import LoraFactors
 from .projection import no_autocast
 
@@ -116,6 +117,7 @@ class _FusedLayer(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         work = ctx.work
         x, weights, *others, ints, pre, products = ctx.saved_tensors

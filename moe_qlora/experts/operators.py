@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kernels.limits import padded
 from .backend import layer_kernels
+from .derivatives import first_order
 from .fused import check_devices, layer_backward, make_layer, make_operands
 from .operands import packed_weight
 from .projection import Inputs, Projection, no_autocast
@@ -107,6 +108,7 @@ def _layer_setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) ->
     ctx.set_materialize_grads(False)
 
 
+@first_order
 def _layer_autograd(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     x, weights, *rest = ctx.saved_tensors
     biases, lora, packed, saved = _split(rest, ctx.counts)
@@ -201,6 +203,7 @@ def _projection_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
     ctx.save_for_backward(x, scale, bias, order, expert_offsets, *dropped, *a, *b, *packed)
 
 
+@first_order
 def _projection_autograd(ctx: Any, grad: Tensor) -> Any:
     single, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     dropped, a, b, packed = _split(rest, ctx.counts)

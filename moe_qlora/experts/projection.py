@@ -19,6 +19,7 @@ from ..kernels import projection, reference
 from ..kernels.weights import PackedWeight
 from ..packing.codec import unpack_range
 from .backend import runs_grouped
+from .derivatives import first_order
 from .operands import PackedOperand
 
 
@@ -141,6 +142,7 @@ class _PackedProjection(torch.autograd.Function):
         return projection.run(weight, _inputs(routing, n, flat))
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         saved = ctx.saved_tensors
         inputs = _inputs(saved[:2], ctx.n, saved[2:])

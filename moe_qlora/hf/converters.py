@@ -30,7 +30,8 @@ from ..errors import CheckpointError, NonFiniteWeightError
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
 from ..packing.codec import Packer, restore
-from ..packing.format import key_ends
+from ..packing.format import SCALES, key_ends, problems
+from ..packing.settings import CodecSettings
 
 # Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this.
 _SLICE_BYTES = 8 << 20
@@ -190,13 +191,15 @@ class PackedConverter(WeightConverter):
         if codes is None:
             raise CheckpointError(f"{layer_name}: the checkpoint has statistics, but no codes.")
         shape, dtype = spec.params[layer_name].shape, spec.dtypes[layer_name]
+        if spec.manifest is not None and spec.settings.kind != "int8":
+            dtype = getattr(torch, spec.manifest.experts[self.keys[layer_name]].dtype)
         if codes.dtype != spec.settings.storage_dtype and spec.files is not None:
             # transformers before 5.22 casts codes that are stored as floats: read them again
             codes = spec.files.read(self.keys[layer_name]).to(codes.device)
         try:
-            packed = restore(codes, tensors, shape, dtype, spec.settings)
+            packed = restore({"": codes, **tensors}, shape, dtype, spec.settings)
         except ValueError as error:
-            raise CheckpointError(f"{layer_name}: {error}.") from error
+            raise CheckpointError(f"{layer_name} {error}.") from error
         spec.keep(layer_name, packed)
         return {layer_name: parametrize.hold(packed)}
 
@@ -269,20 +272,34 @@ class WholeNames(ConversionOps):
     which is then lost, and with it the layer's statistics.
     """
 
-    def __init__(self, stock: Any, names: dict[str, str]) -> None:
-        self.stock, self.names = stock, names
+    def __init__(self, stock: Any, names: dict[str, str], settings: CodecSettings) -> None:
+        self.stock, self.names, self.settings = stock, names, settings
         self.hf_quantizer = stock.hf_quantizer
 
     @classmethod
-    def converter(cls, stock: Any) -> WeightConverter:
+    def converter(cls, stock: Any, settings: CodecSettings) -> WeightConverter:
         """Return a copy of a converter with patterns for whole components of a name."""
         names = {_whole_name(pattern): pattern for pattern in stock._original_source_patterns}
         [operation] = stock.operations
-        return WeightConverter(list(names), list(stock.target_patterns), [cls(operation, names)])
+        targets = list(stock.target_patterns)
+        return WeightConverter(list(names), targets, [cls(operation, names, settings)])
 
     def convert(self, input_dict: dict[str, Any], **context: Any) -> dict[str, Any]:
-        """Run the stock operation on the same tensors under its own patterns."""
+        """Run the stock operation on the same tensors under its own patterns, once they are right.
+
+        What it makes of them is decoded by kernels that trust every size.
+        """
         tensors = {self.names[pattern]: tensor for pattern, tensor in input_dict.items()}
+        name, model = context.get("full_layer_name") or "", context.get("model")
+        module = None if model is None else model.get_submodule(name.rpartition(".")[0])
+        if parametrize.is_packed_linear(module):
+            ends = {key: SCALES if key == "SCB" else key.removeprefix("weight") for key in tensors}
+            first = {key: t[0] if isinstance(t, list) else t for key, t in tensors.items()}
+            parts = {end: first[key] for key, end in ends.items() if end != "_format"}
+            shape = (module.out_features, module.in_features)
+            problem = next(problems(parts, shape, self.settings), None)
+            if problem is not None:
+                raise CheckpointError(f"{name} {problem}.")
         result: dict[str, Any] = self.stock.convert(tensors, **context)
         return result
 

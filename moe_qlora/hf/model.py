@@ -2,7 +2,7 @@
 
 Trainer, accelerate and PEFT ask the model, not its weights. The methods of `_METHODS` are replaced
 on the instance, as bound methods in its `__dict__`, so that deepcopy binds the copy's to the copy;
-`experts.restore.release` removes them.
+`experts.restore.clear_quantized` removes them.
 """
 
 from __future__ import annotations
@@ -109,8 +109,16 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
     return total + sum(t.nbytes for t in (*scales.values(), *statistics.values()))
 
 
+def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """Do what `nn.Module._apply` does, for bitsandbytes' Linear layers to and from meta as well."""
+    for module in self.modules():
+        parametrize.cross_meta(module, "weight", fn)
+    return type(self)._apply(self, fn, recurse)
+
+
 # Replaced on the instance, because the stock ones know Linear layers only.
 _METHODS: dict[str, Callable[..., Any]] = {
+    "_apply": _apply,
     "add_adapter": add_adapter,
     "dequantize": dequantize,
     "get_memory_footprint": get_memory_footprint,

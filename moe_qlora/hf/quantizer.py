@@ -17,6 +17,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.accelerate import get_max_memory
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from ..checkpoint.fit import model_problems
 from ..checkpoint.integrity import FolderCheck, warn_of_changes
 from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec, safetensors_files
 from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
@@ -86,6 +87,13 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         self._spec = self._make_spec(model, dtype, files, kwargs.get("device_map"))
         self._spec.device_map = self._device_map
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
+        if self._spec.manifest is not None:
+            problem = next(model_problems(self._spec.manifest, model), None)
+            if problem is not None:
+                raise CheckpointError(
+                    f"{Path(files[0]).parent}: {problem}: config.json is not the one it was saved "
+                    "with, or files are damaged."
+                )
         # The stock method may have put lists of Linear layers in place of fused weights.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._spec.params = {n: p for n, p in self._spec.params.items() if n in names}
@@ -151,7 +159,9 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             # A packed folder has the model's own names: nothing to rename, nothing to merge.
             packed = [PackedConverter(leaf, spec) for leaf in spec.leaves()]
             linears = super().update_weight_conversions([], *model)  # type: ignore[misc]
-            return packed + [WholeNames.converter(converter) for converter in linears]
+            return packed + [
+                WholeNames.converter(converter, spec.settings) for converter in linears
+            ]
         converters = [c for c in weight_conversions if isinstance(c, WeightConverter)]
         replaced = {id(c): PackingConverter.replacing(c, spec) for c in converters}
         fused = [PackingConverter.for_fused(leaf, spec) for leaf in spec.leaves()]

@@ -31,8 +31,20 @@ from torch import Tensor
 from ..errors import UnsupportedWeightError
 from ..kernels.limits import cdiv
 from ..kernels.weights import NestedAbsmax, PackedWeight
-from .format import ABSMAX, CODES, NESTED_BLOCK, SCALES, packed_tensors, why_not
-from .quant_state import QuantState, from_quant_state
+from .format import (
+    ABSMAX,
+    CODES,
+    NESTED_ABSMAX,
+    NESTED_BLOCK,
+    NESTED_TABLE,
+    RECORD,
+    SCALES,
+    TABLE,
+    packed_tensors,
+    problems,
+    read_record,
+    why_not,
+)
 from .settings import CodecSettings
 
 # bitsandbytes has no type annotations to check against.
@@ -181,42 +193,34 @@ class Packer:
 
 
 def restore(
-    codes: Tensor,
-    stats: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     shape: Sequence[int],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     settings: CodecSettings,
 ) -> PackedWeight:
     """Return the packed weight that a state dict's tensors hold; copy nothing.
 
-    `stats` are bitsandbytes' statistics by their key's end, such as ".absmax" or ".SCB". `dtype` is
-    that of a dequantized int8 weight; the record of a 4-bit one names its dtype. A ValueError says
-    that the tensors are not of this shape and these settings.
+    `tensors` are by their key's end: "" for the codes, ".absmax" or ".SCB". `dtype` is that of the
+    decoded weight, which the record of a 4-bit one must name; None leaves it to that. A ValueError
+    says, to follow the weight's name, what is not of this shape and these settings.
     """
-    shape, specs = torch.Size(shape), packed_tensors(shape, settings)
+    problem = next(problems(tensors, shape, settings, dtype), None)
+    if problem is not None:
+        raise ValueError(problem)
+    shape, codes = torch.Size(shape), tensors[CODES]
+    stats = {end: tensor.to(codes.device) for end, tensor in tensors.items() if end != CODES}
     if settings.kind == "int8":
-        scales = stats.get(SCALES)
-        if scales is None or scales.numel() != specs[SCALES].numel or codes.shape != shape:
-            raise ValueError(f"the tensors are no int8 weight of shape {tuple(shape)}")
-        return PackedWeight(codes, scales, None, 0, None, shape, "int8", dtype)
-    tensors = {end.removeprefix("."): value for end, value in stats.items()}
-    try:
-        state = QuantState.from_dict(tensors, device=codes.device)
-    except (KeyError, ValueError, AssertionError, AttributeError, TypeError) as error:
-        raise ValueError(f"the statistics cannot be read ({error})") from error
-    stored = (state.quant_type, state.nested, state.blocksize, codes.dtype)
-    asked = (settings.kind, settings.double_quant, settings.blocksize, settings.storage_dtype)
-    if stored != asked or torch.Size(state.shape or ()) != shape:
-        raise ValueError(
-            f"the tensors are of a weight of shape {tuple(state.shape or ())} with {stored}, not "
-            f"{tuple(shape)} with {asked} (kind, double quantization, block size, storage dtype)"
-        )
-    if codes.nbytes != specs[CODES].nbytes or state.absmax.numel() != specs[ABSMAX].numel:
-        raise ValueError(
-            f"{codes.nbytes} bytes of codes and {state.absmax.numel()} blocks do not make a weight "
-            f"of shape {tuple(shape)}"
-        )
-    return from_quant_state(codes, state, settings.compute_dtype)
+        assert dtype is not None
+        return PackedWeight(codes, stats[SCALES], None, 0, None, shape, "int8", dtype)
+    said = read_record(stats[RECORD + settings.kind])
+    nested = None
+    if settings.double_quant:
+        offset = torch.tensor(said["nested_offset"], dtype=torch.float32, device=codes.device)
+        nested = NestedAbsmax(stats[NESTED_TABLE], stats[NESTED_ABSMAX], offset, NESTED_BLOCK)
+    return PackedWeight(
+        codes, stats[ABSMAX], stats[TABLE], settings.blocksize, nested, shape, settings.kind,
+        getattr(torch, said["dtype"]), settings.compute_dtype,
+    )  # fmt: skip
 
 
 def unpack(packed: PackedWeight) -> Tensor:

@@ -17,19 +17,22 @@ key `<name>`, where a block is 64 weights:
 
 All divisions round up. That is 0.5625 bytes a weight in 4 bit, or 0.5159 with double quantization.
 Packing, blank weights on meta, key names, checks of folders and byte counts all follow from
-`packed_tensors`.
+`packed_tensors`. Decoding trusts tensors: whatever comes from outside passes `problems` first.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.limits import cdiv
+from ..kernels.weights import TABLES
 from ..layout import dtype_name
 from .settings import FLOAT_DTYPES, CodecSettings
 
@@ -132,3 +135,88 @@ def why_not_packed(
             f"{dtype_name(settings.storage_dtype)} numbers: set bnb_4bit_quant_storage=torch.uint8"
         )
     return None
+
+
+def problems(
+    tensors: Mapping[str, Tensor],
+    shape: Sequence[int],
+    settings: CodecSettings,
+    dtype: torch.dtype | None = None,
+) -> Iterator[str]:
+    """Yield what of a packed weight's tensors decoding could not rely on, to follow its name.
+
+    `tensors` are by the end of their key, the codes included; where one is on meta, or sharded,
+    values are not looked at. `shape` and `dtype` are those of the decoded weight; without a dtype a
+    4-bit weight may have any.
+    """
+    specs = packed_tensors(shape, settings)
+    sound = True
+    for end, spec in specs.items():
+        tensor = tensors.get(end)
+        form = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
+        if form is None or form[0] != spec.dtype or spec.shape not in (None, form[1]):
+            sound = False
+            seen = "nothing" if form is None else f"{dtype_name(form[0])} of shape {form[1]}"
+            yield (
+                f"has {seen} as its {end or 'codes'}; a weight of shape {tuple(shape)} has "
+                f"{dtype_name(spec.dtype)} of shape {spec.shape or '(any,)'} there"
+            )
+    for end in sorted(tensors.keys() - specs.keys()):
+        sound = False
+        yield f"has {end}, which a weight packed with {settings.to_dict()} has not"
+    if sound and not any(t.is_meta or hasattr(t, "device_mesh") for t in tensors.values()):
+        yield from _value_problems(tensors, shape, settings, dtype)
+
+
+def _value_problems(
+    tensors: Mapping[str, Tensor],
+    shape: Sequence[int],
+    settings: CodecSettings,
+    dtype: torch.dtype | None,
+) -> Iterator[str]:
+    """Yield which values bitsandbytes would not have written, of tensors whose form is right."""
+    for end, name in ((ABSMAX, "absmax"), (NESTED_ABSMAX, "nested absmax"), (SCALES, "scale")):
+        scales = tensors.get(end)
+        if scales is not None and scales.is_floating_point():
+            wrong = ~(scales.isfinite() & (scales >= 0))
+            if bool(wrong.any()):
+                first = int(wrong.nonzero()[0])
+                yield f"has the {name} {float(scales[first])} at {first}, not finite and 0 or more"
+    if settings.kind == "int8":
+        return
+    for end, table in ((TABLE, torch.tensor(TABLES[settings.kind])), (NESTED_TABLE, _dynamic())):
+        if end in tensors and not torch.equal(tensors[end].cpu(), table):
+            yield f"has values as its {end} that are not the code table of bitsandbytes"
+    try:
+        said = read_record(tensors[RECORD + settings.kind])
+        dtypes = [dtype_name(one) for one in ((dtype,) if dtype else FLOAT_DTYPES)]
+        right = {"quant_type": settings.kind, "blocksize": settings.blocksize, "shape": [*shape]}
+        right["dtype"] = said["dtype"] if said["dtype"] in dtypes else " or ".join(dtypes)
+        if settings.double_quant:
+            offset = said["nested_offset"]
+            if type(offset) is not float or not bool(torch.tensor(offset).isfinite()):
+                yield f"has the nested offset {offset!r:.80}, which is no finite number"
+            right |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
+            right["nested_offset"] = offset
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        yield f"has a record of its settings that cannot be read ({error!r:.80})"
+    else:
+        # As text, in which 64, 64.0 and True differ.
+        if json.dumps(said, sort_keys=True) != json.dumps(right, sort_keys=True):
+            yield f"says of itself {said!r:.400}, and it must be {right!r:.400}"
+
+
+def read_record(record: Tensor) -> dict[str, Any]:
+    """Return bitsandbytes' record of a packed weight, JSON in bytes; ValueError if it is none."""
+    value = json.loads(bytes(record.flatten().tolist()).decode())
+    if not isinstance(value, dict):
+        raise TypeError("it is no JSON object")
+    return value
+
+
+@cache
+def _dynamic() -> Tensor:
+    """Return the values of the codes that absmax are held in with double quantization."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    return torch.as_tensor(create_dynamic_map(), dtype=torch.float32)

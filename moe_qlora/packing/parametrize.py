@@ -25,7 +25,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import bitsandbytes.nn
@@ -36,8 +38,10 @@ from torch import Tensor, nn
 
 from ..errors import QuantizationError
 from ..kernels.weights import PackedWeight
-from .codec import unpack
-from .quant_state import QuantState, from_quant_state, state_dict_entries, to_quant_state
+from .codec import restore, unpack
+from .format import CODES, NESTED_ABSMAX, RECORD
+from .quant_state import from_quant_state, state_dict_entries, to_quant_state
+from .settings import STORAGE_DTYPES, CodecSettings
 
 bnb: Any = bitsandbytes.nn  # no type annotations to check against
 Params4bit = bnb.Params4bit
@@ -45,6 +49,7 @@ Params4bit = bnb.Params4bit
 # All parameters of a module as they were registered, and its hooks; its copies have it too.
 _RECORD = "_moe_qlora_storage"
 _SHARED = "_moe_qlora_int8"
+_MOVED = "_moe_qlora_moved"
 
 
 class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
@@ -107,6 +112,38 @@ class PackedInt8(nn.Module):
         return unpack(_read_int8(codes, self))
 
 
+class _PackedList(P.ParametrizationList):
+    """A ParametrizationList whose codes can go to the meta device and come back empty."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        cross_meta(self, "original", fn)
+        decoder = self._modules["0"]
+        if isinstance(decoder, Packed4bit):
+            decoder._codes = weakref.ref(cast(nn.Parameter, self._parameters["original"]))
+        return super()._apply(fn, recurse)
+
+
+def cross_meta(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
+    """Replace a `Params4bit` that `fn` would move to or from meta, which torch cannot do.
+
+    There are no values on meta, so that codes and statistics are empty afterwards.
+    """
+    old: Any = module._parameters.get(name)
+    if not isinstance(old, Params4bit) or old.quant_state is None:
+        return
+    device = fn(torch.empty(0, dtype=old.dtype, device=old.device)).device
+    if old.is_meta == (device.type == "meta"):
+        return
+    moved = old.__dict__.get(_MOVED)  # by another module that holds it
+    if moved is None or moved.device != device:
+        packed = from_quant_state(old.data, old.quant_state)
+        state = to_quant_state(packed.map(partial(torch.empty_like, device=device)))
+        old.quant_state.__dict__.update(state.__dict__)
+        moved = _params4bit(torch.empty_like(old.data, device=device), old.quant_state)
+        old.__dict__[_MOVED] = moved
+    module._parameters[name] = moved
+
+
 def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
     """Replace a plain parameter, or nothing, by a packed weight.
 
@@ -142,6 +179,7 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
         module._parameters.pop(name, None)
         module.register_parameter(name, owner)
         _register(module, name, parametrization)
+        cast(Any, module.parametrizations)._modules[name].__class__ = _PackedList
     except BaseException:
         if not is_packed(module, name):
             module._parameters[name] = plain
@@ -209,7 +247,7 @@ def packed_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def is_packed_linear(module: nn.Module) -> bool:
+def is_packed_linear(module: nn.Module | None) -> bool:
     """Return whether this is one of the Linear layers that bitsandbytes packs itself."""
     return isinstance(module, (bnb.Linear4bit, bnb.Linear8bitLt))
 
@@ -356,47 +394,80 @@ def _load(
     errors: list[str],
 ) -> None:
     """Take the statistics from bitsandbytes' keys, and leave torch the codes (load hook)."""
+    assign = bool(metadata.get("assign_to_params_buffers"))
     for name in packed_names(module):
-        if is_foreign(module, name) or state_dict.get(f"{prefix}{name}") is None:
+        key, own = f"{prefix}{name}", f"{prefix}parametrizations.{name}.original"
+        if is_foreign(module, name) or state_dict.get(key) is None:
             continue
-        codes = state_dict.pop(f"{prefix}{name}")
-        stats_prefix = f"{prefix}{name}."
-        stats = {
-            key.removeprefix(stats_prefix): state_dict.pop(key).clone()
-            for key in [key for key in state_dict if key.startswith(stats_prefix)]
-        }
-        shape = original_of(module, name).shape
-        if codes.shape != shape:
-            errors.append(
-                f"{prefix}{name} has the shape {tuple(codes.shape)}, the packed codes have "
-                f"{tuple(shape)}: load 16-bit weights into an unpacked model, or codes that were "
-                "packed with the same settings."
-            )
-            continue
-        try:
-            _load_stats(module, name, stats)
-        except (KeyError, ValueError, AssertionError) as error:
-            errors.append(f"{stats_prefix[:-1]}: the packed statistics cannot be read: {error}")
-            continue
-        if metadata.get("assign_to_params_buffers"):
-            decoder = _parametrization(module, name)
-            if isinstance(decoder, PackedInt8):
-                codes = nn.Parameter(codes, requires_grad=False)
-            else:
-                codes = _params4bit(codes, decoder.quant_state)
-        state_dict[f"{prefix}parametrizations.{name}.original"] = codes
+        decoder, original = _parametrization(module, name), original_of(module, name)
+        packed = read_packed(module, name)
+        dtype = packed.dtype if packed.kind == "int8" else None
+        loaded = _take(state_dict, key, packed.shape, dtype, CodecSettings.of(packed), errors)
+        state_dict[own] = original if loaded is None else loaded.codes
+        if loaded is None or (original.is_meta and not assign):
+            continue  # torch says of meta what to do
+        device = loaded.device if assign else original.device
+        codes, loaded = loaded.codes, loaded.to(device)
+        if packed.kind == "int8" and assign:
+            decoder.scale_bits = loaded.absmax.view(torch.int32)
+            state_dict[own] = nn.Parameter(codes, requires_grad=False)
+        elif packed.kind == "int8":
+            packed.absmax.copy_(loaded.absmax)
+        else:  # in place: tied modules see the same statistics
+            decoder.quant_state.__dict__.update(to_quant_state(loaded).__dict__)
+            if assign:
+                state_dict[own] = _params4bit(codes, decoder.quant_state)
 
 
-def _load_stats(module: nn.Module, name: str, stats: dict[str, Any]) -> None:
-    """Give a packed parameter other statistics, in place: tied modules see the same ones."""
-    packed, parametrization = read_packed(module, name), _parametrization(module, name)
-    if packed.kind == "int8":
-        packed.absmax.copy_(stats["SCB"])
-        return
-    loaded: Any = QuantState.from_dict(stats, device=packed.device)
-    if (loaded.shape, loaded.quant_type) != (packed.shape, packed.kind):
-        raise ValueError(
-            f"they are of {loaded.quant_type} weights of shape {tuple(loaded.shape)}, the model "
-            f"has {packed.kind} of shape {tuple(packed.shape)}"
+def load_linears(
+    model: nn.Module, state_dict: dict[str, Any], prefix: str, assign: bool, errors: list[str]
+) -> None:
+    """Do what `_load` does for bitsandbytes' 4-bit Linear layers, whose keys torch does not know.
+
+    torch would convert the numbers of codes that are stored in another dtype, which destroys them.
+    """
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        key = f"{prefix}{name}.weight"
+        own = isinstance(module, bnb.Linear4bit) and isinstance(weight, Params4bit)
+        if not own or not any(other.startswith(f"{key}{RECORD}") for other in state_dict):
+            continue
+        shape = (module.out_features, module.in_features)
+        settings = CodecSettings(
+            weight.quant_type, False, weight.quant_storage, None, weight.blocksize
         )
-    parametrization.quant_state.__dict__.update(loaded.__dict__)
+        loaded = _take(state_dict, key, shape, None, settings, errors)
+        if loaded is not None and (assign or not weight.is_meta):
+            if not assign:
+                loaded = loaded.map(partial(torch.Tensor.to, device=weight.device, copy=True))
+            weight = hold(loaded)
+            weight.module, module.weight, module.quant_state = module, weight, weight.quant_state
+        state_dict[key] = weight
+
+
+def _take(
+    state_dict: dict[str, Any],
+    key: str,
+    shape: Sequence[int],
+    dtype: torch.dtype | None,
+    settings: CodecSettings,
+    errors: list[str],
+) -> PackedWeight | None:
+    """Take a packed weight out of a state dict, statistics copied; None, and why, if it is none.
+
+    Codes in another storage dtype of the same size are the same bytes.
+    """
+    codes, storage = state_dict.pop(key), settings.storage_dtype
+    if codes.dtype in STORAGE_DTYPES and codes.dtype.itemsize == storage.itemsize:
+        codes = codes.contiguous().view(storage)
+    keys = [other for other in state_dict if other.startswith(f"{key}.")]
+    tensors = {other.removeprefix(key): state_dict.pop(other).clone() for other in keys}
+    settings = replace(settings, double_quant=NESTED_ABSMAX in tensors)
+    try:
+        return restore({CODES: codes, **tensors}, shape, dtype, settings)
+    except ValueError as error:
+        errors.append(
+            f"{key} {error}: load codes that were packed with the same settings, or 16-bit weights "
+            "into an unpacked model."
+        )
+        return None

@@ -16,6 +16,7 @@ from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 
 KINDS = ("nf4", "fp4", "int8")
+BLOCKSIZES = tuple(2**power for power in range(5, 13))  # those of bitsandbytes' kernels
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
@@ -160,8 +161,10 @@ class CodecSettings:
                 shown = ", ".join(map(repr, allowed))
                 raise ValueError(f"{key} is {value!r:.80}; expected one of {shown}")
         blocksize, compute = values["blocksize"], values["compute_dtype"]
-        if type(blocksize) is not int or blocksize < 1:
-            raise ValueError(f"blocksize is {blocksize!r:.80}; expected a positive integer")
+        if type(blocksize) is not int or blocksize not in BLOCKSIZES:
+            raise ValueError(
+                f"blocksize is {blocksize!r:.80}; expected a power of two from 32 to 4096"
+            )
         compute_dtype = None if compute is None else _FLOAT_NAMES[compute]
         storage = _STORAGE_NAMES[values["storage_dtype"]]
         return cls(values["kind"], values["double_quant"], storage, compute_dtype, blocksize)

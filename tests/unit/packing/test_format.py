@@ -42,8 +42,7 @@ def test_a_state_dict_holds_what_is_specified(
     for end, spec in specs.items():
         assert stored[end].dtype == spec.dtype, end
         assert spec.shape is None or tuple(stored[end].shape) == spec.shape, end
-    codes = stored.pop("")
-    again = restore(codes, stored, shape, weight.dtype, settings)
+    again = restore(stored, shape, weight.dtype, settings)
     assert CodecSettings.of(again) == dataclasses.replace(
         settings, compute_dtype=None if settings.kind == "int8" else settings.compute_dtype
     )
@@ -89,7 +88,9 @@ def test_keys_of_settings() -> None:
     ("change", "error"),
     [
         ({"kind": "nf3"}, "kind is 'nf3'; expected one of 'nf4', 'fp4', 'int8'"),
-        ({"blocksize": 0}, "blocksize is 0; expected a positive integer"),
+        ({"blocksize": 0}, "blocksize is 0; expected a power of two from 32 to 4096"),
+        ({"blocksize": 48}, "blocksize is 48; expected a power of two"),
+        ({"blocksize": 8192}, "blocksize is 8192; expected a power of two"),
         ({"blocksize": True}, "blocksize is True"),
         ({"double_quant": 1}, "double_quant is 1; expected one of False, True"),
         ({"storage_dtype": "nn"}, "storage_dtype is 'nn'"),

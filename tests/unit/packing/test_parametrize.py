@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import bitsandbytes as bnb
 import pytest
@@ -15,7 +16,7 @@ from moe_qlora.errors import QuantizationError
 from moe_qlora.packing import parametrize as storage
 from moe_qlora.packing.codec import pack, unpack
 from moe_qlora.packing.quant_state import state_tensors
-from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.packing.settings import STORAGE_DTYPES, CodecSettings
 
 SETTINGS = {
     "nf4": CodecSettings("nf4", True, compute_dtype=torch.bfloat16),
@@ -170,11 +171,61 @@ def test_loading_says_what_does_not_fit(settings: CodecSettings) -> None:
     module, decoded = packed_experts(settings)
     state = module.state_dict()
     without = {key: value for key, value in state.items() if not key.startswith("down.")}
-    with pytest.raises(RuntimeError, match=r"down: the packed statistics cannot be read"):
+    with pytest.raises(RuntimeError, match=r"down has nothing as its \.(absmax|SCB); a weight of"):
         module.load_state_dict(without)
-    with pytest.raises(RuntimeError, match="unpacked model" if settings.kind != "int8" else "SCB"):
+    with pytest.raises(RuntimeError, match=r"down has bfloat16 of .* as its codes.*unpacked model"):
         module.load_state_dict(Experts().state_dict())
     assert_reads(module, {"gate_up": decoded["gate_up"]})
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(("one", "other"), itertools.product(STORAGE_DTYPES, STORAGE_DTYPES))
+def test_codes_in_another_storage_dtype_are_viewed_or_refused(
+    one: torch.dtype, other: torch.dtype, assign: bool
+) -> None:
+    source, decoded = packed_experts(CodecSettings("nf4", True, one))
+    target, before = packed_experts(CodecSettings("nf4", True, other), seed=1)
+    if one.itemsize == other.itemsize:
+        target.load_state_dict(source.state_dict(), assign=assign)
+        assert_reads(target, decoded)
+        assert storage.original_of(target, "down").dtype == other
+        return
+    names = f"{one} of shape .* as its codes; .*{other} of".replace("torch.", "")
+    with pytest.raises(RuntimeError, match=names):
+        target.load_state_dict(source.state_dict(), assign=assign)
+    assert_reads(target, before)
+
+
+@pytest.mark.parametrize("back", ["assign", "empty"])
+def test_to_meta_and_back(settings: CodecSettings, back: str) -> None:
+    source, decoded = packed_experts(settings)
+    state = source.state_dict()
+    module, _ = packed_experts(settings, seed=1)
+    module.to("meta")
+    assert all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    assert all(t.is_meta for t in storage.read_packed(module, "down").statistics)
+    if back == "empty":
+        module.to_empty(device="cpu")
+    else:
+        with pytest.warns(UserWarning, match="pass `assign=True`"):
+            module.load_state_dict(state)
+    module.load_state_dict(state, assign=back == "assign")
+    assert_reads(module, decoded)
+    assert_reads(copy.deepcopy(module), decoded)
+    if settings.kind != "int8":
+        assert type(storage.original_of(module, "down")) is bnb.nn.Params4bit
+    assert set(module.state_dict()) == set(state)
+
+
+def test_tied_weights_stay_tied_on_meta() -> None:
+    stack = pack(torch.randn(4, 48, 40), SETTINGS["nf4"])
+    one, two = nn.Module(), nn.Module()
+    for module in (one, two):
+        storage.attach(module, "up", stack)
+    both = nn.ModuleList([one, two]).to("meta")
+    assert storage.original_of(one, "up") is storage.original_of(two, "up")
+    both.to_empty(device="cpu")
+    assert storage.original_of(one, "up") is storage.original_of(two, "up")
 
 
 def test_dtype_sweeps_leave_packed_weights_alone() -> None:

@@ -1,0 +1,144 @@
+"""Statistics that decoding could not rely on are refused in a sentence, wherever they come in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_qlora.packing import parametrize
+from moe_qlora.packing.codec import pack, restore
+from moe_qlora.packing.format import RECORD, problems, read_record
+from moe_qlora.packing.settings import CodecSettings
+
+SHAPE = (8, 40, 72)  # 360 blocks: two of the second level, the last not full
+SETTINGS = {
+    "nf4": CodecSettings("nf4", True),
+    "fp4": CodecSettings("fp4", False, torch.bfloat16),
+    "int8": CodecSettings("int8"),
+}
+Change = Callable[[dict[str, Tensor]], object]
+
+
+def said(key: str, value: Any) -> Change:
+    """A change of the record."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        end = next(end for end in tensors if end.startswith(RECORD))
+        record = read_record(tensors[end]) | {key: value}
+        tensors[end] = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
+
+    return change
+
+
+def cut(end: str, count: int) -> Change:
+    return lambda tensors: tensors.update({end: tensors[end][:count]})
+
+
+def valued(end: str, value: float) -> Change:
+    return lambda tensors: tensors[end].view(-1)[1:2].fill_(value)
+
+
+def turned(end: str, function: Callable[[Tensor], Tensor]) -> Change:
+    return lambda tensors: tensors.update({end: function(tensors[end])})
+
+
+NESTED, TABLE, TABLE2 = ".nested_absmax", ".quant_map", ".nested_quant_map"
+CRAFTED: dict[str, tuple[str, Change, str]] = {
+    **{
+        f"nested blocksize {size!r}": ("nf4", said("nested_blocksize", size), "says of itself")
+        for size in (1, 128, 255, 0, -256, 2**40, 256.0, "256", None, True)
+    },
+    **{
+        f"blocksize {size!r}": ("fp4", said("blocksize", size), "says of itself")
+        for size in (1, 32, 128, 0, -64, 64.0, None)
+    },
+    "shape": ("nf4", said("shape", [8, 72, 40]), "says of itself"),
+    "shape of more": ("nf4", said("shape", [16, 40, 72]), "says of itself"),
+    "no shape": ("nf4", said("shape", None), "says of itself"),
+    "kind": ("nf4", said("quant_type", "fp4"), "says of itself"),
+    "dtype": ("fp4", said("dtype", "float64"), "says of itself"),
+    "nested dtype": ("nf4", said("nested_dtype", "float16"), "says of itself"),
+    "an absmax of its own": ("nf4", said("absmax", [1.0]), "says of itself"),
+    "offset nan": ("nf4", said("nested_offset", float("nan")), "nested offset nan"),
+    "offset text": ("nf4", said("nested_offset", "0.5"), "nested offset '0.5'"),
+    "offset beyond fp32": ("nf4", said("nested_offset", 1e300), "nested offset 1e"),
+    "no JSON": ("nf4", turned(f"{RECORD}nf4", torch.zeros_like), "cannot be read"),
+    "a list": ("nf4", turned(f"{RECORD}nf4", lambda r: torch.tensor([91, 93]).byte()), "cannot be"),
+    "short nested absmax": ("nf4", cut(NESTED, 1), r"shape \(1,\) as its .nested_absmax"),
+    "no nested absmax": ("nf4", cut(NESTED, 0), r"shape \(0,\) as its .nested_absmax"),
+    "short absmax": ("nf4", cut(".absmax", 359), r"shape \(359,\) as its .absmax"),
+    "short table": ("nf4", cut(TABLE, 8), r"shape \(8,\) as its .quant_map"),
+    "short nested table": ("nf4", cut(TABLE2, 128), r"shape \(128,\) as its .nested_quant_map"),
+    "short codes": ("nf4", cut("", 11519), r"shape \(11519, 1\) as its codes"),
+    "fp32 absmax in two rows": ("fp4", turned(".absmax", lambda t: t.view(2, -1)), "as its .absm"),
+    "other table": ("fp4", turned(TABLE, lambda t: t.flip(0)), "not the code table"),
+    "other nested table": ("nf4", valued(TABLE2, 7.0), "not the code table"),
+    "table nan": ("nf4", valued(TABLE, float("nan")), "not the code table"),
+    "absmax nan": ("fp4", valued(".absmax", float("nan")), "absmax nan at 1"),
+    "absmax inf": ("fp4", valued(".absmax", float("inf")), "absmax inf at 1"),
+    "absmax negative": ("fp4", valued(".absmax", -1.0), "absmax -1.0 at 1"),
+    "nested absmax inf": ("nf4", valued(NESTED, float("inf")), "nested absmax inf at 1"),
+    "half absmax": ("fp4", turned(".absmax", Tensor.half), "float16 of shape"),
+    "half table": ("fp4", turned(TABLE, Tensor.half), "float16 of shape"),
+    "no table": ("nf4", lambda tensors: tensors.pop(TABLE), "nothing as its .quant_map"),
+    "no record": (
+        "nf4",
+        lambda tensors: tensors.pop(f"{RECORD}nf4"),
+        "nothing as its .quant_state",
+    ),
+    "a stray": ("fp4", lambda t: t.update({TABLE2: t[TABLE]}), "nested_quant_map"),
+    "short scales": ("int8", cut(".SCB", 3), r"shape \(3,\) as its .SCB"),
+    "scale nan": ("int8", valued(".SCB", float("nan")), "scale nan at 1"),
+    "half scales": ("int8", turned(".SCB", Tensor.half), "float16 of shape"),
+    "int8 codes of another shape": (
+        "int8",
+        turned("", lambda t: t.view(40, 8, 72)),
+        "as its codes",
+    ),
+}
+
+
+def parts(settings: CodecSettings) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    module = nn.Module()
+    parametrize.attach(module, "up", pack(torch.randn(SHAPE).bfloat16(), settings))
+    state = module.state_dict()
+    return module, {key.removeprefix("up"): tensor.clone() for key, tensor in state.items()}
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_crafted_statistics_are_refused(case: str) -> None:
+    kind, change, part = CRAFTED[case]
+    settings = SETTINGS[kind]
+    module, tensors = parts(settings)
+    whole = module.up.clone()
+    assert not list(problems(tensors, SHAPE, settings))
+    change(tensors)
+    with pytest.raises(ValueError, match=part) as told:
+        restore(tensors, SHAPE, torch.bfloat16, settings)
+    assert "\n" not in str(told.value) and len(str(told.value)) < 1200
+    state = {f"up{end}": tensor for end, tensor in tensors.items()}
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=r"\bup has|\bup says"):
+            module.load_state_dict(state, assign=assign)
+        assert torch.equal(module.up, whole)
+
+
+def test_a_record_must_name_the_dtype_that_the_manifest_has() -> None:
+    _, tensors = parts(SETTINGS["nf4"])
+    restore(tensors, SHAPE, None, SETTINGS["nf4"])
+    with pytest.raises(ValueError, match=r"'dtype': 'bfloat16'.*it must be.*'float32'"):
+        restore(tensors, SHAPE, torch.float32, SETTINGS["nf4"])
+
+
+def test_of_meta_tensors_only_the_form_is_seen() -> None:
+    _, tensors = parts(SETTINGS["nf4"])
+    blank = {end: tensor.to("meta") for end, tensor in tensors.items()}
+    assert not list(problems(blank, SHAPE, SETTINGS["nf4"]))
+    blank[TABLE] = blank[TABLE][:8]
+    assert len(list(problems(blank, SHAPE, SETTINGS["nf4"]))) == 1
