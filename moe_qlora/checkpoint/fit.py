@@ -13,12 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..packing.format import RECORD, SCALES, problems
+from ..layout import dtype_name
+from ..packing.format import (
+    ABSMAX,
+    NESTED_ABSMAX,
+    NESTED_TABLE,
+    RECORD,
+    SCALES,
+    TABLE,
+    problems,
+)
 from ..packing.parametrize import is_packed_linear
+from ..packing.settings import CodecSettings
 from .manifest import Manifest
 from .reader import DTYPES
 
 INT8_FORMAT = ".weight_format"  # of bitsandbytes' Linear layers, beside their weight
+_ENDS = (ABSMAX, NESTED_ABSMAX, TABLE, NESTED_TABLE, SCALES, INT8_FORMAT)
 
 
 def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
@@ -42,11 +53,11 @@ def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
 
 def parts_of(name: str, keys: tuple[str, ...], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Return a packed weight's tensors by the end of their key; ValueError for another order."""
-    parts = {SCALES if key.endswith(SCALES) else key.removeprefix(name): key for key in keys}
-    form = next((parts.pop(end) for end in list(parts) if end.endswith(INT8_FORMAT)), None)
+    form = next((key for key in keys if key.endswith(INT8_FORMAT)), None)
     if form is not None and not (value := read(form)).is_meta and value.flatten().tolist() != [0]:
         raise ValueError(f"has another {INT8_FORMAT} than 0, which stands for rows")
-    return {end: read(key) for end, key in parts.items()}
+    ends = {SCALES if key.endswith(SCALES) else key.removeprefix(name): key for key in keys}
+    return {end: read(key) for end, key in ends.items() if key != form}
 
 
 def form_problems(
@@ -61,19 +72,29 @@ def form_problems(
     yield from problems(parts_of(name, keys, blank), shape, manifest.settings)
 
 
+def settings_problem(manifest: Manifest, settings: CodecSettings) -> str | None:
+    """Return how the manifest and the settings of config.json contradict each other."""
+    saved, asked = manifest.settings.to_dict(), settings.to_dict()
+    for key in ("kind", "double_quant", "blocksize", "storage_dtype"):
+        if saved[key] != asked[key]:
+            return f"the manifest says {key}={saved[key]!r}, config.json {asked[key]!r}"
+    return None
+
+
 def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
     """Yield in what a packed folder does not fit the model on meta, a sentence's beginning each.
 
     The model may be another class than the one that was saved; only of the same class are all
     tensors expected.
     """
-    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    for name, module in model.named_modules():
-        if hasattr(module, "out_features") and f"{name}.weight" in shapes:  # packed ones too
-            shapes[f"{name}.weight"] = (module.out_features, module.in_features)
+    state = model.state_dict()
+    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    owners = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "out_features")}
+    for name in owners.keys() & shapes:
+        shapes[name] = (owners[name].out_features, owners[name].in_features)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     packed = packed_names(manifest)
-    linears = {f"{name}.weight" for name, one in model.named_modules() if is_packed_linear(one)}
+    linears = {name for name, module in owners.items() if is_packed_linear(module)}
     owned = {key for keys in packed.values() for key in keys}
     found = set()
     for name, entry in manifest.tensors.items():
@@ -82,19 +103,28 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
         names = (name, prefix + name, name.removeprefix(prefix))
         own = next((other for other in names if other in shapes), None)
         if own is None:
+            if name.endswith(_ENDS) or RECORD in name:
+                yield f"{name} belongs to no packed weight"
             continue
         found.add(own)
         if name in manifest.experts:
             continue
-        if linears and (own in linears) != (name in packed):
-            yield f"{name} is {'' if name in packed else 'not '}packed, and not so by its config"
-        elif name in packed:
+        plain = name not in packed
+        floats = DTYPES[entry.dtype].is_floating_point == state[own].is_floating_point()
+        if linears and (own in linears) == plain:
+            yield f"{name} is {'not ' if plain else ''}packed, which its config contradicts"
+        elif not plain and own not in owners:
+            yield f"{name} is packed, and the manifest does not name it"
+        elif plain and own not in linears and not floats:
+            yield f"{name} is {entry.dtype}, the model's is {dtype_name(state[own].dtype)}"
+        elif not plain:
             why = next(form_problems(manifest, name, packed[name], shapes[own]), None)
             if why is not None:
                 yield f"{name} {why}"
         elif entry.shape != shapes[own]:
             yield f"{name} has the shape {entry.shape}, the model's config gives {shapes[own]}"
-    if type(model).__name__ in (manifest.config.get("architectures") or ()):
+    classes = manifest.config.get("architectures")
+    if isinstance(classes, list) and type(model).__name__ in classes:
         for name in _expected(model, shapes, manifest) - found:
             yield f"{name} is missing"
 

@@ -21,6 +21,7 @@ from ..layout import ExpertParam, ModelLayout
 from ..packing.format import packed_nbytes, why_not_packed
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
+from .fit import settings_problem
 from .manifest import Manifest
 from .reader import DTYPES, Checkpoint
 
@@ -125,13 +126,9 @@ def reload_spec(
                 f"{folder} holds {stored.dtype} of shape {stored.shape} as {name}, but its "
                 "manifest does not say that this weight is packed."
             )
-    saved, asked = manifest.settings.to_dict(), settings.to_dict()
-    for key in ("kind", "double_quant", "blocksize", "storage_dtype"):
-        if params and saved[key] != asked[key]:
-            raise CheckpointError(
-                f"{folder}: the manifest says {key}={saved[key]!r}, config.json {asked[key]!r}: "
-                "one of them is not of this save."
-            )
+    problem = settings_problem(manifest, settings) if params else None
+    if problem is not None:
+        raise CheckpointError(f"{folder}: {problem}: one of them is not of this save.")
     return LoadSpec(params, settings, _dtypes(model, layout, dtype), layout, manifest=manifest)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import BitsAndBytesConfig
 from transformers.core_model_loading import dot_natural_key
 
 from .. import build
@@ -28,11 +29,11 @@ from ..files import read_json
 from ..layout import listed
 from ..packing import codec
 from ..packing.format import CODES, RECORD, problems, read_record
-from ..packing.settings import FLOAT_DTYPES
+from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from ..progress import Progress
 from .base import PackedWeights, PlainBase
 from .conversion import Group
-from .fit import model_problems, packed_names, parts_of
+from .fit import model_problems, packed_names, parts_of, settings_problem
 from .integrity import check_folder, open_checkpoint, open_shards
 from .manifest import CONFIG, Manifest, has_manifest, is_packed
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside
@@ -153,6 +154,12 @@ def _verify_packed(
     except CheckpointError as error:
         return VerifyReport(folder, "unknown", problems=(str(error),)), None
     found = _config_problems(folder, manifest)
+    try:
+        asked = BitsAndBytesConfig.from_dict(dict(manifest.config["quantization_config"]))
+        problem = settings_problem(manifest, CodecSettings.from_config(asked))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"the quantization_config of config.json cannot be followed ({error!r:.200})"
+    found += [f"{folder}: {problem}."] if problem else []
     packed = packed_names(manifest)
     model = _model_of(folder, trust_remote_code)
     warnings = list(_leftovers(folder, manifest))

@@ -272,36 +272,50 @@ class WholeNames(ConversionOps):
     which is then lost, and with it the layer's statistics.
     """
 
-    def __init__(self, stock: Any, names: dict[str, str], settings: CodecSettings) -> None:
-        self.stock, self.names, self.settings = stock, names, settings
+    def __init__(self, stock: Any, names: dict[str, str]) -> None:
+        self.stock, self.names = stock, names
         self.hf_quantizer = stock.hf_quantizer
 
-    @classmethod
-    def converter(cls, stock: Any, settings: CodecSettings) -> WeightConverter:
-        """Return a copy of a converter with patterns for whole components of a name."""
-        names = {_whole_name(pattern): pattern for pattern in stock._original_source_patterns}
-        [operation] = stock.operations
-        targets = list(stock.target_patterns)
-        return WeightConverter(list(names), targets, [cls(operation, names, settings)])
-
     def convert(self, input_dict: dict[str, Any], **context: Any) -> dict[str, Any]:
-        """Run the stock operation on the same tensors under its own patterns, once they are right.
-
-        What it makes of them is decoded by kernels that trust every size.
-        """
+        """Run the stock operation on the same tensors under its own patterns."""
         tensors = {self.names[pattern]: tensor for pattern, tensor in input_dict.items()}
-        name, model = context.get("full_layer_name") or "", context.get("model")
-        module = None if model is None else model.get_submodule(name.rpartition(".")[0])
-        if parametrize.is_packed_linear(module):
-            ends = {key: SCALES if key == "SCB" else key.removeprefix("weight") for key in tensors}
-            first = {key: t[0] if isinstance(t, list) else t for key, t in tensors.items()}
-            parts = {end: first[key] for key, end in ends.items() if end != "_format"}
-            shape = (module.out_features, module.in_features)
-            problem = next(problems(parts, shape, self.settings), None)
-            if problem is not None:
-                raise CheckpointError(f"{name} {problem}.")
         result: dict[str, Any] = self.stock.convert(tensors, **context)
         return result
+
+
+class LinearConverter(WeightConverter):
+    """The stock converter of packed Linear layers, which sees to it that they can be decoded.
+
+    What it makes is read by kernels that trust every size. An operation could not refuse: its
+    exceptions end up in a table.
+    """
+
+    settings: CodecSettings
+
+    @classmethod
+    def of(cls, stock: Any, settings: CodecSettings) -> LinearConverter:
+        """Return a copy of the stock one, with patterns for whole components of a name."""
+        names = {_whole_name(pattern): pattern for pattern in stock._original_source_patterns}
+        [operation] = stock.operations
+        new = cls(list(names), list(stock.target_patterns), [WholeNames(operation, names)])
+        new.settings = settings
+        return new
+
+    def convert(self, layer_name: str, model: Any = None, **rest: Any) -> Any:
+        """Convert as the stock one does, having checked codes and statistics."""
+        self.collected_tensors = tensors = self.materialize_tensors()
+        module = model.get_submodule(layer_name.rpartition(".")[0])
+        if parametrize.is_packed_linear(module):
+            names = {self.operations[0].names[pattern]: t[0] for pattern, t in tensors.items()}
+            ends = {SCALES if n == "SCB" else n.removeprefix("weight"): t for n, t in names.items()}
+            form = ends.pop("_format", None)
+            shape = (module.out_features, module.in_features)
+            problem = next(problems(ends, shape, self.settings), None)
+            if form is not None and form.flatten().tolist() != [0]:
+                problem = "has another weight_format than 0, which stands for rows"
+            if problem is not None:
+                raise CheckpointError(f"{layer_name} {problem}.")
+        return super().convert(layer_name, model=model, **rest)
 
 
 class _Reader:

@@ -27,7 +27,7 @@ from ..layout import listed
 from ..packing import parametrize
 from ..packing.codec import pack
 from ..packing.format import ABSMAX, SCALES
-from .converters import PackedConverter, PackingConverter, WholeNames
+from .converters import LinearConverter, PackedConverter, PackingConverter
 from .model import finish_packing
 
 
@@ -159,9 +159,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             # A packed folder has the model's own names: nothing to rename, nothing to merge.
             packed = [PackedConverter(leaf, spec) for leaf in spec.leaves()]
             linears = super().update_weight_conversions([], *model)  # type: ignore[misc]
-            return packed + [
-                WholeNames.converter(converter, spec.settings) for converter in linears
-            ]
+            return packed + [LinearConverter.of(one, spec.settings) for one in linears]
         converters = [c for c in weight_conversions if isinstance(c, WeightConverter)]
         replaced = {id(c): PackingConverter.replacing(c, spec) for c in converters}
         fused = [PackingConverter.for_fused(leaf, spec) for leaf in spec.leaves()]

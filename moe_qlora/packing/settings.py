@@ -5,7 +5,7 @@ The config is read by its attributes or keys, so that nothing here needs transfo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +82,9 @@ class CodecSettings:
                 "and load_in_8bit=True."
             )
         skips = get("llm_int8_skip_modules", ())
-        skips = skips if isinstance(skips, str) else tuple(skips)
-        if isinstance(skips, str) or not all(isinstance(skip, str) for skip in skips):
+        named = isinstance(skips, Iterable) and not isinstance(skips, str)
+        skips = tuple(skips) if named else skips
+        if not named or not all(isinstance(skip, str) for skip in skips):
             raise ConfigError(f"llm_int8_skip_modules is {skips!r}: give a list of module names.")
         if eight and get("llm_int8_has_fp16_weight", False):
             raise ConfigError(
