@@ -94,6 +94,7 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
         shapes[name] = (owners[name].out_features, owners[name].in_features)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     packed = packed_names(manifest)
+    # In the loader bitsandbytes' layers are there already, unless nothing is packed by its config.
     linears = {name for name, module in owners.items() if is_packed_linear(module)}
     owned = {key for keys in packed.values() for key in keys}
     found = set()
@@ -111,8 +112,8 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
             continue
         plain = name not in packed
         floats = DTYPES[entry.dtype].is_floating_point == state[own].is_floating_point()
-        if linears and (own in linears) == plain:
-            yield f"{name} is {'not ' if plain else ''}packed, which its config contradicts"
+        if linears and not plain and own not in linears:
+            yield f"{name} is packed, and by its config it is not"
         elif not plain and own not in owners:
             yield f"{name} is packed, and the manifest does not name it"
         elif plain and own not in linears and not floats:

@@ -112,9 +112,9 @@ def _layer_setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) ->
 def _layer_autograd(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     x, weights, *rest = ctx.saved_tensors
     biases, lora, packed, saved = _split(rest, ctx.counts)
-    nothing = (None,) * len(ctx.constants)
+    lists = [None] * len(biases), [None] * len(lora), [None] * len(packed)
     if grads[0] is None:
-        return (None,) * 6 + nothing
+        return None, None, None, *lists, *_no_grads(ctx.constants)
     need = ctx.needs_input_grad
     out = torch.ops.moe_qlora.experts_layer_backward(
         grads[0], x, weights, biases, lora, packed, saved, need[0], *ctx.constants
@@ -123,11 +123,16 @@ def _layer_autograd(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
         out[0] if need[0] else None,
         out[1] if need[1] else None,
         None,
-        [None] * len(biases),
+        lists[0],
         list(out[2:]),
-        [None] * len(packed),
-        *nothing,
+        lists[2],
+        *_no_grads(ctx.constants),
     )
+
+
+def _no_grads(constants: Sequence[Any]) -> list[list[Any] | None]:
+    """Return no gradient for each constant; torch takes an empty list for one of tensors."""
+    return [[] if value == [] else None for value in constants]
 
 
 def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
@@ -219,7 +224,7 @@ def _projection_autograd(ctx: Any, grad: Tensor) -> Any:
         None,
         *lists,
         [None] * len(packed),
-        *(None for _ in ctx.constants),
+        *_no_grads(ctx.constants),
     )
 
 
