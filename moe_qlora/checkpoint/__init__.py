@@ -7,6 +7,7 @@ a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit fold
     reader, writer    safetensors and JSON files
     staging           folders that appear whole or not at all; one process at a time
     manifest          the manifest of a packed folder, named by config.json
+    fit               a packed folder's parts, against each other and against its model
     integrity         a packed folder against its manifest; any folder as a `Checkpoint`
     conversion        tensors on disk <-> a model's parameters, by transformers' own conversions
     load_spec         what one load packs
