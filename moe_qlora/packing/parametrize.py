@@ -41,7 +41,7 @@ from ..kernels.weights import PackedWeight
 from .codec import restore, unpack
 from .format import CODES, NESTED_ABSMAX, RECORD
 from .quant_state import from_quant_state, state_dict_entries, to_quant_state
-from .settings import STORAGE_DTYPES, CodecSettings
+from .settings import KINDS, STORAGE_DTYPES, CodecSettings
 
 bnb: Any = bitsandbytes.nn  # no type annotations to check against
 Params4bit = bnb.Params4bit
@@ -406,8 +406,8 @@ def _load(
         state_dict[own] = original if loaded is None else loaded.codes
         if loaded is None or (original.is_meta and not assign):
             continue  # torch says of meta what to do
-        device = loaded.device if assign else original.device
-        codes, loaded = loaded.codes, loaded.to(device)
+        loaded = loaded if assign else loaded.to(original.device)
+        codes = state_dict[own] = loaded.codes
         if packed.kind == "int8" and assign:
             decoder.scale_bits = loaded.absmax.view(torch.int32)
             state_dict[own] = nn.Parameter(codes, requires_grad=False)
@@ -430,19 +430,20 @@ def load_linears(
         weight = module._parameters.get("weight")
         key = f"{prefix}{name}.weight"
         own = isinstance(module, bnb.Linear4bit) and isinstance(weight, Params4bit)
-        if not own or not any(other.startswith(f"{key}{RECORD}") for other in state_dict):
+        if not own or not any(f"{key}{RECORD}{kind}" in state_dict for kind in KINDS):
             continue
         shape = (module.out_features, module.in_features)
         settings = CodecSettings(
             weight.quant_type, False, weight.quant_storage, None, weight.blocksize
         )
         loaded = _take(state_dict, key, shape, None, settings, errors)
-        if loaded is not None and (assign or not weight.is_meta):
-            if not assign:
-                loaded = loaded.map(partial(torch.Tensor.to, device=weight.device, copy=True))
-            weight = hold(loaded)
-            weight.module, module.weight, module.quant_state = module, weight, weight.quant_state
-        state_dict[key] = weight
+        state_dict[key] = weight if loaded is None else loaded.codes
+        if loaded is None or (weight.is_meta and not assign):
+            continue  # torch says of meta what to do
+        if not assign:
+            loaded = loaded.map(partial(torch.Tensor.to, device=weight.device, copy=True))
+        state_dict[key] = weight = hold(loaded)
+        weight.module, module.weight, module.quant_state = module, weight, weight.quant_state
 
 
 def _take(
@@ -458,8 +459,9 @@ def _take(
     Codes in another storage dtype of the same size are the same bytes.
     """
     codes, storage = state_dict.pop(key), settings.storage_dtype
-    if codes.dtype in STORAGE_DTYPES and codes.dtype.itemsize == storage.itemsize:
-        codes = codes.contiguous().view(storage)
+    codes = codes.contiguous()
+    if codes.dtype != storage and codes.dtype.itemsize == storage.itemsize:
+        codes = codes.view(storage) if codes.dtype in STORAGE_DTYPES else codes
     keys = [other for other in state_dict if other.startswith(f"{key}.")]
     tensors = {other.removeprefix(key): state_dict.pop(other).clone() for other in keys}
     settings = replace(settings, double_quant=NESTED_ABSMAX in tensors)
