@@ -305,7 +305,7 @@ class LinearConverter(WeightConverter):
         """Convert as the stock one does, having checked codes and statistics."""
         self.collected_tensors = tensors = self.materialize_tensors()
         module = model.get_submodule(layer_name.rpartition(".")[0])
-        if parametrize.is_packed_linear(module):
+        if len(tensors) > 1 and parametrize.is_packed_linear(module):  # else a plain weight
             names = {self.operations[0].names[pattern]: t[0] for pattern, t in tensors.items()}
             ends = {SCALES if n == "SCB" else n.removeprefix("weight"): t for n, t in names.items()}
             form = ends.pop("_format", None)
