@@ -87,11 +87,11 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         self._spec = self._make_spec(model, dtype, files, kwargs.get("device_map"))
         self._spec.device_map = self._device_map
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
-        if self._spec.manifest is not None:
-            problem = next(model_problems(self._spec.manifest, model), None)
+        if self._checked is not None:
+            problem = next(model_problems(self._checked.manifest, model), None)
             if problem is not None:
                 raise CheckpointError(
-                    f"{Path(files[0]).parent}: {problem}: config.json is not the one it was saved "
+                    f"{self._checked.folder}: {problem}: config.json is not the one it was saved "
                     "with, or files are damaged."
                 )
         # The stock method may have put lists of Linear layers in place of fused weights.

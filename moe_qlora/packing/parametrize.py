@@ -427,7 +427,7 @@ def load_linears(
     torch would convert the numbers of codes that are stored in another dtype, which destroys them.
     """
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
+        weight: Any = module._parameters.get("weight")
         key = f"{prefix}{name}.weight"
         own = isinstance(module, bnb.Linear4bit) and isinstance(weight, Params4bit)
         if not own or not any(f"{key}{RECORD}{kind}" in state_dict for kind in KINDS):
