@@ -710,7 +710,8 @@ def test_cli_table_and_chart(cli, tmp_path, monkeypatch):
     file = tmp_path / "chart.png"
     code, out, err = cli("--gpus", "2x1GiB", "--seq", 32768, "--chart", file)
     assert (code, err) == (0, "")
-    for words in ("packed experts", "quantization statistics", "logits and loss", "It fits."):
+    words_of_all = ("packed experts", "quantization statistics", "logits and loss", "It fits.")
+    for words in (*words_of_all, " as nf4, double quantization;"):
         assert words in out
     assert "model.layers.* (" in out
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
