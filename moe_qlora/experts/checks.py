@@ -126,7 +126,7 @@ def check(model: nn.Module, configs: dict[str, Any]) -> None:
     ]
     for adapter, config in configs.items():
         made_for = getattr(getattr(config, "_packed", None), "experts", ())
-        for target in getattr(config, "target_parameters", None) or ():
+        for target in sorted(getattr(config, "target_parameters", None) or ()):
             if target in made_for and target not in packed and target not in wrappers:
                 raise AdapterError(
                     f"LoRA adapter {adapter!r} on {target} was not created: its LoRA config was "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from unittest import mock
 
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from packed_types import MATRIX
 from torch import nn
 
 from moe_qlora.errors import UnsupportedWeightError
@@ -21,14 +21,6 @@ pytestmark = pytest.mark.gpu
 
 INT8 = CodecSettings("int8")
 SHAPES = [(4, 64, 128), (3, 40, 48), (600, 16, 17), (96, 80)]
-MATRIX = list(
-    itertools.product(
-        ["nf4", "fp4"],
-        [False, True],
-        [torch.uint8, torch.bfloat16, torch.float32],
-        [torch.float32, torch.bfloat16, torch.float16],
-    )
-)
 
 
 @pytest.mark.parametrize(("kind", "double", "storage_dtype", "dtype"), MATRIX)

@@ -10,6 +10,7 @@ import bitsandbytes as bnb
 import peft
 import pytest
 import torch
+from folders import assert_close, tensors
 from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -125,17 +126,6 @@ def merged_in_memory(adapted: Any) -> Any:
 def on_disk(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     with open_checkpoint(folder) as checkpoint:
         return {key: (checkpoint.info(key).shape, checkpoint.info(key).dtype) for key in checkpoint}
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    with open_checkpoint(folder) as checkpoint:
-        return {key: checkpoint.read(key) for key in checkpoint}
-
-
-def assert_close(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for key, value in left.items():
-        torch.testing.assert_close(value, right[key], rtol=0, atol=1e-6, msg=lambda m, k=key: k + m)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

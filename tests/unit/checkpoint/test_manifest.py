@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders import TRICKS, noise, same, two_shards
 from safetensors.torch import save_file
 
 from moe_qlora.checkpoint.integrity import check_folder, open_checkpoint
@@ -37,45 +38,6 @@ CODEC = {
     "storage_dtype": "int8",
     "compute_dtype": None,
 }
-
-TRICKS = (
-    *("../model.safetensors", "/etc/passwd", "..", ".", "", "sub/model.safetensors"),
-    *("sub\\model.safetensors", "C:model.safetensors", "C:\\model.safetensors", "a\0b", "~/x/y"),
-    *("\\\\server\\share", "..\\model.safetensors", "./model.safetensors"),
-)
-
-
-def noise(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Random bits, NaN among them where the dtype has it."""
-    generator = torch.Generator().manual_seed(seed)
-    count = torch.Size(shape).numel() * dtype.itemsize
-    if dtype == torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
-    return (
-        torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
-        .view(dtype)
-        .view(shape)
-    )
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return False
-    flat = (t.contiguous().flatten().view(torch.uint8) for t in (left, right))
-    return torch.equal(*flat)
-
-
-def index(folder: Path, weight_map: dict[str, str]) -> None:
-    (folder / f"model{INDEX_SUFFIX}").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def two_shards(folder: Path) -> dict[str, torch.Tensor]:
-    folder.mkdir(exist_ok=True)
-    first, second = {"a": noise(torch.float32, 4, 3)}, {"b": noise(torch.bfloat16, 2, 2, 2)}
-    save_file(first, folder / "m-1.safetensors")
-    save_file(second, folder / "m-2.safetensors")
-    index(folder, {"a": "m-1.safetensors", "b": "m-2.safetensors"})
-    return first | second
 
 
 def packed_folder(folder: Path) -> Manifest:

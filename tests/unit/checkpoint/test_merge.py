@@ -17,6 +17,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from folders import assert_close, tensors
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -27,7 +28,6 @@ from typer.testing import CliRunner
 import moe_qlora
 from moe_qlora import testing
 from moe_qlora.checkpoint import conversion
-from moe_qlora.checkpoint.integrity import open_checkpoint
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.cli.app import app
@@ -65,17 +65,6 @@ def unload(adapted: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return adapted.merge_and_unload()
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    with open_checkpoint(folder) as checkpoint:
-        return {key: checkpoint.read(key) for key in checkpoint}
-
-
-def assert_close(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for key, value in left.items():
-        torch.testing.assert_close(value, right[key], rtol=0, atol=1e-6, msg=lambda m, k=key: k + m)
 
 
 def assert_merges_as_peft(tmp_path: Path, model: Any, **settings: Any) -> dict[str, Tensor]:

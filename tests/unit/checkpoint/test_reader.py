@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from folders import TRICKS, index, noise, same, two_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -29,32 +30,6 @@ from moe_qlora.checkpoint.writer import ShardWriter, plan_shards
 from moe_qlora.errors import CheckpointError
 from moe_qlora.files import read_json
 
-TRICKS = (
-    *("../model.safetensors", "/etc/passwd", "..", ".", "", "sub/model.safetensors"),
-    *("sub\\model.safetensors", "C:model.safetensors", "C:\\model.safetensors", "a\0b", "~/x/y"),
-    *("\\\\server\\share", "..\\model.safetensors", "./model.safetensors"),
-)
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return False
-    flat = (t.contiguous().flatten().view(torch.uint8) for t in (left, right))
-    return torch.equal(*flat)
-
-
-def noise(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Random bits, NaN among them where the dtype has it."""
-    generator = torch.Generator().manual_seed(seed)
-    count = torch.Size(shape).numel() * dtype.itemsize
-    if dtype == torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
-    return (
-        torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
-        .view(dtype)
-        .view(shape)
-    )
-
 
 def some_tensors() -> dict[str, torch.Tensor]:
     found = {f"t.{i}": noise(dtype, 3, 5, seed=i) for i, dtype in enumerate(DTYPES.values())}
@@ -67,19 +42,6 @@ def some_tensors() -> dict[str, torch.Tensor]:
 
 def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
-
-
-def index(folder: Path, weight_map: dict[str, str]) -> None:
-    (folder / f"model{INDEX_SUFFIX}").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def two_shards(folder: Path) -> dict[str, torch.Tensor]:
-    folder.mkdir(exist_ok=True)
-    first, second = {"a": noise(torch.float32, 4, 3)}, {"b": noise(torch.bfloat16, 2, 2, 2)}
-    save_file(first, folder / "m-1.safetensors")
-    save_file(second, folder / "m-2.safetensors")
-    index(folder, {"a": "m-1.safetensors", "b": "m-2.safetensors"})
-    return first | second
 
 
 # --- Checkpoint ---------------------------------------------------------------------------------

@@ -10,82 +10,31 @@ from typing import Any
 
 import peft
 import pytest
+import small_models
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
+from small_models import IDS, MODELS, fill, lora_config
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import AdapterError, ConfigError
-from moe_qlora.experts import checks, forward
+from moe_qlora.experts import checks
 from moe_qlora.lora import layer as lora
 from moe_qlora.lora.load import load_adapter
 from moe_qlora.lora.model import connect_adapters
-from moe_qlora.packing import codec, parametrize
-from moe_qlora.packing import settings as settings_
+from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 
-SMALL = {
-    "vocab_size": 48,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-    "num_experts_per_tok": 2,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 5, "moe_intermediate_size": 12, "head_dim": 8},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "moe_intermediate_size": 12,
-        "shared_expert_intermediate_size": 20,
-    },
-    "mixtral": {"num_local_experts": 3, "intermediate_size": 20},
-    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 20, "head_dim": 8},
-    "granitemoe": {"num_local_experts": 3, "intermediate_size": 12},
-    "deepseek_v3": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 12,
-        "intermediate_size": 20,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    },
-    "llama4_text": {
-        "num_local_experts": 4,
-        "intermediate_size": 12,
-        "intermediate_size_mlp": 20,
-        "interleave_moe_layer_step": 1,
-        "head_dim": 8,
-        "num_experts_per_tok": 1,
-    },
-}
 # PEFT 0.20 asks the hub for the configuration of a model that has no name
 NO_HUB: Any = {"save_embedding_layers": False}
-IDS = torch.randint(0, 48, (2, 7), generator=torch.Generator().manual_seed(0))
 
 
 def build(model_type: str = "qwen3_moe") -> Any:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
-    model = AutoModelForCausalLM.from_config(config)
-    names = []
-    for module_name, module in list(model.named_modules()):
-        for name, weight in list(module.named_parameters(recurse=False)):
-            if weight.dim() == 3:
-                parametrize.attach(module, name, codec.pack(weight, settings_.CodecSettings("nf4")))
-                names.append(module_name)
-    if model_type != "llama4_text":
-        forward.activate(model, list(dict.fromkeys(names)))
+    model = small_models.build(model_type)
     checks.install(model)
-    return model.eval()
+    return model
 
 
 def unpacked(model_type: str = "qwen3_moe") -> Any:
@@ -97,23 +46,6 @@ def unpacked(model_type: str = "qwen3_moe") -> Any:
         model.set_experts_implementation("eager")
     checks.remove(model)
     return model
-
-
-def lora_config(**changes: Any) -> LoraConfig:
-    settings: dict[str, Any] = {
-        "target_modules": ["o_proj"],
-        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
-        "r": 3,
-        "lora_alpha": 7,
-    }
-    return LoraConfig(**{**settings, **changes})
-
-
-def fill(model: nn.Module, seed: int = 1) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in sorted(model.named_parameters()):
-        if ".lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
 
 
 def logits(model: Any) -> Tensor:
@@ -433,7 +365,7 @@ def test_stock_peft_with_a_config_of_another_model_raises(other: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         host = peft.get_peft_model(build(other), config)
-    seen = r"layers\.0\.mlp\.experts\.gate_up_proj.*another model.*adapt_lora_config"
+    seen = r"layers\.0\.mlp\.experts\.down_proj.*another model.*adapt_lora_config"
     with pytest.raises(AdapterError, match=seen):
         host(input_ids=IDS)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from unittest import mock
@@ -10,6 +9,7 @@ from unittest import mock
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from packed_types import MATRIX
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,14 +25,6 @@ INT8 = CodecSettings("int8")
 # Rows of whole blocks, of parts of blocks, of odd length; experts that straddle blocks of 64 and,
 # with double quantization, of 256 blocks; two and four dimensions; one expert.
 SHAPES = [(4, 64, 128), (3, 40, 48), (5, 7, 24), (600, 16, 17), (96, 80), (2, 3, 8, 40), (1, 8, 8)]
-MATRIX = list(
-    itertools.product(
-        ["nf4", "fp4"],
-        [False, True],
-        [torch.uint8, torch.bfloat16, torch.float32],
-        [torch.float32, torch.bfloat16, torch.float16],
-    )
-)
 
 
 def at_most(elements: int) -> AbstractContextManager[object]:

@@ -1,0 +1,62 @@
+"""Checkpoint folders of tensors of random bits, and how two merges are compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from moe_qlora.checkpoint.integrity import open_checkpoint
+from moe_qlora.checkpoint.reader import INDEX_SUFFIX
+
+TRICKS = (
+    *("../model.safetensors", "/etc/passwd", "..", ".", "", "sub/model.safetensors"),
+    *("sub\\model.safetensors", "C:model.safetensors", "C:\\model.safetensors", "a\0b", "~/x/y"),
+    *("\\\\server\\share", "..\\model.safetensors", "./model.safetensors"),
+)
+
+
+def noise(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Random bits, NaN among them where the dtype has it."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    return (
+        torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+        .view(dtype)
+        .view(shape)
+    )
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    flat = (t.contiguous().flatten().view(torch.uint8) for t in (left, right))
+    return torch.equal(*flat)
+
+
+def index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / f"model{INDEX_SUFFIX}").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def two_shards(folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir(exist_ok=True)
+    first, second = {"a": noise(torch.float32, 4, 3)}, {"b": noise(torch.bfloat16, 2, 2, 2)}
+    save_file(first, folder / "m-1.safetensors")
+    save_file(second, folder / "m-2.safetensors")
+    index(folder, {"a": "m-1.safetensors", "b": "m-2.safetensors"})
+    return first | second
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    with open_checkpoint(folder) as checkpoint:
+        return {key: checkpoint.read(key) for key in checkpoint}
+
+
+def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        torch.testing.assert_close(value, right[key], rtol=0, atol=1e-6, msg=lambda m, k=key: k + m)

@@ -1,0 +1,103 @@
+"""Small packed models of several architectures, and LoRA for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moe_qlora.experts import forward
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing.settings import CodecSettings
+
+SMALL = {
+    "vocab_size": 48,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "num_experts_per_tok": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 5,
+        "moe_intermediate_size": 12,
+        "head_dim": 8,
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+    },
+    "mixtral": {"num_local_experts": 3, "intermediate_size": 20},
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 20, "head_dim": 8},
+    "granitemoe": {"num_local_experts": 3, "intermediate_size": 12},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 12,
+        "intermediate_size": 20,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "llama4_text": {
+        "num_local_experts": 4,
+        "intermediate_size": 12,
+        "intermediate_size_mlp": 20,
+        "interleave_moe_layer_step": 1,
+        "head_dim": 8,
+        "num_experts_per_tok": 1,
+    },
+}
+OUTSIDE_THE_INTERFACE = {"llama4_text"}
+IDS = torch.randint(0, 48, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def build(
+    model_type: str = "qwen3_moe", implementation: str = "moe_qlora", kind: str = "nf4"
+) -> Any:
+    """A small packed model that runs its experts through this package, or through another."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
+    model = AutoModelForCausalLM.from_config(config)
+    settings = CodecSettings(kind)
+    names = []
+    for module_name, module in list(model.named_modules()):
+        stacks = [(n, p) for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
+        for name, weight in stacks:
+            parametrize.attach(module, name, codec.pack(weight, settings))
+        if stacks:
+            names.append(module_name)
+    if implementation == "moe_qlora" and model_type not in OUTSIDE_THE_INTERFACE:
+        forward.activate(model, names)
+    elif model_type not in OUTSIDE_THE_INTERFACE:
+        model.set_experts_implementation(implementation)
+    return model.eval()
+
+
+def lora_config(**changes: Any) -> LoraConfig:
+    settings: dict[str, Any] = {
+        "target_modules": ["o_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "r": 3,
+        "lora_alpha": 7,
+    }
+    return LoraConfig(**{**settings, **changes})
+
+
+def fill(model: nn.Module, seed: int = 1) -> None:
+    """Give every LoRA weight a value that is not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
