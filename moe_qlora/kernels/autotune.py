@@ -3,12 +3,9 @@
 `expert_mm.py` asks `chosen`, which looks into a table and never measures: a measurement
 waits for the device, and a forward must not. The table is filled by `tune`, which takes seconds,
 and kept in Triton's cache folder (`TRITON_CACHE_DIR`, or below the user's home), one file for each
-device, Triton and torch:
-
-    <cache>/moe_qlora/kernels-<device>-triton<version>-torch<version>.json
-
-Every configuration's result is compared with the decoded product on fresh random rows before it may
-be chosen; one that is off, or does not compile, is dropped.
+device, Triton and torch (`cache_file`). Every configuration's result is compared with the decoded
+product on fresh random rows before it may be chosen; one that is off, or does not compile, is
+dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import tempfile
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import triton
@@ -73,22 +69,16 @@ def cache_file(device: torch.device) -> Path:
     return Path(triton.knobs.cache.dir) / "moe_qlora" / f"kernels-{name}.json"
 
 
-def _is_candidate(value: object) -> bool:
-    if not isinstance(value, list) or not all(type(number) in (int, bool) for number in value):
-        return False
-    return tuple(value) in {tuple(config) for config in _CANDIDATES}
-
-
 @cache
-def _load(index: int) -> dict[str, list[int]]:
-    path = cache_file(torch.device("cuda", index))
+def _load(index: int) -> dict[str, Config]:
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        read = json.loads(cache_file(torch.device("cuda", index)).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     # A file may be anybody's: what is no candidate of this version is not used.
+    known = {json.dumps(config): config for config in _CANDIDATES}
     entries = read.items() if isinstance(read, dict) else ()
-    return {key: value for key, value in entries if _is_candidate(value)}
+    return {key: known[text] for key, value in entries if (text := json.dumps(value)) in known}
 
 
 def chosen(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -> Config:
@@ -97,16 +87,12 @@ def chosen(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -
     `tile` is the rows in a tile; `back` says that the stored rows are what is summed over.
     """
     default = _DEFAULTS[back][tile]
-    device = packed.device
     if tile >= 64 and on_hopper(packed.spec, dtype, back=back):
         default = HOPPER
-    if device.type != "cuda":
+    if packed.device.type != "cuda":
         return default
-    entry = _load(device.index or 0).get(_key(packed, dtype, tile, back))
-    if entry is None or (entry[-1] and default is not HOPPER):
-        return default
-    features, step, stages, warps, direct, hopper = entry
-    return Config(features, step, stages, warps, bool(direct), bool(hopper))
+    config = _load(packed.device.index or 0).get(_key(packed, dtype, tile, back), default)
+    return default if config.hopper and default is not HOPPER else config
 
 
 def tune(
@@ -118,8 +104,7 @@ def tune(
     the weight its shape and kind count, not its values. Returns what was chosen for each of `tiles`
     (rows in a tile, from 16 for few tokens an expert to 128 for many), out (False) and back (True).
     """
-    device = packed.device
-    table = _load(device.index or 0)
+    table = _load(packed.device.index or 0)
     picked: dict[tuple[int, bool], Config] = {}
     for tile, back in product(tiles, (False, True)):
         problem = _problem(packed, dtype, tile, back)
@@ -129,13 +114,13 @@ def tune(
             if (elapsed := _try(problem, packed, tile, back, config)) is not None
         }
         if times:
-            picked[tile, back] = min(times, key=lambda config: times[config])
-            table[_key(packed, dtype, tile, back)] = list(picked[tile, back])
-    _store(cache_file(device), table)
+            best = min(times, key=lambda config: times[config])
+            picked[tile, back] = table[_key(packed, dtype, tile, back)] = best
+    _store(cache_file(packed.device), table)
     return picked
 
 
-def _store(path: Path, table: dict[str, list[int]]) -> None:
+def _store(path: Path, table: dict[str, Config]) -> None:
     """Replace the file as a whole; without a place to write, the table lives for this process."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,24 +133,19 @@ def _store(path: Path, table: dict[str, list[int]]) -> None:
         return
 
 
-class _Problem(NamedTuple):
-    """Rows, the experts' offsets, tiles, and room for the absmax."""
-
-    x: Tensor
-    expert_offsets: Tensor
-    tiles: Tensor
-    absmax: Tensor
+_Problem = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Rows, the experts' offsets, tiles, and room for the absmax."""
 
 
 def _try(
     problem: _Problem, packed: PackedWeight, tile: int, back: bool, config: Config
 ) -> float | None:
     """Return the median milliseconds on random rows, None where the result is wrong or none."""
+    x, expert_offsets, tiles, absmax = problem
     if (config.features if back else config.step) > 2 * max(packed.blocksize, 64):
         return None  # the kernel takes one or two blocks of a row at a time
-    if config.hopper and not (tile >= 64 and on_hopper(packed.spec, problem.x.dtype, back=back)):
+    if config.hopper and not (tile >= 64 and on_hopper(packed.spec, x.dtype, back=back)):
         return None
-    x, expert_offsets, tiles, absmax = problem
     room = None if config.direct or packed.nested is None else absmax
     span = 0, packed.shape[2 if back else 1]
 
@@ -201,7 +181,7 @@ def _problem(packed: PackedWeight, dtype: torch.dtype, tile: int, back: bool) ->
     first = torch.arange(experts + 1, device=device, dtype=torch.int32)
     tiles = torch.stack([first[:-1], first[:-1] * each], 1).contiguous()
     absmax = torch.empty(packed.absmax.shape, device=device, dtype=torch.float32)
-    return _Problem(x, first * each, tiles, absmax)
+    return x, first * each, tiles, absmax
 
 
 def _is_right(

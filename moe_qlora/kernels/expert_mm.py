@@ -56,18 +56,15 @@ class ExpertMatmul(NamedTuple):
         """What lies to the right of a dequantized weight, and below it."""
         if self.factors is None:
             return None, None
-        first, second = self.factors.b, self.factors.a
         if self.by_rows == self.back:  # stored (E, in, out)
-            first, second = self.factors.a.transpose(1, 2), self.factors.b.transpose(1, 2)
-        return first, second
+            return self.factors.a.transpose(1, 2), self.factors.b.transpose(1, 2)
+        return self.factors.b, self.factors.a
 
     @property
     def factor(self) -> Tensor | None:
         """`(E, N, r)`: the factor that the product's last r columns meet."""
         right, below = self._beside
-        if self.by_rows or below is None:
-            return right
-        return below.transpose(1, 2)
+        return right if self.by_rows or below is None else below.transpose(1, 2)
 
 
 def runs_quantized(
@@ -78,10 +75,9 @@ def runs_quantized(
     back: bool,
     reused_in_backward: bool = False,
 ) -> bool:
-    """Whether a matmul of `count` rows runs on the codes.
+    """Whether a matmul of `count` rows runs on the codes; where `back`, it sums over stored rows.
 
-    `back` says that it sums over stored rows, `reused_in_backward` that a second matmul would find
-    the dequantized weight.
+    `reused_in_backward` says that a second matmul would find the dequantized weight.
     """
     if packed.kind == "int8" and not quantized_mm.takes_int8(packed.device):
         return False
@@ -174,12 +170,12 @@ def _slice(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int]) -> Ten
     experts, n_rows, n_cols = matmul.packed.shape
     first, width = span[0], span[1] - span[0]
     right, below = matmul._beside
-    shape, corner = (width, n_cols + matmul.rank), (first, 0)
     if matmul.by_rows:
-        right, below = None if right is None else right[:, span[0] : span[1]], None
+        shape, corner = (width, n_cols + matmul.rank), (first, 0)
+        right, below = None if right is None else right[:, slice(*span)], None
     else:
         shape, corner = (n_rows + matmul.rank, width), (0, first)
-        right, below = None, None if below is None else below[:, :, span[0] : span[1]]
+        right, below = None, None if below is None else below[:, :, slice(*span)]
     expert_offsets = routing.expert_offsets
     part, _ = workspace.take("first", (experts, *shape), matmul.dtype, expert_offsets.device)
     dequantize.decode(

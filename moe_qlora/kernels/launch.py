@@ -38,10 +38,9 @@ class Launch:
         self.run: _Driver | Callable[..., None] | None = None
 
     def __call__(self, *args: Any) -> None:
-        """Launch on the current stream of the tensors' device.
+        """Launch on the current stream of the tensors' device; the first argument is a tensor.
 
-        The first argument is a tensor; from the second call on, all tensors start at multiples of
-        16 bytes (`aligned`).
+        From the second call on, all tensors start at multiples of 16 bytes (`aligned`).
         """
         if self.run is not None:
             self.run(self.grid, args)
@@ -89,15 +88,10 @@ def _by_triton(compiled: Any, index: int, constants: tuple[Any, ...]) -> Callabl
 
 
 _FORMATS = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}
-_BITS = {"i": "32", "I": "32", "q": "64", "Q": "64", "f": "32", "d": "64"}
 
 
 class _Driver:
-    """A compiled kernel, launched by `cuLaunchKernel` with arguments in a buffer of its own.
-
-    A kernel's parameters are its arguments without constants, then pointers to scratch memory,
-    which none here has. `parameters` holds that against what the PTX declares.
-    """
+    """A compiled kernel, launched by `cuLaunchKernel` with arguments in a buffer of its own."""
 
     __slots__ = ("buffers", "call", "compiled", "formats", "function", "index", "more", "shared",
                  "threads", "used")  # fmt: skip
@@ -122,7 +116,10 @@ class _Driver:
 
     @staticmethod
     def parameters(compiled: Any) -> tuple[list[int], list[str]] | None:
-        """Return which arguments are parameters, and all parameters' formats as of `struct`."""
+        """Return which arguments are parameters, and all parameters' formats as of `struct`.
+
+        After them come pointers to scratch memory, which none here has: the PTX has to say so.
+        """
         metadata = compiled.metadata
         plain = (
             metadata.num_ctas == 1
@@ -137,8 +134,9 @@ class _Driver:
         entry = re.search(r"\.entry[^(]*\(([^)]*)\)", compiled.asm["ptx"])
         declared = re.findall(r"\.param\s+\.[a-z]*(\d*)", entry.group(1) if entry else "")
         more = len(declared) - len(formats)
-        alike = declared == [_BITS[f] for f in formats] + ["64"] * more
-        return (used, formats + ["Q"] * more) if plain and alike else None
+        formats += ["Q"] * more
+        alike = declared == [str(8 * struct.calcsize(f)) for f in formats]
+        return (used, formats) if plain and alike else None
 
     def __call__(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
         index = self.index

@@ -84,18 +84,15 @@ def supports_quantized(kind: str, columns: int, blocksize: int) -> bool:
 
 
 def supports_hopper(kind: str, inner: int) -> bool:
-    """Whether Hopper's own kernel sums over so many features: whole steps of 64, two at least.
-
-    Triton 3.6 fails on the loop of a single step.
-    """
+    """Whether Hopper's own kernel sums over so many features: whole steps of 64."""
+    # two at least: Triton 3.6 fails on the loop of a single step
     return kind != "int8" and inner % 64 == 0 and inner >= 128
 
 
 def few_rows(rows: int, experts: int, *, hopper: bool = False) -> bool:
     """Whether so many rows, of all experts, are few enough for the quantized matmul.
 
-    `hopper` says that Hopper's own kernel computes it, and that no second product would find the
-    dequantized weight.
+    `hopper`: on Hopper's own kernel, with no second product that finds the dequantized weight.
     """
     return rows <= (ROWS_ON_QUANTIZED_HOPPER if hopper else ROWS_ON_QUANTIZED) * experts
 

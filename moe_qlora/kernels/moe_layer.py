@@ -132,9 +132,8 @@ def _gathered(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the matmul of the tokens' rows, and those rows' own products with a bias.
 
-    Their products with a factor `(E, r, K)` if it is `matmul.factors.a`, else `(E, K, r)`, are
-    written to `product`. The rows are copied a piece at a time where all of them are over the
-    workspace's cap.
+    Products with a factor, `(E, r, K)` if it is `matmul.factors.a`, else `(E, K, r)`, are written
+    to `product`. Rows over the workspace's cap are copied a piece at a time.
     """
     routing = rows.routing
     count = routing.count
@@ -161,10 +160,9 @@ def _gathered(
 
 
 def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardState:
-    """Compute everything of a forward that backward needs: all but the down projection.
+    """Compute all of a forward that a checkpoint recomputes: all but the down projection.
 
-    A checkpoint's recomputation ends here, as soon as the last tensor is saved. index: `(T, k)`
-    integers, of which E and above mean no expert that is held here.
+    index: `(T, k)` integers, of which E and above mean no expert that is held here.
     """
     x, bias1 = aligned(operands.x), operands.biases[0]
     routing = route(aligned(index.contiguous()), layer.first.experts)
@@ -202,10 +200,7 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
 
 
 def down_forward(layer: Layer, state: ForwardState, out: Tensor | None = None) -> Tensor:
-    """Return the layer's output `(T, H)`, in `out` if given: the down projection, summed to tokens.
-
-    The state is `gate_up_forward`'s, from the same layer.
-    """
+    """Return the layer's output `(T, H)`, in `out` if given: the down projection, summed."""
     return _summed(
         layer, state.inner, state.matmul, state.rows, state.name, out, state.operands.weights,
         state.assignments, state.operands.biases[1],
@@ -216,10 +211,7 @@ def _copied(
     routing: Routing, x: Tensor, matmul: ExpertMatmul, factor: Tensor | None, product: Tensor,
     dots: Tensor, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return the tokens' rows, and beside them their product with a factor.
-
-    That product alone goes to `product`, their product with the bias to `dots`.
-    """
+    """Return the tokens' rows and their product with a factor; fill `product` and `dots`."""
     size, factors = x.shape[-1], matmul.factors
     out = _strip(routing.count, size + matmul.rank, x, matmul)
     f = x if factor is None else factor
@@ -297,9 +289,7 @@ def backward(
         a1 = _outer(lora1.a, d_pre[:, width:], d_pre.stride(0), x, layer, routing, hidden,
                     gathers=True, rank=f1.rank)  # fmt: skip
         b1 = _outer(lora1.b, product1, f1.rank, d_pre, layer, routing, width, over=True)
-    dx = None
-    if needs_x:
-        dx = _summed(layer, d_pre, matmul1, rows, "first")
+    dx = _summed(layer, d_pre, matmul1, rows, "first") if needs_x else None
     return Grads(dx, d_weights, a1, b1, a2, b2)
 
 
@@ -309,8 +299,7 @@ def _gate_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradients of the pre-activation, LoRA's beside it, and of the routing weights.
 
-    u `(R, I)` is the gradient of the gate's output before the routing weights, `dots` `(R,)` the
-    products of the tokens' gradient with bias2, empty without it.
+    u `(R, I)` is the gate's gradient before the routing weights, `dots` as `_gathered` returns it.
     """
     factors, size = matmul.factors, layer.sizes[-1]
     d_pre = _strip(routing.count, pre.shape[1] + matmul.rank, u, matmul)

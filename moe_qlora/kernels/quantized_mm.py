@@ -215,16 +215,13 @@ def supports(spec: WeightSpec) -> bool:
 
 
 def takes_int8(device: torch.device) -> bool:
-    """Whether int8 codes are multiplied rightly there: found out by the first layer that has them.
-
-    Waits for the device that once, and is put off where a graph is being captured.
-    """
+    """Whether int8 codes are multiplied rightly there: found out, and waited for, once."""
     if device.type != "cuda":
         return True
     index = device.index or 0
     if index not in _int8_works:
         if torch.cuda.is_current_stream_capturing():
-            return False
+            return False  # the next call finds out
         configs = ((16, Config(64, 64, 3, 4, True)), (128, Config(128, 64, 3, 4, False)))
         _int8_works[index] = all(_is_right(device, "int8", *pair) for pair in configs)
     return _int8_works[index]
@@ -243,10 +240,7 @@ def _supports_hopper(spec: WeightSpec, dtype: torch.dtype, back: bool) -> bool:
 
 
 def prepare(device: torch.device) -> None:
-    """Find out, once, whether the kernel for Hopper works: its language still changes.
-
-    A small product of each direction is compared with the decoded one, and waited for.
-    """
+    """Find out, and wait for it, once whether the kernel for Hopper works: its language changes."""
     index = device.index or 0
     if index not in _hopper_works:
         capability = torch.cuda.get_device_capability(device)

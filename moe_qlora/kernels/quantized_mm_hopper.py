@@ -289,10 +289,7 @@ def step(
     spec: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...],
     back: bool, tile: int, tiles: int, span: tuple[int, int],
 ) -> Launch:  # fmt: skip
-    """`hopper_kernel` for `quantized_mm.launch`, in whose words these are; tile is 64 or 128.
-
-    Its absmax is fp32; across: the factor's strides.
-    """
+    """`hopper_kernel` for `quantized_mm.launch`, in whose words these are; tile is 64 or 128."""
     return Launch(
         hopper_kernel, (cdiv(span[1] - span[0], FEATURES), tiles),
         ROWS=spec.shape[1], COLS=spec.shape[2], STRIDE=stride, RANK=rank, BACK=back,

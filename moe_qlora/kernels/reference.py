@@ -44,8 +44,7 @@ class Rows:
     @cached_property
     def inverse(self) -> Tensor:
         """`(R,)` sorted row of each assignment."""
-        count = self.order.shape[0]
-        places = torch.arange(count, device=self.order.device)
+        places = torch.arange(self.order.shape[0], device=self.order.device)
         return torch.empty_like(self.order).index_copy_(0, self.order, places)
 
     @property
@@ -65,8 +64,7 @@ class Rows:
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """(expert, first row, one past its last) of each expert with rows; waits for the device."""
-        expert_offsets = self.expert_offsets.tolist()
-        for expert, (low, high) in enumerate(pairwise(expert_offsets)):
+        for expert, (low, high) in enumerate(pairwise(self.expert_offsets.tolist())):
             if high > low:
                 yield expert, low, high
 
@@ -163,10 +161,7 @@ def _of_expert(
 
 
 def forward(operands: Operands) -> Tensor:
-    """Return the projection of x: `(rows.outputs, out)` in x's dtype.
-
-    Sums over scattered rows are taken in fp32 or finer.
-    """
+    """Return the projection of x, `(rows.outputs, out)` in x's dtype, summed in fp32 or finer."""
     x, weight, rows, scale, bias, lora = operands
     dtype = x.dtype if rows.scatter is None else _sum_dtype(x.dtype)
     out = torch.zeros(rows.outputs, weight.out_features, dtype=dtype, device=x.device)
@@ -187,10 +182,7 @@ def forward(operands: Operands) -> Tensor:
 
 
 def backward(grad: Tensor, operands: Operands, needs: Needs) -> Grads:
-    """Return the gradients of `forward`, given what it took and `grad` `(rows.outputs, out)`.
-
-    It keeps nothing between the two, and decodes again.
-    """
+    """Return the gradients of `forward`, which keeps nothing; `grad` is `(rows.outputs, out)`."""
     x, weight, rows, scale, bias, lora = operands
     wide = _sum_dtype(x.dtype)
     grads = _zero_grads(operands, needs)

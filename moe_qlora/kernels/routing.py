@@ -178,16 +178,14 @@ def ints_size(count: int, experts: int) -> int:
 
 
 def _empty(count: int, experts: int, top_k: int, device: torch.device) -> Routing:
-    size = sum(_sizes(count, experts)[2])
-    ints = torch.empty(size, dtype=torch.int32, device=device)
+    ints = torch.empty(sum(_sizes(count, experts)[2]), dtype=torch.int32, device=device)
     return Routing(ints, count, experts, top_k)
 
 
 def route(index: Tensor, experts: int) -> Routing:
-    """Sort the top-k assignments by expert, stably.
+    """Sort top-k assignments `(T, k)`, integer and contiguous, by expert, stably.
 
-    `index` is `(T, k)`, integer and contiguous; what is no expert that is held here comes last.
-    There are up to `limits.MAX_EXPERTS` experts.
+    What is no expert that is held here comes last. At most `limits.MAX_EXPERTS` experts.
     """
     count = index.numel()
     routing = _empty(count, experts, index.shape[-1], index.device)

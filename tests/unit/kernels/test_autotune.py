@@ -29,7 +29,7 @@ def table(tmp_path, monkeypatch):
 
 
 def test_only_candidates_are_read(table):
-    good = list(autotune._CANDIDATES[-1])
+    good = autotune._CANDIDATES[-1]
     rows = {
         "good": good,
         "none such": [64, 1, 4, 5, True, False],
@@ -51,14 +51,14 @@ def test_a_missing_or_broken_file_is_an_empty_table(table, text):
 
 
 def test_what_is_stored_is_read(table):
-    autotune._store(table, {"key": list(autotune._CANDIDATES[1])})
-    assert autotune._load(0) == {"key": list(autotune._CANDIDATES[1])}
+    autotune._store(table, {"key": autotune._CANDIDATES[1]})
+    assert autotune._load(0) == {"key": autotune._CANDIDATES[1]}
     assert [path.name for path in table.parent.iterdir()] == [table.name]
 
 
 def test_nowhere_to_write_is_no_error(table):
     table.parent.write_text("a file where the folder should be", encoding="utf-8")
-    autotune._store(table, {"key": list(autotune._CANDIDATES[1])})
+    autotune._store(table, {"key": autotune._CANDIDATES[1]})
 
 
 @pytest.mark.parametrize("back", [False, True])
