@@ -184,14 +184,14 @@ def open_adapter(folder: Path) -> Adapter:
     config = read_json(inside(folder, CONFIG))
     settings = parse_fields(LoraSettings, config, path)
     _refuse_unmergeable(folder, config)
-    if not (folder / WEIGHTS).is_file():
-        if (folder / PICKLE).exists():
-            raise CheckpointError(
-                f"{folder} has its weights in {PICKLE}, a pickle, which is never read: load it "
-                "with PEFT and save it again, which writes safetensors."
-            )
-        raise CheckpointError(f"{folder} has no {WEIGHTS}.")
-    return Adapter(folder, settings, Checkpoint([inside(folder, WEIGHTS)]))
+    if (folder / WEIGHTS).is_file():
+        return Adapter(folder, settings, Checkpoint([inside(folder, WEIGHTS)]))
+    if (folder / PICKLE).exists():
+        raise CheckpointError(
+            f"{folder} has its weights in {PICKLE}, a pickle, which is never read: load it with "
+            "PEFT and save it again, which writes safetensors."
+        )
+    raise CheckpointError(f"{folder} has no {WEIGHTS}.")
 
 
 def _refuse_unmergeable(folder: Path, config: Mapping[str, Any]) -> None:
@@ -224,7 +224,7 @@ class Resolver:
         self._disk = disk
         self._adapter = adapter
         wanted = adapter.settings.target_parameters or ()
-        self._targets = [wanted] if isinstance(wanted, str) else list(wanted)
+        self._targets = [wanted] if isinstance(wanted, str) else wanted
         self._matched: set[str] = set()
         self._faults: list[str] = []
         self._updates = Updates()
@@ -297,10 +297,9 @@ class Resolver:
             return
         module = self._modules[module_name]
         named = self._target_parameters(path, module_name)
-        parameters = named
         is_layer = isinstance(module, _LAYERS) or type(module).__name__ == "Conv1D"
-        if len(pairs) == 1 and len(named) != 1 and is_layer:
-            parameters = ["weight"]
+        by_layer = len(pairs) == 1 and len(named) != 1 and is_layer
+        parameters = ["weight"] if by_layer else named
         if len(parameters) != len(pairs):
             self._faults.append(
                 f"{_first(pairs[-1])} is one of {len(pairs)} LoRA layers on {path}, of which "
@@ -328,10 +327,9 @@ class Resolver:
         return chosen
 
     def _add(self, pair: _Pair, target: str, module: nn.Module | None, name: str) -> None:
-        """Note one pair's delta to the weight `name`, or what is wrong with it.
+        """Note one pair's delta to the weight `name`, a key on disk where there is no module.
 
-        `target` is what the patterns of the adapter's config are matched with; `module` is None
-        where the weight is a key on disk.
+        `target` is what the patterns of the adapter's config are matched with.
         """
         leaf = "embedding" if "Aembedding" in pair else "weight"
         a, b = pair.get(f"A{leaf}"), pair.get(f"B{leaf}")

@@ -58,11 +58,11 @@ class Base(ABC):
 
     def first_rows(self, name: str) -> Tensor | None:
         """Return the first rows of a parameter, or all; None where it is not on disk."""
-        for group in self.layout.groups:
-            if name in group.shapes:
-                rows = min(SAMPLED_ROWS, group.shapes[name][0]) if group.unit else None
-                return self.values(group, 0, rows)[name]
-        return None
+        group = self.layout.by_name.get(name)
+        if group is None:
+            return None
+        rows = min(SAMPLED_ROWS, group.shapes[name][0]) if group.unit else None
+        return self.values(group, 0, rows)[name]
 
     def close(self) -> None:
         """Close the files."""
@@ -71,10 +71,9 @@ class Base(ABC):
 
 def _check_same(group: Group, first: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
     """Check that tensors came back from a group's conversion and its inverse as they were."""
-    same = first.keys() == again.keys() and all(
+    if first.keys() != again.keys() or not all(
         same_bits(again[key].to(tensor.dtype), tensor) for key, tensor in first.items()
-    )
-    if not same:
+    ):
         raise CheckpointError(
             f"{group.target} cannot be written back as the base has it on disk "
             f"({', '.join(group.keys[:2])}, ...): transformers' conversion of it is not one to one."
@@ -119,8 +118,7 @@ class PlainBase(Base):
 class PackedWeights:
     """The packed weights of a folder, experts' and Linear layers', one in memory at a time.
 
-    `keys` has the keys that hold each packed weight, by its name. The model, on meta, knows the
-    shapes of Linear layers.
+    `keys` has the keys that hold each, by its name; the model on meta, the shapes of Linear layers.
     """
 
     def __init__(
@@ -177,7 +175,7 @@ class PackedBase(Base):
             for key in sorted(on_disk, key=dot_natural_key)
         }
         self.layout = DiskLayout(model, self.disk)
-        lost = self.params.keys() - {name for group in self.layout.groups for name in group.shapes}
+        lost = self.params.keys() - self.layout.by_name
         if lost:
             raise CheckpointError(
                 f"{folder}: {sorted(lost)[0]} of the packed model has no name in the original "

@@ -1,10 +1,7 @@
 """Conversion of the tensors of a checkpoint on disk into a model's parameters, and back.
 
 transformers renames, stacks, concatenates and transposes what it reads, and undoes it when it
-saves. Here the same conversions serve one parameter at a time: a `Group` is the smallest set of
-tensors on disk that make whole parameters, mostly one tensor and one parameter, or the 128 x 2
-projections of a layer's experts and their fused weight. Groups of experts are converted a few
-experts at a time.
+saves. Here the same conversions serve one parameter at a time, of experts a few experts at a time.
 
 transformers' conversions are not all one to one: whoever writes what `restore` gives must have seen
 that it gives back the tensors that were read, bit for bit.
@@ -44,11 +41,12 @@ _WITHIN = (Concatenate, Chunk, Interleave, Transpose)
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors on disk, and the parameters that they make.
+    """The smallest set of tensors on disk that make whole parameters, and these.
 
-    One tensor that is one parameter has no `sources` and no `converter`. `unit` is what one step
-    along the parameters' first dimension is on disk: "key" (each tensor is one expert), "row" (the
-    tensors have the same first dimension), or "" where the group converts as a whole only.
+    Mostly that is one tensor and one parameter, without `sources` and `converter`; or the 128 x 2
+    projections of a layer's experts and their fused weight. `unit` is what one step along the
+    parameters' first dimension is on disk: "key" (each tensor is one expert), "row" (the tensors
+    have the same first dimension), or "" where the group converts as a whole only.
     """
 
     keys: tuple[str, ...]  # on disk, in the order of conversion
@@ -72,10 +70,7 @@ class Group:
             yield start, min(start + step, rows)
 
     def part(self, start: int, stop: int | None) -> dict[str, str]:
-        """Return the keys of a slice, each with the key that it stands in for during conversion.
-
-        A slice of experts is converted as if they were the first ones.
-        """
+        """Return a slice's keys, each with that of the first experts that it is converted as."""
         if self.unit != "key" or stop is None:
             return {key: key for key in self.keys}
         return {
@@ -95,17 +90,14 @@ def blank(disk: Disk) -> dict[str, Tensor]:
 
 
 class DiskLayout:
-    """The correspondence between the parameters of a model on meta and the tensors on disk.
-
-    Every key of `disk` is in exactly one of `groups`.
-    """
+    """The parameters of a model on meta and the tensors on disk, each key in one of `groups`."""
 
     def __init__(self, model: nn.Module, disk: Disk) -> None:
         self._model: Any = model
         self._disk = disk
         mapping = get_model_conversion_mapping(self._model)
         self.groups = self._groups(mapping)
-        self._places = {name: group for group in self.groups for name in group.shapes}
+        self.by_name = {name: group for group in self.groups for name in group.shapes}
         # `from_pretrained` notes the conversions that it used here, and saving undoes these.
         self._model.__dict__["_weight_conversions"] = [one for one in mapping if one.was_used()]
 
@@ -128,9 +120,7 @@ class DiskLayout:
             else:
                 _, sources = collected.setdefault(name, (by_pattern[pattern], {}))
                 sources.setdefault(pattern, []).append(key)
-        for name, (converter, sources) in collected.items():
-            groups.append(self._converted(name, converter, sources))
-        return tuple(groups)
+        return (*groups, *(self._converted(name, *found) for name, found in collected.items()))
 
     def _converted(self, name: str, converter: Any, sources: dict[str, list[str]]) -> Group:
         keys = tuple(key for keys in sources.values() for key in keys)
@@ -151,11 +141,9 @@ class DiskLayout:
         operations = list(group.converter.operations)
         counts = {len(keys) for keys in group.sources.values()}
         rows = {shape[0] if len(shape) > 2 else 0 for shape in shapes.values()}
-        if len(counts) != 1 or len(rows) != 1 or 0 in rows:
-            return ""
         stacks = bool(operations) and isinstance(operations[0], MergeModulelist)
-        within = operations[1:] if stacks else operations
-        if not all(_leaves_first_alone(one) for one in within):
+        within = map(_leaves_first_alone, operations[1:] if stacks else operations)
+        if len(counts) != 1 or len(rows) != 1 or 0 in rows or not all(within):
             return ""
         if stacks:
             return "key" if operations[0].dim == 0 and counts == rows else ""
@@ -164,7 +152,7 @@ class DiskLayout:
 
     def holds(self, name: str) -> bool:
         """Whether a parameter lies on disk, under this very name."""
-        group = self._places.get(name)
+        group = self.by_name.get(name)
         if group is None:
             return False
         shape = tuple(self._model.state_dict()[name].shape)
@@ -177,10 +165,7 @@ class DiskLayout:
         return True
 
     def convert(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert tensors by key on disk to parameters by name, as a load does.
-
-        The keys are all of the group, or those of a slice (`Group.part`).
-        """
+        """Convert tensors by key, of a group or a slice (`Group.part`), to parameters by name."""
         if group.converter is None:
             # Without a parameter (a layer that the model leaves out), a tensor keeps its key.
             names = group.shapes or group.keys
@@ -200,10 +185,7 @@ class DiskLayout:
         return {name: p[0] if isinstance(p, list) else p for name, p in params.items()}
 
     def restore(self, group: Group, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert parameters by name to tensors by key on disk, as a save does.
-
-        Of a slice of experts, the keys are those of the first ones (`Group.part`).
-        """
+        """Undo `convert`; of a slice of experts, the keys are those of the first ones."""
         if group.converter is None:
             (value,) = values.values()
             return {group.keys[0]: _swapped(value, group.swap)}

@@ -48,10 +48,7 @@ class Fingerprint:
 
 
 def of_model(model: nn.Module, names: Iterable[str] | None = None) -> Fingerprint:
-    """Return a model's fingerprint, from the named weights or from ones that packing leaves alone.
-
-    Weights that hold no values here (on meta, or sharded) are left out.
-    """
+    """Return a model's fingerprint, by the named weights or by ones that packing leaves alone."""
     weights = _left_alone(model)
     if names is None:
         chosen = list(weights)
@@ -77,10 +74,7 @@ def take(
 
 
 def check_base(adapter: str, noted: Fingerprint, base: Fingerprint) -> None:
-    """Refuse a base that computes otherwise than the one in the adapter's note.
-
-    One whose weights are not those of the same model, trained further or not, is a warning.
-    """
+    """Refuse a base that computes otherwise than the noted one; warn where it has other weights."""
     advice = "use it with the model that it was trained on"
     for field in noted.fields.keys() & base.fields.keys():
         was, now = noted.fields[field], base.fields[field]
@@ -102,7 +96,7 @@ def check_base(adapter: str, noted: Fingerprint, base: Fingerprint) -> None:
 
 
 def _left_alone(model: nn.Module) -> dict[str, Tensor]:
-    """Return matrices of no Linear layer that are here as they are, by name without adapters."""
+    """Return matrices of no Linear layer that hold values here, by name without adapters."""
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     found: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():

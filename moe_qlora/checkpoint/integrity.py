@@ -50,20 +50,14 @@ _IDLE = {
 
 
 def check_folder(folder: str | Path, *, checksums: bool = True) -> Manifest:
-    """Check everything about a packed folder that can be checked without building the model.
-
-    `checksums` compares those of large tensors too, for which all of them are read.
-    """
+    """Check a packed folder as far as it goes without its model; `checksums`: read all of it."""
     check = FolderCheck(folder, large=checksums)
     check.finish()
     return check.manifest
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Open a folder's tensors: of the files that manifest or index name, or of its one file.
-
-    A packed folder's checksums are not compared, which takes as long as reading all of it.
-    """
+    """Open the files that manifest or index name, or a folder's one; compare no checksums."""
     folder = Path(folder)
     with reading(folder):
         if not folder.is_dir():
@@ -131,11 +125,9 @@ def _what_is_there(folder: Path, files: list[Path]) -> str:
     if files:
         return f"{len(files)} safetensors files and no index that says which belong together"
     pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
-    if pickles:
-        return (
-            f"no safetensors file but {pickles[0].name}, a pickle, which is never read: convert it"
-        )
-    return "no safetensors file"
+    if not pickles:
+        return "no safetensors file"
+    return f"no safetensors file but {pickles[0].name}, a pickle, which is never read: convert it"
 
 
 class FolderCheck:

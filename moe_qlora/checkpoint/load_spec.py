@@ -28,11 +28,7 @@ from .reader import DTYPES, Checkpoint
 
 @dataclass
 class LoadSpec:
-    """The expert weights that a load packs, and what it has packed so far.
-
-    Converters are deep-copied for every parameter that they make, and must all see one spec: a copy
-    of it is itself.
-    """
+    """The expert weights that a load packs, and what it has packed so far."""
 
     params: dict[str, ExpertParam]  # a tied weight under each of its names
     settings: CodecSettings
@@ -49,7 +45,7 @@ class LoadSpec:
     replaced: list[tuple[Any, Any]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadSpec:
-        return self
+        return self  # converters are copied for every parameter, and must all see one spec
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of a weight once it is packed."""
@@ -69,26 +65,21 @@ class LoadSpec:
 
     def leaves(self) -> list[str]:
         """Return the ends of the weights' names after layer numbers: "experts.gate_up_proj"."""
-        names = {".".join(_tail(name)): None for name in self.params}
-        return list(names)
+        return list(dict.fromkeys(map(_tail, self.params)))
 
 
-def _tail(name: str) -> list[str]:
+def _tail(name: str) -> str:
     """Return the last two components of a name, or fewer where one before is a number."""
-    parts = name.split(".")
-    start = len(parts)
-    while start > 0 and not parts[start - 1].isdigit() and len(parts) - start < 2:
-        start -= 1
-    return parts[start:]
+    *_, before, last = ("", *name.split("."))
+    if last.isdigit():
+        return ""
+    return last if before.isdigit() or not before else f"{before}.{last}"
 
 
 def packing_spec(
     model: nn.Module, config: Any, dtype: torch.dtype | None, device_map: Any
 ) -> LoadSpec:
-    """Return what to pack of a 16-bit checkpoint, for the model on meta as it was built.
-
-    `dtype` is what the model is loaded in, `device_map` as far as it is known.
-    """
+    """Return what to pack of a 16-bit checkpoint, loaded in `dtype`, given its model on meta."""
     settings = CodecSettings.from_config(config)
     layout = _detect(model)
     dtypes = _dtypes(model, layout, dtype)
@@ -187,10 +178,7 @@ def _dtypes(
 
 
 def kept_dtypes(model: Any, dtype: torch.dtype | None) -> Callable[[str], torch.dtype | None]:
-    """Return a function that gives the dtype which a model's class keeps a parameter in, or None.
-
-    `dtype` is what the model is loaded in.
-    """
+    """Return what gives the dtype that a model loaded in `dtype` keeps a parameter in, or None."""
     by_glob: Mapping[str, torch.dtype] = {}
     if dtype is not None and hasattr(model, "_get_dtype_plan"):
         by_glob = model._get_dtype_plan(dtype) or {}

@@ -158,10 +158,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
 class Mark:
-    """What config.json says under `moe_qlora`: id and file name of the manifest.
-
-    `entry` is the first shard's file name, to which transformers is sent.
-    """
+    """What config.json says under `moe_qlora`: the manifest's id, file name and first shard."""
 
     id: str
     manifest: Annotated[str, Field(pattern=f"^{MANIFEST_NAME.pattern}$")]

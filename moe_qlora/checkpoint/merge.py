@@ -299,26 +299,23 @@ class _Merge:
     def _pack(self, group: Group) -> dict[str, PackedWeight]:
         """Pack the group's parameters that were packed in training."""
         training = self._training
-        names = [] if training is None else [name for name in group.shapes if name in training]
-        if training is None or not names:
+        if training is None or not any(name in training for name in group.shapes):
             return {}
-        packers: dict[str, Any] = {}
-        dtypes: dict[str, torch.dtype] = {}
+        packers: dict[str, tuple[Any, torch.dtype]] = {}
         for start, stop in group.slices():
             for name, value in self._base.values(group, start, stop).items():
-                if name in names:
+                if name in training:
                     if name not in packers:
-                        packers[name] = training.packer(name, group.shapes[name], value.dtype)
-                        dtypes[name] = value.dtype
-                    packers[name].add(value)
-        self._rounded.update(names)
-        return {n: replace(packer.finish(), dtype=dtypes[n]) for n, packer in packers.items()}
+                        packer = training.packer(name, group.shapes[name], value.dtype)
+                        packers[name] = packer, value.dtype
+                    packers[name][0].add(value)
+        self._rounded.update(packers)
+        return {n: replace(packer.finish(), dtype=dtype) for n, (packer, dtype) in packers.items()}
 
     def _sum(self, name: str, value: Tensor, start: int, stop: int | None) -> Tensor:
         """Return rows of a parameter with the adapter's changes, in fp32 or finer."""
-        replacement = self._updates.replacements.get(name)
-        if replacement is not None:
-            value = self._adapter.file.read(replacement, start, stop)
+        if name in self._updates.replacements:
+            value = self._adapter.file.read(self._updates.replacements[name], start, stop)
         return self._add_deltas(value, self._updates.deltas.get(name, ()), start)
 
     def _add_deltas(self, value: Tensor, deltas: Sequence[LoraDelta], start: int) -> Tensor:

@@ -161,9 +161,9 @@ class _Job:
     def __init__(self, folder: Path, model: Any, config: Any, device: torch.device) -> None:
         self.device, self.config = device, config
         self.spec: LoadSpec = packing_spec(model, config, model.dtype, None)
-        own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        self.kept = kept_dtypes(model, model.dtype)
         dtype = model.dtype
+        own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        self.kept = kept_dtypes(model, dtype)
         # Replaces the Linear layers of the model that bitsandbytes packs.
         self.packed = from_config(model, config)
         linears = self.packed.linears
@@ -176,7 +176,7 @@ class _Job:
 
     def _steps(self, model: Any) -> list[tuple[Group, list[str]]]:
         """Return the groups to convert, and the names of their parameters that are written."""
-        on_disk = {name for group in self.base.layout.groups for name in group.shapes}
+        on_disk = self.base.layout.by_name.keys()
         left_out = {name for name, source in self.tied.items() if source in on_disk}
         left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
@@ -193,10 +193,10 @@ class _Job:
         if not (on_disk - left_out) & self.spec.params.keys():
             raise CheckpointError(self._why_nothing_to_pack(model))
         steps = [
-            (group, [name for name in group.shapes if name not in left_out])
+            (group, names)
             for group in self.base.layout.groups
+            if (names := [name for name in group.shapes if name not in left_out])
         ]
-        steps = [(group, names) for group, names in steps if names]
         floating = {name for name, t in model.state_dict().items() if t.is_floating_point()}
         for key in (key for group, names in steps if floating & {*names} for key in group.keys):
             check_plain(key, self.base.disk[key][1])

@@ -153,7 +153,7 @@ class Checkpoint:
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """Return a file of a folder by its bare name; a link may lead to blobs of the hub's cache."""
+    """Return a file of a folder by its bare name; for links see `check_link`."""
     plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
     if not plain or Path(name).is_absolute() or ":" in name:
         raise CheckpointError(
@@ -164,10 +164,7 @@ def inside(folder: Path, name: Any) -> Path:
 
 
 def check_link(path: Path, folder: Path) -> None:
-    """Check that a path in a folder, if it is a link, does not lead out of it.
-
-    It may lead to the blobs of the hub's cache that the folder lies in.
-    """
+    """Check that a link leads nowhere but into its folder, or to blobs of the hub's cache."""
     with reading(path):
         if not path.is_symlink():
             return
@@ -183,10 +180,7 @@ def check_link(path: Path, folder: Path) -> None:
 
 
 def parse_fields(kind: type[_T], value: Any, file: Path, prefix: str = "") -> _T:
-    """Build a pydantic dataclass from parsed JSON, having checked every field.
-
-    In errors, `prefix` stands before the fields' keys.
-    """
+    """Build a pydantic dataclass from JSON; in errors, `prefix` stands before the fields' keys."""
     with reading(file):
         try:
             return TypeAdapter(kind).validate_python(value)

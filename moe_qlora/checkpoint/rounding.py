@@ -60,10 +60,7 @@ class Rounding:
 
 
 def from_config(model: nn.Module, config: Any) -> Rounding:
-    """Return what a load with this `BitsAndBytesConfig`, or its dict, packs.
-
-    The Linear layers of the model, which is on the meta device, are replaced.
-    """
+    """Return what a load with this config, or its dict, packs; replace the meta model's Linears."""
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AutoHfQuantizer
 

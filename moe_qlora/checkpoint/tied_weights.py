@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ class TiedWeights:
         for name, tensor in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(tensor), []).append(name)
         self._tied = [group for group in names.values() if len(group) > 1]
-        self._groups = {name: group for group in base.layout.groups for name in group.shapes}
+        self._groups = base.layout.by_name
 
     def move_to_stored_names(self, updates: Updates) -> None:
         """Put each change of a tied weight under the names that lie on disk, in place."""
@@ -39,18 +40,13 @@ class TiedWeights:
                 continue
             self._check_agreement(updates, names, changed)
             others = [name for name in names if name not in changed]
-            deltas = updates.deltas.get(changed[0])
-            replacement = updates.replacements.get(changed[0])
-            if deltas is not None and others:
+            if changed[0] in updates.deltas and others:
                 shared.append((changed[0], others[0]))
-            for name in changed:
-                updates.deltas.pop(name, None)
-                updates.replacements.pop(name, None)
-            for name in stored:
-                if deltas is not None:
-                    updates.deltas[name] = deltas
-                if replacement is not None:
-                    updates.replacements[name] = replacement
+            kinds: tuple[dict[str, Any], ...] = (updates.deltas, updates.replacements)
+            for changes in kinds:
+                moved = [changes.pop(name) for name in changed if name in changes]
+                if moved:  # all alike
+                    changes.update(dict.fromkeys(stored, moved[0]))
         if shared:
             name, other = shared[0]
             more = f" (and {len(shared) - 1} more such pairs)" if len(shared) > 1 else ""

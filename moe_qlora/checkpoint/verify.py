@@ -43,10 +43,7 @@ from .staging import left_behind
 
 @dataclass(frozen=True, slots=True)
 class WeightError:
-    """How far a packed weight is from its source.
-
-    All errors are relative: the Frobenius norm of the difference over that of the source.
-    """
+    """How far a packed weight is from its source: errors are Frobenius norms over the source's."""
 
     name: str
     expert: bool  # a fused expert weight; otherwise a Linear layer's weight
@@ -311,14 +308,14 @@ def _errors(
     counts = {name: param.num_experts for param in detect(model).experts for name in param.names}
     with open_shards(folder, manifest) as checkpoint, closing(PlainBase(source, model)) as base:
         weights = PackedWeights(folder, manifest, checkpoint, model)
-        groups = {name: group for group in base.layout.groups for name in group.shapes}
+        groups = base.layout.by_name
         names = {name: _source_name(name, manifest, groups, source) for name in weights.keys}
         order = sorted(weights.keys, key=dot_natural_key)
         for number, name in enumerate(order):
             tell(number, len(order), name)
             other = names[name]
             count = counts.get(name, counts.get(other)) if name in manifest.experts else None
-            yield _weight_error(base, groups[other], other, weights, name, count)
+            yield _weight_error(base, other, weights, name, count)
         tell(len(order), len(order), "")
 
 
@@ -339,18 +336,13 @@ def _source_name(name: str, manifest: Manifest, groups: Mapping[str, Group], sou
 
 
 def _weight_error(
-    base: PlainBase,
-    group: Group,
-    source_name: str,
-    weights: PackedWeights,
-    name: str,
-    experts: int | None,
+    base: PlainBase, source_name: str, weights: PackedWeights, name: str, experts: int | None
 ) -> WeightError:
     """Compare a decoded weight with its source slice by slice, summing over each row."""
-    packed = weights.weight(name)
+    packed, group = weights.weight(name), base.layout.by_name[source_name]
     rows = packed.shape[0]
-    wrong = torch.zeros(rows, dtype=torch.float64)  # squares of the differences
-    right = torch.zeros(rows, dtype=torch.float64)  # squares of the source
+    # squares of the differences, and of the source
+    wrong, right = torch.zeros(2, rows, dtype=torch.float64)
     largest = 0.0
     for start, stop in group.slices():
         last = rows if stop is None else stop

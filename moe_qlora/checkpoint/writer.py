@@ -76,8 +76,7 @@ class _Shard:
 class ShardWriter(_Shard):
     """A safetensors file whose tensors' dtypes and shapes are given by key, in their order in it.
 
-    One tensor at a time is in memory. The file equals what `safetensors.torch.save_file` writes for
-    the same tensors, but for the order of keys.
+    It equals what `safetensors.torch.save_file` writes, but for the order of keys.
     """
 
     def __init__(
@@ -127,8 +126,7 @@ class ShardWriter(_Shard):
 class GrowingShard(_Shard):
     """A safetensors file that is written while its tensors become known one after the other.
 
-    Room for the header, which comes first in the file, is reserved beforehand, by every key that
-    may come; the header is written last and filled up with spaces, which the format allows.
+    Room for the header is reserved by every key that may come, and filled last, up with spaces.
     """
 
     def __init__(self, path: Path, keys: Sequence[str], metadata: Mapping[str, str]) -> None:
@@ -153,10 +151,7 @@ class GrowingShard(_Shard):
 
 
 def plan_shards(nbytes: Mapping[_Key, int], max_shard_size: int | str) -> list[list[_Key]]:
-    """Cut keys, in their order, into shards of at most so many bytes; a larger tensor is alone.
-
-    The size is a number of bytes, or such as "5GB" or "500MiB".
-    """
+    """Cut keys, in their order, into shards of at most so many bytes; a larger tensor is alone."""
     limit = max_shard_size
     if isinstance(limit, str):
         try:
