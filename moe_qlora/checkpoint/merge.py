@@ -38,7 +38,7 @@ from .conversion import Group
 from .fingerprint import take
 from .load_spec import kept_dtypes
 from .manifest import CONFIG, CONFIG_KEY, is_packed
-from .reader import INDEX, index_of
+from .reader import INDEX, check_plain, index_of
 from .rounding import Rounding
 from .save import auxiliary_files, copy_auxiliary_files
 from .source import identify
@@ -230,6 +230,9 @@ class _Merge:
                     raise CheckpointError(
                         f"{name} was packed in training, and the base's files do not hold it."
                     )
+            for group in self._base.layout.groups:
+                for key in group.keys if any(n in self._training for n in group.shapes) else ():
+                    check_plain(key, self._base.disk[key][1])
         for group in filter(self._changes, self._base.layout.groups):
             for key in group.keys:
                 dtype = self._base.disk[key][1]

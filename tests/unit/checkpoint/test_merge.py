@@ -31,7 +31,7 @@ from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.cli.app import app
-from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
+from moe_qlora.errors import AdapterError, CheckpointError, ConfigError, UnsupportedWeightError
 
 EXPERTS = ["gate_up_proj", "down_proj"]
 SHARDED = "40KB"
@@ -627,6 +627,30 @@ def test_a_note_rounds_what_it_names_and_nothing_else(folders: Path, tmp_path: P
     settings = moe_qlora.packing.settings.CodecSettings("fp4", double_quant=True)
     packed = moe_qlora.packing.codec.pack(tensors(folders / "base")[v_proj], settings)
     assert torch.equal(rounded[v_proj], moe_qlora.packing.codec.unpack(packed))
+
+
+def test_codes_of_another_tool_are_copied_and_never_rounded(folders: Path, tmp_path: Path) -> None:
+    noted, v_proj = (
+        changed_config(folders, tmp_path / "noted"),
+        "model.layers.1.self_attn.v_proj.weight",
+    )
+    note = {
+        "format_version": 1,
+        "codec": {"kind": "nf4", "double_quant": False, "blocksize": 64},
+        "experts": ["model.layers.0.mlp.experts.down_proj"],
+        "linears": [v_proj],
+    }
+    (noted / "moe_qlora_adapter.json").write_text(json.dumps(note))
+    base = shutil.copytree(folders / "base", tmp_path / "base")
+    for file in base.glob("model-*.safetensors"):
+        stored = load_file(file)
+        if v_proj in stored:
+            codes = stored[v_proj] = stored[v_proj].to(torch.float8_e4m3fn)
+            save_file(stored, file, metadata={"format": "pt"})
+    match = rf"{v_proj} is float8_e4m3fn"
+    refuses(UnsupportedWeightError, match, base, noted, tmp_path / "out", like_training=True)
+    moe_qlora.merge_adapter(base, noted, tmp_path / "out")
+    assert torch.equal(tensors(tmp_path / "out")[v_proj].float(), codes.float())
 
 
 @pytest.mark.parametrize("name", ["model-*.safetensors", "config.json"])
