@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from itertools import groupby
 
 from torch import nn
 
@@ -69,26 +69,23 @@ def _router(leaf: Leaf, num_choices: int) -> Router:
 
 def _modules(classified: Sequence[Classification]) -> tuple[ExpertsModule, ...]:
     """Return the modules that own expert parameters, in the model's order."""
-    by_module: dict[str, list[Classification]] = defaultdict(list)
-    for item in classified:
-        if item.expert is not None:
-            by_module[item.expert.module_name].append(item)
     modules = []
-    for name, items in by_module.items():
-        node = items[0].leaf.node
+    accepted = [item for item in classified if item.expert is not None]
+    for node, group in groupby(accepted, lambda item: item.leaf.node):
+        items = list(group)
         params = tuple(item.expert for item in items if item.expert is not None)
         router = next((item.router for item in items if item.router is not None), None)
         counts = {param.num_experts for param in params}
         widths = {size for param in params for size in param.shape[1:]}
-        others = {id(item.leaf) for item in items} | {id(router.leaf) if router else 0}
+        others = {*(item.leaf for item in items), router and router.leaf}
         biases = (
             leaf.attribute
             for leaf in node.leaves
-            if leaf.kind == "bare" and len(leaf.shape) == 2 and id(leaf) not in others
+            if leaf.kind == "bare" and len(leaf.shape) == 2 and leaf not in others
             if leaf.shape[0] in counts and leaf.shape[1] in widths
         )
         module = ExpertsModule(
-            name=name,
+            name=node.name,
             class_name=type(node.module).__name__,
             num_experts=max(counts),
             parameters=params,

@@ -42,19 +42,19 @@ def best_trace(
 ) -> Trace:
     """Return the first complete run of a copy of `block`, else the run that saw most.
 
-    The key of `members[i]`, a candidate, in the trace is i. `everything` are all leaves of the
-    model. `hidden_sizes` are tried in order; `routers` choose among `experts`.
+    `everything` are all leaves of the model; `members[i]` has the key i in the trace. Sizes are
+    tried in order; `routers` choose among `experts`.
     """
     best = Trace(error="the block's forward was not called")
     try:
-        block_copy = BlockCopy(block, members, everything, routers)
+        block_copy = _BlockCopy(block, members, everything, routers)
     except Exception as error:  # noqa: BLE001 - a foreign __deepcopy__ may raise anything
         best.error = f"the block cannot be copied ({type(error).__name__})"
         return best
     sizes = {experts, *(size for leaf in members for size in leaf.shape)}
     tokens = next((pair for pair in _TOKENS if not {*pair, math.prod(pair)} & sizes), _TOKENS[-1])
     with torch.random.fork_rng(devices=[]):
-        calls = argument_lists(block_copy.module, hidden_sizes, tokens, experts, block_copy.dtype)
+        calls = _argument_lists(block_copy.module, hidden_sizes, tokens, experts, block_copy.dtype)
         for arguments in itertools.islice(calls, _MAX_ATTEMPTS):
             trace = block_copy.run(*arguments)
             if trace.completed and trace.contractions:
@@ -68,7 +68,7 @@ def best_trace(
     return best
 
 
-class BlockCopy:
+class _BlockCopy:
     """A runnable copy of `block`; the arguments are those of `best_trace`.
 
     Members are always on meta in the copy, and so is every weight outside the block: a block that
@@ -83,33 +83,29 @@ class BlockCopy:
         routers: Iterable[Leaf],
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        keys = {id(leaf): key for key, leaf in enumerate(members)}
-        inside = {id(node) for node in block.subtree()}
+        inside = set(block.subtree())
         memo: dict[int, Any] = {}
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copies: dict[Leaf, torch.Tensor] = {}
         for leaf in everything:
-            big = id(leaf) in keys or leaf.numel > _SMALL or id(leaf.node) not in inside
-            self._copies[id(leaf)] = memo[id(leaf.tensor)] = self._replacement(leaf, big)
-        self._weights = {key: self._copies[leaf] for leaf, key in keys.items()}
-        self._routers = [self._copies[id(leaf)] for leaf in routers if id(leaf) in self._copies]
-        self.dtype = next((_run_dtype(leaf.dtype) for leaf in members), torch.float32)
-        for node in block.subtree():
+            big = leaf in members or leaf.numel > _SMALL or leaf.node not in inside
+            self._copies[leaf] = memo[id(leaf.tensor)] = self._replacement(leaf, big)
+        self._weights = {key: self._copies[leaf] for key, leaf in enumerate(members)}
+        self._routers = [self._copies[leaf] for leaf in routers]
+        self.dtype = _run_dtype(members[0].dtype)
+        for node in inside:
             # What decodes packed weights is left behind: the copy's weights are never decoded.
             decoders = node.module._modules.get("parametrizations")
             if decoders is not None:
                 memo[id(decoders)] = nn.ModuleDict()
             # Hooks are not copied: their targets may be loggers and the like.
             for name in _HOOKS:
-                hooks = node.module.__dict__.get(name)
-                if hooks:
+                if hooks := node.module.__dict__.get(name):
                     memo[id(hooks)] = type(hooks)()
         with torch.device("cpu"):
             self.module: nn.Module = copy.deepcopy(block.module, memo)
         for node in block.subtree():
-            inner = self.module
-            if node is not block:
-                inner = inner.get_submodule(node.name[len(block.name) + 1 if block.name else 0 :])
-            self._make_plain(node, inner)
+            path = node.name.removeprefix(block.name).removeprefix(".")
+            self._make_plain(node, self.module.get_submodule(path))
 
     def _replacement(self, leaf: Leaf, big: bool) -> torch.Tensor:
         """Return the copy's tensor for a leaf: on meta, zeros or random numbers."""
@@ -137,7 +133,7 @@ class BlockCopy:
             module.__class__ = type(module).__mro__[1]
             for leaf in node.leaves:
                 if leaf.attribute not in module._parameters and leaf.kind == "bare":
-                    module.register_parameter(leaf.attribute, self._copies[id(leaf)])
+                    module.register_parameter(leaf.attribute, self._copies[leaf])
         elif isinstance(module, nn.Linear) and any(leaf.packed for leaf in node.leaves):
             module.__class__ = nn.Linear
 
@@ -162,7 +158,7 @@ def _run_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in _FLOATS else torch.float32
 
 
-def argument_lists(
+def _argument_lists(
     module: nn.Module,
     hidden_sizes: Sequence[int],
     tokens: tuple[int, int],

@@ -6,6 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import groupby
+from operator import attrgetter
 
 from .routers import RouterCandidate, RouterIndex
 from .shapes import Chain, Matrix, find_chain
@@ -28,6 +31,11 @@ class ExpertGroup:
     chain: Chain | None = None  # how one expert's matrices chain; None where they do not
     exact: bool = True  # the router gives exactly E scores
     alternatives: tuple[RouterCandidate, ...] = ()  # all possible routers, likeliest first
+
+    @property
+    def sizes(self) -> set[int]:
+        """Numbers that a choice may be among."""
+        return {self.router.num_choices, *self.counts}
 
     @property
     def hidden_sizes(self) -> list[int]:
@@ -66,16 +74,14 @@ def plausible(router: RouterCandidate, sizes: set[int]) -> bool:
 
 def find_groups(candidates: Sequence[Leaf], index: RouterIndex) -> list[ExpertGroup]:
     """Group the candidates, each group under the router that stands nearest to it."""
-    by_module: dict[int, list[Leaf]] = defaultdict(list)
-    for leaf in candidates:
-        by_module[id(leaf.node)].append(leaf)
     groups: list[ExpertGroup] = []
-    alone: dict[tuple[int, tuple[int, ...]], list[Leaf]] = defaultdict(list)
-    for members in by_module.values():
-        flat = [leaf for leaf in members if len(leaf.shape) == 2]
-        deep = [leaf for leaf in members if len(leaf.shape) > 2]
-        if len(deep) == 1 and deep[0].node.parent is not None:
-            alone[id(deep[0].node.parent), deep[0].shape[:1]].append(deep[0])
+    alone: dict[tuple[Node, int], list[Leaf]] = defaultdict(list)
+    for node, owned in groupby(candidates, attrgetter("node")):
+        deep, flat = [], []
+        for leaf in owned:
+            (deep if len(leaf.shape) > 2 else flat).append(leaf)
+        if len(deep) == 1 and node.parent is not None:
+            alone[node.parent, deep[0].shape[0]].append(deep[0])
         elif deep:
             groups.extend(_deep_groups(deep, index))
         if len(flat) >= 2:
@@ -83,12 +89,12 @@ def find_groups(candidates: Sequence[Leaf], index: RouterIndex) -> list[ExpertGr
     for members in alone.values():
         groups.extend(_deep_groups(members, index))
     # A group does not borrow the router of a group nearer to it.
-    nearest: dict[int, int] = {}
+    nearest: dict[Leaf, int] = defaultdict(int)
     for group in groups:
         if group.chain is not None:
-            router = id(group.router.leaf)
-            nearest[router] = max(nearest.get(router, 0), group.block.depth)
-    return [group for group in groups if group.block.depth >= nearest.get(id(group.router.leaf), 0)]
+            router = group.router.leaf
+            nearest[router] = max(nearest[router], group.block.depth)
+    return [group for group in groups if group.block.depth >= nearest[group.router.leaf]]
 
 
 def _deep_groups(members: list[Leaf], index: RouterIndex) -> list[ExpertGroup]:
@@ -140,9 +146,7 @@ def _group(members: list[Leaf], index: RouterIndex) -> ExpertGroup | None:
         routers, exact = _routers(largest, members, largest.shape[axis], linked, index)
         if not routers:
             continue
-        block = routers[0].block
-        for leaf in members:
-            block = block.common_ancestor(leaf.node)
+        block = reduce(Node.common_ancestor, (leaf.node for leaf in members), routers[0].block)
         chain = chain_of(members, axes, counts, [routers[0].width])
         group = ExpertGroup(block, routers[0], members, counts, axes, chain, exact, tuple(routers))
         if exact:
@@ -155,9 +159,8 @@ def _routers(
     parameter: Leaf, members: list[Leaf], count: int, linked: bool, index: RouterIndex
 ) -> tuple[list[RouterCandidate], bool]:
     """Return what may choose among a group's matrices, likeliest first, and is its number exact."""
-    own = {id(leaf) for leaf in members}
     sizes = {size for leaf in members for size in leaf.shape[1:]}
-    exact = [c for c in index.candidates(parameter, count) if id(c.leaf) not in own]
+    exact = [c for c in index.candidates(parameter, count) if c.leaf not in members]
     exact.sort(key=lambda c: (not c.strong, -c.block.depth, c.width not in sizes))
     if count == 1:
         return ([c for c in exact if c.strong], True) if linked else ([], False)
@@ -183,7 +186,7 @@ def _flat_group(members: list[Leaf], index: RouterIndex) -> list[ExpertGroup]:
         c
         for c in index.candidates(members[0], None)
         if c.strong and 1 < c.num_choices < rows and rows % c.num_choices == 0
-        if c.width == columns and all(c.leaf is not leaf for leaf in members)
+        if c.width == columns and c.leaf not in members
     ]
     if not routers or any(leaf.shape != members[0].shape for leaf in members):
         return []

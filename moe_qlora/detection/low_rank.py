@@ -22,19 +22,15 @@ def low_rank_problem(group: ExpertGroup, trace: Trace) -> str | None:
     # Where the dry run shows that nothing nonlinear lies between two factors, half the width is
     # low rank enough.
     least = 2 if linear else 8 if fed else 4
-    siblings = [
+    siblings = (
         leaf
         for leaf in owner.leaves
         if leaf.kind == "bare" and len(leaf.shape) == 3 and leaf.shape[0] == first.shape[0]
-    ]
-    partners = list({id(leaf): leaf for leaf in (*group.members, *siblings)}.values())
+    )
+    partners = list(dict.fromkeys((*group.members, *siblings)))
     around = [owner, *owner.children, *([owner.parent] if owner.parent is not None else [])]
-    bases = [
-        leaf
-        for node in around
-        for leaf in node.leaves
-        if leaf.kind != "buffer" and len(leaf.shape) >= 2
-    ]
+    leaves = (leaf for node in around for leaf in node.leaves)
+    bases = [leaf for leaf in leaves if leaf.kind != "buffer" and len(leaf.shape) >= 2]
     corrected = [_corrected(leaf, partners, bases, least) for leaf in group.members]
     if corrected[0] is not None and all(corrected):
         partner, base = corrected[0]
@@ -53,13 +49,10 @@ def low_rank_problem(group: ExpertGroup, trace: Trace) -> str | None:
 def _corrected(
     factor: Leaf, partners: Sequence[Leaf], bases: Sequence[Leaf], least: int
 ) -> tuple[Leaf, Leaf] | None:
-    """Return the partner with which a factor makes low-rank updates of a base, and the base.
-
-    Their rank must be at most 1/`least` of either side of the base.
-    """
+    """Return with what a factor makes updates of rank 1/`least` of its sides or less, of what."""
     first = Matrix(0, *factor.shape[-2:])
     for partner, base in itertools.product(partners, bases):
-        if partner is factor or base is factor or base is partner:
+        if len({factor, partner, base}) < 3:
             continue
         second, sides = Matrix(1, *partner.shape[-2:]), base.shape[-2:]
         for rank in first.sizes & second.sizes:

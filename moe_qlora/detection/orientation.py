@@ -30,11 +30,8 @@ def slice_size(leaf: Leaf, axis: int, count: int) -> int:
 def use_of(
     members: Sequence[Leaf], key: int, axis: int, count: int, chain: Chain | None, trace: Trace
 ) -> Use:
-    """Return how one member is applied, whose dimension `axis` counts `count` experts.
-
-    `key` is the member's place among the members, in `chain` and in `trace`.
-    """
-    leaf, role = members[key], role_of(key, chain, trace, len(members))
+    """Return how the member `key` is applied, whose dimension `axis` counts `count` experts."""
+    leaf, role = members[key], _role(key, chain, trace, len(members))
     numel = slice_size(leaf, axis, count)
     last = len(leaf.shape) - 1
     uses = [c for c in trace.contractions if c.weight == key and c.axis is not None and c.size > 1]
@@ -58,7 +55,7 @@ def use_of(
     return Use(role, None, None, None, evidence)
 
 
-def role_of(key: int, chain: Chain | None, trace: Trace, number: int) -> str:
+def _role(key: int, chain: Chain | None, trace: Trace, number: int) -> str:
     """Return what one of `number` members of a group does, as `ExpertParam.role` names it."""
     if chain is None:
         return EXPERT

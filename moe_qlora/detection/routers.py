@@ -43,19 +43,16 @@ class RouterIndex:
     """For each module, the matrices that code of this module can be expected to reach."""
 
     def __init__(self) -> None:
-        self._visible: dict[int, list[Leaf]] = {}
+        self._visible: dict[Node, list[Leaf]] = {}
 
     def visible(self, node: Node) -> list[Leaf]:
         """Return matrices of the module and below it, without lists of larger modules (layers)."""
-        matrices = self._visible.get(id(node))
-        if matrices is None:
-            matrices = [leaf for leaf in node.leaves if _matrix_like(leaf)]
+        if node not in self._visible:
+            self._visible[node] = [leaf for leaf in node.leaves if _matrix_like(leaf)]
             for child in node.children:
-                if is_list(child) and any(item.children for item in child.children):
-                    continue
-                matrices.extend(self.visible(child))
-            self._visible[id(node)] = matrices
-        return matrices
+                if not (is_list(child) and any(item.children for item in child.children)):
+                    self._visible[node] += self.visible(child)
+        return self._visible[node]
 
     def candidates(
         self, parameter: Leaf, num_choices: int | None, climb: int = MAX_CLIMB
@@ -64,15 +61,14 @@ class RouterIndex:
 
         They choose among `num_choices`, or among any number where that is None.
         """
-        candidates: list[RouterCandidate] = []
-        seen = {id(parameter)}
         blocks = [n for n in parameter.node.ancestors() if n is parameter.node or not is_list(n)]
-        for block in blocks[: climb + 1]:
-            for leaf in self.visible(block):
-                if id(leaf) not in seen:
-                    seen.add(id(leaf))
-                    candidates.extend(_readings(leaf, parameter, num_choices))
-        return candidates
+        leaves = dict.fromkeys(leaf for n in blocks[: climb + 1] for leaf in self.visible(n))
+        return [
+            candidate
+            for leaf in leaves
+            if leaf is not parameter
+            for candidate in _readings(leaf, parameter, num_choices)
+        ]
 
 
 def _matrix_like(leaf: Leaf) -> bool:

@@ -1,11 +1,5 @@
 """Classify every candidate: the rules by which it is an expert parameter or not, and their words.
 
-    not_a_candidate     what a tensor's kind, dtype or shape rules out
-    find_groups         candidates that belong together, under a router (groups.py)
-    why_no_experts      what a dry run of their block, or shapes where it fails, rules out
-    _find_shared        groups that always run, beside one that was accepted
-    classify            everything else
-
 The first rule that speaks decides. Its words are what `moe-qlora dump --why` prints.
 """
 
@@ -13,7 +7,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 from ..layout import ExpertParam
 from .dry_run import best_trace
@@ -21,8 +17,8 @@ from .groups import ExpertGroup, chain_of, find_groups, plausible
 from .low_rank import low_rank_problem
 from .orientation import Use, slice_size, use_of
 from .routers import RouterCandidate, RouterIndex, is_list
-from .trace import Contraction, Trace
-from .tree import Leaf
+from .trace import Trace
+from .tree import Leaf, Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +31,7 @@ class Classification:
     router: RouterCandidate | None = None  # None for shared experts, which always run
 
 
-def not_a_candidate(leaf: Leaf) -> str | None:
+def _not_a_candidate(leaf: Leaf) -> str | None:
     """Return why a tensor of three or more dimensions cannot hold experts; None where it may."""
     shape, layer = leaf.shape_text, type(leaf.node.module).__name__
     if leaf.kind == "conv":
@@ -51,56 +47,34 @@ def not_a_candidate(leaf: Leaf) -> str | None:
     return None
 
 
-@dataclass(slots=True)
-class Routing:
-    """What a dry run showed of how a group's experts are chosen."""
-
-    seen: bool  # the forward returned and used a member
-    routed: bool  # what is applied, or what of it is kept, follows a choice among the experts
-    layers: bool  # each matrix is applied to what the one before it gave
-    mixed: bool  # ranked scores weigh the experts' matrices, which are summed to one
-    merged: list[Contraction]  # products that sum over the experts
-    ranked_from: set[int]  # keys of members that the choice is computed from
-
-
-def routing_of(group: ExpertGroup, trace: Trace) -> Routing:
-    """Return how a group's experts were chosen in a dry run."""
-    sizes = {group.router.num_choices, *group.counts}
-    rankings = [ranking for ranking in trace.rankings if ranking.size in sizes]
+def _follows_a_choice(group: ExpertGroup, trace: Trace) -> bool:
+    """Return whether what is applied, or what of it is kept, follows a choice among the experts."""
     flows = trace.chosen.union(*(c.ranked for c in trace.contractions))
     # Scores may pick tokens without being ranked: by a threshold, or each expert among tokens.
     picked = bool(trace.contractions) and all(c.picked for c in trace.contractions)
-    merged = [
+    return not group.sizes.isdisjoint(flows) or picked
+
+
+def _why_no_experts(group: ExpertGroup, trace: Trace, routed: bool) -> str | None:
+    """Return why a group does not hold experts; None where it does."""
+    first = group.members[0].shape_text
+    merged = [  # products that sum over the experts
         c
         for c in trace.contractions
         if c.axis == group.axes[c.weight] and c.size == group.counts[c.weight]
     ]
-    return Routing(
-        seen=trace.completed and bool(trace.contractions),
-        routed=not sizes.isdisjoint(flows) or picked,
-        layers=any(
-            c.weight in {key for key, _ in c.upstream} and not c.picked
-            for c in trace.contractions
-            if len(group.members[c.weight].shape) == 3
-        ),
-        mixed=any(not sizes.isdisjoint(c.ranked) for c in merged),
-        merged=merged,
-        ranked_from={key for ranking in rankings for key, _ in ranking.upstream},
-    )
-
-
-def why_no_experts(group: ExpertGroup, trace: Trace, routing: Routing) -> str | None:
-    """Return why a group does not hold experts; None where it does."""
+    # Ranked scores may weigh the experts' matrices, which are summed to one.
+    mixed = any(not group.sizes.isdisjoint(c.ranked) for c in merged)
     problem = low_rank_problem(group, trace)
-    if problem is None:
-        by_use = _problem_of_use if routing.seen else _problem_of_shapes
-        problem = by_use(group, trace, routing)
-    first = group.members[0].shape_text
-    if problem is not None or not routing.merged or group.chain is not None:
+    if problem is None and trace.completed and trace.contractions:
+        problem = _problem_of_use(group, trace, routed or mixed)
+    elif problem is None:
+        problem = _problem_of_shapes(group, trace)
+    if problem is not None or not merged or group.chain is not None:
         return problem
-    if not routing.mixed:
+    if not mixed:
         return f"the forward sums over its first dimension: one projection, not several ({first})"
-    if len(routing.merged) == len(trace.contractions) and not trace.applied:
+    if len(merged) == len(trace.contractions) and not trace.applied:
         return (
             "the forward sums over its first dimension and multiplies nothing by the result: "
             f"no matrices that are applied ({first})"
@@ -108,12 +82,16 @@ def why_no_experts(group: ExpertGroup, trace: Trace, routing: Routing) -> str | 
     return None
 
 
-def _problem_of_use(group: ExpertGroup, trace: Trace, routing: Routing) -> str | None:
+def _problem_of_use(group: ExpertGroup, trace: Trace, chosen: bool) -> str | None:
     """Return what a complete dry run says against experts."""
     first = group.members[0]
-    if routing.layers:
+    if any(
+        c.weight in {key for key, _ in c.upstream} and not c.picked
+        for c in trace.contractions
+        if len(group.members[c.weight].shape) == 3
+    ):
         return f"the forward applies its matrices one after the other: layers ({first.shape_text})"
-    if not (routing.routed or routing.mixed):
+    if not chosen:
         return (
             f"the forward of {group.block.name or 'the model'} applies it without choosing among "
             f"{group.router.num_choices} ({first.shape_text})"
@@ -126,7 +104,7 @@ def _problem_of_use(group: ExpertGroup, trace: Trace, routing: Routing) -> str |
     return None
 
 
-def _problem_of_shapes(group: ExpertGroup, trace: Trace, routing: Routing) -> str | None:
+def _problem_of_shapes(group: ExpertGroup, trace: Trace) -> str | None:
     """Return what shapes say against experts where the block could not be run."""
     first, router, name = group.members[0], group.router, group.router.leaf.known_as
     shape, place = first.shape_text, group.block.name or "the model"
@@ -153,21 +131,12 @@ def _problem_of_shapes(group: ExpertGroup, trace: Trace, routing: Routing) -> st
     return None
 
 
-@dataclass(eq=False, slots=True)
-class _SharedExpertScope:
-    """A module in which fused shared experts may stand beside routed ones."""
-
-    beside: str  # name of the routed parameter
-    hidden_sizes: set[int] = field(default_factory=set)  # one of which shared experts must have
-    direct: bool = False  # the routed experts' block, not only the module around it
-
-
 class Classifier:
     """Classifies the tensors of one model: what was decided so far, and dry runs by block."""
 
     def __init__(self, leaves: Sequence[Leaf], index: RouterIndex) -> None:
         self.leaves, self.index = leaves, index
-        self._by_leaf: dict[int, Classification] = {}
+        self._by_leaf: dict[Leaf, Classification] = {}
         self._traces: dict[object, Trace] = {}
 
     def classify(self) -> list[Classification]:
@@ -179,14 +148,14 @@ class Classifier:
             if len(leaf.shape) < 3:
                 if leaf.kind == "bare" and len(leaf.shape) == 2 and min(leaf.shape) > 1:
                     candidates.append(leaf)
-            elif (reason := not_a_candidate(leaf)) is not None:
+            elif (reason := _not_a_candidate(leaf)) is not None:
                 self._reject(leaf, reason)
             else:
                 candidates.append(leaf)
         for group in find_groups(candidates, self.index):
             self._classify_group(group)
         self._find_shared(candidates)
-        for leaf in (leaf for leaf in candidates if id(leaf) not in self._by_leaf):
+        for leaf in (leaf for leaf in candidates if leaf not in self._by_leaf):
             count, shape = leaf.shape[0], leaf.shape_text
             reason = f"no router: nothing near it chooses among {count} ({shape})"
             if near := self.index.candidates(leaf, count):
@@ -195,10 +164,10 @@ class Classifier:
                     f"weights, or this {shape} chains with none of its siblings"
                 )
             self._reject(leaf, reason)
-        return [self._by_leaf[id(leaf)] for leaf in self.leaves if id(leaf) in self._by_leaf]
+        return [self._by_leaf[leaf] for leaf in self.leaves if leaf in self._by_leaf]
 
     def _reject(self, leaf: Leaf, reason: str) -> None:
-        self._by_leaf[id(leaf)] = Classification(leaf, rejection=reason)
+        self._by_leaf[leaf] = Classification(leaf, rejection=reason)
 
     def _classify_group(self, group: ExpertGroup) -> None:
         trace = self._trace(group)
@@ -206,16 +175,18 @@ class Classifier:
             ranked = {ranking.size for ranking in trace.rankings}
             routers = (c for c in group.alternatives if c.num_choices in ranked)
             group.router = next(routers, group.router)
-        routing = routing_of(group, trace)
-        problem = why_no_experts(group, trace, routing)
+        routed = _follows_a_choice(group, trace)
+        problem = _why_no_experts(group, trace, routed)
+        rankings = (ranking for ranking in trace.rankings if ranking.size in group.sizes)
+        ranked_from = {key for ranking in rankings for key, _ in ranking.upstream}
         for key, leaf in enumerate(group.members):
             if problem is not None:
                 self._reject(leaf, problem)
-            elif group.chain is None and key in routing.ranked_from:
+            elif group.chain is None and key in ranked_from:
                 reason = "the block's choice is computed from it: weights of routers"
                 self._reject(leaf, f"{reason} ({leaf.shape_text})")
             else:
-                evidence = _evidence(group, key, routing.routed)
+                evidence = _evidence(group, key, routed)
                 count, axis = group.counts[key], group.axes[key]
                 use = use_of(group.members, key, axis, count, group.chain, trace)
                 self._accept(leaf, count, use, evidence, group.router)
@@ -241,7 +212,7 @@ class Classifier:
             packed=leaf.packed,
             **use._asdict(),
         )
-        self._by_leaf[id(leaf)] = Classification(leaf, expert, router=router)
+        self._by_leaf[leaf] = Classification(leaf, expert, router=router)
 
     def _trace(self, group: ExpertGroup) -> Trace:
         """Return a dry run of the group's block, shared by all blocks that are built alike."""
@@ -262,57 +233,55 @@ class Classifier:
         )
         if not trace.contractions:
             # Orientation can still be seen on the owners alone; whether a router chooses cannot.
-            nodes = (leaf.node for leaf in group.members)
-            for owner in {id(node): node for node in nodes if node is not block}.values():
+            owners = dict.fromkeys(leaf.node for leaf in group.members if leaf.node is not block)
+            for owner in owners:
                 alone = best_trace(owner, group.members, self.leaves, sizes, max(group.counts))
                 trace.contractions.extend(alone.contractions)
         return trace
 
     def _find_shared(self, candidates: Sequence[Leaf]) -> None:
         """Accept fused shared experts: they always run, and chain over the same hidden size."""
-        scopes = self._shared_expert_scopes()
-        by_module: dict[int, list[Leaf]] = defaultdict(list)
-        for leaf in candidates:
-            known = self._by_leaf.get(id(leaf))
-            if len(leaf.shape) >= 3 and (known is None or known.expert is None):
-                by_module[id(leaf.node)].append(leaf)
-        for members in by_module.values():
-            owner, count = members[0].node, members[0].shape[0]
-            around = (scopes[id(node)] for node in owner.ancestors() if id(node) in scopes)
-            scope = next(around, None)
+        # For a block with routed experts, and the module around it: each, and is it their block.
+        scopes: dict[Node, list[tuple[ExpertParam, bool]]] = defaultdict(list)
+        for item in self._by_leaf.values():
+            if item.expert is not None and item.router is not None:
+                block = item.router.block.common_ancestor(item.leaf.node)
+                scopes[block].append((item.expert, True))
+                if block.parent is not None and not is_list(block.parent):
+                    scopes[block.parent].append((item.expert, False))
+        left = (
+            leaf
+            for leaf in candidates
+            if len(leaf.shape) >= 3
+            if leaf not in self._by_leaf or self._by_leaf[leaf].expert is None
+        )
+        for owner, group in groupby(list(left), attrgetter("node")):
+            members = list(group)
+            count = members[0].shape[0]
+            scope = next((scopes[node] for node in owner.ancestors() if node in scopes), None)
             if scope is None or any(leaf.shape[0] != count for leaf in members):
                 continue
+            hidden_sizes = {size for expert, _ in scope for size in _sides(expert)}
             axes, counts = [0] * len(members), [count] * len(members)
-            chain = chain_of(members, axes, counts, scope.hidden_sizes)
-            if chain is None or chain.hidden not in scope.hidden_sizes or not chain.gated:
+            chain = chain_of(members, axes, counts, hidden_sizes)
+            if chain is None or chain.hidden not in hidden_sizes or not chain.gated:
                 continue
-            if scope.direct or chain.fused:
+            if chain.fused or any(direct for _, direct in scope):
                 trace = best_trace(owner, members, self.leaves, [chain.hidden], count)
                 for key, leaf in enumerate(members):
                     evidence = (
                         f"{count} matrices in one {leaf.shape_text} parameter that chain "
-                        f"({chain.describe()}) beside the routed expert weight {scope.beside} of "
-                        "the same hidden size: shared experts, which always run"
+                        f"({chain.describe()}) beside the routed expert weight {scope[0][0].name} "
+                        "of the same hidden size: shared experts, which always run"
                     )
                     use = use_of(members, key, 0, count, chain, trace)
                     self._accept(leaf, count, use, evidence)
 
-    def _shared_expert_scopes(self) -> dict[int, _SharedExpertScope]:
-        """Return where shared experts may stand: the blocks of routed ones, and what holds them."""
-        scopes: dict[int, _SharedExpertScope] = {}
-        for item in self._by_leaf.values():
-            if item.expert is None or item.router is None:
-                continue
-            leaf, expert = item.leaf, item.expert
-            sizes = {size for size in (expert.in_features, expert.out_features) if size}
-            block = item.router.block.common_ancestor(leaf.node)
-            for node, direct in ((block, True), (block.parent, False)):
-                if node is None or (is_list(node) and not direct):
-                    continue
-                scope = scopes.setdefault(id(node), _SharedExpertScope(leaf.name))
-                scope.hidden_sizes |= sizes or set(leaf.shape[-2:])
-                scope.direct |= direct
-        return scopes
+
+def _sides(expert: ExpertParam) -> set[int]:
+    """Return the sizes of an expert's matrix."""
+    sizes = {size for size in (expert.in_features, expert.out_features) if size}
+    return sizes or set(expert.shape[-2:])
 
 
 def _evidence(group: ExpertGroup, key: int, routed: bool) -> str:

@@ -282,7 +282,7 @@ class BlockTrace(TorchDispatchMode):
         self, name: str, func: Any, args: Any, kwargs: Any, activations: list[torch.Tensor]
     ) -> Any:
         if name in _PICKS and isinstance(args[0], torch.Tensor) and args[0].is_meta:
-            return self._pick(name, args)
+            return self._pick(name, func, args)
         history = self._joined(activations)
         if func._schema.is_mutable:
             target = args[0]
@@ -312,30 +312,23 @@ class BlockTrace(TorchDispatchMode):
 
         return tree_map(answer, out)
 
-    def _pick(self, name: str, args: Any) -> torch.Tensor:
+    def _pick(self, name: str, func: Any, args: Any) -> torch.Tensor:
         """Return slices of a weight picked by a real index, still as a weight."""
-        source: torch.Tensor = args[0]
+        source, *where = args
         rest = 0  # the first dimension of the weight that is left as it was, where that is known
-        if name == "index_select" and args[1] == 0:
-            lead, rest = tuple(args[2].shape), 1
+        if name == "index_select":
+            rest = int(where[0] == 0)
         elif name == "index":
-            positions = [index for index in args[1] if index is not None]
-            if len(positions) == 1 and args[1][0] is not None:
-                index = positions[0]
-                mask = index.dtype in (torch.bool, torch.uint8)
-                lead, rest = ((int(index.sum()),), index.dim()) if mask else (tuple(index.shape), 1)
-        if rest:
-            out = torch.empty(lead + tuple(source.shape[rest:]), dtype=source.dtype, device="meta")
-        elif name == "index":
-            out = aten.index(source, [None if i is None else i.to("meta") for i in args[1]])
-        else:
-            out = torch.empty_like(args[-1], dtype=source.dtype, device="meta")
+            mask = where[0][0]
+            rest = int(mask is not None and all(index is None for index in where[0][1:]))
+            if rest and mask.dtype in (torch.bool, torch.uint8):
+                rest, where = mask.dim(), [mask.nonzero(as_tuple=True)]
+        out: torch.Tensor = func(source, *_to_meta(where))
         origin = self._origins.get(source)
         if origin is not None:
-            axes: dict[int, int] = {}
-            if rest:
-                kept = [origin.axis(source, dim) for dim in range(rest, source.dim())]
-                axes = _axes_by_stride(out, [None] * len(lead) + kept)
+            lead = out.dim() - source.dim() + rest
+            kept = [origin.axis(source, dim) for dim in range(rest, source.dim())] if rest else []
+            axes = _axes_by_stride(out, [None] * lead + kept) if rest else {}
             index = self._joined([t for t in _tensors(args[1:]) if not t.is_meta])
             self._origins[out] = _Origin(origin.weight, axes, origin.ranked | index.ranked)
         return out

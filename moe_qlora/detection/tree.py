@@ -137,31 +137,23 @@ def _leaf(node: Node, attribute: str, tensor: torch.Tensor, kind: str) -> Leaf:
     )
 
 
-def _own_leaves(node: Node, seen: dict[int, Leaf]) -> None:
-    def add(leaf: Leaf) -> None:
-        first = seen.get(id(leaf.tensor))
-        if first is not None and first.kind != "buffer":
-            first.aliases.append(leaf.name)
-            return
-        seen[id(leaf.tensor)] = leaf
-        node.leaves.append(leaf)
-
+def _own_leaves(node: Node) -> Iterator[Leaf]:
+    """Yield the tensors that a module owns, in the order of `named_parameters`."""
     module = node.module
     for attribute, parameter in module._parameters.items():
         if parameter is not None:
-            add(_leaf(node, attribute, parameter, _kind(module, attribute)))
+            yield _leaf(node, attribute, parameter, _kind(module, attribute))
     parametrized = module._modules.get("parametrizations")
     for attribute, steps in parametrized.items() if isinstance(parametrized, nn.ModuleDict) else ():
         original: Any = getattr(steps, "original", None)
-        if not isinstance(original, torch.Tensor):
-            continue
-        leaf = _leaf(node, attribute, original, "bare")
-        for step in steps.children():
-            _show_decoded(leaf, step)
-        add(leaf)
+        if isinstance(original, torch.Tensor):
+            leaf = _leaf(node, attribute, original, "bare")
+            for step in steps.children():
+                _show_decoded(leaf, step)
+            yield leaf
     for attribute, buffer in module._buffers.items():
         if buffer is not None:
-            add(_leaf(node, attribute, buffer, "buffer"))
+            yield _leaf(node, attribute, buffer, "buffer")
 
 
 def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
@@ -176,7 +168,13 @@ def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
 
     def visit(name: str, module: nn.Module, parent: Node | None) -> Node:
         node = Node(name, module, parent, 0 if parent is None else parent.depth + 1)
-        _own_leaves(node, seen)
+        for leaf in _own_leaves(node):
+            first = seen.get(id(leaf.tensor))
+            if first is not None and first.kind != "buffer":
+                first.aliases.append(leaf.name)
+            else:
+                seen[id(leaf.tensor)] = leaf
+                node.leaves.append(leaf)
         leaves.extend(node.leaves)
         visited.add(id(module))
         for child_name, child in module._modules.items():
