@@ -7,34 +7,100 @@ each parameter or buffer outside of all of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import bitsandbytes.nn
 import torch
 from torch import Tensor, nn
 
 from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES
+from ..kernels.weights import PackedWeight
 from ..packing import parametrize
-from ..packing.quant_state import state_tensors
+from ..packing.quant_state import from_quant_state
 from .budget import Block
 
 
-def blocks_of(model: Any) -> tuple[Block, ...]:
+class PackedPart(NamedTuple):
+    """One packed weight: of a Linear layer, or of experts."""
+
+    module: str  # Full name of its module
+    leaf: str  # Its name there
+    linear: bool
+    weight: PackedWeight
+
+    @property
+    def statistics(self) -> int:
+        """Bytes of its statistics."""
+        return sum(tensor.nbytes for tensor in self.weight.statistics)
+
+    @property
+    def dequantized(self) -> int:
+        """Bytes of what of it is dequantized at once."""
+        size = self.weight.numel * self.weight.dtype.itemsize
+        whole = self.linear or size <= DEQUANTIZED_WEIGHT_BYTES
+        return size if whole else size // self.weight.experts
+
+
+def packed_parts(model: nn.Module) -> Iterator[PackedPart]:
+    """Yield everything of a model that is packed: experts, then Linear layers."""
+    for name, module, leaf in parametrize.iter_packed(model):
+        yield PackedPart(name, leaf, False, parametrize.read_packed(module, leaf))
+    for name, linear in model.named_modules():
+        if parametrize.is_packed_linear(linear):
+            yield PackedPart(name, "weight", True, _linear_weight(linear))
+
+
+def _linear_weight(layer: Any) -> PackedWeight:
+    weight = layer.weight
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        return from_quant_state(weight, state, owner=weight)
+    kind = "int8" if isinstance(layer, bitsandbytes.nn.Linear8bitLt) else weight.quant_type
+    scales = getattr(weight, "SCB", None)  # None before it is packed
+    shape = (layer.out_features, layer.in_features)
+    return PackedWeight(
+        weight, scales, None, 0, None, shape, kind, torch.float16, owner=weight
+    )  # fmt: skip
+
+
+def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
     """Return what each block holds without adapters; a tied tensor counts where it is first."""
+    packed = {id(part.weight.owner): part for part in parts}
     seen: set[int] = set()
-    return tuple(_block(name, unit, seen) for name, unit in _units(model))
+    blocks = []
+    for name, unit in _units(model):
+        tensors = {id(t): t for t in _tensors(unit) if id(t) not in seen}
+        seen |= tensors.keys()
+        held = [packed[key] for key in tensors if key in packed]
+        codes = {
+            linear: sum(part.weight.codes.nbytes for part in held if part.linear is linear)
+            for linear in (True, False)
+        }
+        # Scales of 8-bit experts are buffers, all other statistics are not among the tensors.
+        buffers = sum(p.statistics for p in held if p.weight.kind == "int8" and not p.linear)
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        block = Block(
+            name,
+            experts=codes[False],
+            linear=codes[True],
+            other=total - sum(codes.values()) - buffers,
+            statistics=sum(part.statistics for part in held),
+            dequantized=max((part.dequantized for part in held), default=0),
+        )
+        blocks.append(block)
+    return tuple(blocks)
 
 
 def tied_blocks(model: Any) -> list[tuple[str, str]]:
     """Return pairs of blocks that hold the very same tensor, and so must share a device."""
     owner: dict[int, str] = {}
-    pairs: list[tuple[str, str]] = []
-    for name, unit in _units(model):
-        for tensor in unit.parameters() if isinstance(unit, nn.Module) else [unit]:
-            first = owner.setdefault(id(tensor), name)
-            if first != name and (first, name) not in pairs:
-                pairs.append((first, name))
-    return pairs
+    pairs = (
+        (owner.setdefault(id(tensor), name), name)
+        for name, unit in _units(model)
+        for tensor in (unit.parameters() if isinstance(unit, nn.Module) else [unit])
+    )
+    return list(dict.fromkeys(pair for pair in pairs if pair[0] != pair[1]))
 
 
 def block_modules(model: Any) -> dict[str, nn.Module]:
@@ -42,9 +108,8 @@ def block_modules(model: Any) -> dict[str, nn.Module]:
     return {name: unit for name, unit in _units(model) if isinstance(unit, nn.Module)}
 
 
-def block_of(parameter_name: str, blocks: list[str]) -> str:
-    """Return the block that a parameter belongs to, which may be the parameter itself."""
-    return next((b for b in blocks if parameter_name.startswith(f"{b}.")), parameter_name)
+def _tensors(unit: nn.Module | Tensor) -> list[Tensor]:
+    return [unit] if isinstance(unit, Tensor) else [*unit.parameters(), *unit.buffers()]
 
 
 def _units(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
@@ -56,67 +121,16 @@ def _units(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
         if type(module).__name__ in classes or listed:
             parts = name.split(".") + ([""] if listed else [])
             split_paths |= {".".join(parts[:end]) for end in range(len(parts))}
-    yield from _descend("", model, split_paths, classes)
 
+    def descend(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{name}".lstrip("."), tensor
+        for name, child in module.named_children():
+            inner = f"{path}.{name}".lstrip(".")
+            if inner in split_paths and type(child).__name__ not in classes:
+                yield from descend(inner, child)
+            elif _tensors(child):
+                yield inner, child
 
-def _descend(
-    path: str, module: nn.Module, split_paths: set[str], classes: set[str]
-) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield f"{path}.{name}".lstrip("."), tensor
-    for name, child in module.named_children():
-        inner = f"{path}.{name}".lstrip(".")
-        if inner in split_paths and type(child).__name__ not in classes:
-            yield from _descend(inner, child, split_paths, classes)
-        elif any(True for _ in (*child.parameters(), *child.buffers())):
-            yield inner, child
-
-
-def _block(name: str, unit: nn.Module | Tensor, seen: set[int]) -> Block:
-    if isinstance(unit, Tensor):
-        fresh = id(unit) not in seen
-        seen.add(id(unit))
-        return Block(name, other=unit.nbytes if fresh else 0)
-    totals: dict[str, Any] = {"experts": 0, "linear": 0, "other": 0, "statistics": 0}
-    largest = 0
-    for module in unit.modules():
-        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None or id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            kind, statistics, dequantized = _classify(module, leaf, tensor)
-            totals[kind] += tensor.nbytes
-            totals["statistics"] += statistics
-            largest = max(largest, dequantized)
-    return Block(name, **totals, dequantized=largest)
-
-
-def _classify(module: nn.Module, leaf: str, tensor: Tensor) -> tuple[str, int, int]:
-    """Return a tensor's component, the bytes of its statistics, and of it dequantized at once."""
-    if isinstance(module, nn.utils.parametrize.ParametrizationList) and leaf == "original":
-        first: Any = module[0]
-        if isinstance(first, parametrize.PackedInt8):  # its scales are a buffer, counted there
-            return "experts", 0, _dequantized(tuple(first.weight_shape), first.weight_dtype)
-        state = first.quant_state
-        return "experts", _nbytes(state), _dequantized(tuple(state.shape), state.dtype)
-    if isinstance(module, parametrize.PackedInt8):
-        return "statistics", 0, 0
-    if parametrize.is_packed_linear(module) and leaf == "weight":
-        linear: Any = module
-        state = getattr(tensor, "quant_state", None)
-        size = linear.in_features * linear.out_features
-        if state is not None:
-            return "linear", _nbytes(state), size * state.dtype.itemsize
-        scales = getattr(tensor, "SCB", None)
-        return "linear", scales.nbytes if isinstance(scales, Tensor) else 0, 2 * size
-    return "other", 0, 0
-
-
-def _nbytes(state: Any) -> int:
-    return sum(tensor.nbytes for tensor in state_tensors(state))
-
-
-def _dequantized(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    size = torch.Size(shape).numel() * dtype.itemsize
-    return size if size <= DEQUANTIZED_WEIGHT_BYTES else size // shape[0]
+    yield from descend("", model)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from .devices import partition, reserve_nbytes
 from .optimizer import optimizer_nbytes
@@ -156,14 +157,11 @@ class StepBudget:
         self._gradients = [sum(self._own[block.name] for block in group) for group in groups]
         place = {block.name: index for index, group in enumerate(groups) for block in group}
         self._run = [(place[a.name], a) for a in activities if a.name in place]
-        self._known: dict[tuple[int, int], int] = {}
 
     def nbytes(self, first: int, last: int) -> int:
         """Return the peak of the groups [first, last) on one device."""
-        if (first, last) not in self._known:
-            highest = max(map(_total, self._moments(first, last)))
-            self._known[first, last] = sum(self._fixed(first, last).values()) + highest
-        return self._known[first, last]
+        highest = max(map(_total, self._moments(first, last)))
+        return sum(self._fixed(first, last).values()) + highest
 
     def peak(self, first: int = 0, last: int | None = None) -> Peak:
         """Return the same with its parts, by default of all groups."""
@@ -189,7 +187,7 @@ class StepBudget:
         """Return the blocks spread by `partition` over devices of these bytes."""
         spans = [(0, len(self.groups))]
         if len(capacities) > 1:
-            spans = partition(len(self.groups), capacities, self.nbytes)
+            spans = partition(len(self.groups), capacities, cache(self.nbytes))
         uses = []
         for index, capacity in enumerate(capacities):
             first, last = spans[index] if index < len(spans) else (0, 0)

@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import bitsandbytes as bnb
 import peft
 import torch
 from torch import Tensor, nn
 
-from ..detection import detect as detection
-from ..detection.detect import detect
+from ..detection.detect import detect, dispatches
 from ..errors import ConfigError
 from ..experts import forward
-from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora.config import top_k_of
 from ..lora.model import get_peft_model
@@ -32,7 +29,7 @@ from ..packing import parametrize
 from ..packing.meta import blank_weight, pack_blank
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
-from .blocks import block_modules, block_of, blocks_of
+from .blocks import PackedPart, block_modules, blocks_of, packed_parts
 from .budget import Block, Settings
 from .meta_ops import fake_dequantize, fake_experts, fake_layer, fake_linear
 
@@ -41,18 +38,6 @@ DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
 bnb_nn: Any = cast(Any, bnb).nn
 
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-
-
-class PackedPart(NamedTuple):
-    """One packed weight: of a Linear layer, or of experts."""
-
-    module: str  # Full name of its module
-    leaf: str  # Its name there
-    linear: bool
-    kind: str
-    nested: bool  # Whether 4-bit statistics are quantized as well
-    shape: tuple[int, ...]
-    dtype: torch.dtype  # Dequantized
 
 
 @dataclass
@@ -68,7 +53,7 @@ class MetaModel:
     @property
     def kind(self) -> str | None:
         """The packed type, None where nothing is packed."""
-        return min((part.kind for part in self.parts), default=None)
+        return min((part.weight.kind for part in self.parts), default=None)
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
@@ -79,18 +64,12 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
         )
     memo: dict[int, Any] = {}
     alive: list[Any] = []  # the memo goes by id: nothing in it may die
-    for _, module, leaf in parametrize.iter_packed(model):
-        packed = parametrize.read_packed(module, leaf)
-        if packed.kind != "int8":
+    for part in packed_parts(model):
+        packed = part.weight
+        if packed.table is not None:  # 4-bit
             blank = blank_weight(tuple(packed.shape), packed.dtype, CodecSettings.of(packed))
-            memo[id(parametrize.original_of(module, leaf))] = parametrize.hold(blank)
+            memo[id(packed.owner)] = parametrize.hold(blank)
     for module in model.modules():
-        weight = module._parameters.get("weight")
-        state = getattr(weight, "quant_state", None)
-        if state is not None and id(weight) not in memo:
-            settings = CodecSettings(state.quant_type, state.nested, cast(Tensor, weight).dtype)
-            blank = blank_weight(tuple(state.shape), state.dtype, settings)
-            memo[id(weight)] = parametrize.hold(blank)
         int8_state = getattr(module, "state", None)
         alive += [getattr(int8_state, name, None) for name in ("CB", "SCB")]
     for tensor in (*model.parameters(), *model.buffers(), *alive):
@@ -136,26 +115,11 @@ def pack(model: Any, config: Any, *, linears: bool) -> MetaModel:
             pack_blank(model, param, settings)
         if linears and hasattr(model, "all_tied_weights_keys"):
             _pack_linears(model, config, settings)
-    meta = MetaModel(model, model, layout, tuple(packed_parts(model)), blocks_of(model))
+    parts = tuple(packed_parts(model))
+    meta = MetaModel(model, model, layout, parts, blocks_of(model, parts))
     model.is_loaded_in_8bit = meta.kind == "int8"
     model.is_loaded_in_4bit = meta.kind in ("nf4", "fp4")
     return meta
-
-
-def packed_parts(model: nn.Module) -> Iterator[PackedPart]:
-    """Yield everything of a model that is packed: experts, then Linear layers."""
-    for name, module, leaf in parametrize.iter_packed(model):
-        packed = parametrize.read_packed(module, leaf)
-        nested, shape = packed.nested is not None, tuple(packed.shape)
-        yield PackedPart(name, leaf, False, packed.kind, nested, shape, packed.dtype)
-    for name, linear in model.named_modules():
-        if parametrize.is_packed_linear(linear):
-            layer: Any = linear
-            state = getattr(layer.weight, "quant_state", None)
-            kind = "int8" if isinstance(layer, bnb_nn.Linear8bitLt) else layer.weight.quant_type
-            shape = (layer.out_features, layer.in_features)
-            nested, dtype = (state.nested, state.dtype) if state else (False, torch.float16)
-            yield PackedPart(name, "weight", True, kind, nested, shape, dtype)
 
 
 def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
@@ -208,7 +172,8 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
     for name, parameter in meta.base.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(device="meta", dtype=dtype)
-            trained.setdefault(block_of(name, names), []).append(parameter.numel())
+            block = next((block for block in names if name.startswith(f"{block}.")), name)
+            trained.setdefault(block, []).append(parameter.numel())
     meta.blocks = tuple(
         replace(block, trained=tuple(trained.get(block.name, ()))) for block in meta.blocks
     )
@@ -256,31 +221,11 @@ def fake_packed(meta: MetaModel) -> None:
     for part in meta.parts:
         module = unwrapped(meta.base.get_submodule(part.module))
         if part.linear:
-            compute = getattr(module, "compute_dtype", None)
-            fake_linear(module, part.shape, part.kind, part.dtype, compute)
+            fake_linear(module, part.weight, getattr(module, "compute_dtype", None))
             continue
-        if part.leaf == "down_proj" and detection.dispatches(module):
-            first = "gate_up_proj" if module.has_gate else "up_proj"
-            down = parametrize.read_packed(module, part.leaf)
-            fake_experts(module, (first, "down_proj"), _call_shape(module, down))
-        fake_dequantize(module.parametrizations[part.leaf][0], part.shape, part.dtype)
-
-
-def _call_shape(module: Any, down: PackedWeight) -> dict[str, Any]:
-    """Return the fields of an `ExpertsCall` that depend on the module's weights alone."""
-    experts, rows, columns = down.shape
-    hidden, intermediate = (columns, rows) if module.is_transposed else (rows, columns)
-    return {
-        "experts": experts,
-        "hidden": hidden,
-        "intermediate": intermediate,
-        "gated": bool(module.has_gate),
-        "transposed": bool(module.is_transposed),
-        "weight_itemsize": down.dtype.itemsize,
-        "kind": down.kind,
-        "blocksize": down.blocksize,
-        "nested": down.nested is not None,
-    }
+        if part.leaf == "down_proj" and dispatches(module):
+            fake_experts(module, part.weight)
+        fake_dequantize(module.parametrizations[part.leaf][0], part.weight)
 
 
 def fake_layers(meta: MetaModel) -> None:

@@ -2,16 +2,7 @@
 
 A fake operation computes nothing. It makes tensors of the sizes that the real one makes, keeps for
 backward what that keeps, and holds for a moment what that holds, so that allocations can be counted
-as on a GPU:
-
-    fake_linear        bitsandbytes' MatMul4Bit and MatMul8bitLt: dequantizes in both directions
-    fake_experts       one call of packed experts, by the figures of `memory/experts.py`
-    fake_layer         a whole layer that cannot run without data, by a rough estimate
-    fake_dequantize    a packed parameter that other code reads
-    FusedAttention     the kernels behind `scaled_dot_product_attention` on CUDA
-    Passthrough        hands on hidden states for a layer of which one like it is run
-
-They are put on instances of a model that exists for planning only.
+as on a GPU. They are put on instances of a model that exists for planning only.
 """
 
 from __future__ import annotations
@@ -25,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..experts.lora_source import active_lora
+from ..kernels.weights import PackedWeight
 from .experts import Adapter, ExpertsCall, kept_nbytes, working_nbytes
 
 _CALL, _SHAPE = "_moe_qlora_planned_call", "_moe_qlora_planned_shape"
@@ -78,24 +70,21 @@ class _Linear8bit(torch.autograd.Function):
         return grad.new_empty((*grad.shape[:-1], weight.shape[1])), None
 
 
-def fake_linear(
-    module: nn.Module, shape: tuple[int, ...], kind: str, dtype: torch.dtype, compute: Any
-) -> None:
-    """Replace the forward of a packed Linear layer with a weight of this shape `(out, in)`.
-
-    The dtype is that of the dequantized weight; `compute` is `bnb_4bit_compute_dtype`, or None.
-    """
+def fake_linear(module: nn.Module, weight: PackedWeight, compute: Any) -> None:
+    """Replace a packed Linear layer's forward; `compute` is `bnb_4bit_compute_dtype`, or None."""
+    shape = tuple(weight.shape)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if kind == "int8":
+        if weight.kind == "int8":
             return _Linear8bit.apply(x, shape)
-        return _Linear4bit.apply(x.to(compute or x.dtype), shape, dtype).to(x.dtype)
+        return _Linear4bit.apply(x.to(compute or x.dtype), shape, weight.dtype).to(x.dtype)
 
     set_forward(module, forward)
 
 
-def fake_dequantize(parametrization: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def fake_dequantize(parametrization: nn.Module, weight: PackedWeight) -> None:
     """Let a packed parameter's parametrization give out a tensor of the right size."""
+    shape, dtype = weight.shape, weight.dtype
     set_forward(parametrization, lambda self, codes: codes.new_empty(shape, dtype=dtype))
 
 
@@ -123,16 +112,27 @@ class _Sized(torch.autograd.Function):
         return None, *grads
 
 
-def fake_experts(module: nn.Module, names: tuple[str, str], shape: dict[str, Any]) -> None:
-    """Replace the forward of a packed experts module that dispatches through transformers.
-
-    `shape` has the fields of an `ExpertsCall` that depend on the weights alone.
-    """
+def fake_experts(module: Any, down: PackedWeight) -> None:
+    """Replace the forward of a packed experts module that dispatches through transformers."""
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    experts, rows, columns = down.shape
+    hidden, intermediate = (columns, rows) if module.is_transposed else (rows, columns)
+    shape = {  # the fields of a call that depend on the weights alone
+        "experts": experts,
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "gated": bool(module.has_gate),
+        "transposed": bool(module.is_transposed),
+        "weight_itemsize": down.dtype.itemsize,
+        "kind": down.kind,
+        "blocksize": down.blocksize,
+        "nested": down.nested is not None,
+    }
 
     def forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         loras = [active_lora(self, name) for name in names]
         first, second = (
-            tuple(Adapter(lora.a.shape[0] // shape["experts"], lora.a.itemsize) for lora in active)
+            tuple(Adapter(lora.a.shape[0] // experts, lora.a.itemsize) for lora in active)
             for active in loras
         )
         call = ExpertsCall(

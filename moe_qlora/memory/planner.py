@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from .. import build
 from ..errors import ConfigError, MoeQloraError
 from ..kernels.limits import WORKSPACE_PART
+from ..kernels.weights import PackedWeight
 from ..packing.format import ABSMAX, packed_tensors
 from ..packing.settings import CodecSettings
 from . import blocks, meta_model, meta_step
@@ -36,7 +38,7 @@ class Planner:
         self.estimated = False  # Whether the layers' activations are an estimate
         self.itemsize = meta_model.DTYPES[settings.adapter_dtype].itemsize
         self._unpacked: meta_model.MetaModel | None = None
-        self._steps: dict[tuple[int, int], tuple[tuple[Activity, ...], list[int]]] = {}
+        self._step = cache(self._run_step)
 
     @cached_property
     def meta(self) -> meta_model.MetaModel:
@@ -55,7 +57,7 @@ class Planner:
             label=self.source.label,
             model_type=str(getattr(self.source.config, "model_type", "")),
             kind=self.meta.kind,
-            double_quant=any(part.nested for part in self.meta.parts),
+            double_quant=any(part.weight.nested is not None for part in self.meta.parts),
             settings=self.settings,
             trained_weights=sum(sum(block.trained) for block in self.meta.blocks),
             unpacked=sum(tensors.values()),
@@ -94,18 +96,14 @@ class Planner:
         settings = replace(self.settings, batch=batch, seq=seq, workspace=workspace)
         return StepBudget(self._groups(activities), activities, settings, self.itemsize)
 
-    def _step(self, batch: int, seq: int) -> tuple[tuple[Activity, ...], list[int]]:
+    def _run_step(self, batch: int, seq: int) -> tuple[tuple[Activity, ...], list[int]]:
         """Return what each block does, and the workspace's buffers, of one step of this size."""
-        if (batch, seq) not in self._steps:
-            activities = self._activities(batch, seq)
-            meta = self._unpacked or self.meta
-            per_call = {
-                workspace_nbytes(call, checkpointing=self.settings.checkpointing)
-                for call in expert_calls(meta.base)
-            }
-            buffers = [max(sizes) for sizes in zip_longest(*per_call, fillvalue=0)]
-            self._steps[batch, seq] = activities, buffers
-        return self._steps[batch, seq]
+        activities = self._activities(batch, seq)
+        per_call = {
+            workspace_nbytes(call, checkpointing=self.settings.checkpointing)
+            for call in expert_calls((self._unpacked or self.meta).base)
+        }
+        return activities, [max(sizes) for sizes in zip_longest(*per_call, fillvalue=0)]
 
     def _activities(self, batch: int, seq: int) -> tuple[Activity, ...]:
         """Run the step; where that fails, with Linear layers unpacked, then with fake layers."""
@@ -171,17 +169,17 @@ class Planner:
 
     def _load_extra(self) -> int:
         """Return the most bytes that packing a module while loading needs beside its weights."""
-        modules: dict[str, list[meta_model.PackedPart]] = {}
+        modules: dict[str, list[PackedWeight]] = defaultdict(list)
         for part in self.meta.parts:
-            modules.setdefault(part.module, []).append(part)
-        extras = [
+            modules[part.module].append(part.weight)
+        extras = (
             load_extra_nbytes(
-                [part.shape for part in parts],
-                max(part.dtype.itemsize for part in parts),
-                CodecSettings(parts[0].kind, parts[0].nested),
+                [weight.shape for weight in weights],
+                max(weight.dtype.itemsize for weight in weights),
+                CodecSettings.of(weights[0]),
             )
-            for parts in modules.values()
-        ]
+            for weights in modules.values()
+        )
         return max(extras, default=0)
 
 

@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..layout import dtype_name
 from ..packing.settings import CodecSettings
 from . import meta_model
+from .blocks import packed_parts
 
 _DEFAULT = CodecSettings("nf4", True, compute_dtype=torch.bfloat16)
 
@@ -66,7 +67,7 @@ def _source_of_module(model: nn.Module, quantization: Any) -> ModelSource:
     if quantization is None:
         quantization = getattr(config, "quantization_config", None)
     on_meta = all(parameter.is_meta for parameter in model.parameters())
-    packed = next(meta_model.packed_parts(model), None) is not None
+    packed = next(packed_parts(model), None) is not None
     asked = None if packed else bnb_config(quantization)
     label = getattr(config, "name_or_path", "") or type(model).__name__
     copy_to_meta = partial(meta_model.copy_to_meta, model)
