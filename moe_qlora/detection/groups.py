@@ -77,9 +77,9 @@ def find_groups(candidates: Sequence[Leaf], index: RouterIndex) -> list[ExpertGr
     groups: list[ExpertGroup] = []
     alone: dict[tuple[Node, int], list[Leaf]] = defaultdict(list)
     for node, owned in groupby(candidates, attrgetter("node")):
-        deep, flat = [], []
-        for leaf in owned:
-            (deep if len(leaf.shape) > 2 else flat).append(leaf)
+        members = list(owned)
+        flat = [leaf for leaf in members if len(leaf.shape) == 2]
+        deep = [leaf for leaf in members if len(leaf.shape) > 2]
         if len(deep) == 1 and node.parent is not None:
             alone[node.parent, deep[0].shape[0]].append(deep[0])
         elif deep:

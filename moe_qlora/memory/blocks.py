@@ -57,11 +57,9 @@ def _linear_weight(layer: Any) -> PackedWeight:
     if state is not None:
         return from_quant_state(weight, state, owner=weight)
     kind = "int8" if isinstance(layer, bitsandbytes.nn.Linear8bitLt) else weight.quant_type
-    scales = getattr(weight, "SCB", None)  # None before it is packed
+    scales: Any = getattr(weight, "SCB", None)  # None before it is packed
     shape = (layer.out_features, layer.in_features)
-    return PackedWeight(
-        weight, scales, None, 0, None, shape, kind, torch.float16, owner=weight
-    )  # fmt: skip
+    return PackedWeight(weight, scales, None, 0, None, shape, kind, torch.float16, owner=weight)
 
 
 def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:

@@ -117,7 +117,7 @@ def fake_experts(module: Any, down: PackedWeight) -> None:
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     experts, rows, columns = down.shape
     hidden, intermediate = (columns, rows) if module.is_transposed else (rows, columns)
-    shape = {  # the fields of a call that depend on the weights alone
+    shape: dict[str, Any] = {  # the fields of a call that depend on the weights alone
         "experts": experts,
         "hidden": hidden,
         "intermediate": intermediate,
