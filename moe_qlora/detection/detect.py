@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, islice
 
 from torch import nn
 
 from ..errors import DetectionError
-from ..layout import ExpertsModule, ModelLayout, RejectedParam, Router
-from .linear import find_linear_experts
-from .routers import RouterIndex
+from ..layout import ExpertsModule, LinearExperts, ModelLayout, RejectedParam, Router
+from .routers import RouterIndex, is_list
 from .rules import Classification, Classifier
-from .tree import Leaf, build_tree
+from .shapes import Matrix, find_chain
+from .tree import Leaf, Node, build_tree
 
 
 def detect(model: nn.Module) -> ModelLayout:
@@ -29,7 +29,7 @@ def detect(model: nn.Module) -> ModelLayout:
     root, leaves = build_tree(model)
     index = RouterIndex()
     classified = Classifier(leaves, index).classify()
-    linear_experts, linear_routers = find_linear_experts(root, index)
+    linear_experts, linear_routers = _find_linear_experts(root, index)
     modules = _modules(classified)
     routers = [module.router for module in modules if module.router is not None]
     routers += [_router(leaf, leaf.shape[0]) for leaf in linear_routers]
@@ -95,3 +95,49 @@ def _modules(classified: Sequence[Classification]) -> tuple[ExpertsModule, ...]:
         )
         modules.append(module)
     return tuple(modules)
+
+
+def _find_linear_experts(
+    root: Node, index: RouterIndex
+) -> tuple[tuple[LinearExperts, ...], tuple[Leaf, ...]]:
+    """Return every list of E alike modules of chaining Linears beside a router, and the routers."""
+    experts: list[LinearExperts] = []
+    routers: list[Leaf] = []
+    for node in root.subtree():
+        # A dropout or an activation may stand in the list too.
+        items = [child for child in node.children if any(n.leaves for n in child.subtree())]
+        is_listing = is_list(node) or not (node.leaves or isinstance(node.module, nn.Sequential))
+        if len(items) < 2 or node.parent is None or not is_listing:
+            continue
+        if len(set(map(_built_as, items))) > 1:
+            continue
+        below = (leaf for part in items[0].subtree() for leaf in part.leaves)
+        linears = [leaf for leaf in below if leaf.kind == "linear"]
+        matrices = [Matrix(i, *leaf.shape) for i, leaf in enumerate(linears)]
+        if find_chain(matrices) is None:
+            continue
+        router = _router_beside(node, index, len(items))
+        if router is None:
+            continue
+        prefix = len(items[0].name) + 1
+        names = tuple(leaf.node.name[prefix:] for leaf in linears)
+        experts.append(LinearExperts(node.name, len(items), names))
+        routers.append(router)
+    return tuple(experts), tuple(routers)
+
+
+def _built_as(node: Node) -> tuple[object, ...]:
+    """Return the module's class, and the shapes of the tensors in it."""
+    shapes = (leaf.shape for below in node.subtree() for leaf in below.leaves)
+    return type(node.module), *shapes
+
+
+def _router_beside(node: Node, index: RouterIndex, count: int) -> Leaf | None:
+    """Return the (E, hidden) matrix in the two modules around the list that stands nearest."""
+    blocks = (above for above in node.ancestors() if above is not node and not is_list(above))
+    for block in islice(blocks, 2):
+        for leaf in index.visible(block):
+            matrix = leaf.kind in ("linear", "bare") and len(leaf.shape) == 2
+            if matrix and leaf.shape[0] == count and not node.holds(leaf.node):
+                return leaf
+    return None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -93,12 +94,10 @@ class Trace:
         """Return which weights feed each weight, and whether something nonlinear lies between."""
         feeds: dict[int, dict[int, bool]] = {}
         for contraction in self.contractions:
-            sources: dict[int, bool] = {}
-            for key, nonlinear in contraction.upstream:
-                if key != contraction.weight:
-                    sources[key] = sources.get(key, False) or nonlinear
+            upstream, weight = contraction.upstream, contraction.weight
+            sources = {key: (key, True) in upstream for key, _ in upstream if key != weight}
             if sources:
-                feeds.setdefault(contraction.weight, sources)
+                feeds.setdefault(weight, sources)
         return feeds
 
 
@@ -225,11 +224,7 @@ class BlockTrace(TorchDispatchMode):
     # Activations alone: real numbers, followed from the input.
 
     def _joined(self, tensors: list[torch.Tensor]) -> _History:
-        history = _History()
-        for tensor in tensors:
-            if tensor in self._histories:
-                history = history.join(self._histories[tensor])
-        return history
+        return reduce(_History.join, map(self.history, tensors), _History())
 
     def _follow(self, name: str, args: Any, activations: list[torch.Tensor], out: Any) -> None:
         history = self._joined(activations)

@@ -60,14 +60,10 @@ def is_named(config: Mapping[str, Any]) -> bool:
 
 
 class MoeQloraArgs(BaseModel):
-    """The fields that the plugin adds to axolotl's schema.
-
-    axolotl's loader reads `lora_exclude_modules` too, which its schema drops unless it is named
-    here.
-    """
+    """The fields that the plugin adds to axolotl's schema."""
 
     moe_qlora: ExpertsSettings | None = None
-    lora_exclude_modules: str | list[str] | None = None
+    lora_exclude_modules: str | list[str] | None = None  # which its loader reads, if it is named
 
     @model_validator(mode="before")
     @classmethod
@@ -88,15 +84,12 @@ class MoeQloraArgs(BaseModel):
 
 
 class MoeQloraPlugin(BasePlugin):
-    """Packs experts while axolotl loads a model, and trains LoRA on them.
-
-    `host` is that of the current run, and None outside of one.
-    """
+    """Packs experts while axolotl loads a model, and trains LoRA on them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.host: ExpertsHost | None = None
-        self._users: tuple[Any, dict[str, Any]] | None = None  # configuration, the user's values
+        self.host: ExpertsHost | None = None  # of the current run
+        self._written = ExitStack()  # gives the configuration back the user's values
         self._undo = ExitStack()
 
     # The configuration.
@@ -167,7 +160,9 @@ class MoeQloraPlugin(BasePlugin):
             # axolotl's own list has routers in it, some of which LoRA's layers cannot stand in for
             asked.target_modules = "all-linear"
         adapted: Any = self.host.before_peft(model, asked)
-        self._users = (cfg, {key: cfg.get(key) for key in _WRITTEN})
+        users = {key: cfg[key] for key in _WRITTEN if cfg.get(key) is not None}
+        for key in _WRITTEN:
+            self._written.callback(_put_back, cfg, key, users)
         cfg["lora_target_modules"] = _as_list(adapted.target_modules)
         cfg["lora_target_linear"] = None  # its layers are among the modules now
         cfg["lora_target_parameters"] = _as_list(adapted.target_parameters)
@@ -178,7 +173,7 @@ class MoeQloraPlugin(BasePlugin):
 
     def post_lora_load(self, cfg: Any, model: Any) -> None:
         """Connect the adapters, and check that the LoRA that was asked for takes part."""
-        self._restore()
+        self._written.close()
         # DPO, IPO and KTO come here too, with no adapter yet: see `post_trainer_create`.
         if self.host is not None and is_named(cfg) and hasattr(model, "peft_config"):
             self.host.after_peft(model)
@@ -191,7 +186,7 @@ class MoeQloraPlugin(BasePlugin):
         if _config_only(cfg) and hasattr(model, "get_base_model"):
             # At the end axolotl saves the model that it has loaded, with the trainer's adapters.
             base: Any = model.get_base_model()
-            self._undo.callback(_put_back, base, "save_pretrained", dict(vars(base)))
+            self._undo.callback(_put_back, vars(base), "save_pretrained", dict(vars(base)))
             base.save_pretrained = model.save_pretrained
 
     # The end.
@@ -209,31 +204,20 @@ class MoeQloraPlugin(BasePlugin):
         """Switch everything off, however training ended."""
         self._leave()
 
-    def _restore(self) -> None:
-        """Give the configuration back the user's values for what was written for PEFT."""
-        if self._users is not None:
-            cfg, values = self._users
-            for key, value in values.items():
-                if value is None:
-                    cfg.pop(key, None)
-                else:
-                    cfg[key] = value
-            self._users = None
-
     def _leave(self) -> None:
-        self._restore()
+        self._written.close()
         self._undo.close()
         if self.host is not None:
             self.host.close()
             self.host = None
 
 
-def _put_back(owner: Any, name: str, before: Mapping[str, Any]) -> None:
-    """Restore an attribute of an object itself; without one its class' attribute is seen again."""
+def _put_back(values: Any, name: str, before: Mapping[str, Any]) -> None:
+    """Restore one entry, or take it out where there was none."""
     if name in before:
-        vars(owner)[name] = before[name]
+        values[name] = before[name]
     else:
-        vars(owner).pop(name, None)
+        values.pop(name, None)
 
 
 def _as_list(names: Any) -> Any:
@@ -248,12 +232,9 @@ def _loader() -> Any:
     from axolotl.loaders import ModelLoader
 
     frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, ModelLoader):
-            return owner
+    while frame is not None and not isinstance(frame.f_locals.get("self"), ModelLoader):
         frame = frame.f_back
-    return None
+    return None if frame is None else frame.f_locals["self"]
 
 
 def _replace_once(loader: Any, step: str, instead: Callable[[Callable[[], Any]], Any]) -> None:
@@ -261,7 +242,7 @@ def _replace_once(loader: Any, step: str, instead: Callable[[Callable[[], Any]],
     attributes, original = dict(vars(loader)), getattr(loader, step)
 
     def run() -> Any:
-        _put_back(loader, step, attributes)
+        _put_back(vars(loader), step, attributes)
         return instead(original)
 
     setattr(loader, step, run)
@@ -301,10 +282,8 @@ def _replace_merged(
 ) -> MergeReport:
     """Merge again, and replace the weights that axolotl has written to `out` by the result.
 
-    axolotl's own merge knows only experts that axolotl has packed: where the adapter has experts
-    fused that the checkpoint keeps one by one it says "MERGE INCOMPLETE" and goes on, and it rounds
-    only Linear layers as in training. Tokenizer and templates stay as axolotl wrote them, and all
-    of `out` until the new weights are complete.
+    axolotl's own merge knows only experts that axolotl has packed: it leaves out others that the
+    checkpoint keeps one by one, and rounds only Linear layers as in training.
     """
     target = Path(out)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".moe_qlora-") as temporary:

@@ -37,14 +37,8 @@ if TYPE_CHECKING:
 class ExpertsHost:
     """Packed experts for one run of a loader; any number of models, one after the other.
 
-    As a context manager it closes itself.
-
-    Args:
-        settings: The `moe_qlora:` block of a YAML file as it was read, or the checked settings;
-            None for all defaults.
-
-    Raises:
-        ConfigError: A setting is wrong; see `ExpertsSettings.read`.
+    `settings` are the `moe_qlora:` block of a YAML file as it was read, or the checked settings, or
+    None for all defaults; a wrong one is a `ConfigError`. As a context manager it closes itself.
     """
 
     def __init__(self, settings: ExpertsSettings | Mapping[str, Any] | None = None) -> None:
@@ -66,10 +60,8 @@ class ExpertsHost:
         """Refuse a folder, hub id or configuration without such experts before anything is loaded.
 
         It is built on the meta device; one that cannot be built there is left to `after_build`.
-
-        Raises:
-            DetectionError: It has no fused expert weights.
-            ConfigError: It has no experts of a role that the settings ask LoRA for.
+        No fused expert weights at all are a `DetectionError`, none of a role that the settings ask
+        LoRA for a `ConfigError`.
         """
         if not self.settings.pack_experts:
             return
@@ -123,19 +115,12 @@ class ExpertsHost:
     ) -> QuantizationReport | None:
         """Check that every fused expert weight of a built model is packed; a `PeftModel` too.
 
-        Args:
-            model: As the loader built it.
-            quantization_config: What its experts should be packed with; None is the model's own.
-            pack: Pack now what is not, for loaders that do not use `from_pretrained`: needs room
-                for the 16-bit experts.
+        `quantization_config` is None for the model's own. `pack` packs now what is not, for loaders
+        that do not use `from_pretrained`: needs room for the 16-bit experts. Returns what is packed
+        or skipped, and why; None where the settings pack nothing.
 
-        Returns:
-            What is packed or skipped, and why; None where the settings pack nothing.
-
-        Raises:
-            DetectionError: The model has no fused expert weights.
-            ConfigError: The model was not loaded in 4 or 8 bit.
-            QuantizationError: Weights are not packed; each is named.
+        A model without fused expert weights is a `DetectionError`, one that was not loaded in 4 or
+        8 bit a `ConfigError`; weights that are not packed are a `QuantizationError` with each name.
         """
         self._switch.close()
         if not self.settings.pack_experts:
@@ -180,10 +165,9 @@ class ExpertsHost:
     def before_peft(self, model: nn.Module, lora_config: PeftConfig) -> PeftConfig:
         """Return a new config for this model, with LoRA on experts and routers as settings say.
 
-        `peft.get_peft_model` takes it as it is. A loader that makes its own `LoraConfig` from lists
-        takes the fields `target_modules`, `target_parameters` and `exclude_modules` from it
-        unchanged: `target_modules` holds strings that PEFT does not rewrite. Where experts get LoRA
-        it also sets `lora_dropout=0`; `after_peft` sets the dropout that was asked for.
+        A loader that makes its own `LoraConfig` takes the fields `target_modules`,
+        `target_parameters` and `exclude_modules` from it unchanged. Where experts get LoRA it also
+        sets `lora_dropout=0`; `after_peft` sets the dropout that was asked for.
 
         A `ConfigError` says where `lora_config` asks for what packed experts cannot have, or the
         settings for LoRA on a role that the model does not have.
@@ -197,9 +181,8 @@ class ExpertsHost:
     def after_peft(self, peft_model: PeftModel) -> PeftModel:
         """Connect LoRA on packed experts, in place, check that it takes part, and return the model.
 
-        Needed where stock PEFT made the adapters from lists; harmless elsewhere. A model without
-        adapters is left alone where the settings ask for none on experts. LoRA on a packed
-        parameter that would have no effect is an `AdapterError`.
+        Needed where stock PEFT made the adapters from lists; harmless elsewhere. LoRA on a packed
+        parameter that is asked for and would have no effect is an `AdapterError`.
         """
         configs, wanted = getattr(peft_model, "peft_config", None), self.settings.lora_experts
         if not configs or not hasattr(peft_model, "base_model"):
@@ -230,11 +213,7 @@ class ExpertsHost:
     def merge(
         self, base: str | Path, adapter: str | Path, out: str | Path, **options: Any
     ) -> MergeReport:
-        """Call `moe_qlora.merge_adapter` with `like_training=True`, and any options over that.
-
-        The base weights are rounded as they were in training, so that the plain checkpoint that it
-        writes computes what the trained model did.
-        """
+        """Call `moe_qlora.merge_adapter` with `like_training=True`, and any options over that."""
         from ..checkpoint.merge import merge_adapter
 
         options = {"like_training": True, "progress": self.settings.progress} | options
@@ -250,8 +229,6 @@ def _nothing_to_pack(model: nn.Module, layout: ModelLayout) -> str:
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     why = f"This {kind} model holds no fused expert weights, so there is nothing to pack"
     if layout.linear_experts:
-        why = (
-            f"The experts of this {kind} model are lists of Linear layers, which bitsandbytes packs"
-        )
-        why += " itself"
+        lists = "lists of Linear layers, which bitsandbytes packs itself"
+        why = f"The experts of this {kind} model are {lists}"
     return f"{why}: leave moe_qlora out, or set moe_qlora.pack_experts to false."

@@ -46,10 +46,8 @@ def packed_experts(
 ) -> Iterator[ExpertsHost]:
     """Have LLaMA-Factory pack experts in every model that it loads, and train LoRA on them.
 
-    Holds for `run_exp`, `load_model` and `init_adapter` alike; adapters named in
-    `adapter_name_or_path` are loaded right too.
-
-    A wrong setting is a `ConfigError`; within the block errors are those of `ExpertsHost`.
+    Holds for `run_exp`, `load_model` and `init_adapter` alike. A wrong setting is a `ConfigError`;
+    within the block errors are those of `ExpertsHost`.
     """
     from llamafactory.model import adapter
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
@@ -58,19 +59,16 @@ def register(settings: ExpertsSettings | Mapping[str, Any] | None = None) -> Exi
             "the first registration."
         )
     undo = ExitStack()
-    packing: dict[type, type] = {}
+    packing = cache(partial(_packing, host))
     for meta in MODEL_MAPPING.values():
-        loader = meta.loader
-        if loader not in packing:
-            packing[loader] = _packing(loader, host)
-        undo.callback(setattr, meta, "loader", loader)
-        meta.loader = packing[loader]
+        undo.callback(setattr, meta, "loader", meta.loader)
+        meta.loader = packing(meta.loader)
     tuners_map[TUNER] = _tuner(host)
     undo.callback(tuners_map.pop, TUNER)
     return undo
 
 
-def _packing(loader: Any, host: ExpertsHost) -> type:
+def _packing(host: ExpertsHost, loader: Any) -> type:
     """Return a loader that packs experts where it quantizes with bitsandbytes."""
 
     class PackingLoader(loader):

@@ -47,11 +47,7 @@ class ExpertsSettings(BaseModel):
 
     @classmethod
     def read(cls, block: ExpertsSettings | Mapping[str, Any] | None) -> ExpertsSettings:
-        """Return the settings of a YAML block; None gives all defaults.
-
-        Raises:
-            ConfigError: One sentence with the key, what was seen and what is allowed.
-        """
+        """Return the settings of a YAML block, or all defaults; a wrong one is a `ConfigError`."""
         if isinstance(block, ExpertsSettings):
             return block
         if block is None:

@@ -10,10 +10,10 @@ In goes a model, a configuration or a name, with training settings and sizes of 
     meta_step.py   runs one training step on meta, and counts allocations at the borders of blocks;
                    what is packed or fused is a fake operation there (`meta_ops.py`), whose bytes
                    for experts are worked out in `experts.py` from the rules of the kernels
-    budget.py      adds up what blocks hold and do, and optimizer states (`optimizer.py`), and
-                   spreads blocks over devices (`devices.py`)
+    budget.py      adds up what blocks hold and do, and optimizer states, and spreads blocks over
+                   devices (`devices.py`)
     hints.py       tries what to change where it does not fit
     report.py      `MemoryPlan` and `Hint`, which `plan` returns
 
-budget.py, optimizer.py, devices.py, experts.py and report.py are plain arithmetic without torch.
+budget.py, devices.py, experts.py and report.py are plain arithmetic without torch.
 """

@@ -15,16 +15,32 @@ the loss's gradient for them, and that of the logits).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
 from .devices import partition, reserve_nbytes
-from .optimizer import optimizer_nbytes
 
 LIBRARY_BYTES = 64 << 20
 """cuBLAS workspaces, which torch takes from its own allocator: 32 MiB on Hopper for each of the two
 threads that multiply, forward's and backward's."""
+
+OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit")
+
+ALIASES = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_32bit": "paged_adamw",
+}
+"""Other names that transformers' Trainer has for these."""
+
+_FLOAT32 = 4
+# bitsandbytes' own limits: weights to a block of statistics, and the smallest tensor whose moments
+# are kept in 8 bit, and in pages.
+_BLOCK = 256
+_SMALLEST_8BIT = 4096
+_SMALLEST_PAGED = 100_000
 
 COMPONENTS = (
     "packed experts",
@@ -53,7 +69,7 @@ class Settings:
     rank: int = 16  # LoRA rank r
     targets: str = "attention"  # As of `plan`
     adapter_dtype: str = "float32"  # "float32" (what `get_peft_model` gives) or "bfloat16"
-    optimizer: str = "adamw"  # One of `optimizer.OPTIMIZERS`
+    optimizer: str = "adamw"  # One of `OPTIMIZERS`
     checkpointing: bool = True  # Whether layers are computed again in backward
     accumulation: int = 1  # Micro-batches to a step; over 1, gradients live through all of them
     workspace: int = 0  # Bytes of dequantized experts that all layers of a device share
@@ -125,6 +141,36 @@ class DeviceUse:
         return self.needed <= self.capacity
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerBytes:
+    """What an optimizer holds."""
+
+    resident: int  # On the device at any time
+    paged: int  # In pages that move to the device while they are used
+    step: int  # On the device for the moment of a step, beside states and gradients
+
+
+def optimizer_nbytes(optimizer: str, sizes: Iterable[int], itemsize: int) -> OptimizerBytes:
+    """Return the bytes for trained tensors of these sizes, in weights of `itemsize` bytes."""
+    if optimizer not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise ValueError(f"optimizer is {optimizer!r}; expected one of {known}")
+    if optimizer == "adamw":
+        # The step takes the root of all second moments at once (torch's foreach implementation).
+        total = itemsize * sum(sizes)
+        return OptimizerBytes(2 * total, 0, total)
+    resident = paged = 0
+    for size in sizes:
+        eight = optimizer.endswith("8bit") and size >= _SMALLEST_8BIT
+        moments = 2 * size * (1 if eight else _FLOAT32)
+        resident += 2 * _FLOAT32 * -(-size // _BLOCK) if eight else 0
+        if optimizer.startswith("paged") and size >= _SMALLEST_PAGED:
+            paged += moments
+        else:
+            resident += moments
+    return OptimizerBytes(resident, paged, 0)
+
+
 _Moment = tuple[Activity | None, str, int, int, int]
 """(whose, "forward" or "backward", kept activations, work, gradients); the optimizer's step is
 nobody's, and its work is what the optimizer needs beside states and gradients."""
@@ -133,9 +179,8 @@ nobody's, and its work is what the optimizer needs beside states and gradients."
 class StepBudget:
     """What any run of neighbouring blocks takes on one device in a training step.
 
-    The blocks of a group must share a device; groups come in the order in which they are placed,
-    activities in that in which they run, and the loss belongs to the last. `itemsize` is that of
-    the adapters.
+    The blocks of a group must share a device; groups come in placing order, activities in running
+    order, and the loss belongs to the last. `itemsize` is that of the adapters.
     """
 
     def __init__(

@@ -74,12 +74,9 @@ class ExpertsCall:
         """Whether the products are quantized matmuls, so that no weight is dequantized.
 
         A plan does not know the card, so it takes the limit that holds on all of them, 256 rows an
-        expert. On Hopper the forward, and a backward that finds no dequantized weight, are
-        quantized matmuls up to 512: what is planned in between is more than is used there.
+        expert. On Hopper some are up to 512: what is planned in between is more than is used there.
         """
-        columns = (self.hidden, self.intermediate)
-        if self.transposed:
-            columns = (self.width, self.hidden)
+        columns = (self.width if self.transposed else self.intermediate, self.hidden)
         supported = (supports_quantized(self.kind, size, self.blocksize) for size in columns)
         return few_rows(self.rows, self.experts) and all(supported)
 
@@ -100,10 +97,7 @@ class ExpertsCall:
 
 
 def kept_nbytes(call: ExpertsCall) -> int:
-    """Return the bytes that stay from forward to backward, beside the input and the adapters.
-
-    They are the pre-activations, and what the path keeps of LoRA's products and of the routing.
-    """
+    """Return the bytes that stay from forward to backward, beside the input and the adapters."""
     rows = call.rows
     if call.fused:
         return rows * (call.width + sum(_padded_ranks(call))) * call.itemsize + _ROUTING * rows
@@ -121,13 +115,13 @@ def workspace_nbytes(call: ExpertsCall, *, checkpointing: bool) -> tuple[int, ..
     """Return the bytes of each buffer of the workspace, which all layers of a device share.
 
     What a checkpoint's recomputation dequantizes has a buffer for each projection, since backward
-    follows at once; otherwise the two take turns. Quantized matmuls only want nested statistics
-    dequantized.
+    follows at once; otherwise the two take turns.
     """
     if not call.fused:
         return ()
     if call.quantized:
         weights = call.experts * call.hidden * call.width
+        # Only nested statistics are dequantized.
         return (-(-weights // call.blocksize) * _FLOAT32,) if call.nested else ()
     buffers = [
         call.experts * (features + rank) * _stride(call, size + rank) * call.itemsize
@@ -142,11 +136,7 @@ def workspace_nbytes(call: ExpertsCall, *, checkpointing: bool) -> tuple[int, ..
 
 
 def _fused_working(call: ExpertsCall) -> tuple[int, int]:
-    """Return `working_nbytes` of `kernels/moe_layer.py`, in the names of its docstring.
-
-    The caller counts the gradients of the factors and of x from the start of backward: they are
-    taken off the stages that have them anyway.
-    """
+    """Return `working_nbytes` of `kernels/moe_layer.py`, in the names of its docstring."""
     first, second = _padded_ranks(call)
     rows, size = call.rows, call.itemsize
     out = call.tokens * call.hidden * size
@@ -169,16 +159,12 @@ def _fused_working(call: ExpertsCall) -> tuple[int, int]:
         product + d_pre + y + grads,
         product + y + grads + out,
     )
-    backward = max(stages) + factors - grads - out
-    return forward, max(backward, 0)
+    # The caller counts the gradients of the factors and of x from the start of backward.
+    return forward, max(max(stages) + factors - grads - out, 0)
 
 
 def _projections_working(call: ExpertsCall) -> tuple[int, int]:
-    """Return `working_nbytes` of the projections one by one.
-
-    Each stage is counted with the activations that are there then; those that are kept are taken
-    off at the end.
-    """
+    """Return `working_nbytes` of the projections one by one."""
     rows, wide = call.rows, _FLOAT32 * call.tokens * call.hidden
     hidden = rows * call.hidden * call.itemsize
     inner = rows * call.intermediate * call.itemsize
@@ -210,8 +196,8 @@ def _projections_working(call: ExpertsCall) -> tuple[int, int]:
         forward.append(outer + inner + hidden + _sums(call, lora, out_rows))
         factors = _factors(call, lora, call.intermediate, call.hidden)
         backward.append(outer + 2 * inner + 2 * hidden + casts + factors)
-    activations = outer + inner
-    return max(forward) - activations, max(backward) - activations
+    kept = outer + inner
+    return max(forward) - kept, max(backward) - kept
 
 
 def _padded_ranks(call: ExpertsCall) -> tuple[int, int]:

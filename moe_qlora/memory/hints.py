@@ -28,10 +28,9 @@ class _Change:
 
 
 def hints_of(planner: Planner, report: MemoryPlan, capacities: Sequence[int]) -> Iterator[Hint]:
-    """Yield changes that save something, those that cost least first.
+    """Yield changes that save something, those that cost least first, and more devices last.
 
-    Each change is tried by itself. Where none of them is enough, the first few are tried together;
-    more devices come last.
+    Each change is tried by itself; where none of them is enough, the first few together.
     """
     least = report.peak.nbytes // 200
     useful: list[_Change] = []

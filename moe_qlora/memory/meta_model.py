@@ -1,10 +1,9 @@
 """A model on the meta device, packed and with adapters, as training would have it.
 
-A `MetaModel` has every module, parameter and buffer of the model, with sizes and no contents. It is
-packed the way the model would be: by transformers' own replacement of Linear layers (so that its
-skips are followed: `llm_int8_skip_modules`, the head, tied weights), by this package's storage for
-experts, and adapted by this package's `get_peft_model`. What it holds can then be counted rather
-than estimated.
+It is packed the way the model would be: by transformers' own replacement of Linear layers (so that
+its skips are followed: `llm_int8_skip_modules`, the head, tied weights), by this package's storage
+for experts, and adapted by this package's `get_peft_model`. What it holds can then be counted
+rather than estimated.
 """
 
 from __future__ import annotations
@@ -152,10 +151,7 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
 
 
 def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
-    """Put adapters on a meta model in place, by this package's own `get_peft_model`.
-
-    A `LoraConfig` is followed instead of the settings' rank and targets.
-    """
+    """Put adapters on a meta model in place; a `LoraConfig` replaces the settings' own targets."""
     forward.activate(meta.base, {part.module for part in meta.parts if not part.linear})
     config = lora_config or _lora_config(meta, settings)
     try:
@@ -208,10 +204,10 @@ def _attention_linears(model: nn.Module) -> list[str]:
     names = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            parts = name.split(".")[:-1]
-            owners = [".".join(parts[: end + 1]) for end in range(len(parts))]
-            classes = [type(model.get_submodule(owner)).__name__ for owner in owners[-2:]]
-            if any(map(_ATTENTION.search, (*parts, *classes))):
+            parent = name.rpartition(".")[0]
+            owners = [owner for owner in (parent, parent.rpartition(".")[0]) if owner]
+            classes = [type(model.get_submodule(owner)).__name__ for owner in owners]
+            if any(map(_ATTENTION.search, (parent, *classes))):
                 names.append(name)
     return names
 

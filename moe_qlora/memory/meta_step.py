@@ -2,21 +2,13 @@
 
 The step runs for real (forward, the model's own loss, backward, under checkpointing where the model
 has it), on tensors that have sizes and no contents. A `MemoryTracker` counts each tensor that an
-operation makes until its storage dies; on a GPU, memory follows the same reference counts. No
-formula of a layer is needed for that, so that any attention, norm or router is counted right; only
-packed layers and fused kernels are replaced by fake operations (`memory/meta_ops.py`).
+operation makes until its storage dies; on a GPU, memory follows the same reference counts. So any
+attention, norm or router is counted right; only packed layers and fused kernels are replaced by
+fake operations (`memory/meta_ops.py`).
 
 A `BlockRecorder` reads the tracker at the borders of blocks (the modules that a device map places
-whole):
-
-    kept       what is alive when the next block starts, beyond what was when this one did
-    forward    the most that is alive in between, beyond that start
-    backward   the most while this block's gradients are computed, beyond that start, and beyond the
-               gradients of later blocks' adapters
-
-so that any split of the blocks over devices can be added up afterwards (`memory/budget.py`). Of
-blocks that differ in nothing but their place only the first and the last run; those in between hand
-their input on.
+whole), so that any split of the blocks over devices can be added up afterwards. Of blocks that
+differ in nothing but their place only the first and the last run.
 """
 
 from __future__ import annotations
@@ -112,10 +104,11 @@ class BlockRecorder:
         self.tracker = tracker
         self.readings: dict[str, _Readings] = {}
         self._in_backward: _Readings | None = None
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         for name, module in blocks.items():
-            self._handles.append(module.register_forward_pre_hook(partial(self._on_enter, name)))
-            self._handles.append(module.register_forward_hook(partial(self._on_leave, name)))
+            enter, leave = partial(self._on_enter, name), partial(self._on_leave, name)
+            self._hooks.enter_context(module.register_forward_pre_hook(enter))
+            self._hooks.enter_context(module.register_forward_hook(leave))
 
     def _on_enter(self, name: str, module: nn.Module, args: Any) -> None:
         if self._in_backward is None and name not in self.readings:
@@ -131,10 +124,9 @@ class BlockRecorder:
     def _on_leave(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
         if self._in_backward is not None:
             return
-        for item in tree_flatten(out)[0]:
-            if isinstance(item, Tensor) and item.requires_grad:
-                item.register_hook(lambda grad: self._enter_backward(name))
-                break
+        items = (item for item in tree_flatten(out)[0] if isinstance(item, Tensor))
+        if (tensor := next((item for item in items if item.requires_grad), None)) is not None:
+            tensor.register_hook(lambda grad: self._enter_backward(name))
 
     def start_backward(self) -> None:
         """Note that forward is over: what follows is the last block's loss and backward."""
@@ -152,8 +144,7 @@ class BlockRecorder:
     def close(self) -> None:
         """Take the last reading, and the hooks away."""
         self._end_backward()
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
 
 def run_meta_step(
@@ -167,9 +158,7 @@ def run_meta_step(
 ) -> tuple[Activity, ...]:
     """Run one training step on meta, and return what each block does, in running order.
 
-    The model has adapters and is in training mode; `blocks` are the modules that a device map
-    places whole, `trained` the bytes of their trained parameters, and `experts` how many experts
-    the model chooses among.
+    `trained` are the bytes of the blocks' trained parameters; the model chooses among `experts`.
     """
     groups = _alike(blocks)
     ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
@@ -259,8 +248,7 @@ def _passthroughs(
     with ExitStack() as undo:
         for first, *middle, _ in groups:
             like = _Like(grad_anchor)
-            handle = blocks[first].register_forward_hook(like.remember, with_kwargs=True)
-            undo.callback(handle.remove)
+            undo.enter_context(blocks[first].register_forward_hook(like.remember, with_kwargs=True))
             for module in (blocks[name] for name in middle):
                 own = {key: value for key, value in vars(module).items() if key == "forward"}
                 undo.callback(vars(module).update, own)

@@ -14,10 +14,9 @@ from typing import Any
 from ..errors import ConfigError
 from ..layout import dtype_name
 from . import meta_model
-from .budget import Settings
+from .budget import ALIASES, OPTIMIZERS, Settings
 from .devices import parse_devices
 from .hints import hints_of
-from .optimizer import ALIASES, OPTIMIZERS
 from .planner import Planner
 from .report import MemoryPlan
 from .source import source_of
@@ -108,7 +107,7 @@ def _capacities(gpus: Any) -> tuple[int, ...]:
         for entry in [gpus] if isinstance(gpus, (str, int)) else gpus:
             if isinstance(entry, int) and entry <= 0:
                 raise ValueError(f"{entry} is no size of a device; it must be over 0")
-            sizes += [entry] if isinstance(entry, int) else parse_devices(str(entry))
+            sizes += parse_devices(str(entry))
             if min(sizes) < _SMALLEST_DEVICE:
                 raise ValueError(f"{min(sizes)} is a number of bytes; write {min(sizes)}GiB")
     except ValueError as error:

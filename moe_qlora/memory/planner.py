@@ -186,11 +186,9 @@ class Planner:
 def load_extra_nbytes(
     shapes: Sequence[Sequence[int]], itemsize: int, settings: CodecSettings
 ) -> int:
-    """Return the bytes that packing one module's weights while loading needs beside their codes.
-
-    They are the largest expert's matrix in the checkpoint's dtype, and with double quantization the
-    float32 absmax of all weights, which are packed themselves only once a weight is complete.
-    """
+    """Return the bytes that packing one module's weights while loading needs beside their codes."""
+    # The largest expert's matrix in the checkpoint's dtype, and with double quantization the
+    # float32 absmax of all weights, which are packed themselves only once a weight is complete.
     extra = itemsize * max(prod(shape[1:] if len(shape) > 2 else shape) for shape in shapes)
     if settings.double_quant:
         blocks = (packed_tensors(shape, settings)[ABSMAX].numel or 0 for shape in shapes)

@@ -18,8 +18,7 @@ import moe_qlora
 from moe_qlora.kernels import limits
 from moe_qlora.memory import blocks as block_names
 from moe_qlora.memory import budget, devices, experts, meta_ops, meta_step
-from moe_qlora.memory.budget import Activity, Block, Settings, StepBudget
-from moe_qlora.memory.optimizer import optimizer_nbytes
+from moe_qlora.memory.budget import Activity, Block, Settings, StepBudget, optimizer_nbytes
 from moe_qlora.memory.planner import Planner
 from moe_qlora.memory.source import source_of
 from moe_qlora.testing import model_class, tiny_inputs, tiny_model
