@@ -109,12 +109,12 @@ def _find_linear_experts(
         is_listing = is_list(node) or not (node.leaves or isinstance(node.module, nn.Sequential))
         if len(items) < 2 or node.parent is None or not is_listing:
             continue
-        if len(set(map(_built_as, items))) > 1:
+        leaves = [[leaf for part in item.subtree() for leaf in part.leaves] for item in items]
+        shapes = ([leaf.shape for leaf in below] for below in leaves)
+        if len({(type(item.module), *of) for item, of in zip(items, shapes, strict=True)}) > 1:
             continue
-        below = (leaf for part in items[0].subtree() for leaf in part.leaves)
-        linears = [leaf for leaf in below if leaf.kind == "linear"]
-        matrices = [Matrix(i, *leaf.shape) for i, leaf in enumerate(linears)]
-        if find_chain(matrices) is None:
+        linears = [leaf for leaf in leaves[0] if leaf.kind == "linear"]
+        if find_chain([Matrix(i, *leaf.shape) for i, leaf in enumerate(linears)]) is None:
             continue
         router = _router_beside(node, index, len(items))
         if router is None:
@@ -124,12 +124,6 @@ def _find_linear_experts(
         experts.append(LinearExperts(node.name, len(items), names))
         routers.append(router)
     return tuple(experts), tuple(routers)
-
-
-def _built_as(node: Node) -> tuple[object, ...]:
-    """Return the module's class, and the shapes of the tensors in it."""
-    shapes = (leaf.shape for below in node.subtree() for leaf in below.leaves)
-    return type(node.module), *shapes
 
 
 def _router_beside(node: Node, index: RouterIndex, count: int) -> Leaf | None:

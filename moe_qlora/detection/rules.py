@@ -243,19 +243,14 @@ class Classifier:
                 self._accept(leaf, count, use, evidence, group.router)
 
     def _accept(
-        self,
-        leaf: Leaf,
-        num_experts: int,
-        use: Use,
-        evidence: str,
-        router: RouterCandidate | None = None,
+        self, leaf: Leaf, count: int, use: Use, evidence: str, router: RouterCandidate | None
     ) -> None:
         expert = ExpertParam(
             name=leaf.name,
             module_name=leaf.node.name,
             parameter_name=leaf.attribute,
             shape=leaf.shape,
-            num_experts=num_experts,
+            num_experts=count,
             dtype=leaf.dtype,
             nbytes=leaf.nbytes,
             evidence=evidence,
@@ -312,7 +307,10 @@ class Classifier:
             scope = next((scopes[node] for node in owner.ancestors() if node in scopes), None)
             if scope is None or any(leaf.shape[0] != count for leaf in members):
                 continue
-            hidden_sizes = {size for expert, _ in scope for size in _sides(expert)}
+            hidden_sizes: set[int] = set()
+            for expert, _ in scope:
+                sides = {size for size in (expert.in_features, expert.out_features) if size}
+                hidden_sizes |= sides or set(expert.shape[-2:])
             axes, counts = [0] * len(members), [count] * len(members)
             chain = chain_of(members, axes, counts, hidden_sizes)
             if chain is None or chain.hidden not in hidden_sizes or not chain.gated:
@@ -326,13 +324,7 @@ class Classifier:
                         "of the same hidden size: shared experts, which always run"
                     )
                     use = use_of(members, key, 0, count, chain, trace)
-                    self._accept(leaf, count, use, evidence)
-
-
-def _sides(expert: ExpertParam) -> set[int]:
-    """Return the sizes of an expert's matrix."""
-    sizes = {size for size in (expert.in_features, expert.out_features) if size}
-    return sizes or set(expert.shape[-2:])
+                    self._accept(leaf, count, use, evidence, None)
 
 
 def _evidence(group: ExpertGroup, key: int, routed: bool) -> str:

@@ -229,7 +229,11 @@ class BlockTrace(TorchDispatchMode):
     def _follow(self, name: str, args: Any, activations: list[torch.Tensor], out: Any) -> None:
         history = self._joined(activations)
         if name in _WEIGHS:
-            self._note_choice([self.history(tensor) for tensor in activations])
+            # Rankings that weigh or pick what weights gave, and that come from other sources.
+            for ranked, product in itertools.permutations(map(self.history, activations), 2):
+                weights = {key for key, _ in product.upstream}
+                if weights and weights.isdisjoint(key for key, _ in ranked.upstream):
+                    self.trace.chosen |= ranked.ranked
         elif name == "_local_scalar_dense" and activations[0].dtype in _INTEGERS:
             self.trace.chosen |= history.ranked
         if name in _NONLINEAR:
@@ -251,13 +255,6 @@ class BlockTrace(TorchDispatchMode):
         if history.from_input or history.upstream or history.scores:
             for tensor in _tensors(out):
                 self._histories[tensor] = history
-
-    def _note_choice(self, operands: Sequence[_History]) -> None:
-        """Note rankings that weigh or pick what weights gave, and that come from other sources."""
-        for ranked, product in itertools.permutations(operands, 2):
-            weights = {key for key, _ in product.upstream}
-            if weights and weights.isdisjoint(key for key, _ in ranked.upstream):
-                self.trace.chosen |= ranked.ranked
 
     def _follow_product(self, name: str, args: Any, history: _History) -> _History:
         """Follow a product of two activations: scores end there, and what was merged is applied."""

@@ -94,18 +94,6 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _show_decoded(leaf: Leaf, parametrization: Any) -> None:
-    """Give a leaf the shape, dtype and packed type that a parametrization decodes, if any."""
-    if hasattr(parametrization, "weight_shape"):  # of this package's 8-bit weights
-        shape, dtype, kind = parametrization.weight_shape, parametrization.weight_dtype, "int8"
-    else:
-        state = getattr(parametrization, "quant_state", None)
-        shape, dtype = getattr(state, "shape", None), getattr(state, "dtype", None)
-        kind = str(getattr(state, "quant_type", "packed"))
-    if shape is not None and dtype is not None:
-        leaf.shape, leaf.dtype, leaf.packed = tuple(shape), dtype, kind
-
-
 def _kind(module: nn.Module, attribute: str) -> str:
     for kind, classes in _KINDS.items():
         if isinstance(module, classes):
@@ -148,8 +136,16 @@ def _own_leaves(node: Node) -> Iterator[Leaf]:
         original: Any = getattr(steps, "original", None)
         if isinstance(original, torch.Tensor):
             leaf = _leaf(node, attribute, original, "bare")
-            for step in steps.children():
-                _show_decoded(leaf, step)
+            step: Any
+            for step in steps.children():  # those that decode show shape, dtype and packed type
+                state: Any = getattr(step, "quant_state", None)
+                shape, dtype = getattr(state, "shape", None), getattr(state, "dtype", None)
+                if hasattr(step, "weight_shape"):  # of this package's 8-bit weights
+                    leaf.shape, leaf.dtype = tuple(step.weight_shape), step.weight_dtype
+                    leaf.packed = "int8"
+                elif shape is not None and dtype is not None:
+                    leaf.shape, leaf.dtype = tuple(shape), dtype
+                    leaf.packed = str(getattr(state, "quant_type", "packed"))
             yield leaf
     for attribute, buffer in module._buffers.items():
         if buffer is not None:

@@ -19,10 +19,6 @@ def _is_zero3(value: Any) -> bool:
     return bool(is_deepspeed_zero3_config(value))
 
 
-def _loads_on_rank_0(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool(value.get("cpu_ram_efficient_loading"))
-
-
 # Key -> why it collides, and what to do.
 _COLLISIONS = {
     "quantize_moe_experts": (
@@ -59,7 +55,9 @@ _COLLIDES: dict[str, Callable[[Any], bool]] = {
     "tensor_parallel_size": _more_than_one,
     "expert_parallel_size": _more_than_one,
     "deepspeed": _is_zero3,
-    "fsdp_config": _loads_on_rank_0,
+    "fsdp_config": lambda value: (
+        isinstance(value, Mapping) and bool(value.get("cpu_ram_efficient_loading"))
+    ),
     # axolotl's kernels plugin writes "eager" where the user wrote nothing
     "experts_implementation": lambda value: value not in ("eager", "moe_qlora"),
 }

@@ -59,7 +59,14 @@ class ExpertsSettings(BaseModel):
         try:
             settings = cls.model_validate(dict(block))
         except ValidationError as error:
-            raise ConfigError(_sentence(error, block)) from None
+            fault = error.errors()[0]
+            key = str(fault["loc"][0])
+            said = f"{BLOCK}.{key} is {shown(block.get(key))}; allowed are {_ALLOWED.get(key)}."
+            if fault["type"] == "extra_forbidden":
+                close = difflib.get_close_matches(key, _ALLOWED, 1)
+                hint = f" (did you mean {close[0]}?)" if close else ""
+                said = f"{BLOCK}.{key} is no setting{hint}; allowed are {', '.join(_ALLOWED)}."
+            raise ConfigError(said) from None
         for key in ("lora_experts", "lora_router", "skip_modules"):
             value = getattr(settings, key)
             if value and not settings.pack_experts:
@@ -68,17 +75,6 @@ class ExpertsSettings(BaseModel):
                     "for packed experts; take one of the two out."
                 )
         return settings
-
-
-def _sentence(error: ValidationError, block: Mapping[str, Any]) -> str:
-    """Return the first fault in words of the file."""
-    fault = error.errors()[0]
-    key = str(fault["loc"][0])
-    if fault["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(key, _ALLOWED, 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        return f"{BLOCK}.{key} is no setting{hint}; allowed are {', '.join(_ALLOWED)}."
-    return f"{BLOCK}.{key} is {shown(block[key])}; allowed are {_ALLOWED[key]}."
 
 
 def shown(value: Any) -> str:

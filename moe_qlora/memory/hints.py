@@ -48,7 +48,14 @@ def hints_of(planner: Planner, report: MemoryPlan, capacities: Sequence[int]) ->
             settings = {c.setting.partition("=")[0]: c.setting for c in useful[:count]}
             yield Hint(f"the first {count} together", ", ".join(settings.values()), saves, fits)
             break
-    yield from _more_devices(planner, report, capacities)
+    size, fullest = max(capacities), max(use.needed for use in report.devices)
+    for count in range(len(capacities) + 1, _DEVICES + 1):
+        uses = planner.uses(planner.settings.batch, planner.settings.seq, [size] * count)
+        if all(use.fits for use in uses):
+            saves = fullest - max(use.needed for use in uses)
+            what = f"spread it over {count} devices like the largest"
+            yield Hint(what, f"gpus='{count}x{exact_size(size)}'", saves, True)
+            break
 
 
 def _try(
@@ -69,19 +76,6 @@ def _try(
     saves = report.peak.nbytes - other.peak(settings.batch, settings.seq, loss_part).nbytes
     uses = other.uses(settings.batch, settings.seq, capacities, loss_part)
     return saves, all(use.fits for use in uses)
-
-
-def _more_devices(
-    planner: Planner, report: MemoryPlan, capacities: Sequence[int]
-) -> Iterable[Hint]:
-    size, fullest = max(capacities), max(use.needed for use in report.devices)
-    for count in range(len(capacities) + 1, _DEVICES + 1):
-        uses = planner.uses(planner.settings.batch, planner.settings.seq, [size] * count)
-        if all(use.fits for use in uses):
-            saves = fullest - max(use.needed for use in uses)
-            what = f"spread it over {count} devices like the largest"
-            yield Hint(what, f"gpus='{count}x{exact_size(size)}'", saves, True)
-            return
 
 
 def _changes(planner: Planner, report: MemoryPlan) -> Iterable[_Change]:

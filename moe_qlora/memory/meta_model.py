@@ -62,28 +62,25 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
             "The model has adapters already: plan with the model that they were put on."
         )
     memo: dict[int, Any] = {}
+    blank: Any
     alive: list[Any] = []  # the memo goes by id: nothing in it may die
     for part in packed_parts(model):
         packed = part.weight
         if packed.table is not None:  # 4-bit
-            blank = blank_weight(tuple(packed.shape), packed.dtype, CodecSettings.of(packed))
-            memo[id(packed.owner)] = parametrize.hold(blank)
+            size, settings = tuple(packed.shape), CodecSettings.of(packed)
+            memo[id(packed.owner)] = parametrize.hold(blank_weight(size, packed.dtype, settings))
     for module in model.modules():
         int8_state = getattr(module, "state", None)
         alive += [getattr(int8_state, name, None) for name in ("CB", "SCB")]
     for tensor in (*model.parameters(), *model.buffers(), *alive):
         if isinstance(tensor, Tensor) and id(tensor) not in memo:
-            memo[id(tensor)] = _on_meta(tensor)
+            blank = torch.empty_like(tensor.detach(), device="meta")
+            if isinstance(tensor, nn.Parameter):
+                blank = nn.Parameter(blank, requires_grad=tensor.requires_grad)
+                if hasattr(tensor, "SCB"):
+                    blank.SCB = torch.empty_like(tensor.SCB, device="meta")
+            memo[id(tensor)] = blank
     return copy.deepcopy(model, memo)
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    blank = torch.empty_like(tensor.detach(), device="meta")
-    if isinstance(tensor, nn.Parameter):
-        blank = nn.Parameter(blank, requires_grad=tensor.requires_grad)
-        if hasattr(tensor, "SCB"):
-            blank.SCB = torch.empty_like(tensor.SCB, device="meta")  # type: ignore[attr-defined]
-    return blank
 
 
 def cast_as_loaded(model: Any, dtype: torch.dtype) -> None:

@@ -52,7 +52,9 @@ class MemoryTracker(TorchDispatchMode):
             # What models ask of contents is whether there is padding, packing or overflow.
             return args[0].dtype == torch.bool or 1
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
-            out = self._nonzero(args[0])
+            # Places in a mask: which experts have tokens (all), or which tokens are of one.
+            count = args[0].numel() // (1 if args[0].numel() <= self.experts else self.experts)
+            out = torch.empty((count, args[0].dim()), dtype=torch.long, device="meta")
         else:
             out = func(*args, **(kwargs or {}))
         for item in tree_flatten(out)[0]:
@@ -64,11 +66,6 @@ class MemoryTracker(TorchDispatchMode):
         """Start a new section, and return the most that was alive in the one before."""
         peak, self.peak = self.peak, self.live
         return peak
-
-    def _nonzero(self, mask: Tensor) -> Tensor:
-        """Return places in a mask: which experts have tokens (all), or which tokens are of one."""
-        count = mask.numel() if mask.numel() <= self.experts else mask.numel() // self.experts
-        return torch.empty((count, mask.dim()), dtype=torch.long, device="meta")
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
