@@ -246,6 +246,8 @@ class BlockTrace(TorchDispatchMode):
             index = self._joined(_tensors(args[1:]))
             by_scores = index.from_input and index.scores
             history = history._replace(picked=history.picked or by_scores)
+        elif name == "eq" and history.ranked:  # the rows whose best choice is this one
+            history = history._replace(picked=True)
         if history.from_input and name in _RANKINGS and args and isinstance(args[0], torch.Tensor):
             sizes = list(args[0].shape)
             dims = [a for a in args[1:] if type(a) is int and -len(sizes) <= a < len(sizes)]

@@ -656,6 +656,17 @@ class MaskedExit(EarlyExit):
         return x
 
 
+class CollectedExit(EarlyExit):
+    """Every layer runs for every token, and what the chosen one gave is returned."""
+
+    def forward(self, x):
+        depth, out = self.exit(x).argmax(-1, keepdim=True), torch.zeros_like(x)
+        for index in range(E):
+            x = self.layer(x, index)
+            out = torch.where(depth == index, x, out)
+        return out
+
+
 class CountedExit(EarlyExit):
     """Python counts the layers, of which two run always."""
 
@@ -1097,6 +1108,17 @@ class ByWeight(nn.Module):
         return torch.einsum("bti,bthi->bth", inner, self.b[best])
 
 
+class InPlace(ByWeight):
+    """What an expert gives takes the place of its tokens: the next one reads the same tensor."""
+
+    def forward(self, x):
+        best = self.score(x).argmax(-1, keepdim=True)
+        for e in range(E):
+            y = F.linear(F.linear(x, self.a[e]).relu(), self.b[e])
+            x = torch.where(best == e, y, x)
+        return x
+
+
 class AllThenOne(ByWeight):
     """Every expert runs for every token, and the best one's result is taken."""
 
@@ -1112,6 +1134,7 @@ class AllThenOne(ByWeight):
     [
         (ByHand, {"a", "b"}),
         (ByWeight, {"a", "b"}),
+        (InPlace, {"a", "b"}),
         (AllThenOne, {"a", "b"}),
         (ExpertChoice, {"a", "b"}),
         (ReluRouter, {"a", "b"}),
@@ -1138,6 +1161,7 @@ def test_experts_of_unusual_routers_are_found(block, names):
         (SelectedKeys, ()),
         (EarlyExit, ()),
         (MaskedExit, ()),
+        (CollectedExit, ()),
         (CountedExit, ()),
         (FusedLayers, ()),
         (LanguageAdapters, ()),
