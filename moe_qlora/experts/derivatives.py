@@ -21,10 +21,11 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def guarded(ctx: Any, *grads: Any) -> Any:
-        with torch.no_grad():
-            out = backward(ctx, *grads)
         # Autograd runs with gradients here exactly where it was asked for create_graph=True.
-        return _guard(out) if torch.is_grad_enabled() else out
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            return _guard(backward(ctx, *grads))
 
     return guarded
 
