@@ -108,7 +108,11 @@ def mutate_record(folder: Folder, rng: random.Random) -> str:
     if not keys:
         return mutate_tensor(folder, rng)
     key = rng.choice(keys)
-    record = json.loads(bytes(tensors[key].tolist()))
+    try:
+        record = json.loads(bytes(tensors[key].tolist()))
+        shape = list(record["shape"])
+    except (ValueError, TypeError, KeyError, RecursionError):  # two mutations met
+        return mutate_tensor(folder, rng)
     field = rng.choice([*record, "absmax", "quant_map", "nested_quant_map", "x"])
     value: Any = "removed"
     if field in record and rng.random() < 0.2:
@@ -119,9 +123,7 @@ def mutate_record(folder: Folder, rng: random.Random) -> str:
         odd = [v for v in odd if not (field == "dtype" and v in ("float16", "bfloat16", "float32"))]
         value = record[field] = rng.choice(odd)
         if field == "shape" and rng.random() < 0.5:
-            value = record[field] = neighbour(
-                json.loads(bytes(tensors[key].tolist()))["shape"], rng
-            )
+            value = record[field] = neighbour(shape, rng)
     text = json.dumps(record).encode()
     if rng.random() < 0.1:
         text = rng.choice([text[:-1], b"", b"[]", b"[" * 5000, b"\xff" + text, text + text])

@@ -90,8 +90,6 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
     state = model.state_dict()
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
     owners = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "out_features")}
-    for name in owners.keys() & shapes:
-        shapes[name] = (owners[name].out_features, owners[name].in_features)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     packed = packed_names(manifest)
     # In the loader bitsandbytes' layers are there already, unless nothing is packed by its config.

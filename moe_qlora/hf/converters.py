@@ -309,8 +309,7 @@ class LinearConverter(WeightConverter):
             names = {self.operations[0].names[pattern]: t[0] for pattern, t in tensors.items()}
             ends = {SCALES if n == "SCB" else n.removeprefix("weight"): t for n, t in names.items()}
             form = ends.pop("_format", None)
-            shape = (module.out_features, module.in_features)
-            problem = next(problems(ends, shape, self.settings), None)
+            problem = next(problems(ends, module.weight.shape, self.settings), None)
             if form is not None and form.flatten().tolist() != [0]:
                 problem = "has another weight_format than 0, which stands for rows"
             if problem is not None:

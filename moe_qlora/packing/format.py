@@ -185,7 +185,8 @@ def _value_problems(
     if settings.kind == "int8":
         return
     for end, table in ((TABLE, torch.tensor(TABLES[settings.kind])), (NESTED_TABLE, _dynamic())):
-        if end in tensors and not torch.equal(tensors[end].cpu(), table):
+        # Computed anew by each version and machine: the last bit may differ, and does no harm.
+        if end in tensors and not torch.allclose(tensors[end].cpu(), table, rtol=0, atol=1e-6):
             yield f"has values as its {end} that are not the code table of bitsandbytes"
     try:
         said = read_record(tensors[RECORD + settings.kind])

@@ -432,7 +432,7 @@ def load_linears(
         own = isinstance(module, bnb.Linear4bit) and isinstance(weight, Params4bit)
         if not own or not any(f"{key}{RECORD}{kind}" in state_dict for kind in KINDS):
             continue
-        shape = (module.out_features, module.in_features)
+        shape = int(module.out_features), int(module.in_features)
         settings = CodecSettings(
             weight.quant_type, False, weight.quant_storage, None, weight.blocksize
         )
