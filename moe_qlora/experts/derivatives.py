@@ -25,7 +25,8 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():
-            return _guard(backward(ctx, *grads))
+            out = backward(ctx, *grads)
+        return _guard(out)
 
     return guarded
 
