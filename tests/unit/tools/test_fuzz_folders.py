@@ -76,3 +76,17 @@ def test_crafted_statistics_end_in_a_sentence_everywhere(victim, tmp_path, case,
         ended, message = fuzz_folders.attempt(victim, step, tmp_path / "model")
         assert (step, ended) == (step, "refused"), message
         assert owner in message
+
+
+def test_a_configuration_that_builds_no_model_is_damage(victim, tmp_path):
+    config = victim.sound["config"] | {"router_aux_loss_coef": "x"}
+    fuzz_folders.write(tmp_path / "model", {**victim.sound, "config": config})
+    ended, message = fuzz_folders.attempt(victim, "verify", tmp_path / "model")
+    assert ended == "refused" and "Shapes were not compared with the model's" in message
+    tensors = dict(victim.sound["tensors"])
+    name = "model.layers.0.self_attn.q_norm.weight"
+    tensors[f"{name}_"] = tensors.pop(name)
+    fuzz_folders.write(tmp_path / "other", {**victim.sound, "tensors": tensors})
+    for step in fuzz_folders.STEPS:
+        ended, message = fuzz_folders.attempt(victim, step, tmp_path / "other")
+        assert ended == "refused" and name in message
