@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from ..progress import Progress, reporting
 from . import rounding
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import Adapter, LoraDelta, Resolver, Updates, open_adapter
-from .base import FLOATS, Base, OutFile, PackedBase, PlainBase, refuse_quantized
+from .base import FLOATS, Base, PackedBase, PlainBase, refuse_quantized
 from .conversion import Group
 from .fingerprint import take
 from .load_spec import kept_dtypes
@@ -43,7 +43,7 @@ from .rounding import Rounding
 from .save import auxiliary_files, copy_auxiliary_files
 from .source import identify
 from .staging import absolute, check_new, new_folder
-from .tied_weights import TiedWeights
+from .tied_weights import move_to_stored_names
 from .writer import ShardWriter
 
 # Keys of config.json that a plain folder does not have.
@@ -187,6 +187,10 @@ def _rounding(
     return rounding.choose(adapter.folder, by_config)
 
 
+_Write = Callable[[str, Tensor, int | None], None]
+"""Writes a tensor, by its key, in the dtype of its spec; or its rows from a first one on."""
+
+
 class _Merge:
     """One merge: what changes, group by group, and where it is written.
 
@@ -203,7 +207,7 @@ class _Merge:
         dtype: torch.dtype | None,
     ) -> None:
         self._base, self._adapter, self._training = base, adapter, training
-        TiedWeights(model, base, adapter).move_to_stored_names(updates)
+        move_to_stored_names(updates, model, base, adapter)
         self._updates = updates
         self._factors: dict[LoraDelta, tuple[Tensor, Tensor]] = {}
         self._changed: set[str] = set()
@@ -255,26 +259,40 @@ class _Merge:
         return MergeReport(folder, tensors, len(self._changed), len(self._rounded), self.nbytes)
 
     def write(self, folder: Path, tell: Progress) -> None:
-        """Write all safetensors files of the merged folder."""
+        """Write all safetensors files of the merged folder, each open until its last tensor."""
         groups = {key: group for group in self._base.layout.groups for key in group.keys}
+        files = {key: file for file in self.files for key in file.keys}
         done: set[str] = set()
+        writers: dict[str, ShardWriter] = {}
+
+        def write(key: str, tensor: Tensor, start: int | None) -> None:
+            file = files[key]
+            if file.name not in writers:
+                specs = {key: self._specs[key] for key in file.keys}
+                writer = ShardWriter(folder / file.name, specs, file.metadata)
+                writers[file.name] = stack.enter_context(writer)
+            writers[file.name].write(key, tensor.to(self._specs[key][0]), start)
+
         with ExitStack() as stack:
-            writers = _Writers(folder, self.files, self._specs, stack)
-            for file in self.files:
-                for key in file.keys:
-                    if key in done:
-                        continue
-                    tell(len(done), len(groups), key)
-                    self._write_group(groups[key], writers)
-                    done.update(groups[key].keys)
-                    writers.finish(done)
+            for key in files:
+                if key in done:
+                    continue
+                tell(len(done), len(groups), key)
+                self._write_group(groups[key], write)
+                done.update(groups[key].keys)
+                for file in self.files:
+                    if file.name in writers and done.issuperset(file.keys):
+                        writers.pop(file.name).close()
         tell(len(groups), len(groups), "")
 
-    def _write_group(self, group: Group, writers: _Writers) -> None:
+    def _write_group(self, group: Group, write: _Write) -> None:
         changes, packed = self._changes(group), self._pack(group)
         as_it_is = not changes and not packed
         if as_it_is and isinstance(self._base, PlainBase):
-            _copy(self._base, group, writers)
+            for key in group.keys:
+                for start, stop in Group((key,), {key: self._base.disk[key][0]}).slices():
+                    rows = self._base.checkpoint.read(key, start, stop)
+                    write(key, rows, None if stop is None else start)
             return
         self._factors = {}
         for start, stop in group.slices():
@@ -294,7 +312,7 @@ class _Merge:
                         f"Merged, {key} holds NaN or inf in {tensor.dtype}: the adapter, or the "
                         "base, is broken, or the dtype too narrow."
                     )
-                writers.write(key, tensor, first)
+                write(key, tensor, first)
         if changes:
             self._changed.update(group.keys)
         self._factors = {}
@@ -332,46 +350,6 @@ class _Merge:
                 self._factors[delta] = delta.factors(self._adapter.file, wide)
             delta.add_rows(self._factors[delta], total, start)
         return total
-
-
-def _copy(base: PlainBase, group: Group, writers: _Writers) -> None:
-    """Write the tensors of a group as they are on disk, slice by slice."""
-    for key in group.keys:
-        for start, stop in Group((key,), {key: base.disk[key][0]}).slices():
-            writers.write(
-                key, base.checkpoint.read(key, start, stop), None if stop is None else start
-            )
-
-
-class _Writers:
-    """The open files of the merged folder; each is closed when its last tensor is written."""
-
-    def __init__(
-        self,
-        folder: Path,
-        files: list[OutFile],
-        specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-        stack: ExitStack,
-    ) -> None:
-        self._folder, self._specs, self._stack = folder, specs, stack
-        self._files = {file.name: file for file in files}
-        self._home = {key: file.name for file in files for key in file.keys}
-        self._open: dict[str, ShardWriter] = {}
-
-    def write(self, key: str, tensor: Tensor, start: int | None) -> None:
-        """Write a tensor in the dtype of its spec, or its rows from `start` on."""
-        name = self._home[key]
-        if name not in self._open:
-            file = self._files[name]
-            specs = {key: self._specs[key] for key in file.keys}
-            writer = ShardWriter(self._folder / name, specs, file.metadata)
-            self._open[name] = self._stack.enter_context(writer)
-        self._open[name].write(key, tensor.to(self._specs[key][0]), start)
-
-    def finish(self, done: set[str]) -> None:
-        """Close the files whose tensors are all done."""
-        for name in [name for name in self._open if done.issuperset(self._files[name].keys)]:
-            self._open.pop(name).close()
 
 
 def _dtypes(base: Base, model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -417,18 +395,15 @@ def _write_index(
     source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
 ) -> None:
     """Write the index of the merged files: the base's own, or for a packed base a new one."""
-    if isinstance(base, PackedBase):
-        name = INDEX if len(merge.files) > 1 else None
-        names = {key: file.name for file in merge.files for key in file.keys}
-        content: dict[str, Any] = {"metadata": {}, "weight_map": dict(sorted(names.items()))}
-    else:
-        index = index_of(source)
-        name = index.name if index else None
-        content = read_json(index, MAX_JSON) if index else {}
-    if name is None:
+    packed = isinstance(base, PackedBase)
+    index = source / INDEX if packed else index_of(source)
+    if index is None or (packed and len(merge.files) == 1):
         return
-    if dtype is None and isinstance(base, PlainBase):
-        shutil.copyfile(source / name, folder / name)
+    if dtype is None and not packed:
+        shutil.copyfile(index, folder / index.name)
         return
+    names = {key: file.name for file in merge.files for key in file.keys}
+    new = {"metadata": {}, "weight_map": dict(sorted(names.items()))}
+    content: dict[str, Any] = new if packed else read_json(index, MAX_JSON)
     content["metadata"] = {**(content.get("metadata") or {}), "total_size": merge.nbytes}
-    (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
