@@ -95,13 +95,11 @@ class AdaptedLoraConfig(LoraConfig):
     _awaited: frozenset[str] = frozenset()  # packed parameters that are not loaded yet
 
     def callers(self) -> dict[str, Any]:
-        """Return the caller's value of each field that still has the value set here.
-
-        PEFT narrows `target_modules` while it injects; the caller's spelling stands for both.
-        """
+        """Return the caller's value of each field that still has the value set here."""
         return {
             field: value
             for field, (adapted, value) in self._edits.items()
+            # PEFT narrows target_modules while it injects: the caller's spelling stands for both
             if field == "target_modules" or _same(getattr(self, field), adapted)
         }
 
@@ -183,20 +181,14 @@ def make_adapted(
     packed: rounding.Rounding | None = None,
     awaited: frozenset[str] = frozenset(),
 ) -> PeftConfig:
-    """Turn a copy of the caller's config into the `AdaptedLoraConfig` that PEFT gets.
-
-    Other adapter types (AdaLoRA, IA3, ...) keep their class, and their files name what PEFT was
-    told.
-    """
+    """Turn a copy of the caller's config into what PEFT gets: for LoRA an `AdaptedLoraConfig`."""
     adapted: Any = config
-    for field, value in (
-        ("exclude_modules", targets.excludes),
-        ("target_modules", targets.modules),
-    ):
+    values = {"exclude_modules": targets.excludes, "target_modules": targets.modules}
+    for field, value in values.items():
         setattr(adapted, field, value if value is None or isinstance(value, str) else set(value))
     if hasattr(adapted, "target_parameters"):
         adapted.target_parameters = targets.parameters and list(targets.parameters)
-    if not is_lora(adapted):
+    if not is_lora(adapted):  # AdaLoRA, IA3, ...: their files name what PEFT was told
         return cast(PeftConfig, adapted)
     edits = {
         field: (copy.copy(getattr(adapted, field)), copy.deepcopy(value))

@@ -30,8 +30,7 @@ def wrap_parameter(
 ) -> nn.Module | None:
     """Wrap one parameter of `target`, which may be wrapped already; None leaves it to PEFT.
 
-    PEFT goes through full names in alphabetical order. The new wrapper is put where it would be on
-    the unpacked model: the parameter that was registered first is innermost.
+    PEFT comes in alphabetical order; here the parameter that was registered first is innermost.
     """
     base = unwrapped(target)
     if kwargs.get("target_name") in getattr(config, "_awaited", ()):
@@ -57,8 +56,7 @@ def wrap_parameter(
 def upgrade_wrappers(model: nn.Module) -> None:
     """Turn stock wrappers around packed experts into `ParamWrapper`s, in place.
 
-    For hosts that create the adapter with stock PEFT and a config that `adapt_lora_config` has not
-    seen: parameters and optimizer state stay, names become those of the unpacked model.
+    Parameters and optimizer state stay; names become those of the unpacked model.
     """
     for name, module in list(model.named_modules()):
         chain: list[Any] = []

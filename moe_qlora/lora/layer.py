@@ -54,18 +54,14 @@ class ExpertAdapters:
 
 
 class ParamWrapper(StockParamWrapper):
-    """PEFT's wrapper for one parameter of a module that holds packed experts.
-
-    The class has the stock name because PEFT tells its wrappers by it. `lora_source` is None until
-    the wrapper is connected; a `merge_dtype` of None stands for the dtype before packing.
-    """
+    """PEFT's wrapper for one parameter of packed experts; PEFT tells its wrappers by this name."""
 
     # PEFT takes full parameter names on modules that have this attribute, which is how a second
     # adapter finds a wrapper; `__getattr__` gives it the parameters of the wrapped module.
     parametrizations: Mapping[str, Any] = types.MappingProxyType({})
 
-    lora_source: ExpertAdapters | None = None
-    merge_dtype: torch.dtype | None = None
+    lora_source: ExpertAdapters | None = None  # None until it is connected
+    merge_dtype: torch.dtype | None = None  # None for the dtype before packing
     merge_repack: bool = False
     _unmerged: PackedWeight | None = None
 
@@ -231,9 +227,8 @@ class ParamWrapper(StockParamWrapper):
         if not names:
             return
         original = self._unmerged or read_packed(base, self.parameter_name)
-        products = [
-            self._product(name, original.device) for name in [*self.merged_adapters, *names]
-        ]
+        every = [*self.merged_adapters, *names]
+        products = [self._product(name, original.device) for name in every]
         merged = merged_weight(original, products, self.merge_dtype)
         if safe_merge and first_nonfinite(merged) is not None:
             raise ValueError(

@@ -115,10 +115,9 @@ def connect_adapters(model: PeftModel) -> PeftModel:
 
 
 def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
-    """Apply an adapted config to the adapters that a host made from its lists with stock PEFT.
+    """Apply an adapted LoRA config to adapters that a host made from its lists with stock PEFT.
 
-    Their files then say what the caller asked for, and their layers get the dropout that PEFT's own
-    layer for parameters refuses. Where `adapted` is no LoRA config nothing happens.
+    Their files then say what the caller asked for, and their layers get the caller's dropout.
     """
     if not isinstance(adapted, AdaptedLoraConfig):
         return
@@ -145,11 +144,7 @@ def set_dropout(model: PeftModel, adapter: str, probability: float) -> None:
 
 
 class LoraModel(StockLoraModel):
-    """PEFT's LoRA model over packed experts.
-
-    An instance gets this class after creation (`connect_adapters`), so that what users and trainers
-    call on it later is right too.
-    """
+    """PEFT's LoRA model over packed experts, so that what is called on it later is right too."""
 
     def inject_adapter(
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
@@ -235,10 +230,7 @@ class LoraModel(StockLoraModel):
 
 @contextmanager
 def without_false_warning(config: PeftConfig) -> Iterator[None]:
-    """Keep PEFT from saying that a rank or alpha pattern has no effect where it has one.
-
-    PEFT 0.21 compares these patterns with the modules that it targets, not with the parameters.
-    """
+    """Keep PEFT, which looks at modules only, from saying that patterns for parameters are idle."""
     parameters = getattr(config, "target_parameters", None) or ()
     fields = ("rank_pattern", "alpha_pattern")
     patterns = [key for field in fields for key in getattr(config, field, None) or ()]

@@ -58,8 +58,7 @@ def resolve_targets(
 ) -> Targets:
     """Work out what PEFT is told for this model, which may be a `PeftModel`.
 
-    `config` is in the caller's own spelling; None names nothing. Where no expert is packed, only
-    `target_modules` are spelled out.
+    `config` is in the caller's own spelling; None names nothing.
     """
     model = base_model(model)
     packed = packed_parameters(model)
@@ -126,12 +125,9 @@ def _with_routers(model: nn.Module, config: PeftConfig, routers: Sequence[Router
 
 
 def _unfit_routers(model: nn.Module, routers: Sequence[Router], router: bool) -> list[str]:
-    """Return the Linear layers that "all-linear" reaches and that are routers.
-
-    Those that are `nn.Linear` by inheritance give two values, which LoRA's own layer cannot; plain
-    ones get LoRA where `router` asks for it. A module that shares a weight with one of them goes
-    with it (diffusion_gemma's decoder).
-    """
+    """Return routers that "all-linear" reaches, and Linear layers that share a weight with one."""
+    # Routers that are Linear by inheritance give two values, which LoRA's own layer cannot; plain
+    # ones get LoRA where `router` asks for it. diffusion_gemma's decoder shares its routers.
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     names = [
         one.name for one in routers if (not router if one.plain_linear else one.name in linears)

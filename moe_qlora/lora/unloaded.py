@@ -7,6 +7,7 @@ built on the meta device, and each of these weights is replaced by a packed one 
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ def blank_packed_model(
 ) -> tuple[nn.Module, rounding.Rounding]:
     """Build a model on meta, packed as a load would pack it, and say what is packed.
 
-    `model` is a checkpoint folder, a hub id, a model type or a configuration; a
-    `quantization_config` of None stands for the one in the checkpoint's own config.json.
+    A `quantization_config` of None stands for the one in the checkpoint's own config.json.
     """
     if not isinstance(model, (str, Path, PretrainedConfig)):
         raise ConfigError(
@@ -42,16 +42,14 @@ def blank_packed_model(
             f"{source.label} is not loaded yet and its configuration has no quantization_config: "
             "pass the BitsAndBytesConfig that it will be loaded with as quantization_config."
         )
+    new = partial(build.build, source, trust_remote_code=trust_remote_code)
     with build.quiet():
-        packed = rounding.from_config(
-            build.build(source, trust_remote_code=trust_remote_code), asked
-        )
+        packed = rounding.from_config(new(), asked)
     names: Collection[str] = packed.experts
     if not isinstance(model, PretrainedConfig) and Path(model).is_dir():
         manifest = read_manifest(model)
         names = names if manifest is None else manifest.experts
-    # Anew: `from_config` has replaced Linear layers.
-    built: Any = build.build(source, trust_remote_code=trust_remote_code)
+    built: Any = new()  # `from_config` has replaced Linear layers of the first
     built.tie_weights()
     blanks: dict[nn.Parameter, PackedWeight] = {}  # tied weights share one
     for name in names:
