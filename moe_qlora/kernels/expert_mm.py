@@ -23,14 +23,6 @@ from .routing import Routing
 from .weights import PackedWeight
 
 
-class Rows(NamedTuple):
-    """Which rows are whose, as a matmul needs it."""
-
-    routing: Routing  # Has the expert offsets
-    tiles: Tensor  # `(2 n,)` int32: one of its tables
-    tile: int  # Rows in a tile
-
-
 class ExpertMatmul(NamedTuple):
     """One matmul of all experts: of a projection, forward or backward."""
 
@@ -93,10 +85,10 @@ def prefers_wide_tiles(packed: PackedWeight, count: int, dtype: torch.dtype) -> 
     return 3 * count > least * packed.experts
 
 
-def multiply(x: Tensor, matmul: ExpertMatmul, rows: Rows, name: str) -> Tensor:
+def multiply(x: Tensor, matmul: ExpertMatmul, routing: Routing, wide: bool, name: str) -> Tensor:
     """Return `(R, N)`: x `(R, K + r)`, whose last r columns are LoRA's, times weight and factor."""
     out = None
-    for (first, end), part in slices(x, matmul, rows, name):
+    for (first, end), part in slices(x, matmul, routing, wide, name):
         if end - first == matmul.features:
             return part
         if out is None:
@@ -107,9 +99,10 @@ def multiply(x: Tensor, matmul: ExpertMatmul, rows: Rows, name: str) -> Tensor:
 
 
 def slices(
-    x: Tensor, matmul: ExpertMatmul, rows: Rows, name: str
+    x: Tensor, matmul: ExpertMatmul, routing: Routing, wide: bool, name: str
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """Yield `multiply` by slices of features: (first, end), and `(R, end - first)`."""
+    tiles, tile = routing.cut(wide)
     experts, n_rows, n_cols = matmul.packed.shape
     inner = (n_cols if matmul.by_rows else n_rows) + matmul.rank
     # What comes out may be half of the cap: in backward it stands beside two others of its kind.
@@ -118,7 +111,7 @@ def slices(
     step = max(64, workspace.workspace_cap(x.device) // each // 64 * 64)
     absmax = config = None
     if matmul.on_quantized:
-        config = autotune.chosen(matmul.packed, x.dtype, rows.tile, back=not matmul.by_rows)
+        config = autotune.chosen(matmul.packed, x.dtype, tile, back=not matmul.by_rows)
         if matmul.packed.nested is not None and not config.direct:
             shape = tuple(matmul.packed.absmax.shape)
             absmax, _ = workspace.take("absmax", shape, torch.float32, x.device)
@@ -126,13 +119,13 @@ def slices(
         span = first, min(first + step, matmul.features)
         if config is not None:
             part = quantized_mm.launch(
-                x, matmul.packed, matmul.factor, absmax, rows.routing.expert_offsets, rows.tiles,
-                rows.tile, config, back=not matmul.by_rows, span=span,
+                x, matmul.packed, matmul.factor, absmax, routing.expert_offsets, tiles, tile,
+                config, back=not matmul.by_rows, span=span,
             )  # fmt: skip
         elif step >= matmul.features:
-            part = F.grouped_mm(x, _whole(matmul, rows.routing, name), offs=rows.routing.ends)
+            part = F.grouped_mm(x, _whole(matmul, routing, name), offs=routing.ends)
         else:
-            part = F.grouped_mm(x, _slice(matmul, rows.routing, span), offs=rows.routing.ends)
+            part = F.grouped_mm(x, _slice(matmul, routing, span), offs=routing.ends)
         yield span, part
 
 

@@ -33,7 +33,6 @@ from torch import Tensor
 from . import row_launches, workspace
 from .expert_mm import (
     ExpertMatmul,
-    Rows,
     in_backward,
     multiply,
     owner_of,
@@ -43,7 +42,7 @@ from .expert_mm import (
 )
 from .factors import Factors, Lora, pad_factors
 from .launch import aligned
-from .limits import WIDE_TILE, cdiv, row_stride
+from .limits import cdiv, row_stride
 from .routing import Routing, route
 from .row_launches import Gate
 from .weights import PackedWeight
@@ -96,7 +95,7 @@ class ForwardState(NamedTuple):
     saved: Saved
     inner: Tensor  # `(R, I + r2)`
     matmul: ExpertMatmul  # Of the down projection
-    rows: Rows
+    wide: bool  # Whether matmuls go in wide tiles
     name: str  # The workspace's buffer
 
 
@@ -111,12 +110,9 @@ class Grads(NamedTuple):
     b2: Tensor | None
 
 
-def _tiled_rows(routing: Routing, count: int, layer: Layer, *matmuls: ExpertMatmul) -> Rows:
-    """Return the rows of matmuls: in wide tiles where the quantized matmul has many."""
-    wide = any(m.on_quantized and prefers_wide_tiles(m.packed, count, layer.dtype) for m in matmuls)
-    if wide and routing.counts[1]:
-        return Rows(routing, routing.wide, WIDE_TILE)
-    return Rows(routing, routing.tiles, routing.tile)
+def _in_wide_tiles(count: int, *matmuls: ExpertMatmul) -> bool:
+    """Whether the quantized matmul has so many rows that they go in wide tiles."""
+    return any(m.on_quantized and prefers_wide_tiles(m.packed, count, m.dtype) for m in matmuls)
 
 
 def _strip(count: int, width: int, like: Tensor, matmul: ExpertMatmul) -> Tensor:
@@ -127,22 +123,21 @@ def _strip(count: int, width: int, like: Tensor, matmul: ExpertMatmul) -> Tensor
 
 
 def _gathered(
-    layer: Layer, rows: Rows, x: Tensor, matmul: ExpertMatmul, factor: Tensor | None, name: str,
-    product: Tensor, bias: Tensor | None = None,
+    layer: Layer, routing: Routing, wide: bool, x: Tensor, matmul: ExpertMatmul,
+    factor: Tensor | None, name: str, product: Tensor, bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the matmul of the tokens' rows, and those rows' own products with a bias.
 
     Products with a factor, `(E, r, K)` if it is `matmul.factors.a`, else `(E, K, r)`, are written
     to `product`. Rows over the workspace's cap are copied a piece at a time.
     """
-    routing = rows.routing
     count = routing.count
     dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
     nbytes = count * (x.shape[1] + matmul.rank) * layer.dtype.itemsize
     pieces = min(_PIECES, cdiv(nbytes, workspace.workspace_cap(x.device)))
     if pieces <= 1:
         copied = _copied(routing, x, matmul, factor, product, dots, bias)
-        return multiply(copied, matmul, rows, name), dots
+        return multiply(copied, matmul, routing, wide, name), dots
     out = torch.empty(count, matmul.features, dtype=layer.dtype, device=x.device)
     step = cdiv(cdiv(count, pieces), 64) * 64  # pieces start at multiples of 16 bytes
     for first in range(0, count, step):
@@ -152,9 +147,7 @@ def _gathered(
         copied = _copied(
             some, x, matmul, factor, product[first * rank : part.stop * rank], dots[part], bias
         )
-        wide = rows.tile == WIDE_TILE and some.counts[1] > 0
-        piece = Rows(some, some.wide, WIDE_TILE) if wide else Rows(some, some.tiles, some.tile)
-        for (start, end), columns in slices(copied, matmul, piece, name):
+        for (start, end), columns in slices(copied, matmul, some, wide, name):
             out[part, start:end] = columns
     return out, dots
 
@@ -176,12 +169,12 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
     quantized2 = runs_quantized(layer.second, count, layer.dtype, back=not by_rows)
     matmul1 = ExpertMatmul(layer.first, f1, by_rows, False, quantized1, layer.dtype)
     matmul2 = ExpertMatmul(layer.second, f2, by_rows, False, quantized2, layer.dtype)
-    rows = _tiled_rows(routing, count, layer, matmul1, matmul2)
+    wide = _in_wide_tiles(count, matmul1, matmul2)
     sizes = count * matmul1.rank, count * matmul2.rank
     products = torch.empty(sum(sizes), dtype=layer.dtype, device=x.device)
     product1, product2 = products.split_with_sizes(sizes)
     factor = None if f1 is None else f1.a
-    pre, _ = _gathered(layer, rows, x, matmul1, factor, "first", product1)
+    pre, _ = _gathered(layer, routing, wide, x, matmul1, factor, "first", product1)
     inner_size = layer.sizes[-1]
     inner = _strip(count, inner_size + matmul2.rank, x, matmul2)
     bias = None if bias1 is None else aligned(bias1)
@@ -196,14 +189,14 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
     )  # fmt: skip
     name = "second" if recomputed else "first"
     saved = Saved(pre, products)
-    return ForwardState(index, operands, routing, saved, inner, matmul2, rows, name)
+    return ForwardState(index, operands, routing, saved, inner, matmul2, wide, name)
 
 
 def down_forward(layer: Layer, state: ForwardState, out: Tensor | None = None) -> Tensor:
     """Return the layer's output `(T, H)`, in `out` if given: the down projection, summed."""
     return _summed(
-        layer, state.inner, state.matmul, state.rows, state.name, out, state.operands.weights,
-        state.assignments, state.operands.biases[1],
+        layer, state.inner, state.matmul, state.routing, state.wide, state.name, out,
+        state.operands.weights, state.assignments, state.operands.biases[1],
     )  # fmt: skip
 
 
@@ -228,18 +221,17 @@ def _copied(
 
 
 def _summed(
-    layer: Layer, x: Tensor, matmul: ExpertMatmul, rows: Rows, name: str,
+    layer: Layer, x: Tensor, matmul: ExpertMatmul, routing: Routing, wide: bool, name: str,
     out: Tensor | None = None, weights: Tensor | None = None, index: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the matmul of x's rows, summed to tokens `(T, N)`."""
-    size, routing = matmul.features, rows.routing
-    tokens = routing.count // routing.top_k
+    size, tokens = matmul.features, routing.count // routing.top_k
     if out is None:
         out = torch.empty(tokens, size, dtype=layer.dtype, device=x.device)
     weights, index, bias = (None if t is None else aligned(t) for t in (weights, index, bias))
     kinds = tuple(None if t is None else t.dtype for t in (weights, index, bias))
-    for (first, end), y in slices(x, matmul, rows, name):
+    for (first, end), y in slices(x, matmul, routing, wide, name):
         launch = row_launches.to_tokens(
             tokens, first, end, size, routing.top_k, routing.experts, layer.partial, y.dtype,
             kinds, y.get_device(),
@@ -269,10 +261,10 @@ def backward(
     lora1, lora2 = operands.loras
     f1, f2 = pad_factors(operands.loras, layer.first.experts, layer.dtype)
     matmul1, matmul2, name = _backward_matmuls(layer, routing, f1, f2)
-    rows = _tiled_rows(routing, count, layer, matmul1, matmul2)
+    wide = _in_wide_tiles(count, matmul1, matmul2)
     product_g = torch.empty(count * matmul2.rank, dtype=layer.dtype, device=grad.device)
     factor = None if f2 is None else f2.b
-    u, dots = _gathered(layer, rows, grad, matmul2, factor, name, product_g, bias2)
+    u, dots = _gathered(layer, routing, wide, grad, matmul2, factor, name, product_g, bias2)
     d_pre, d_weights = _gate_backward(
         layer, routing, saved.pre, u, dots, weights, bias1, bias2, matmul1
     )
@@ -289,7 +281,7 @@ def backward(
         a1 = _outer(lora1.a, d_pre[:, width:], d_pre.stride(0), x, layer, routing, hidden,
                     gathers=True, rank=f1.rank)  # fmt: skip
         b1 = _outer(lora1.b, product1, f1.rank, d_pre, layer, routing, width, over=True)
-    dx = _summed(layer, d_pre, matmul1, rows, "first") if needs_x else None
+    dx = _summed(layer, d_pre, matmul1, routing, wide, "first") if needs_x else None
     return Grads(dx, d_weights, a1, b1, a2, b2)
 
 

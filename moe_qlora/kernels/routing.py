@@ -151,6 +151,10 @@ class Routing:
         """`(E,)`: as torch's grouped product wants them."""
         return self.expert_offsets[1 : self.experts + 1]
 
+    def cut(self, wide: bool) -> tuple[Tensor, int]:
+        """Return a table of tiles and the rows in each: `wide` ones where there are such."""
+        return (self.wide, WIDE_TILE) if wide and self.counts[1] else (self.tiles, self.tile)
+
     def part(self, rows: slice) -> Routing:
         """Return the routing of some of the rows, counted from the first of them; no `inverse`."""
         count = rows.stop - rows.start
