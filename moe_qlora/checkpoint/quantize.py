@@ -168,7 +168,11 @@ class _Job:
         self.packed = from_config(model, config)
         linears = self.packed.linears
         model.tie_weights()
-        self.transposed = {n for n in linears if _is_transposed(model.get_submodule(n[:-7]))}
+        # Conv1D, which bitsandbytes replaces as well, stores `(in, out)`.
+        replaced = {
+            n: getattr(model.get_submodule(n[:-7]), "source_cls", nn.Linear) for n in linears
+        }
+        self.transposed = {n for n, kind in replaced.items() if not issubclass(kind, nn.Linear)}
         self.dtypes = own | dict.fromkeys(linears & own.keys(), dtype)
         self.base = PlainBase(folder, model)
         self.tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
@@ -334,11 +338,6 @@ def _keep_shards(work: Path) -> None:
             shutil.rmtree(entry)
         elif entry.is_symlink() or not entry.match("shard-*.safetensors"):
             entry.unlink()
-
-
-def _is_transposed(module: nn.Module) -> bool:
-    """Whether a packed layer replaces one that stores its weight `(in, out)`."""
-    return not issubclass(getattr(module, "source_cls", nn.Linear), nn.Linear)
 
 
 def _write_auxiliary_files(folder: Path, work: Path, model: Any, config: Any) -> None:

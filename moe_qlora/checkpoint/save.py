@@ -188,11 +188,7 @@ def _can_be_renamed_to(folder: Path) -> bool:
 
 
 def _publish(work: Path, folder: Path) -> None:
-    """Move a finished save into a folder that holds something already.
-
-    The rename of config.json turns the old model into the new one. Where the system refuses it, or
-    a step before it, files that the folder did not have are removed again.
-    """
+    """Move a finished save into a folder that holds something; at a refusal, take it out again."""
     for file in work.rglob("*"):
         flush(file)
     names = {entry.name for entry in work.iterdir()}
@@ -207,7 +203,7 @@ def _publish(work: Path, folder: Path) -> None:
                 entry.replace(target)
                 added += [target] if is_new else []
         flush(folder)
-        (work / CONFIG).replace(folder / CONFIG)
+        (work / CONFIG).replace(folder / CONFIG)  # turns the old model into the new one
     except OSError:
         if (work / CONFIG).exists():  # otherwise the folder holds the new model after all
             with suppress(CheckpointError):
@@ -248,10 +244,8 @@ def _write_auxiliary_files(model: Any, work: Path, kwargs: dict[str, Any]) -> No
 
 
 def _main_dtype(model: Any) -> str | None:
-    """Return the dtype of most plain weights, but for those that their class keeps in fp32.
-
-    The stock method notes the first parameter's dtype, to which a reload would cast all others.
-    """
+    """Return the dtype of most plain weights, but for those that their class keeps in fp32."""
+    # The stock method notes the first parameter's, to which a reload would cast all others.
     kept = kept_dtypes(model, torch.bfloat16)
     sizes: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
@@ -264,10 +258,7 @@ def _main_dtype(model: Any) -> str | None:
 def write_packed(
     work: Path, model: nn.Module, tensors: Mapping[str, Tensor], max_shard_size: int | str
 ) -> None:
-    """Write shards, config and manifest of a packed model, whose state dict `tensors` is.
-
-    `work` holds config.json as transformers writes it.
-    """
+    """Write shards and manifest of a packed model, of the tensors of a state dict."""
     shards = plan_shards({key: tensor.nbytes for key, tensor in tensors.items()}, max_shard_size)
     files = []
     for number, keys in enumerate(shards, 1):
@@ -299,13 +290,12 @@ def finish_packed(
     identity = manifests.manifest_id(tensors, codec)
     shards = [manifests.shard_entry(file) for file in files]
     names = manifests.shard_names(identity, shards)
-    for file, name in zip(files, names, strict=True):
-        file.rename(work / name)
     new_name = {file.name: name for file, name in zip(files, names, strict=True)}
+    for file in files:
+        file.rename(work / new_name[file.name])
     config = read_json(work / CONFIG)
     quantization = dict(config.get("quantization_config") or {})
     if plain:
-        # a reload must not expect these packed
         old = [n for n in quantization.get("llm_int8_skip_modules") or [] if n not in plain]
         exact = [rf"{re.escape(name)}$" for name in plain]
         quantization["llm_int8_skip_modules"] = list(dict.fromkeys([*old, *exact]))
@@ -331,10 +321,7 @@ def finish_packed(
 
 
 def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSettings]:
-    """Describe each packed expert weight as the manifest does, tied ones by each name.
-
-    The second value is how all of them are packed.
-    """
+    """Describe each packed expert weight as the manifest does, and how all of them are packed."""
     names: dict[int, list[str]] = {}
     weights: dict[int, PackedWeight] = {}
     settings: dict[CodecSettings, str] = {}
@@ -350,23 +337,17 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
             f"{name} is packed otherwise than the weights before it ({other.to_dict()} and "
             f"{first.to_dict()}), and a folder holds one kind: pack the model again."
         )
-    entries = {
-        name: PackedEntry(
-            tuple(weights[key].shape),
-            dtype_name(weights[key].dtype),
-            tuple(other for other in tied if other != name),
-        )
-        for key, tied in names.items()
-        for name in tied
-    }
+    entries = {}
+    for key, tied in names.items():
+        shape, dtype = tuple(weights[key].shape), dtype_name(weights[key].dtype)
+        for name in tied:
+            aliases = tuple(other for other in tied if other != name)
+            entries[name] = PackedEntry(shape, dtype, aliases)
     return entries, first
 
 
 def _plain_linears(model: Any) -> list[str]:
-    """Return the names of Linear layers that a reload would pack, and that are not packed.
-
-    A model that was loaded in 16 bit has them where only its experts were packed afterwards.
-    """
+    """Return the Linear layers that a reload would pack: of a model of which only experts were."""
     config = model.hf_quantizer.quantization_config
     skips = model.hf_quantizer.get_modules_to_not_convert(
         model, config.llm_int8_skip_modules, model._keep_in_fp32_modules
@@ -376,10 +357,7 @@ def _plain_linears(model: Any) -> list[str]:
 
 
 def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]) -> None:
-    """Upload a save in one commit: what it wrote, and nothing else that lies in the folder.
-
-    The same commit removes shards and manifests of an earlier save.
-    """
+    """Upload what a save wrote in one commit, which removes those of an earlier save."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
