@@ -128,7 +128,14 @@ def merge_adapter(
         rounding.check_noted_base(
             lora.folder, lambda names: take(model, str(base), names, opened.first_rows)
         )
-        training = _rounding(opened, lora, build_model, like_training, quantization_config)
+        training: Rounding | None = None
+        if like_training and not packed:
+            asked = quantization_config
+            if asked is not None:
+                asked = rounding.from_config(build_model(), asked)
+            training = rounding.choose(lora.folder, asked)
+        elif quantization_config is not None:
+            raise ConfigError("The base is packed, so it says itself how; leave the codec out.")
         merge = _Merge(opened, lora, updates, model, training, dtype)
         with (
             new_folder(target) as folder,
@@ -169,22 +176,6 @@ def _model_builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Mod
         return model
 
     return build_model
-
-
-def _rounding(
-    base: Base,
-    adapter: Adapter,
-    build_model: Callable[[], nn.Module],
-    like_training: bool,
-    config: Any,
-) -> Rounding | None:
-    """Return what was packed in training, where the base is to be rounded like that."""
-    if not like_training or isinstance(base, PackedBase):
-        if config is not None:
-            raise ConfigError("The base is packed, so it says itself how; leave the codec out.")
-        return None
-    by_config = None if config is None else rounding.from_config(build_model(), config)
-    return rounding.choose(adapter.folder, by_config)
 
 
 _Write = Callable[[str, Tensor, int | None], None]

@@ -98,11 +98,10 @@ def chosen(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -
 def tune(
     packed: PackedWeight, dtype: torch.dtype, tiles: tuple[int, ...] = (16, 32, 64, 128)
 ) -> dict[tuple[int, bool], Config]:
-    """Measure every configuration for this weight, and remember the quickest that is right.
+    """Measure every configuration for weights of this shape and kind; remember the quickest.
 
-    Waits for the device; takes a few seconds for each tile the first time, compiling included. Of
-    the weight its shape and kind count, not its values. Returns what was chosen for each of `tiles`
-    (rows in a tile, from 16 for few tokens an expert to 128 for many), out (False) and back (True).
+    Return what was chosen for each of `tiles` (rows in a tile, from 16 for few tokens an expert to
+    128 for many), out (False) and back (True).
     """
     table = _load(packed.device.index or 0)
     picked: dict[tuple[int, bool], Config] = {}

@@ -130,10 +130,8 @@ def slices(
 
 
 def _whole(matmul: ExpertMatmul, routing: Routing, name: str) -> Tensor:
-    """Return the operand `(E, K + r, N)` of a grouped matmul, as a view of the workspace.
-
-    Both factors lie beside the weight: what the forward dequantized serves backward as well.
-    """
+    """Return the operand `(E, K + r, N)` of a grouped matmul, as a view of the workspace."""
+    # Both lie beside the weight: what the forward dequantized serves backward as well.
     right, below = matmul._beside
     experts, n_rows, n_cols = matmul.packed.shape
     device = routing.ints.device

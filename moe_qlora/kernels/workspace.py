@@ -99,8 +99,7 @@ def take(
 ) -> tuple[Tensor, bool]:
     """Return a contiguous tensor on the shared buffer, valid until the next call with this name.
 
-    Each projection has a buffer, so that a layer's two do not displace each other. The second
-    result says whether the tensor already holds what `owner` names; None is never remembered.
+    The second result says whether it already holds what `owner` names; None is never remembered.
     `alive` are tensors to hold as long as `owner` is remembered.
     """
     slot = _slots.setdefault(_key(device, name), _Slot())
