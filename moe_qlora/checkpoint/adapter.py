@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from ..errors import AdapterError, CheckpointError
 from ..files import read_json
 from ..layout import listed
+from .fit import own_name
 from .reader import Checkpoint, inside, parse_fields
 
 CONFIG = "adapter_config.json"
@@ -220,7 +221,7 @@ class Resolver:
     ) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-        self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        self._known = partial(own_name, model)
         self._disk = disk
         self._adapter = adapter
         wanted = adapter.settings.target_parameters or ()
@@ -276,11 +277,6 @@ class Resolver:
             self._faults.append(f"{key} {shape} replaces a tensor of shape {self._shapes[target]}")
         else:
             self._updates.replacements[target] = key
-
-    def _known(self, name: str, names: Iterable[str]) -> str | None:
-        """Return the name as the model has it, with or without the prefix of the model's body."""
-        candidates = (name, self._prefix + name, name.removeprefix(self._prefix))
-        return next((candidate for candidate in candidates if candidate in names), None)
 
     def _place(self, path: str, by_depth: dict[int, _Pair]) -> None:
         """Note the deltas of one module's pairs."""

@@ -7,7 +7,7 @@ tensors belong together, and their dtypes and sizes against the shapes of the mo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,13 @@ from .reader import DTYPES
 
 INT8_FORMAT = ".weight_format"  # of bitsandbytes' Linear layers, beside their weight
 _ENDS = (ABSMAX, NESTED_ABSMAX, TABLE, NESTED_TABLE, SCALES, INT8_FORMAT)
+
+
+def own_name(model: Any, name: str, names: Container[str]) -> str | None:
+    """Return a name as a model has it, with or without the prefix of the model's body, or None."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    candidates = (name, prefix + name, name.removeprefix(prefix))
+    return next((candidate for candidate in candidates if candidate in names), None)
 
 
 def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
@@ -90,7 +97,6 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
     state = model.state_dict()
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
     owners = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "out_features")}
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     packed = packed_names(manifest)
     # In the loader bitsandbytes' layers are there already, unless nothing is packed by its config.
     linears = {name for name, module in owners.items() if is_packed_linear(module)}
@@ -99,8 +105,7 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
     for name, entry in manifest.tensors.items():
         if name in owned and name not in packed:
             continue
-        names = (name, prefix + name, name.removeprefix(prefix))
-        own = next((other for other in names if other in shapes), None)
+        own = own_name(model, name, shapes)
         if own is None:
             if name.endswith(_ENDS) or RECORD in name:
                 yield f"{name} belongs to no packed weight"

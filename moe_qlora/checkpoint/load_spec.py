@@ -21,7 +21,7 @@ from ..layout import ExpertParam, ModelLayout
 from ..packing.format import packed_nbytes, why_not_packed
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
-from .fit import settings_problem
+from .fit import own_name, settings_problem
 from .manifest import Manifest
 from .reader import DTYPES, Checkpoint
 
@@ -127,28 +127,24 @@ def _packed_params(
     model: nn.Module, by_name: Mapping[str, ExpertParam], manifest: Manifest, folder: Path
 ) -> dict[str, ExpertParam]:
     """Return the model's expert weights that a manifest says are packed, by all their names."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-
-    def param_of(name: str) -> ExpertParam | None:
-        names = (name, prefix + name, name.removeprefix(prefix))
-        return next((by_name[other] for other in names if other in by_name), None)
-
     params: dict[str, ExpertParam] = {}
     for name, entry in manifest.experts.items():
-        param = param_of(name)
-        if param is None:
+        own = own_name(model, name, by_name)
+        if own is None:
             raise CheckpointError(
                 f"{folder} holds the packed weight {name}, which a {type(model).__name__} does not "
                 "have: load it with the class that it was saved from."
             )
+        param = by_name[own]
         if tuple(param.shape) != tuple(entry.shape):
             raise CheckpointError(
                 f"{folder}: {name} was packed with the shape {tuple(entry.shape)}, the model's "
                 f"config gives {tuple(param.shape)}: config.json is not the one it was saved with."
             )
         # Nothing is tied on the meta device yet: a weight's aliases are parameters by themselves.
-        for tied in (param, *filter(None, map(param_of, entry.aliases))):
-            params |= dict.fromkeys(tied.names, tied)
+        for tied in (own, *(own_name(model, alias, by_name) for alias in entry.aliases)):
+            if tied is not None:
+                params |= dict.fromkeys(by_name[tied].names, by_name[tied])
     return params
 
 
