@@ -178,7 +178,7 @@ def _with_own_settings(source: Source) -> Source:
 def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except Exception as error:  # a date with a 13th month is a ValueError
         raise CheckpointError(f"{label} is no readable YAML ({_first_line(error)}).") from error
     base = content.get("base_model") if isinstance(content, Mapping) else None
     if not isinstance(base, str) or not base:
@@ -188,8 +188,15 @@ def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
     if Path(name).suffix in _YAML:
         raise CheckpointError(f"{label}: base_model is {base}, another YAML file; name a model.")
     source = resolve(name, trust_remote_code=trust_remote_code)
-    for key, value in (content.get("overrides_of_model_config") or {}).items():
-        setattr(source.config, key, value)
+    overrides = content.get("overrides_of_model_config") or {}
+    try:
+        for key, value in dict(overrides).items():
+            setattr(source.config, key, value)
+    except Exception as error:
+        raise ConfigError(
+            f"{label}: overrides_of_model_config is {overrides!r:.80}, which this configuration "
+            f"does not take ({_first_line(error)})."
+        ) from error
     settings, notes = _trainer_settings(content)
     return Source(label, source.config, settings or source.settings, (*source.notes, *notes))
 
@@ -204,7 +211,7 @@ def _trainer_settings(content: Mapping[str, Any]) -> tuple[CodecSettings | None,
     if content.get("quantize_moe_experts"):
         notes.append("quantize_moe_experts packs experts too; leave it out beside moe_qlora.")
     block = content.get("moe_qlora")
-    if block is not None and _PLUGIN not in (content.get("plugins") or ()):
+    if block is not None and _PLUGIN not in str(content.get("plugins")):
         notes.append(f"axolotl reads the moe_qlora block only where plugins names {_PLUGIN}.")
     if not four and not eight:
         return None, [*notes, "The file asks for neither load_in_4bit nor load_in_8bit."]

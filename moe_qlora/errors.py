@@ -51,6 +51,9 @@ def one_line(kind: str, message: object) -> str:
 class MoeQloraError(Exception):
     """Base of every exception that this package raises on purpose."""
 
+    def __str__(self) -> str:
+        return visible(super().__str__(), keep="\n")
+
 
 class ConfigError(MoeQloraError, ValueError):
     """The caller's quantization or LoRA settings cannot be followed."""

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError
 from ..layout import ExpertParam, ModelLayout
 from .settings import CodecSettings
 
@@ -45,7 +44,7 @@ def select_weights(
     # bitsandbytes prints to stderr when it is imported, which the rule alone does not need.
     from . import parametrize
 
-    _check_patterns(model, settings.skip_modules)
+    _warn_of_patterns(model, settings.skip_modules)
     # Parameters that the config asks bitsandbytes to pack itself.
     if isinstance(config, Mapping):
         left = config.get("target_parameters")
@@ -95,21 +94,15 @@ def skipping_pattern(param: ExpertParam, patterns: Iterable[str]) -> str | None:
     return next((p for p in patterns if any(is_skipped(name, [p]) for name in names)), None)
 
 
-def _check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Refuse skip patterns that are not valid, and warn of those that match nothing."""
+def _warn_of_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Warn of skip patterns that match nothing."""
     from . import parametrize
 
     names = [name for name, _ in model.named_modules() if name]
     names += [name for name, _ in model.named_parameters()]
     names += [f"{name}.{parameter}" for name, _, parameter in parametrize.iter_packed(model)]
     for pattern in patterns:
-        try:
-            matched = any(is_skipped(name, [pattern]) for name in names)
-        except re.error as error:
-            raise ConfigError(
-                f"llm_int8_skip_modules holds {pattern!r}, which is no valid pattern: {error}."
-            ) from error
-        if not matched:
+        if not any(is_skipped(name, [pattern]) for name in names):
             warnings.warn(
                 f"llm_int8_skip_modules names {pattern!r}, which matches nothing in the model.",
                 UserWarning,

@@ -5,7 +5,8 @@ The config is read by its attributes or keys, so that nothing here needs transfo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,13 @@ class CodecSettings:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; expected one of {', '.join(KINDS)}")
+        for pattern in self.skip_modules:
+            try:
+                re.compile(f"(?:{pattern})")
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ConfigError(
+                    f"llm_int8_skip_modules holds {pattern!r}, which is no valid pattern: {error}."
+                ) from error
         if self.kind == "int8":
             object.__setattr__(self, "double_quant", False)
             object.__setattr__(self, "storage_dtype", torch.int8)
@@ -82,10 +90,10 @@ class CodecSettings:
                 "and load_in_8bit=True."
             )
         skips = get("llm_int8_skip_modules", ())
-        named = isinstance(skips, Iterable) and not isinstance(skips, str)
-        skips = tuple(skips) if named else skips
-        if not named or not all(isinstance(skip, str) for skip in skips):
+        listed = isinstance(skips, (list, tuple, set, frozenset))
+        if not listed or not all(isinstance(skip, str) for skip in skips):
             raise ConfigError(f"llm_int8_skip_modules is {skips!r}: give a list of module names.")
+        skips = tuple(skips)
         if eight and get("llm_int8_has_fp16_weight", False):
             raise ConfigError(
                 "llm_int8_has_fp16_weight=True keeps 8-bit weights in 16 bit, so that nothing "

@@ -286,6 +286,8 @@ def test_no_experts(cli, tmp_path):
     assert json.loads(out)["experts"] == []
 
 
+PACKED_CONFIG = """{"model_type": "qwen3_moe", "quantization_config":
+{"load_in_4bit": true, "llm_int8_skip_modules": SKIPS}}"""
 BAD_CONFIGS = {
     "no JSON": ("{bad", "no valid JSON"),
     "no object": ("[1]", "no JSON object"),
@@ -299,6 +301,14 @@ BAD_CONFIGS = {
     "impossible size": (
         '{"model_type": "qwen3_moe", "hidden_size": -4}',
         "cannot build a model of type 'qwen3_moe'",
+    ),
+    "bad pattern": (
+        PACKED_CONFIG.replace("SKIPS", '["("]'),
+        "llm_int8_skip_modules holds '(', which is no valid pattern",
+    ),
+    "bad list": (
+        PACKED_CONFIG.replace("SKIPS", '{"a": 1}'),
+        "llm_int8_skip_modules is {'a': 1}",
     ),
     "bad settings": (
         '{"model_type": "qwen3_moe", "quantization_config": {"quant_method": "bitsandbytes"}}',
@@ -321,6 +331,14 @@ BAD_YAML = {
     "itself": ("base_model: train.yaml", "another YAML file"),
     "missing": ("base_model: ./gone", "./gone does not exist"),
     "kwargs": ("base_model: {model}\nadapter: qlora\nbnb_config_kwargs: 3", "bnb_config_kwargs"),
+    "a pattern": (
+        "base_model: {model}\nadapter: qlora\nmoe_qlora: {{skip_modules: ['(']}}",
+        "which is no valid pattern",
+    ),
+    "deep": ("[" * 5000, "no readable YAML"),
+    "overrides": ("base_model: {model}\noverrides_of_model_config: 3", "overrides_of_model_config"),
+    "a date": ("base_model: 2024-13-01", "no readable YAML"),
+    "an object": ("base_model: !!python/object/apply:os.getcwd []", "no readable YAML"),
     "type": (
         "base_model: {model}\nadapter: qlora\nbnb_config_kwargs: {{bnb_4bit_quant_type: nf5}}",
         "nf5",
