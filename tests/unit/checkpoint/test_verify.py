@@ -6,7 +6,7 @@ import json
 import random
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import quantize_experts
@@ -239,7 +239,7 @@ RECORD = "gate_up_proj.quant_state.bitsandbytes__nf4"
         ("nf4", RECORD, resized, "says of itself"),
         ("nf4", RECORD, retyped, "says of itself"),
         ("nf4", RECORD, shifted, "nested offset nan"),
-        ("nf4", RECORD, torch.zeros_like, "cannot be read"),
+        ("nf4", RECORD, torch.zeros_like, "no valid JSON"),
         ("int8", "down_proj.SCB", negative, "has the scale -1.0 at 1"),
         ("int8", "gate_up_proj.SCB", nonfinite, "has the scale nan at 0"),
         ("nf4", "input_layernorm.weight", nonfinite, "holds NaN or inf"),
@@ -252,6 +252,59 @@ def test_statistics_that_no_checksum_can_judge(cli, tmp_path, kind, end, change,
     state[key] = change(state[key])
     model.save_pretrained(tmp_path, state_dict=state)
     check_damaged(cli(tmp_path), part, key.partition(".quant_state")[0].rpartition(".")[0])
+
+
+def saying(**changes: object) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that changes what a record says."""
+
+    def change(record: torch.Tensor) -> torch.Tensor:
+        said = json.loads(bytes(record.tolist())) | changes
+        return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+    return change
+
+
+def text(content: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda record: torch.tensor(list(content.encode()), dtype=torch.uint8)
+
+
+LINEAR = "q_proj.weight.quant_state.bitsandbytes__nf4"
+
+
+@pytest.mark.parametrize(
+    ("kind", "end", "change", "part"),
+    [
+        ("nf4", "q_proj.weight", lambda codes: codes[:3], "of shape (3, 1); a packed weight of"),
+        ("nf4", "q_proj.weight.absmax", lambda absmax: absmax[:1], "of shape (1,); a packed"),
+        (
+            "nf4",
+            LINEAR,
+            saying(shape=[1 << 14, 1 << 14]),
+            "a packed weight of shape (16384, 16384)",
+        ),
+        ("nf4", LINEAR, saying(shape=[-1, 64]), "says of itself"),
+        ("nf4", LINEAR, saying(blocksize=1), "says of itself"),
+        ("nf4", LINEAR, saying(nested_blocksize=1), "says of itself"),
+        ("nf4", RECORD, saying(nested_blocksize=1), "says of itself"),
+        ("nf4", RECORD, saying(dtype=[]), "says of itself"),
+        ("nf4", RECORD, saying(nested_offset="x"), "nested offset 'x'"),
+        ("nf4", LINEAR, text("[" * 9000 + "]" * 9000), "is no valid JSON"),
+        ("nf4", LINEAR, text("9" * 400), "an integer has 400 digits"),
+        ("nf4", LINEAR, text(" " * 70_000), "which no record has"),
+        ("int8", "q_proj.SCB", lambda scales: scales[:1], "has the shape (1,), and its weight"),
+    ],
+)
+def test_no_kernel_is_led_out_of_a_tensor(cli, tmp_path, kind, end, change, part):
+    """bitsandbytes believes what a weight's own record says of its shape and blocks."""
+    model, _, _ = folders(tmp_path, kind)
+    state = model.state_dict()
+    key = next(key for key in state if key.endswith(end))
+    state[key] = change(state[key])
+    forged = tmp_path / "forged"
+    model.save_pretrained(forged, state_dict=state)
+    check_damaged(cli(forged), part)
+    with moe_qlora.enabled(), pytest.raises(CheckpointError, match=re.escape(part)):
+        AutoModelForCausalLM.from_pretrained(forged)
 
 
 def test_leftovers_are_warnings(cli, tmp_path):
