@@ -269,41 +269,36 @@ def text(content: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 LINEAR = "q_proj.weight.quant_state.bitsandbytes__nf4"
+LED_OUT = {
+    "codes": ("nf4", "q_proj.weight", lambda codes: codes[:3]),
+    "absmax": ("nf4", "q_proj.weight.absmax", lambda absmax: absmax[:1]),
+    "a large shape": ("nf4", LINEAR, saying(shape=[1 << 14, 1 << 14])),
+    "no shape": ("nf4", LINEAR, saying(shape=[-1, 64])),
+    "small blocks": ("nf4", LINEAR, saying(blocksize=1)),
+    "small nested blocks": ("nf4", LINEAR, saying(nested_blocksize=1)),
+    "small nested blocks of experts": ("nf4", RECORD, saying(nested_blocksize=1)),
+    "no dtype": ("nf4", RECORD, saying(dtype=[])),
+    "no offset": ("nf4", RECORD, saying(nested_offset="x")),
+    "too deep": ("nf4", LINEAR, text("[" * 9000 + "]" * 9000)),
+    "too deep, of experts": ("nf4", RECORD, text('{"a":' * 9000 + "1" + "}" * 9000)),
+    "a huge offset": ("nf4", LINEAR, saying(nested_offset=10**400)),
+    "digits": ("nf4", LINEAR, text("9" * 5000)),
+    "scales": ("int8", "q_proj.SCB", lambda scales: scales[:1]),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "end", "change", "part"),
-    [
-        ("nf4", "q_proj.weight", lambda codes: codes[:3], "of shape (3, 1); a packed weight of"),
-        ("nf4", "q_proj.weight.absmax", lambda absmax: absmax[:1], "of shape (1,); a packed"),
-        (
-            "nf4",
-            LINEAR,
-            saying(shape=[1 << 14, 1 << 14]),
-            "a packed weight of shape (16384, 16384)",
-        ),
-        ("nf4", LINEAR, saying(shape=[-1, 64]), "says of itself"),
-        ("nf4", LINEAR, saying(blocksize=1), "says of itself"),
-        ("nf4", LINEAR, saying(nested_blocksize=1), "says of itself"),
-        ("nf4", RECORD, saying(nested_blocksize=1), "says of itself"),
-        ("nf4", RECORD, saying(dtype=[]), "says of itself"),
-        ("nf4", RECORD, saying(nested_offset="x"), "nested offset 'x'"),
-        ("nf4", LINEAR, text("[" * 9000 + "]" * 9000), "is no valid JSON"),
-        ("nf4", LINEAR, text("9" * 400), "an integer has 400 digits"),
-        ("nf4", LINEAR, text(" " * 70_000), "which no record has"),
-        ("int8", "q_proj.SCB", lambda scales: scales[:1], "has the shape (1,), and its weight"),
-    ],
-)
-def test_no_kernel_is_led_out_of_a_tensor(cli, tmp_path, kind, end, change, part):
+@pytest.mark.parametrize("case", LED_OUT)
+def test_no_kernel_is_led_out_of_a_tensor(cli, tmp_path, case):
     """bitsandbytes believes what a weight's own record says of its shape and blocks."""
+    kind, end, change = LED_OUT[case]
     model, _, _ = folders(tmp_path, kind)
     state = model.state_dict()
     key = next(key for key in state if key.endswith(end))
     state[key] = change(state[key])
     forged = tmp_path / "forged"
     model.save_pretrained(forged, state_dict=state)
-    check_damaged(cli(forged), part)
-    with moe_qlora.enabled(), pytest.raises(CheckpointError, match=re.escape(part)):
+    check_damaged(cli(forged), key.partition(".quant_state")[0].rpartition(".")[0])
+    with moe_qlora.enabled(), pytest.raises(CheckpointError):
         AutoModelForCausalLM.from_pretrained(forged)
 
 
