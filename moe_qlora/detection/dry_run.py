@@ -89,7 +89,7 @@ class _BlockCopy:
         for leaf in everything:
             big = leaf in members or leaf.numel > _SMALL or leaf.node not in inside
             self._copies[leaf] = memo[id(leaf.tensor)] = self._replacement(leaf, big)
-        self._weights = {key: self._copies[leaf] for key, leaf in enumerate(members)}
+        self._weights = [self._copies[leaf] for leaf in members]
         self._routers = [self._copies[leaf] for leaf in routers]
         self.dtype = _run_dtype(members[0].dtype)
         for node in inside:

@@ -156,16 +156,16 @@ class PythonReads(TorchFunctionMode):
 class BlockTrace(TorchDispatchMode):
     """The mode that records contractions and rankings while the copy of a block runs.
 
-    `weights` are the candidates' meta parameters by key; `generator` gives activations' numbers.
+    `weights` are the candidates' meta parameters; `generator` gives activations' numbers.
     """
 
-    def __init__(self, weights: dict[int, torch.Tensor], generator: torch.Generator) -> None:
+    def __init__(self, weights: Sequence[torch.Tensor], generator: torch.Generator) -> None:
         super().__init__()
         self.trace = Trace()
         self._generator = generator
         self._origins = WeakIdKeyDictionary()
         self._histories = WeakIdKeyDictionary()
-        for key, weight in weights.items():
+        for key, weight in enumerate(weights):
             axes = _axes_by_stride(weight, list(range(weight.dim())))
             self._origins[weight] = _Origin(key, axes)
 

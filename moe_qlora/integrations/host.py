@@ -66,16 +66,13 @@ class ExpertsHost:
         if not self.settings.pack_experts:
             return
         from .. import build
-        from ..detection.detect import detect
 
         try:
             source = build.resolve(model, trust_remote_code=trust_remote_code)
             built = build.build(source, trust_remote_code=trust_remote_code)
         except CheckpointError:
             return
-        layout = detect(built)
-        if not layout:
-            raise DetectionError(_nothing_to_pack(built, layout))
+        layout = _layout_of(built)
         wanted = self.settings.lora_experts
         roles = sorted({param.role for param in layout})
         unknown = [] if isinstance(wanted, bool) else sorted(set(wanted) - set(roles))
@@ -125,16 +122,13 @@ class ExpertsHost:
         self._switch.close()
         if not self.settings.pack_experts:
             return None
-        from ..detection.detect import detect
         from ..lora.names import base_model
         from ..packing.selection import weights_to_pack
         from ..packing.settings import CodecSettings
         from ..quantize import quantize_experts
 
         model = base_model(model)
-        layout = detect(model)
-        if not layout:
-            raise DetectionError(_nothing_to_pack(model, layout))
+        layout = _layout_of(model)
         config = self._with_skips(model, quantization_config)
         unpacked = weights_to_pack(model, layout, config, CodecSettings.from_config(config))
         if unpacked and not pack:
@@ -225,10 +219,16 @@ class ExpertsHost:
         self._adapted = None
 
 
-def _nothing_to_pack(model: nn.Module, layout: ModelLayout) -> str:
+def _layout_of(model: nn.Module) -> ModelLayout:
+    """Return what `detect` finds; an error where that is no fused expert weights."""
+    from ..detection.detect import detect
+
+    layout = detect(model)
+    if layout:
+        return layout
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     why = f"This {kind} model holds no fused expert weights, so there is nothing to pack"
     if layout.linear_experts:
         lists = "lists of Linear layers, which bitsandbytes packs itself"
         why = f"The experts of this {kind} model are {lists}"
-    return f"{why}: leave moe_qlora out, or set moe_qlora.pack_experts to false."
+    raise DetectionError(f"{why}: leave moe_qlora out, or set moe_qlora.pack_experts to false.")

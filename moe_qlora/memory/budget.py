@@ -109,7 +109,6 @@ class Peak:
 
     nbytes: int  # Comparable with `torch.cuda.max_memory_allocated`
     moment: str  # When, in words
-    block: str  # The block whose moment it is, "" for the optimizer's step
     parts: dict[str, int] = field(default_factory=dict)  # Bytes by component
     largest: dict[str, int] = field(default_factory=dict)  # The most of each at any moment
     paged: int = 0  # Optimizer states in pages, which are not counted
@@ -152,9 +151,6 @@ class OptimizerBytes:
 
 def optimizer_nbytes(optimizer: str, sizes: Iterable[int], itemsize: int) -> OptimizerBytes:
     """Return the bytes for trained tensors of these sizes, in weights of `itemsize` bytes."""
-    if optimizer not in OPTIMIZERS:
-        known = ", ".join(OPTIMIZERS)
-        raise ValueError(f"optimizer is {optimizer!r}; expected one of {known}")
     if optimizer == "adamw":
         # The step takes the root of all second moments at once (torch's foreach implementation).
         total = itemsize * sum(sizes)
@@ -217,12 +213,10 @@ class StepBudget:
         largest = {name: max(parts.get(name, 0) for parts in every) for name in COMPONENTS}
         highest = max(moments, key=_total)
         activity, phase, *_ = highest
-        block = "" if activity is None else activity.name
         parts = self._parts(highest) | fixed
         return Peak(
             nbytes=sum(parts.values()),
-            moment=f"{phase} of {block}" if block else "the optimizer's step",
-            block=block,
+            moment="the optimizer's step" if activity is None else f"{phase} of {activity.name}",
             parts={name: parts.get(name, 0) for name in COMPONENTS},
             largest=largest | fixed,
             paged=sum(state.paged for state in self._states[first:last]),

@@ -123,14 +123,11 @@ def workspace_nbytes(call: ExpertsCall, *, checkpointing: bool) -> tuple[int, ..
         weights = call.experts * call.hidden * call.width
         # Only nested statistics are dequantized.
         return (-(-weights // call.blocksize) * _FLOAT32,) if call.nested else ()
+    first, second = _padded_ranks(call)
+    sides = ((call.width, call.hidden, first), (call.hidden, call.intermediate, second))
     buffers = [
         call.experts * (features + rank) * _stride(call, size + rank) * call.itemsize
-        for features, size, rank in zip(
-            (call.width, call.hidden),
-            (call.hidden, call.intermediate),
-            _padded_ranks(call),
-            strict=True,
-        )
+        for features, size, rank in sides
     ]
     return tuple(buffers) if checkpointing else (max(buffers),)
 

@@ -1,8 +1,4 @@
-"""`moe_qlora.plan`: what a model takes on its devices, packed, loading and in training.
-
-Nothing of the model is loaded, downloaded or moved. See the package's docstring for the way from a
-model to its plan.
-"""
+"""`moe_qlora.plan`: what a model takes on its devices, packed, loading and in training."""
 
 from __future__ import annotations
 

@@ -97,7 +97,6 @@ class MemoryPlan:
         ]
         for part in (plain, *devices):
             if peak := part["peak"]:
-                del peak["block"]
                 peak["at_peak"] = peak.pop("parts")
         return {
             "model": plain.pop("label"),
