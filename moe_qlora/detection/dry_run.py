@@ -1,7 +1,4 @@
-"""Run a copy of one block on plausible inputs: small tensors are random, big ones stay on meta.
-
-The model is never run or changed; nothing the size of a weight is allocated.
-"""
+"""Run a copy of one block on plausible inputs: small tensors are random, big ones stay on meta."""
 
 from __future__ import annotations
 

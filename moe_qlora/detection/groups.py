@@ -40,11 +40,8 @@ class ExpertGroup:
     @property
     def hidden_sizes(self) -> list[int]:
         """Sizes that the block's hidden states may have, likeliest first."""
-        sizes = [self.router.width]
-        if self.chain is not None:
-            sizes.append(self.chain.hidden)
-        for leaf in self.members:
-            sizes.extend(reversed(leaf.shape[-2:]))
+        sizes = [self.router.width, *([] if self.chain is None else [self.chain.hidden])]
+        sizes += [size for leaf in self.members for size in reversed(leaf.shape[-2:])]
         return list(dict.fromkeys(size for size in sizes if size > 1))
 
 
@@ -111,11 +108,8 @@ def _deep_groups(members: list[Leaf], index: RouterIndex) -> list[ExpertGroup]:
 
 
 def _runs(members: list[Leaf]) -> list[list[Leaf]]:
-    """Return consecutive members that chain: fused pairs, or triples where all are; else singles.
-
-    Four alike matrices are a head's query, key, value and output more often than twice two
-    projections of experts.
-    """
+    """Return consecutive members that chain: fused pairs or, where all are, triples; else singles."""
+    # Four alike matrices are a head's query, key, value and output more often than twice two.
     runs: list[list[Leaf]] = []
     rest = list(members)
     wide = [leaf.shape[-2] < leaf.shape[-1] for leaf in members]

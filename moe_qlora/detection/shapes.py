@@ -64,11 +64,7 @@ class Chain:
 
 
 def find_chain(matrices: Sequence[Matrix], hidden_hints: Iterable[int] = ()) -> Chain | None:
-    """Return how two or more matrices chain; None where they do not.
-
-    `hidden_hints` are sizes that are the hidden size for sure (the router's input); they tell
-    which of two sizes is which.
-    """
+    """Return how matrices chain, if they do; `hidden_hints` are sizes that a router reads."""
     if len(matrices) < 2 or any(min(m.rows, m.cols) < 2 for m in matrices):
         return None
     hints = set(hidden_hints)
@@ -102,10 +98,7 @@ def _fused(matrices: Sequence[Matrix], hidden: int, inner: int) -> Chain | None:
 def _separate(
     matrices: Sequence[Matrix], hidden: int, inner: int, known_hidden: bool
 ) -> Chain | None:
-    """Return the chain of {H, I} matrices; of three, the two stored alike are gate and up.
-
-    Roles are told only where `hidden` is known to be the hidden size.
-    """
+    """Return the chain of {H, I} matrices; of three, the two stored alike are gate and up."""
     fits = {m.key: Fit(None, None) for m in matrices}
     stored: dict[tuple[int, int], list[Matrix]] = {}
     for matrix in matrices:

@@ -155,8 +155,7 @@ def _own_leaves(node: Node) -> Iterator[Leaf]:
 def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
     """Return the model as a tree, and its distinct tensors in the order of `named_parameters`.
 
-    A tensor that several modules share is one Leaf, under its first name, with the others as
-    `aliases`. Modules that exist only to parametrize others are left out.
+    A tensor that several modules share is one Leaf, under its first name.
     """
     seen: dict[int, Leaf] = {}
     visited: set[int] = set()

@@ -285,11 +285,15 @@ def _replace_merged(
     axolotl's own merge knows only experts that axolotl has packed: it leaves out others that the
     checkpoint keeps one by one, and rounds only Linear layers as in training.
     """
-    target = Path(out)
+    target, base = Path(out), Path(str(cfg["base_model"])).expanduser()
+    if not base.is_dir():
+        from huggingface_hub import snapshot_download
+
+        base = Path(snapshot_download(cfg["base_model"], revision=cfg.get("revision_of_model")))
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".moe_qlora-") as temporary:
         fresh = Path(temporary) / "merged"
         try:
-            report = host.merge(_base_folder(cfg), adapter, fresh)
+            report = host.merge(base, adapter, fresh)
         except MoeQloraError as error:
             raise type(error)(
                 f"{out} was written by axolotl, whose merge does not know of packed experts, and "
@@ -303,13 +307,3 @@ def _replace_merged(
             for new in fresh.glob(pattern):
                 shutil.move(new, target / new.name)
     return replace(report, folder=target)
-
-
-def _base_folder(cfg: Mapping[str, Any]) -> Path:
-    """Return the checkpoint's folder; for a hub id the one in the cache."""
-    folder = Path(str(cfg["base_model"])).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(cfg["base_model"], revision=cfg.get("revision_of_model")))

@@ -50,10 +50,8 @@ def partition(
 ) -> list[tuple[int, int]]:
     """Spread blocks 0 .. count - 1 over devices, in order, so that the fullest is least full.
 
-    How full a device is, is its load over its capacity. Devices stay empty, the last ones first,
-    only where there are fewer blocks than devices. `load` gives the bytes of the blocks
-    [first, last) on one device, and must not fall when a block is added. Returns (first, last) for
-    each device that got a block.
+    `load` gives the bytes of the blocks [first, last) on one device, and must not fall when a block
+    is added. Returns (first, last) for each device that got a block; the last ones may get none.
     """
     devices = min(len(capacities), count)
     # best[d][n]: how full the fullest of the first d devices is that hold the first n blocks

@@ -98,10 +98,7 @@ def cast_as_loaded(model: Any, dtype: torch.dtype) -> None:
 
 
 def pack(model: Any, config: Any, *, linears: bool) -> MetaModel:
-    """Pack a model on meta by a `BitsAndBytesConfig`; None packs no more than is packed already.
-
-    `linears` packs its Linear layers too, as `from_pretrained` does.
-    """
+    """Pack a model on meta by a `BitsAndBytesConfig`, if any, and its Linear layers if asked."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     layout = detect(model)

@@ -161,8 +161,7 @@ def expert_calls(model: nn.Module) -> list[ExpertsCall]:
 def fake_layer(module: nn.Module, top_k: int) -> None:
     """Replace the forward of a whole layer, which then gives out hidden states like its own.
 
-    The bytes are a rough estimate: what its Linear layers and its experts give out, and eight
-    hidden states. Its adapters are on, and its packed modules replaced already.
+    A rough estimate: what its Linear layers and its experts give out, and eight hidden states.
     """
     linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
     width = sum(linear.out_features for linear in linears)
@@ -191,10 +190,7 @@ def fake_layer(module: nn.Module, top_k: int) -> None:
 
 
 class Passthrough(torch.autograd.Function):
-    """Gives out a tensor like `hidden` that keeps nothing, and needs a gradient as the anchor does.
-
-    Whether `hidden` needs one makes no difference.
-    """
+    """Gives out a tensor like `hidden`; keeps nothing, and needs a gradient as the anchor does."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, grad_anchor: Tensor) -> Tensor:

@@ -121,10 +121,12 @@ class Planner:
             except MoeQloraError:
                 raise
             except Exception as error:
+                line = (str(error).strip().splitlines() or [""])[0][:120]
+                why = f"{type(error).__name__}: {line}"
                 if self.estimated:
                     raise ConfigError(
                         f"{self.source.label}: a training step of this model cannot run on the "
-                        f"meta device ({_first_line(error)}), so that its memory cannot be planned."
+                        f"meta device ({why}), so that its memory cannot be planned."
                     ) from error
                 if self._unpacked is None and self.source.linears:
                     # Some models read a Linear layer's weight past its forward.
@@ -133,8 +135,8 @@ class Planner:
                     self.estimated, self._unpacked = True, None
                     meta_model.fake_layers(self.meta)
                     self.notes.append(
-                        f"The layers of this model cannot run without data ({_first_line(error)}); "
-                        "their activations are a rough estimate."
+                        f"The layers of this model cannot run without data ({why}); their "
+                        "activations are a rough estimate."
                     )
 
     def _ready(self, source: ModelSource) -> meta_model.MetaModel:
@@ -194,8 +196,3 @@ def load_extra_nbytes(
         blocks = (packed_tensors(shape, settings)[ABSMAX].numel or 0 for shape in shapes)
         extra += torch.float32.itemsize * sum(blocks)
     return extra
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:120]}"
