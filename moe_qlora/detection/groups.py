@@ -20,14 +20,14 @@ class ExpertGroup:
     """Members, parameters of one module or of siblings, that may be one set of experts.
 
     `block` is the lowest module that holds them and the router that most likely chooses among
-    them; `counts` has E of each member, and `axes` its dimension that counts experts.
+    them; `counts` has E of each member, and `axis` is the dimension that counts experts.
     """
 
     block: Node
     router: RouterCandidate
     members: list[Leaf]
     counts: list[int]
-    axes: list[int]
+    axis: int
     chain: Chain | None = None  # how one expert's matrices chain; None where they do not
     exact: bool = True  # the router gives exactly E scores
     alternatives: tuple[RouterCandidate, ...] = ()  # all possible routers, likeliest first
@@ -46,7 +46,7 @@ class ExpertGroup:
 
 
 def chain_of(
-    members: Sequence[Leaf], axes: Sequence[int], counts: Sequence[int], hints: Iterable[int]
+    members: Sequence[Leaf], axis: int, counts: Sequence[int], hints: Iterable[int]
 ) -> Chain | None:
     """Return how one expert's slices of the members chain.
 
@@ -54,7 +54,7 @@ def chain_of(
     """
     for cut in (-1, 1):  # where the dimensions of a slice divide into rows and columns
         matrices = []
-        for key, (leaf, axis, count) in enumerate(zip(members, axes, counts, strict=True)):
+        for key, (leaf, count) in enumerate(zip(members, counts, strict=True)):
             flat = (leaf.shape[0] // count, leaf.shape[1]) if len(leaf.shape) == 2 else ()
             sides = flat or leaf.shape[axis + 1 :]
             matrices.append(Matrix(key, math.prod(sides[:cut]), math.prod(sides[cut:])))
@@ -108,7 +108,7 @@ def _deep_groups(members: list[Leaf], index: RouterIndex) -> list[ExpertGroup]:
 
 
 def _runs(members: list[Leaf]) -> list[list[Leaf]]:
-    """Return consecutive members that chain: fused pairs or, where all are, triples; else singles."""
+    """Return consecutive members that chain: fused pairs or, if all are, triples; else singles."""
     # Four alike matrices are a head's query, key, value and output more often than twice two.
     runs: list[list[Leaf]] = []
     rest = list(members)
@@ -117,7 +117,7 @@ def _runs(members: list[Leaf]) -> list[list[Leaf]]:
     while rest:
         for size in (2, 3):
             run = rest[:size]
-            chain = chain_of(run, [0] * len(run), [leaf.shape[0] for leaf in run], ())
+            chain = chain_of(run, 0, [leaf.shape[0] for leaf in run], ())
             if len(run) == size and chain and (chain.fused or (size == 3 and triples)):
                 break
         else:
@@ -134,15 +134,14 @@ def _group(members: list[Leaf], index: RouterIndex) -> ExpertGroup | None:
     # Of four dimensions, any of the first two over 1 may count experts.
     leading = range(len(largest.shape) - 2)
     for axis in [axis for axis in leading if largest.shape[axis] > 1] or [0]:
-        axes = [axis] * len(members)
         counts = [leaf.shape[axis] for leaf in members]
-        linked = chain_of(members, axes, counts, ()) is not None
+        linked = chain_of(members, axis, counts, ()) is not None
         routers, exact = _routers(largest, members, largest.shape[axis], linked, index)
         if not routers:
             continue
         block = reduce(Node.common_ancestor, (leaf.node for leaf in members), routers[0].block)
-        chain = chain_of(members, axes, counts, [routers[0].width])
-        group = ExpertGroup(block, routers[0], members, counts, axes, chain, exact, tuple(routers))
+        chain = chain_of(members, axis, counts, [routers[0].width])
+        group = ExpertGroup(block, routers[0], members, counts, axis, chain, exact, tuple(routers))
         if exact:
             return group
         fallback = fallback or group
@@ -185,6 +184,6 @@ def _flat_group(members: list[Leaf], index: RouterIndex) -> list[ExpertGroup]:
     if not routers or any(leaf.shape != members[0].shape for leaf in members):
         return []
     router = max(routers, key=lambda c: c.block.depth)
-    counts, axes = [router.num_choices] * len(members), [0] * len(members)
-    chain = chain_of(members, axes, counts, [columns])
-    return [ExpertGroup(router.block, router, members, counts, axes, chain)]
+    counts = [router.num_choices] * len(members)
+    chain = chain_of(members, 0, counts, [columns])
+    return [ExpertGroup(router.block, router, members, counts, 0, chain)]

@@ -58,11 +58,8 @@ def _follows_a_choice(group: ExpertGroup, trace: Trace) -> bool:
 def _why_no_experts(group: ExpertGroup, trace: Trace, routed: bool) -> str | None:
     """Return why a group does not hold experts; None where it does."""
     first = group.members[0].shape_text
-    merged = [  # products that sum over the experts
-        c
-        for c in trace.contractions
-        if c.axis == group.axes[c.weight] and c.size == group.counts[c.weight]
-    ]
+    over = [c for c in trace.contractions if c.axis == group.axis]
+    merged = [c for c in over if c.size == group.counts[c.weight]]  # sums over the experts
     # Ranked scores may weigh the experts' matrices, which are summed to one.
     mixed = any(not group.sizes.isdisjoint(c.ranked) for c in merged)
     problem = _low_rank_problem(group, trace)
@@ -238,8 +235,8 @@ class Classifier:
                 self._reject(leaf, f"{reason} ({leaf.shape_text})")
             else:
                 evidence = _evidence(group, key, routed)
-                count, axis = group.counts[key], group.axes[key]
-                use = use_of(group.members, key, axis, count, group.chain, trace)
+                count = group.counts[key]
+                use = use_of(group.members, key, group.axis, count, group.chain, trace)
                 self._accept(leaf, count, use, evidence, group.router)
 
     def _accept(
@@ -311,8 +308,7 @@ class Classifier:
             for expert, _ in scope:
                 sides = {size for size in (expert.in_features, expert.out_features) if size}
                 hidden_sizes |= sides or set(expert.shape[-2:])
-            axes, counts = [0] * len(members), [count] * len(members)
-            chain = chain_of(members, axes, counts, hidden_sizes)
+            chain = chain_of(members, 0, [count] * len(members), hidden_sizes)
             if chain is None or chain.hidden not in hidden_sizes or not chain.gated:
                 continue
             if chain.fused or any(direct for _, direct in scope):
@@ -330,7 +326,7 @@ class Classifier:
 def _evidence(group: ExpertGroup, key: int, routed: bool) -> str:
     """Return in words why a member of a routed group is an expert parameter."""
     leaf, count, router = group.members[key], group.counts[key], group.router
-    rows = slice_size(leaf, group.axes[key], count) // leaf.shape[-1]
+    rows = slice_size(leaf, group.axis, count) // leaf.shape[-1]
     words = [f"{count} matrices of {rows} x {leaf.shape[-1]} in one {leaf.shape_text} parameter"]
     if group.chain is not None and len(group.members) > 1:
         siblings = (other for other in group.members if other is not leaf)
