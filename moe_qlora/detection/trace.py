@@ -136,7 +136,8 @@ def _axes_by_stride(tensor: torch.Tensor, axes: list[int | None]) -> dict[int, i
     return {stride: axis for n, stride, axis in dims if n > 1 and stride > 0 and axis is not None}
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, dicts and the like."""
     return [item for item in tree_flatten(tree)[0] if isinstance(item, torch.Tensor)]
 
 
@@ -171,7 +172,7 @@ class BlockTrace(TorchDispatchMode):
 
     def follow(self, inputs: Any, routers: Sequence[torch.Tensor]) -> None:
         """Follow what is computed from the block's inputs, and from weights of routers."""
-        for tensor in _tensors(inputs):
+        for tensor in tensors_of(inputs):
             self._histories[tensor] = _History(from_input=True)
         for router in routers:
             self._histories[router] = _History(scores=True)
@@ -184,7 +185,7 @@ class BlockTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         weights = [t for t in tensors if t.is_meta]
         activations = [t for t in tensors if not t.is_meta]
         if activations or not weights:
@@ -212,7 +213,7 @@ class BlockTrace(TorchDispatchMode):
         source = next((weight for weight in weights if weight in self._origins), None)
         if source is None:
             return out
-        for tensor in _tensors(out):
+        for tensor in tensors_of(out):
             origin = self._origins[source]
             if tensor.untyped_storage()._cdata != source.untyped_storage()._cdata:
                 axes = [origin.axis(source, dim) for dim in range(source.dim())]
@@ -243,7 +244,7 @@ class BlockTrace(TorchDispatchMode):
         elif name in _SUMS:
             history = history._replace(scores=False)
         elif name in _PICKS:
-            index = self._joined(_tensors(args[1:]))
+            index = self._joined(tensors_of(args[1:]))
             by_scores = index.from_input and index.scores
             history = history._replace(picked=history.picked or by_scores)
         elif name == "eq" and history.ranked:  # the rows whose best choice is this one
@@ -255,7 +256,7 @@ class BlockTrace(TorchDispatchMode):
             self.trace.rankings.extend(Ranking(size, history.upstream) for size in along)
             history = history._replace(ranked=history.ranked | along)
         if history.from_input or history.upstream or history.scores:
-            for tensor in _tensors(out):
+            for tensor in tensors_of(out):
                 self._histories[tensor] = history
 
     def _follow_product(self, name: str, args: Any, history: _History) -> _History:
@@ -323,7 +324,7 @@ class BlockTrace(TorchDispatchMode):
             lead = out.dim() - source.dim() + rest
             kept = [origin.axis(source, dim) for dim in range(rest, source.dim())] if rest else []
             axes = _axes_by_stride(out, [None] * lead + kept) if rest else {}
-            index = self._joined([t for t in _tensors(args[1:]) if not t.is_meta])
+            index = self._joined([t for t in tensors_of(args[1:]) if not t.is_meta])
             self._origins[out] = _Origin(origin.weight, axes, origin.ranked | index.ranked)
         return out
 

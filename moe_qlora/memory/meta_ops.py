@@ -30,7 +30,7 @@ def set_forward(module: nn.Module, forward: Any) -> None:
 
 def first_floating(args: Any, kwargs: Any) -> Tensor:
     """Return the first floating tensor of a call: a layer's hidden states."""
-    items = [*args, *kwargs.values()]
+    items = (*args, *kwargs.values())
     return next(x for x in items if isinstance(x, Tensor) and x.is_floating_point())
 
 

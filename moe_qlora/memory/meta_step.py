@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from ..build import quiet
+from ..detection.trace import tensors_of
 from .budget import Activity
 from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward
 
@@ -57,9 +58,8 @@ class MemoryTracker(TorchDispatchMode):
             out = torch.empty((count, args[0].dim()), dtype=torch.long, device="meta")
         else:
             out = func(*args, **(kwargs or {}))
-        for item in tree_flatten(out)[0]:
-            if isinstance(item, Tensor):
-                self._count(item)
+        for tensor in tensors_of(out):
+            self._count(tensor)
         return out
 
     def mark(self) -> int:
@@ -87,7 +87,6 @@ class MemoryTracker(TorchDispatchMode):
 class _Readings:
     """What the tracker showed for one block in one step."""
 
-    name: str
     start: int
     forward: int = 0
     backward: int = 0
@@ -110,7 +109,7 @@ class BlockRecorder:
     def _on_enter(self, name: str, module: nn.Module, args: Any) -> None:
         if self._in_backward is None and name not in self.readings:
             self._end_forward()
-            self.readings[name] = _Readings(name, self.tracker.live)
+            self.readings[name] = _Readings(self.tracker.live)
 
     def _end_forward(self) -> None:
         peak = self.tracker.mark()
@@ -121,8 +120,7 @@ class BlockRecorder:
     def _on_leave(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
         if self._in_backward is not None:
             return
-        items = (item for item in tree_flatten(out)[0] if isinstance(item, Tensor))
-        if (tensor := next((item for item in items if item.requires_grad), None)) is not None:
+        if (tensor := next((t for t in tensors_of(out) if t.requires_grad), None)) is not None:
             tensor.register_hook(lambda grad: self._enter_backward(name))
 
     def start_backward(self) -> None:
@@ -132,7 +130,7 @@ class BlockRecorder:
 
     def _enter_backward(self, name: str) -> None:
         self._end_backward()
-        self._in_backward = self.readings.setdefault(name, _Readings(name, 0))
+        self._in_backward = self.readings.setdefault(name, _Readings(0))
 
     def _end_backward(self) -> None:
         if self._in_backward is not None:
@@ -171,7 +169,7 @@ def run_meta_step(
         finally:
             recorder.close()
     model.zero_grad(set_to_none=True)
-    return _activities(list(recorder.readings.values()), groups, trained)
+    return _activities(recorder.readings, groups, trained)
 
 
 def enable_checkpointing(model: Any) -> bool:
@@ -191,32 +189,24 @@ def _loss(model: Any, ids: Tensor) -> Tensor:
     except TypeError:
         loss = None
     if loss is None:
-        out = tree_flatten(model(input_ids=ids))[0]
-        loss = next(item for item in out if isinstance(item, Tensor) and item.requires_grad)
-        loss = loss.float().mean()
+        out = tensors_of(model(input_ids=ids))
+        loss = next(tensor for tensor in out if tensor.requires_grad).float().mean()
     return loss
 
 
 def _activities(
-    readings: list[_Readings], groups: list[list[str]], trained: dict[str, int]
+    readings: dict[str, _Readings], groups: list[list[str]], trained: dict[str, int]
 ) -> tuple[Activity, ...]:
     """Return the activities of the blocks that ran, and of those that stand for them in a group."""
     stands_for = {name: group[-1] for group in groups for name in group[1:-1]}
     by_name: dict[str, Activity] = {}
     later = 0
-    for block in reversed(readings):
-        if block.name not in stands_for:
-            by_name[block.name] = Activity(
-                block.name,
-                max(block.end - block.start, 0),
-                max(block.forward - block.start, 0),
-                max(block.backward - block.start - later, 0),
-            )
-            later += trained.get(block.name, 0)
-    return tuple(
-        replace(by_name[stands_for.get(block.name, block.name)], name=block.name)
-        for block in readings
-    )
+    for name, block in reversed(readings.items()):
+        if name not in stands_for:
+            sizes = (block.end, block.forward, block.backward - later)
+            by_name[name] = Activity(name, *(max(size - block.start, 0) for size in sizes))
+            later += trained.get(name, 0)
+    return tuple(replace(by_name[stands_for.get(name, name)], name=name) for name in readings)
 
 
 def _alike(blocks: dict[str, nn.Module]) -> list[list[str]]:
