@@ -99,12 +99,16 @@ def draw(number: int, device: str) -> Case:
     step = 64 if kernels else 2
     rank = lambda: tuple(r.choice([1, 2, 3, 8, 17]) for _ in range(r.choice([0, 1, 1, 1, 2])))  # noqa: E731
     packed = r.choice([(True, True)] * (30 if kernels else 4) + [(True, False), (False, True)])
+    hidden, inner = (step * r.randint(1, 2 if kernels else 40) for _ in range(2))
+    storage = r.choice([torch.uint8, *halves, torch.float32])
+    if experts * hidden * inner // 2 % storage.itemsize:  # codes fill whole numbers, or are refused
+        storage = torch.uint8
     return Case(
         experts=experts,
         top_k=r.randint(1, min(experts, 4)),
         tokens=r.choice([1, 2, 7, 19, 40] + ([300, 3000] if device == "cuda" else [])),
-        hidden=step * r.randint(1, 2 if kernels else 40),
-        inner=step * r.randint(1, 2 if kernels else 40),
+        hidden=hidden,
+        inner=inner,
         transposed=r.random() < 0.4,
         bias=r.random() < 0.4,
         gated=gated,
@@ -113,7 +117,7 @@ def draw(number: int, device: str) -> Case:
         act=r.choice(list(ACTS)[: 4 if kernels and r.random() < 0.9 else None]),
         kind=kind,
         double=kind != "int8" and r.random() < 0.5,
-        storage=torch.int8 if kind == "int8" else r.choice([torch.uint8, *halves, torch.float32]),
+        storage=torch.int8 if kind == "int8" else storage,
         dtype=dtype,
         autocast=r.choice([None, None, *halves]),
         adapter_dtype=r.choice([dtype, torch.float32]),
