@@ -232,11 +232,11 @@ def _has_experts(folder: str) -> bool:
     Raises:
         CheckpointError: It is missing, damaged, quantized already, or no text model.
     """
-    from moe_qlora import build
+    from moe_qlora.build import named
 
     if not Path(folder).is_dir():
         raise CheckpointError(f"--model {folder} is no folder; name a checkpoint folder.")
-    source = build.resolve(folder)
+    source = named.resolve(folder)
     quantized = getattr(source.config, "quantization_config", None)
     if quantized is not None:
         method = quantized.get("quant_method") or "unknown method"
@@ -251,7 +251,7 @@ def _has_experts(folder: str) -> bool:
         )
     if any(Path(folder).glob("*.safetensors")):
         open_checkpoint(folder).close()  # reads the headers, and names what is cut off
-    return bool(moe_qlora.detect(build.build(source)))
+    return bool(moe_qlora.detect(named.build(source)))
 
 
 def prepare(

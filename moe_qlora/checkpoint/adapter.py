@@ -33,8 +33,8 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
+from ..build.files import read_json
 from ..errors import AdapterError, CheckpointError
-from ..files import read_json
 from ..layout import listed
 from .fit import own_name
 from .reader import Checkpoint, inside, parse_fields

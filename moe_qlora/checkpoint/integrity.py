@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from ..build.files import read_json, reading
 from ..errors import CheckpointError, visible
-from ..files import read_json, reading
 from ..layout import listed
 from .fit import form_problems
 from .manifest import (

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import build as checkpoint_source
+from ..build import named as checkpoint_source
+from ..build.files import MAX_JSON, read_json
 from ..errors import AdapterError, CheckpointError, ConfigError
-from ..files import MAX_JSON, read_json
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, human_bytes
 from ..packing import codec

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .. import build
+from ..build import named
+from ..build.files import read_json
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
-from ..files import read_json
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, listed
 from ..packing.codec import Packer, first_nonfinite
@@ -143,7 +143,7 @@ def _build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: boo
     """Build the checkpoint's model on meta."""
     if is_packed(folder):
         raise CheckpointError(f"{folder} is packed already: name the 16-bit checkpoint.")
-    source = build.resolve(str(folder), trust_remote_code=trust_remote_code)
+    source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
     refuse_quantized(folder, source.config, "the 16-bit checkpoint")
     if dtype is not None:
         source.config.dtype = dtype
@@ -152,7 +152,7 @@ def _build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: boo
                 getattr(source.config, name).dtype = dtype
     # As in a load: tying comes last, and which layers stay in 16 bit is asked before it.
     with init.no_tie_weights():
-        return build.build(source, trust_remote_code=trust_remote_code)
+        return named.build(source, trust_remote_code=trust_remote_code)
 
 
 class _Job:

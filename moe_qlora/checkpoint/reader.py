@@ -21,8 +21,8 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
+from ..build.files import MAX_JSON, once, read_json, reading, size_of
 from ..errors import CheckpointError, UnsupportedWeightError
-from ..files import MAX_JSON, once, read_json, reading, size_of
 from ..layout import dtype_name
 
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -21,9 +21,9 @@ from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass as checked
 from torch import nn
 
+from ..build.files import read_json
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
-from ..files import read_json
 from ..layout import unwrapped_name
 from ..packing import parametrize
 from ..packing.codec import Packer

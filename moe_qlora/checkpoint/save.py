@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..build.files import read_json
 from ..errors import AdapterError, CheckpointError, ConfigError
-from ..files import read_json
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 from ..packing import parametrize

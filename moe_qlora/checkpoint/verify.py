@@ -22,10 +22,10 @@ import torch
 from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 from transformers.core_model_loading import dot_natural_key
 
-from .. import build
+from ..build import named
+from ..build.files import read_json
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
-from ..files import read_json
 from ..layout import listed
 from ..packing import codec
 from ..packing.format import CODES, RECORD, problems, read_record
@@ -234,8 +234,8 @@ def _packed_problems(
 def _model_of(folder: Path, trust_remote_code: bool) -> Any:
     """Return the model of a folder's config.json on meta, or the reason why there is none."""
     try:
-        source = build.resolve(str(folder), trust_remote_code=trust_remote_code)
-        return build.build(source, trust_remote_code=trust_remote_code)
+        source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
+        return named.build(source, trust_remote_code=trust_remote_code)
     except (CheckpointError, ConfigError) as error:
         return str(error)
 
@@ -306,8 +306,8 @@ def _errors(
 ) -> Iterator[WeightError]:
     if not source.is_dir() or _is_packed(source):
         raise CheckpointError(f"{source} is no 16-bit checkpoint folder to compare with.")
-    resolved = build.resolve(str(source), trust_remote_code=trust_remote_code)
-    model: Any = build.build(resolved, trust_remote_code=trust_remote_code)
+    resolved = named.resolve(str(source), trust_remote_code=trust_remote_code)
+    model: Any = named.build(resolved, trust_remote_code=trust_remote_code)
     counts = {name: param.num_experts for param in detect(model).experts for name in param.names}
     with open_shards(folder, manifest) as checkpoint, closing(PlainBase(source, model)) as base:
         weights = PackedWeights(folder, manifest, checkpoint, model)

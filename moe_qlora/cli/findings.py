@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import build
+from ..build import named
 from ..detection.detect import detect
 from ..layout import ExpertParam, ModelLayout
 from ..packing.format import packed_nbytes
@@ -42,7 +42,7 @@ class Findings:
     The last two are what PEFT must leave alone once experts are packed, and put LoRA on.
     """
 
-    source: build.Source
+    source: named.Source
     layout: ModelLayout
     settings: CodecSettings
     groups: tuple[ParamGroup, ...]
@@ -58,10 +58,10 @@ class Findings:
 def inspect_model(
     model: str, quant: Quant | None, double_quant: bool | None, *, trust_remote_code: bool
 ) -> Findings:
-    """Build `model`, as `build.resolve` takes it, on the meta device, and detect its experts."""
-    source = build.resolve(model, trust_remote_code=trust_remote_code)
+    """Build `model`, as `named.resolve` takes it, on the meta device, and detect its experts."""
+    source = named.resolve(model, trust_remote_code=trust_remote_code)
     settings = codec_settings(source.settings, quant, double_quant)
-    built = build.build(source, trust_remote_code=trust_remote_code)
+    built = named.build(source, trust_remote_code=trust_remote_code)
     layout = detect(built)
     groups = _groups(layout, settings)
     packed = [param for group in groups if group.skipped is None for param in group.params]

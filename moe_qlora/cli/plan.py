@@ -58,14 +58,14 @@ def plan(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 4 where it does not fit
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
     """
-    from .. import build
+    from ..build import named
     from ..memory.plan import plan as plan_memory
     from . import chart as charts
     from . import render, render_plan
 
     if chart is not None:
         charts.check(chart)
-    source = build.resolve(model, trust_remote_code=trust_remote_code)
+    source = named.resolve(model, trust_remote_code=trust_remote_code)
     report = plan_memory(
         source,
         codec_settings(source.settings, quant, double_quant),

@@ -65,11 +65,11 @@ class ExpertsHost:
         """
         if not self.settings.pack_experts:
             return
-        from .. import build
+        from ..build import named
 
         try:
-            source = build.resolve(model, trust_remote_code=trust_remote_code)
-            built = build.build(source, trust_remote_code=trust_remote_code)
+            source = named.resolve(model, trust_remote_code=trust_remote_code)
+            built = named.build(source, trust_remote_code=trust_remote_code)
         except CheckpointError:
             return
         layout = _layout_of(built)

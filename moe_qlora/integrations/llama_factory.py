@@ -25,8 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..build.files import read_json
 from ..errors import ConfigError, MoeQloraError, one_line
-from ..files import read_json
 from .host import ExpertsHost
 from .settings import BLOCK, ExpertsSettings
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from .. import build
+from ..build import named
 from ..checkpoint import rounding
 from ..checkpoint.manifest import read_manifest
 from ..errors import ConfigError
@@ -35,15 +35,15 @@ def blank_packed_model(
             f"model is a {type(model).__name__}: give a built nn.Module or, of a model that is not "
             "loaded yet, its folder, hub id or configuration."
         )
-    source = build.resolve(model, trust_remote_code=trust_remote_code)
+    source = named.resolve(model, trust_remote_code=trust_remote_code)
     asked = quantization_config or getattr(source.config, "quantization_config", None)
     if asked is None:
         raise ConfigError(
             f"{source.label} is not loaded yet and its configuration has no quantization_config: "
             "pass the BitsAndBytesConfig that it will be loaded with as quantization_config."
         )
-    new = partial(build.build, source, trust_remote_code=trust_remote_code)
-    with build.quiet():
+    new = partial(named.build, source, trust_remote_code=trust_remote_code)
+    with named.quiet():
         packed = rounding.from_config(new(), asked)
     names: Collection[str] = packed.experts
     if not isinstance(model, PretrainedConfig) and Path(model).is_dir():

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ..build import quiet
+from ..build.named import quiet
 from ..detection.trace import tensors_of
 from .budget import Activity
 from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward

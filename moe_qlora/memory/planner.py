@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import build
+from ..build import named
 from ..errors import ConfigError, MoeQloraError
 from ..kernels.limits import WORKSPACE_PART
 from ..kernels.weights import PackedWeight
@@ -140,7 +140,7 @@ class Planner:
                     )
 
     def _ready(self, source: ModelSource) -> meta_model.MetaModel:
-        with build.quiet():
+        with named.quiet():
             meta = meta_model.pack(source.build(), source.quantization, linears=source.linears)
             meta_model.adapt(meta, self.settings, self.lora_config)
             meta_model.fake_packed(meta)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
-from .. import build
+from ..build import named
 from ..errors import ConfigError
 from ..layout import dtype_name
 from ..packing.settings import CodecSettings
@@ -40,26 +40,28 @@ def source_of(model: Any, quantization: Any, dtype: Any, trust_remote_code: bool
     """Return the source of what `plan` is given, with its arguments of these names."""
     if isinstance(model, nn.Module):
         return _source_of_module(model, quantization)
-    if not isinstance(model, (str, Path, PretrainedConfig, build.Source)):
+    if not isinstance(model, (str, Path, PretrainedConfig, named.Source)):
         raise ConfigError(
             f"model is a {type(model).__name__}; give a model, a transformers configuration, or "
             "what moe-qlora dump takes."
         )
-    named = build.resolve(model, trust_remote_code=trust_remote_code)
+    resolved = named.resolve(model, trust_remote_code=trust_remote_code)
     if dtype is not None and dtype_name(dtype) not in meta_model.DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; give one of {', '.join(meta_model.DTYPES)}.")
 
     def build_model() -> nn.Module:
-        config = copy.deepcopy(named.config)
+        config = copy.deepcopy(resolved.config)
         if dtype is not None:
             config.dtype = meta_model.DTYPES[dtype_name(dtype)]
-        source = replace(named, config=config)
-        model: Any = build.build(source, trust_remote_code=trust_remote_code)
+        source = replace(resolved, config=config)
+        model: Any = named.build(source, trust_remote_code=trust_remote_code)
         meta_model.cast_as_loaded(model, next(model.parameters()).dtype)
         return model
 
-    asked = bnb_config(quantization if quantization is not None else named.settings)
-    return ModelSource(named.label, named.config, build_model, asked, True, True, named.notes)
+    asked = bnb_config(quantization if quantization is not None else resolved.settings)
+    return ModelSource(
+        resolved.label, resolved.config, build_model, asked, True, True, resolved.notes
+    )
 
 
 def _source_of_module(model: nn.Module, quantization: Any) -> ModelSource:

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 MAX_CONFIG = 16 << 20
 """Longest configuration that is read, in bytes."""

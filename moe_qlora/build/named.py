@@ -27,10 +27,10 @@ import yaml
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from . import registry
-from .errors import CheckpointError, ConfigError, MoeQloraError
+from .. import registry
+from ..errors import CheckpointError, ConfigError, MoeQloraError
+from ..packing.settings import CodecSettings
 from .files import check_depth, read_json
-from .packing.settings import CodecSettings
 
 _DEFAULT_SIZES = "Sizes are those of the default configuration of this model type, in bfloat16."
 _YAML = (".yml", ".yaml")
