@@ -286,6 +286,7 @@ def test_a_pattern_that_is_none_is_one_sentence(called, folder, field):
 def test_an_adapter_on_a_layer_that_the_model_leaves_out_is_merged(called, folder):
     """By its key on disk, as with multi-token prediction layers."""
     edit(folder / "source/config.json", num_hidden_layers=1, layer_types=None)
+    edit(folder / "adapter/moe_qlora_adapter.json", base=None)  # of the model with both layers
     before = load_all(folder / "source")
     adapter = load_file(folder / "adapter/adapter_model.safetensors")
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,59 @@
+"""JSON that somebody else wrote: read as json does, or refused in a sentence that names the file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moe_qlora.build.files import read_json
+from moe_qlora.errors import CheckpointError
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"a": [1, -2.5, None, True, {"b": "é\u2028"}]},
+        {"number": 10**19, "float": 1e300, "text": "\U0001f600"},
+        {"deep": json.loads("[" * 60 + "]" * 60)},
+    ],
+)
+def test_reads_what_json_writes(tmp_path, value):
+    file = tmp_path / "config.json"
+    for ascii_only in (True, False):
+        file.write_text(json.dumps(value, ensure_ascii=ascii_only), encoding="utf-8")
+        assert read_json(file) == value
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[1]", "holds list and no JSON object"),
+        (b"{", "is no valid JSON"),
+        (b'{"a": 1, "a": 2}', "a key occurs twice"),
+        (b'{"a": ' + b"1" * 21 + b"}", "an integer has 21 digits"),
+        (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", "nested more than 64 levels deep"),
+        (b'{"a": ' + b"[" * 10**5, "is no valid JSON"),
+        (b'{"a": "\xff"}', "is no valid JSON"),
+        (b'{"a": "\\ud800"}', "is no valid JSON"),
+    ],
+)
+def test_refuses_the_rest(tmp_path, content, reason):
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=reason) as error:
+        read_json(file)
+    assert str(file) in str(error.value)
+
+
+def test_a_file_that_is_too_long_or_is_missing(tmp_path):
+    file = tmp_path / "config.json"
+    with pytest.raises(CheckpointError, match="is missing: copy the whole folder"):
+        read_json(file)
+    file.write_bytes(b"{}" + b" " * 100)
+    assert read_json(file, 102) == {}
+    with pytest.raises(CheckpointError, match="longer than 101 bytes"):
+        read_json(file, 101)
+    with pytest.raises(CheckpointError):
+        read_json(tmp_path)
