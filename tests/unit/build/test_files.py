@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote: read as json does, or refused in a sentence that names the file."""
+"""JSON that somebody else wrote: read as json does, or refused in a sentence with the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_qlora.errors import CheckpointError
     "value",
     [
         {},
-        {"a": [1, -2.5, None, True, {"b": "é\u2028"}]},
+        {"a": [1, -2.5, None, True, {"b": "\xe9\u2028"}]},
         {"number": 10**19, "float": 1e300, "text": "\U0001f600"},
         {"deep": json.loads("[" * 60 + "]" * 60)},
     ],
