@@ -137,7 +137,6 @@ def _theirs(stack: Any) -> Tensor:
 def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callable[[], Tensor]:
     from moe_qlora.kernels import expert_mm, quantized_mm
     from moe_qlora.kernels import routing as routing_
-    from moe_qlora.kernels.limits import WIDE_TILE
 
     if not quantized_mm.supports(stack.spec):
         raise NotImplementedError("no products on codes: blocks do not lie within rows")
@@ -145,7 +144,5 @@ def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callabl
     if x.is_cuda:
         quantized_mm.prepare(x.device)
     routing = routing_.route(index, stack.experts)
-    rows = expert_mm.Rows(routing, routing.tiles, routing.tile)
-    if expert_mm.prefers_wide_tiles(stack, index.numel(), x.dtype):
-        rows = expert_mm.Rows(routing, routing.wide, WIDE_TILE)
-    return lambda: expert_mm.multiply(x, matmul, rows, "first")
+    wide = expert_mm.prefers_wide_tiles(stack, index.numel(), x.dtype)
+    return lambda: expert_mm.multiply(x, matmul, routing, wide, "first")
