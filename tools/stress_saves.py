@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import BitsAndBytesConfig
 
 from moe_qlora import MoeQloraError, quantize_experts
