@@ -23,7 +23,6 @@ from ..packing.format import (
     TABLE,
     problems,
 )
-from ..packing.parametrize import is_packed_linear
 from ..packing.settings import CodecSettings
 from .manifest import Manifest
 from .reader import DTYPES
@@ -94,6 +93,8 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
     The model may be another class than the one that was saved; only of the same class are all
     tensors expected.
     """
+    from ..packing.parametrize import is_packed_linear  # imports bitsandbytes, which prints
+
     state = model.state_dict()
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
     owners = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "out_features")}

@@ -200,7 +200,7 @@ def _value_problems(
             right |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
             right["nested_offset"] = offset
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        yield f"has a record of its settings that cannot be read ({error!r:.80})"
+        yield f"has a record of its settings that cannot be read ({error!s:.80})"
     else:
         # As text, in which 64, 64.0 and True differ.
         if json.dumps(said, sort_keys=True) != json.dumps(right, sort_keys=True):

@@ -239,7 +239,7 @@ RECORD = "gate_up_proj.quant_state.bitsandbytes__nf4"
         ("nf4", RECORD, resized, "says of itself"),
         ("nf4", RECORD, retyped, "says of itself"),
         ("nf4", RECORD, shifted, "nested offset nan"),
-        ("nf4", RECORD, torch.zeros_like, "no valid JSON"),
+        ("nf4", RECORD, torch.zeros_like, "a record of its settings that cannot be read"),
         ("int8", "down_proj.SCB", negative, "has the scale -1.0 at 1"),
         ("int8", "gate_up_proj.SCB", nonfinite, "has the scale nan at 0"),
         ("nf4", "input_layernorm.weight", nonfinite, "holds NaN or inf"),
