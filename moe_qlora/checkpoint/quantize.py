@@ -86,10 +86,11 @@ def quantize_checkpoint(
         UnsupportedWeightError: An expert weight cannot be packed.
     """
     folder, out = absolute(source), absolute(destination)
-    if not folder.exists():
+    if not folder.is_dir():
+        seen = "is no folder" if folder.exists() else "does not exist"
         raise CheckpointError(
-            f"{source} does not exist; name a folder on disk (a model on the hub: download it "
-            "first, with huggingface_hub.snapshot_download)."
+            f"{source} {seen}; name a folder on disk (a model on the hub: download it first, with "
+            "huggingface_hub.snapshot_download)."
         )
     check_new(out)
     config = _own_config(quantization_config)

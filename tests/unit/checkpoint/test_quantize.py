@@ -219,6 +219,15 @@ def twin(source: Path, path: Path) -> Path:
     return path
 
 
+def test_a_source_that_is_no_folder_is_one_sentence(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    for source, reason in ((file, "is no folder"), (tmp_path / "gone", "does not exist")):
+        with pytest.raises(CheckpointError, match=f"{source} {reason}; name a folder on disk"):
+            moe_qlora.quantize_checkpoint(source, tmp_path / "out", {"load_in_4bit": True})
+    assert [entry.name for entry in tmp_path.iterdir()] == [file.name]
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_source_that_changes_before_a_run_goes_on_is_not_mixed(
     source: Path, tmp_path: Path, in_place: bool
