@@ -200,7 +200,8 @@ def _value_problems(
             right |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
             right["nested_offset"] = offset
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        yield f"has a record of its settings that cannot be read ({error!s:.80})"
+        reason = f"{type(error).__name__}: {error}"
+        yield f"has a record of its settings that cannot be read ({reason:.80})"
     else:
         # As text, in which 64, 64.0 and True differ.
         if json.dumps(said, sort_keys=True) != json.dumps(right, sort_keys=True):
@@ -208,7 +209,7 @@ def _value_problems(
 
 
 def read_record(record: Tensor) -> dict[str, Any]:
-    """Return bitsandbytes' record of a packed weight, JSON in bytes; ValueError if it is none."""
+    """Return bitsandbytes' record of a packed weight: JSON in bytes, else ValueError or TypeError."""
     value = json.loads(bytes(record.flatten().tolist()).decode())
     if not isinstance(value, dict):
         raise TypeError("it is no JSON object")
