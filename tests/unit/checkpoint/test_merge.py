@@ -29,9 +29,12 @@ import moe_qlora
 from moe_qlora import testing
 from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.checkpoint.rounding import Rounding
 from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.cli.app import app
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError, UnsupportedWeightError
+from moe_qlora.packing import codec
+from moe_qlora.packing.settings import CodecSettings
 
 EXPERTS = ["gate_up_proj", "down_proj"]
 SHARDED = "40KB"
@@ -624,9 +627,20 @@ def test_a_note_rounds_what_it_names_and_nothing_else(folders: Path, tmp_path: P
     assert other == {v_proj} | {
         key for key in exact if "layers.0.mlp.experts" in key and "down_proj" in key
     }
-    settings = moe_qlora.packing.settings.CodecSettings("fp4", double_quant=True)
-    packed = moe_qlora.packing.codec.pack(tensors(folders / "base")[v_proj], settings)
-    assert torch.equal(rounded[v_proj], moe_qlora.packing.codec.unpack(packed))
+    settings = CodecSettings("fp4", double_quant=True)
+    packed = codec.pack(tensors(folders / "base")[v_proj], settings)
+    assert torch.equal(rounded[v_proj], codec.unpack(packed))
+
+
+def test_int8_linear_layers_are_rounded_in_fp16_as_bitsandbytes_holds_them() -> None:
+    noted = Rounding(CodecSettings("int8"), frozenset({"experts"}), frozenset({"v_proj.weight"}))
+    weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
+    for name, dtype in (("v_proj.weight", torch.float16), ("experts", torch.float32)):
+        packer = noted.packer(name, weight.shape, torch.float32)
+        packer.add(weight)
+        packed, expected = packer.finish(), codec.pack(weight.to(dtype), CodecSettings("int8"))
+        assert packed.dtype == dtype
+        assert torch.equal(codec.unpack(packed), codec.unpack(expected))
 
 
 def test_codes_of_another_tool_are_copied_and_never_rounded(folders: Path, tmp_path: Path) -> None:
