@@ -120,7 +120,7 @@ class DiskLayout:
             else:
                 _, sources = collected.setdefault(name, (by_pattern[pattern], {}))
                 sources.setdefault(pattern, []).append(key)
-        return (*groups, *(self._converted(name, *found) for name, found in collected.items()))
+        return (*groups, *(self._converted(name, *parts) for name, parts in collected.items()))
 
     def _converted(self, name: str, converter: Any, sources: dict[str, list[str]]) -> Group:
         keys = tuple(key for keys in sources.values() for key in keys)

@@ -65,7 +65,7 @@ def take(
     # Past the attributes, of which some raise where they differ between layers.
     stored = {"model_type": getattr(text, "model_type", None), **getattr(text, "__dict__", {})}
     fields = {field: stored.get(field) for field in _FIELDS}
-    bits = {one: _bits(found) for one in names if (found := weight(one)) is not None}
+    bits = {one: _bits(values) for one in names if (values := weight(one)) is not None}
     return Fingerprint(
         name or f"an unnamed {fields['model_type']} model",
         {field: value for field, value in fields.items() if isinstance(value, (bool, int, str))},
@@ -98,13 +98,13 @@ def check_base(adapter: str, noted: Fingerprint, base: Fingerprint) -> None:
 def _left_alone(model: nn.Module) -> dict[str, Tensor]:
     """Return matrices of no Linear layer that hold values here, by name without adapters."""
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
         plain = type(weight) is nn.Parameter and weight.dim() == 2 and not weight.is_meta
         inside = any(part in name for part in (".parametrizations.", ".modules_to_save.", ".lora_"))
         if plain and not inside and name.rpartition(".")[0] not in linears:
-            found[unwrapped_name(name).replace(".original_module", "")] = weight
-    return found
+            weights[unwrapped_name(name).replace(".original_module", "")] = weight
+    return weights
 
 
 def _bits(weight: Tensor) -> str:

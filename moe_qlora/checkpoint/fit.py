@@ -102,7 +102,7 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
     # In the loader bitsandbytes' layers are there already, unless nothing is packed by its config.
     linears = {name for name, module in owners.items() if is_packed_linear(module)}
     owned = {key for keys in packed.values() for key in keys}
-    found = set()
+    stored = set()
     for name, entry in manifest.tensors.items():
         if name in owned and name not in packed:
             continue
@@ -111,7 +111,7 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
             if name.endswith(_ENDS) or RECORD in name:
                 yield f"{name} belongs to no packed weight"
             continue
-        found.add(own)
+        stored.add(own)
         if name in manifest.experts:
             continue
         plain = name not in packed
@@ -130,7 +130,7 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
             yield f"{name} has the shape {entry.shape}, the model's config gives {shapes[own]}"
     classes = manifest.config.get("architectures")
     if isinstance(classes, list) and type(model).__name__ in classes:
-        for name in _expected(model, shapes, manifest) - found:
+        for name in _expected(model, shapes, manifest) - stored:
             yield f"{name} is missing"
 
 

@@ -106,17 +106,17 @@ def merge_adapter(
         AdapterError: The adapter does not fit the base, or cannot be merged.
         ConfigError: The codec of the training is not known, or `dtype` is no floating dtype.
     """
-    source, target = absolute(base), absolute(out)
+    source, adapter_folder, target = absolute(base), absolute(adapter), absolute(out)
     if dtype is not None and dtype not in FLOATS:
         raise ConfigError(f"dtype is {dtype}; give torch.bfloat16, torch.float16 or torch.float32.")
     if quantization_config is not None and not like_training:
         raise ConfigError("quantization_config is for like_training=True; leave it out.")
-    _check_roles(source, absolute(adapter))
+    _check_roles(source, adapter_folder)
     check_new(target)
     auxiliary_files(source)
-    before = [identify(folder) for folder in (source, absolute(adapter))]
+    before = [identify(folder) for folder in (source, adapter_folder)]
     with ExitStack() as stack:
-        lora = open_adapter(absolute(adapter))
+        lora = open_adapter(adapter_folder)
         stack.enter_context(lora.file)
         build_model = _model_builder(source, trust_remote_code)
         model = build_model()

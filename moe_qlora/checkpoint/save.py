@@ -387,21 +387,21 @@ def auxiliary_files(source: Path) -> list[Path]:
 
     A link that leads out of the folder is a `CheckpointError`: what it leads to is not the model's.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for file in sorted(source.iterdir()):
         name = file.name
         if file.is_dir():
-            found += [file, *sorted(file.rglob("*"))] if name in _FOLDERS else []
+            files += [file, *sorted(file.rglob("*"))] if name in _FOLDERS else []
         elif not (
             name.startswith((".", "adapter_"))
             or name == CONFIG
             or MANIFEST_NAME.fullmatch(name)
             or name.lower().endswith(_WEIGHTS + _NEVER)
         ):
-            found.append(file)
-    for file in found:
+            files.append(file)
+    for file in files:
         check_link(file, source)
-    return [file for file in found if file.is_file()]
+    return [file for file in files if file.is_file()]
 
 
 def copy_auxiliary_files(source: Path, folder: Path) -> None:

@@ -166,13 +166,13 @@ def _left(handle: int, place: Path, start: str, job: str) -> Path | None:
 
 def left_behind(target: Path) -> list[Path]:
     """Return what processes that were killed have left beside and inside of a target."""
-    found: list[Path] = []
+    leftovers: list[Path] = []
     for inside in (False, True):
         place, start = _place(target, inside)
         if not _in_use(place / f"{start}.lock"):
             names = re.compile(rf"{re.escape(start)}\.(lock|[0-9a-f]{{8}}\.partial)")
-            found += sorted(file for file in place.glob(".*") if names.fullmatch(file.name))
-    return found
+            leftovers += sorted(file for file in place.glob(".*") if names.fullmatch(file.name))
+    return leftovers
 
 
 def _in_use(lock: Path) -> bool:

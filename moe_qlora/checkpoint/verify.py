@@ -150,13 +150,13 @@ def _verify_packed(
         manifest = check_folder(folder)
     except CheckpointError as error:
         return VerifyReport(folder, "unknown", problems=(str(error),)), None
-    found = _config_problems(folder, manifest)
+    damage = _config_problems(folder, manifest)
     try:
         asked = BitsAndBytesConfig.from_dict(dict(manifest.config["quantization_config"]))
         problem = settings_problem(manifest, CodecSettings.from_config(asked))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f"the quantization_config of config.json cannot be followed ({error!r:.200})"
-    found += [f"{folder}: {problem}."] if problem else []
+    damage += [f"{folder}: {problem}."] if problem else []
     packed = packed_names(manifest)
     model = _model_of(folder, trust_remote_code)
     warnings = list(_leftovers(folder, manifest))
@@ -165,19 +165,19 @@ def _verify_packed(
         # Code of its own, or of a newer transformers, is no damage.
         own = "auto_map" in manifest.config
         own = own or str(manifest.config.get("model_type")) not in CONFIG_MAPPING
-        (warnings if own else found).append(f"Shapes were not compared with the model's: {model}")
+        (warnings if own else damage).append(f"Shapes were not compared with the model's: {model}")
     else:
         shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-        found += [f"{folder}: {problem}." for problem in model_problems(manifest, model)]
+        damage += [f"{folder}: {problem}." for problem in model_problems(manifest, model)]
     with open_shards(folder, manifest) as checkpoint:
         owned = {key for keys in packed.values() for key in keys}
         steps = [*packed, *(key for key in checkpoint if key not in owned)]
         for number, name in enumerate(steps):
             tell(number, len(steps), name)
             if name in packed:
-                found += _packed_problems(checkpoint, manifest, name, packed[name], shapes)
+                damage += _packed_problems(checkpoint, manifest, name, packed[name], shapes)
             else:
-                found += _value_problems(checkpoint, name)
+                damage += _value_problems(checkpoint, name)
         tell(len(steps), len(steps), "")
         report = VerifyReport(
             folder,
@@ -187,7 +187,7 @@ def _verify_packed(
             len(manifest.experts),
             len(packed.keys() - manifest.experts.keys()),
             sum(checkpoint.info(key).nbytes for key in checkpoint),
-            tuple(dict.fromkeys(found)),
+            tuple(dict.fromkeys(damage)),
             tuple(warnings),
         )
     return report, manifest
@@ -225,10 +225,10 @@ def _packed_problems(
             record = parts.get(RECORD + manifest.settings.kind)
             shape = tuple(parts[CODES].shape if record is None else read_record(record)["shape"])
         dtype = getattr(torch, entry.dtype) if entry else None
-        found = list(problems(parts, shape, manifest.settings, dtype))
+        reasons = list(problems(parts, shape, manifest.settings, dtype))
     except (ValueError, KeyError, TypeError) as error:
-        found = [f"has parts that cannot be read ({error})"]
-    return [f"{where} {problem}." for problem in found]
+        reasons = [f"has parts that cannot be read ({error})"]
+    return [f"{where} {reason}." for reason in reasons]
 
 
 def _model_of(folder: Path, trust_remote_code: bool) -> Any:
