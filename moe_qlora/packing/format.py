@@ -209,7 +209,7 @@ def _value_problems(
 
 
 def read_record(record: Tensor) -> dict[str, Any]:
-    """Return bitsandbytes' record of a packed weight: JSON in bytes, else ValueError or TypeError."""
+    """Return bitsandbytes' record of a packed weight; a ValueError or TypeError if it is none."""
     value = json.loads(bytes(record.flatten().tolist()).decode())
     if not isinstance(value, dict):
         raise TypeError("it is no JSON object")
