@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from .checkpoint.merge import merge_adapter as merge_adapter
     from .checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
     from .detection.detect import detect as detect
+    from .distributed.expert_parallel import expert_parallel as expert_parallel
+    from .distributed.expert_parallel import (
+        expert_parallel_parameters as expert_parallel_parameters,
+    )
     from .errors import AdapterError as AdapterError
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
@@ -63,6 +67,8 @@ _HOME = {
     "enable": "hf.switch",
     "enabled": "hf.switch",
     "exclude_modules": "lora.targets",
+    "expert_parallel": "distributed.expert_parallel",
+    "expert_parallel_parameters": "distributed.expert_parallel",
     "get_peft_model": "lora.model",
     "load_adapter": "lora.load",
     "merge_adapter": "checkpoint.merge",

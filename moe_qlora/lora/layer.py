@@ -37,6 +37,8 @@ from ..kernels.weights import PackedWeight
 from ..layout import unwrapped
 from ..packing.codec import first_nonfinite
 from ..packing.parametrize import is_packed, packed_names, read_packed
+from ..packing.shares import ExpertShare, share_of
+from .divided import divided_factors, local_factor
 from .merge import Product, merged_weight, replace_parameter, restore_packed
 from .supported import check_dropout
 
@@ -64,6 +66,7 @@ class ParamWrapper(StockParamWrapper):
     merge_dtype: torch.dtype | None = None  # None for the dtype before packing
     merge_repack: bool = False
     _unmerged: PackedWeight | None = None
+    _share: ExpertShare | None = None  # of experts that are divided over ranks
 
     def __init__(
         self, target: nn.Module, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any
@@ -74,8 +77,13 @@ class ParamWrapper(StockParamWrapper):
     def update_layer(
         self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any
     ) -> None:
+        # Factors are drawn whole, so that experts get the same ones however they are divided.
         super().update_layer(adapter_name, *args, config=_without_dropout(config), **kwargs)
         self.set_dropout(adapter_name, config.lora_dropout)
+        self._share = share_of(self.get_base_layer())
+        if self._share is not None:
+            a, b = self.lora_A[adapter_name], self.lora_B[adapter_name]
+            a.weight, b.weight = divided_factors(a.weight, b.weight, self._share)
 
     def set_dropout(self, adapter_name: str, probability: float) -> None:
         """Give an adapter this dropout, or refuse it where the forward cannot apply it."""
@@ -118,10 +126,11 @@ class ParamWrapper(StockParamWrapper):
         # Past `__getattr__`: a step asks for this four times a layer, and up to a few thousand
         # tokens waits for it.
         a, b, dropouts = (self._modules[name] for name in ("lora_A", "lora_B", "lora_dropout"))
+        share = self._share
         return tuple(
             LoraFactors(
-                a=a[name].weight,
-                b=b[name].weight,
+                a=a[name].weight if share is None else local_factor(a[name].weight, share),
+                b=b[name].weight if share is None else local_factor(b[name].weight, share),
                 scaling=self.scaling[name],
                 dropout=None if isinstance(dropouts[name], nn.Identity) else dropouts[name],
             )
@@ -180,12 +189,16 @@ class ParamWrapper(StockParamWrapper):
     # The factors.
 
     def get_param(self) -> Tensor:
-        """Return the parameter; for a packed one an empty tensor of its shape, dtype and device."""
+        """Return the parameter; for a packed one an empty tensor of its shape, dtype and device.
+
+        The shape is that of all experts, also where this rank holds some of them.
+        """
         base = self.get_base_layer()
         if not is_packed(base, self.parameter_name):
             return cast(Tensor, super().get_param())
-        packed = read_packed(base, self.parameter_name)
-        return torch.empty((), dtype=packed.dtype, device=packed.device).expand(packed.shape)
+        packed, share = read_packed(base, self.parameter_name), share_of(base)
+        shape = packed.shape if share is None else (share.experts, *packed.shape[1:])
+        return torch.empty((), dtype=packed.dtype, device=packed.device).expand(shape)
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
         """Return s B A in the parameter's shape, in fp32 or finer."""
@@ -198,7 +211,7 @@ class ParamWrapper(StockParamWrapper):
         return self._by_expert(a.detach(), b.detach())
 
     def _by_expert(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        experts = self.num_experts
+        experts = self.num_experts if self._share is None else self._share.count
         return a.reshape(experts, -1, a.shape[-1]), b.reshape(len(b), -1, experts).permute(2, 0, 1)
 
     def _oriented(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..experts import restore
+from ..packing.shares import first_share, keep_from_ddp
 from .combine import SingleExpert, concatenate, stored_factors
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
 from .inject import check_connected, upgrade_wrappers
@@ -111,6 +112,8 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     upgrade_wrappers(tuner.model)
     for name, config in model.peft_config.items():
         check_connected(tuner.model, name, config)
+    if first_share(tuner.model) is not None:
+        keep_from_ddp(model)
     return model
 
 

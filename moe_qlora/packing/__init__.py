@@ -8,5 +8,6 @@ selection.py    which weights of a model are packed, and the rule of `llm_int8_s
 codec.py        pack a weight, whole or in pieces, and dequantize any range of its experts
 quant_state.py  between packed weights and bitsandbytes' `QuantState`
 parametrize.py  how a packed weight sits on its module, moves, is copied, saved and loaded
+shares.py       one rank's share of a layer's experts: cut, joined, told from what is replicated
 meta.py         packed weights without values, on the meta device
 """

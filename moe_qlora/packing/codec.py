@@ -21,7 +21,7 @@ shape and equals the CUDA kernel's arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import bitsandbytes.functional
@@ -80,16 +80,19 @@ def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
     return None
 
 
-def pack(weight: Tensor, settings: CodecSettings) -> PackedWeight:
+def pack(
+    weight: Tensor, settings: CodecSettings, mean: Callable[[Tensor], Tensor] = torch.mean
+) -> PackedWeight:
     """Pack a weight `(..., rows, columns)`; the result equals bitsandbytes' own, bit for bit.
 
     Its int8 kernel for CUDA takes float16 only, so that other dtypes are cast to float16 there, as
-    its own `Int8Params` does. A weight that cannot be packed is an `UnsupportedWeightError`.
+    its own `Int8Params` does. `mean` is as for `Packer`. A weight that cannot be packed is an
+    `UnsupportedWeightError`.
     """
     reason = why_not(weight, settings)
     if reason is not None:
         raise UnsupportedWeightError(f"The weight {reason}.")
-    packer = Packer(weight.shape, weight.dtype, weight.device, settings)
+    packer = Packer(weight.shape, weight.dtype, weight.device, settings, mean)
     packer.add(weight)
     return packer.finish()
 
@@ -108,9 +111,11 @@ class Packer:
         dtype: torch.dtype,
         device: torch.device,
         settings: CodecSettings,
+        mean: Callable[[Tensor], Tensor] = torch.mean,
     ) -> None:
+        """`mean` gives the mean of the absmax of the weight that this is, or is a part of."""
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
-        self.settings = settings
+        self.settings, self._mean = settings, mean
         self._int8 = settings.kind == "int8"
         self._unit = self.shape[-1] if self._int8 else settings.blocksize
         self._step = max(_chunk_elements(self.device), self._unit)
@@ -155,9 +160,7 @@ class Packer:
             return PackedWeight(codes, scales, None, 0, None, self.shape, "int8", self.dtype)
         nested = None
         if settings.double_quant:
-            offset = scales.mean()
-            scales, state = bnb.quantize_blockwise(scales.sub_(offset), blocksize=NESTED_BLOCK)
-            nested = NestedAbsmax(state.code, state.absmax, offset, state.blocksize)
+            scales, nested = nest_absmax(scales, self._mean(scales))
         codes = codes.view(settings.storage_dtype).unsqueeze(1)
         table = bnb.get_4bit_type(settings.kind, device=self.device)
         return PackedWeight(
@@ -190,6 +193,12 @@ class Packer:
         first = start // self._unit
         self._scales[first : first + len(scales)] = scales
         self._done = end
+
+
+def nest_absmax(absmax: Tensor, offset: Tensor) -> tuple[Tensor, NestedAbsmax]:
+    """Return the uint8 codes of fp32 absmax, which are overwritten, and their second level."""
+    codes, state = bnb.quantize_blockwise(absmax.sub_(offset), blocksize=NESTED_BLOCK)
+    return codes, NestedAbsmax(state.code, state.absmax, offset, state.blocksize)
 
 
 def restore(
@@ -268,7 +277,7 @@ def _decode_4bit(packed: PackedWeight, first: int, last: int) -> Tensor:
     begin, blocks = first // block, cdiv(last, block)
     end = min(blocks * block, packed.numel)
     codes = packed.codes.detach().view(-1).view(torch.uint8)[begin * block // 2 : (end + 1) // 2]
-    absmax = _absmax(packed, begin, blocks)
+    absmax = first_level_absmax(packed, begin, blocks)
     if packed.device.type != "cpu":
         flat = _kernel(packed, codes, absmax, (end - begin * block,))
     else:
@@ -290,7 +299,7 @@ def _kernel(packed: PackedWeight, codes: Tensor, absmax: Tensor, shape: tuple[in
     return cast(Tensor, decoded)
 
 
-def _absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
+def first_level_absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
     """Return the fp32 absmax of the first-level blocks [begin, end)."""
     nested = packed.nested
     if nested is None:

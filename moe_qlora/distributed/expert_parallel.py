@@ -1,0 +1,222 @@
+"""Expert parallelism: each rank holds some experts of every layer, and tokens travel to them.
+
+    expert_parallel(model, mesh)
+      |  every experts module: the weights' experts [first, last) in place of all of them
+      |                        (packing/shares.py)
+      v
+    transformers' own dispatch    EpDispatchExpertsParallel: all-to-all in training, on local
+      |                           expert ids, around the module's forward
+      v
+    get_peft_model                LoRA of the experts: DTensors sharded over the mesh, so that
+                                  clipping, optimizers and files see the whole (lora/divided.py)
+
+Each rank runs its own batch, and an expert sees the tokens of all. What else is trained is
+replicated, and is the work of DDP or FSDP2, which leave the experts alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from ..detection.detect import detect
+from ..errors import ConfigError, UnsupportedWeightError
+from ..layout import ExpertsModule, ModelLayout
+from ..packing import parametrize, shares
+from ..packing.settings import CodecSettings
+from ..packing.shares import ExpertShare
+
+_LOG = logging.getLogger(__name__)
+_TRANSFORMERS = "update transformers to 5.22 or later"
+
+
+def expert_parallel(model: nn.Module, mesh: Any, *, implementation: str = "auto") -> nn.Module:
+    """Keep on each rank its experts of every layer only, and let tokens travel between ranks.
+
+    With N ranks along the mesh's last dimension, rank r holds experts `[r E / N, (r + 1) E / N)`.
+    All ranks call it, with equal models, before `get_peft_model`; experts that are not packed yet
+    are packed afterwards as they would be whole. Every rank then runs its own batch.
+
+    Args:
+        model: The model with all its experts; changed in place.
+        mesh: A `DeviceMesh` of all ranks: `(N,)`, or `(copies, N)` where several ranks hold the
+            same experts.
+        implementation: How tokens travel: a name of transformers' `EPImplementationInterface`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: The mesh does not fit, or the model's experts cannot be divided over it.
+        UnsupportedWeightError: Blocks of a packed weight belong to experts of two ranks.
+    """
+    if hasattr(model, "peft_config") or shares.first_share(model) is not None:
+        state = "has adapters" if hasattr(model, "peft_config") else "is expert parallel already"
+        raise ConfigError(
+            f"The model {state}: call expert_parallel once, before moe_qlora.get_peft_model."
+        )
+    check_mesh(mesh)
+    layout = detect(model)
+    modules = modules_to_divide(model, layout, mesh.size(mesh.ndim - 1))
+    for entry in modules:
+        for param in entry.parameters:
+            _check_cut(model, param.name, mesh)
+    tp_mesh = _mesh_of_one(mesh)
+    kept: dict[int, Any] = {}
+    for entry in modules:
+        share = make_share(entry.num_experts, mesh, mesh.size())
+        _keep_share(model.get_submodule(entry.name), entry, share, kept)
+        dispatch(model.get_submodule(entry.name), share, tp_mesh, implementation)
+    claim(model)
+    return model
+
+
+def expert_parallel_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of experts that this rank alone holds, for FSDP2's `ignored_params`.
+
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, ignored_params=expert_parallel_parameters(model))
+
+    Empty where the model is not expert parallel. DDP is told by itself.
+    """
+    local = shares.local_tensors(model).values()
+    return {tensor for tensor in local if isinstance(tensor, nn.Parameter)}
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise where a mesh does not hold every rank once in one or two dimensions."""
+    if not distributed.is_initialized() or mesh.ndim > 2:
+        raise ConfigError(
+            f"The mesh has {mesh.ndim} dimensions; expert_parallel takes (ranks,) or "
+            "(copies, ranks), made with init_device_mesh."
+        )
+    if mesh.size() != distributed.get_world_size():
+        raise ConfigError(
+            f"The mesh has {mesh.size()} of {distributed.get_world_size()} ranks: give one of all "
+            "ranks, (copies, ranks) where several hold the same experts."
+        )
+
+
+def modules_to_divide(
+    model: nn.Module, layout: ModelLayout, ranks: int
+) -> tuple[ExpertsModule, ...]:
+    """Return the experts modules of a model to divide over some ranks; raise where one cannot be.
+
+    Stacked shared experts, which every token goes to, stay whole on each rank.
+    """
+    modules = tuple(entry for entry in layout.modules if entry.router is not None)
+    if not modules:
+        raise ConfigError("The model has no routed expert weights that ranks could divide.")
+    for entry in modules:
+        if not entry.dispatches:
+            raise ConfigError(
+                f"{entry.name} is a {entry.class_name}, which does not compute through "
+                "transformers' experts interface: its experts cannot be divided over ranks."
+            )
+        for param in entry.parameters:
+            if param.num_experts != entry.num_experts or param.shape[0] != entry.num_experts:
+                raise ConfigError(
+                    f"{param.name} has the shape {tuple(param.shape)} for {entry.num_experts} "
+                    "experts: it cannot be divided by experts."
+                )
+        if entry.num_experts % ranks:
+            raise ConfigError(
+                f"{entry.name} has {entry.num_experts} experts, which {ranks} ranks cannot hold in "
+                "equal numbers: choose a number of ranks that divides it."
+            )
+    return modules
+
+
+def make_share(experts: int, mesh: Any, batches: int) -> ExpertShare:
+    """Return the share that this rank holds of a layer's experts."""
+    dimension = mesh.ndim - 1
+    count = experts // mesh.size(dimension)
+    first = mesh.get_local_rank(dimension) * count
+    return ExpertShare(experts, first, first + count, mesh, batches)
+
+
+def dispatch(module: nn.Module, share: ExpertShare, tp_mesh: Any, implementation: str) -> None:
+    """Put transformers' dispatch of tokens around the forward of a module that holds a share."""
+    host: Any = module
+    host.num_experts, host._is_expert_parallel = share.count, True
+    shares.set_share(module, share)
+    try:
+        from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
+    except ImportError as error:
+        raise ConfigError(
+            f"The installed transformers cannot divide experts over ranks: {_TRANSFORMERS}."
+        ) from error
+    mesh = share.mesh if share.mesh.ndim == 1 else share.mesh[share.mesh.mesh_dim_names[-1]]
+    EpDispatchExpertsParallel().install_forward(
+        module, mesh, tp_mesh=tp_mesh, ep_implementation=implementation
+    )
+
+
+def claim(model: nn.Module) -> None:
+    """Tell DDP and Trainer which parameters a rank holds by itself."""
+    host: Any = model
+    # Trainer then neither wraps nor moves the model, averages what is replicated, and saves on
+    # all ranks, which gathering needs.
+    host._is_distributed_loading_by_transformers = True
+    shares.keep_from_ddp(model)
+
+
+def log_cut_blocks(name: str, ranks: int) -> None:
+    """Log that a weight's double quantization depends on the number of ranks."""
+    _LOG.info(
+        "%s: the experts of one of %d ranks are no whole second-level blocks of double "
+        "quantization, so that their absmax are coded in blocks of their own; codes are the same.",
+        name, ranks,
+    )  # fmt: skip
+
+
+def _check_cut(model: nn.Module, name: str, mesh: Any) -> None:
+    """Raise where a packed weight's blocks belong to experts of two ranks."""
+    module, leaf = parametrize.owner_of(model, name)
+    if not parametrize.is_packed(module, leaf):
+        return
+    packed = parametrize.read_packed(module, leaf)
+    reason = shares.why_not_cut(packed.shape, mesh.size(mesh.ndim - 1), CodecSettings.of(packed))
+    if reason is not None:
+        raise UnsupportedWeightError(f"{name} {reason}.")
+
+
+def _keep_share(
+    module: nn.Module, entry: ExpertsModule, share: ExpertShare, kept: dict[int, Any]
+) -> None:
+    """Replace a module's weights and biases by their experts `[first, last)`."""
+    first, last = share.first, share.last
+    ranks = share.experts // share.count
+    names = [param.parameter_name for param in entry.parameters]
+    for name in names:
+        if not parametrize.is_packed(module, name):
+            continue
+        whole = parametrize.original_of(module, name)
+        if id(whole) not in kept:  # else tied to one that is cut already
+            packed = parametrize.read_packed(module, name)
+            settings = CodecSettings.of(packed)
+            if not shares.is_exact(packed.shape, 0, share.count, settings):
+                log_cut_blocks(f"{entry.name}.{name}", ranks)
+            kept[id(whole)] = whole, shares.cut(packed, first, last)
+        parametrize.detach(module, name, torch.empty(0, device=whole.device))
+        module._parameters.pop(name)
+        parametrize.attach(module, name, kept[id(whole)][1])
+    for name in (*names, *(bias.rpartition(".")[2] for bias in entry.bias_names)):
+        plain = module._parameters.get(name)
+        if plain is None:
+            continue
+        if id(plain) not in kept:
+            part = nn.Parameter(plain.detach()[first:last].clone(), plain.requires_grad)
+            kept[id(plain)] = plain, part
+        module._parameters[name] = kept[id(plain)][1]
+
+
+def _mesh_of_one(mesh: Any) -> Any:
+    """Return a mesh of this rank alone: no other one has its batch."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = ("rank", "same_batch")
+    return init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=names)[names[1]]

@@ -1,0 +1,87 @@
+"""LoRA of experts that are divided over ranks: each rank holds its own experts' factors.
+
+A factor is a DTensor of the shape that PEFT's file has, of which a rank holds its experts' part:
+rows of `lora_A`, where the expert is slowest, and in `lora_B`, where it is fastest, one run of
+columns for each rank of the adapter. Gradient norms, optimizers and files so count each expert
+once, without being told.
+
+Each expert sees the tokens of all ranks that share a copy of it: its gradient is summed over the
+copies and divided by the number of batches, as DDP and FSDP2 average all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ..packing.shares import ExpertShare
+
+
+def divided_factors(
+    a: nn.Parameter, b: nn.Parameter, share: ExpertShare
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return this rank's part of the whole `lora_A` `(E r, in)` and `lora_B` `(out, r E)`."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    rank = a.shape[0] // share.experts
+    rows = a.detach().view(share.experts, rank, -1)[share.first : share.last]
+    columns = b.detach().view(len(b), rank, share.experts)[:, :, share.first : share.last]
+    return (
+        _divided(a, rows.flatten(0, 1), Shard(0), share),
+        _divided(b, columns.flatten(1), _StridedShard(1, split_factor=rank), share),
+    )
+
+
+def _divided(
+    whole: nn.Parameter, local: Tensor, placement: Any, share: ExpertShare
+) -> nn.Parameter:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = [*[Replicate()] * (share.mesh.ndim - 1), placement]
+    # A copy, so that the whole factor is freed.
+    part = DTensor.from_local(
+        local.clone(), share.mesh, placements, run_check=False,
+        shape=whole.shape, stride=whole.stride(),
+    )  # fmt: skip
+    return nn.Parameter(part, requires_grad=whole.requires_grad)
+
+
+def is_divided(factor: Tensor) -> bool:
+    """Whether a LoRA factor is a DTensor."""
+    return hasattr(factor, "placements")
+
+
+def local_factor(factor: Tensor, share: ExpertShare) -> Tensor:
+    """Return this rank's part of a factor, whose gradient will be averaged over all batches."""
+    if not is_divided(factor):
+        return factor
+    local = cast(Any, factor).to_local()
+    return cast(Tensor, _AverageGradient.apply(local, share)) if local.requires_grad else local
+
+
+def whole_factor(factor: Tensor) -> Tensor:
+    """Return a factor as PEFT's file has it; all ranks must call it."""
+    return cast(Tensor, cast(Any, factor).full_tensor()) if is_divided(factor) else factor
+
+
+class _AverageGradient(torch.autograd.Function):
+    """Passes a factor on, and averages its gradient over the batches of all ranks.
+
+    In backward and not in a hook: a hook on the parameter is lost where that is replaced, and one
+    after its accumulation would divide what earlier micro-batches have left there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, factor: Tensor, share: ExpertShare) -> Tensor:
+        ctx.share = share
+        return factor.view_as(factor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        averaged = grad / ctx.share.batches
+        if ctx.share.copies is not None:
+            distributed.all_reduce(averaged, group=ctx.share.copies)
+        return averaged, None

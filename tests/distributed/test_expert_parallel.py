@@ -1,0 +1,189 @@
+"""Experts divided over ranks train, save and load as one process with all of them does.
+
+Every group of processes runs many cases: starting them takes longer than a case.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.testing import run_distributed, tiny_model
+
+STEPS = 10
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+INT8 = {"load_in_8bit": True}
+# Experts of 64 x 64: whole first-level blocks, and 64 of them an expert, so that four experts are
+# a whole second-level block.
+SIZES = {
+    "hidden_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_experts": 8,
+    "vocab_size": 256,
+}
+
+
+def packed_model(settings: dict[str, Any] = NF4) -> Any:
+    model = tiny_model("qwen3_moe", **SIZES)
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**settings))
+    return model
+
+
+def adapted(model: Any, rank: int = 4, **options: Any) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    peft_model = moe_qlora.get_peft_model(model, config, experts=True, **options)
+    set_lora_b(peft_model)
+    return peft_model
+
+
+def set_lora_b(peft_model: nn.Module) -> None:
+    """Give `lora_B`, which is zero at first, values that do not depend on the number of ranks."""
+    from torch.distributed.tensor import DTensor
+
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" not in name:
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        whole = torch.randn(parameter.shape, generator=generator) * 0.05
+        with torch.no_grad():
+            if isinstance(parameter, DTensor):
+                wrapper = peft_model.get_submodule(name.partition(".lora_B")[0])
+                share, ranks = wrapper._share, parameter.shape[1] // wrapper.num_experts
+                part = whole.view(len(whole), ranks, -1)[:, :, share.first : share.last]
+                parameter.to_local().copy_(part.flatten(1))
+            else:
+                parameter.copy_(whole)
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(5, 248, (12, 8), generator=generator) for _ in range(STEPS)]
+
+
+def train(
+    model: Any, data: list[torch.Tensor], rank: int = 0, world: int = 1, max_norm: float = 0.0
+) -> dict[str, Any]:
+    """Losses of all steps, the first step's whole gradients, and norms where they are clipped."""
+    from accelerate import Accelerator
+
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses, gradients, norms = [], {}, []
+    for step, ids in enumerate(data):
+        own = ids.chunk(world)[rank]
+        loss = model(input_ids=own, labels=own).loss
+        loss.backward()
+        if step == 0:
+            gradients = {
+                name.replace("module.", "", 1): whole(parameter.grad).clone()
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad
+            }
+        if max_norm:
+            norms.append(float(Accelerator(cpu=True).clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if world > 1:
+            distributed.all_reduce(mean)
+        losses.append(float(mean) / world)
+    return {"losses": losses, "gradients": gradients, "norms": norms}
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def wrapped(model: Any, how: str) -> Any:
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    ignored = moe_qlora.expert_parallel_parameters(model)
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh, ignored_params=ignored)
+    fully_shard(model, mesh=mesh, ignored_params=ignored)
+    return model
+
+
+def checkpointed(model: Any, reentrant: bool | None) -> Any:
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    return model
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp, checkpointed": {"reentrant": False},
+    "ddp, clipped": {"max_norm": 0.05},
+    "ddp, int8": {"settings": INT8},
+    "fsdp2": {"how": "fsdp2"},
+    "fsdp2, checkpointed": {"how": "fsdp2", "reentrant": False},
+    "fsdp2, clipped": {"how": "fsdp2", "max_norm": 0.05},
+}
+
+
+def run_training(rank: int, world: int, shape: tuple[int, ...], names: list[str]) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "experts")[-len(shape) :])
+    results = {}
+    for name in names:
+        case = {"how": "ddp", "reentrant": None, "settings": NF4, "max_norm": 0.0, **CASES[name]}
+        model = moe_qlora.expert_parallel(packed_model(settings=case["settings"]), mesh)
+        model = wrapped(checkpointed(adapted(model), case["reentrant"]), case["how"])
+        results[name] = train(model, batches(), rank, world, case["max_norm"])
+    return results
+
+
+@pytest.fixture(scope="module")
+def two() -> Any:
+    return run_distributed(run_training, 2, (2,), list(CASES))
+
+
+@pytest.fixture(scope="module")
+def four() -> Any:
+    return run_distributed(run_training, 4, (2, 2), ["ddp", "fsdp2, clipped"])
+
+
+@cache
+def reference(settings: str, max_norm: float) -> dict[str, Any]:
+    """What one process with all experts computes."""
+    return train(
+        adapted(packed_model(settings=INT8 if settings == "int8" else NF4)),
+        batches(),
+        max_norm=max_norm,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_one(two: Any, case: str) -> None:
+    for divided in two:
+        assert_same(divided[case], case)
+
+
+@pytest.mark.parametrize("case", ["ddp", "fsdp2, clipped"])
+def test_four_ranks_with_two_copies_of_each_expert_train_as_one(four: Any, case: str) -> None:
+    for divided in four:
+        assert_same(divided[case], case)
+
+
+def assert_same(divided: dict[str, Any], case: str) -> None:
+    whole = reference("int8" if "int8" in case else "nf4", CASES[case].get("max_norm", 0.0))
+    assert divided["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+    assert divided["norms"] == pytest.approx(whole["norms"], rel=1e-5)
+    assert divided["gradients"].keys() == whole["gradients"].keys()
+    for name, gradient in whole["gradients"].items():
+        error = (divided["gradients"][name] - gradient).norm() / gradient.norm().clamp_min(1e-9)
+        assert error < 1e-4, name
