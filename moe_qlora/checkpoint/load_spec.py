@@ -21,6 +21,7 @@ from ..layout import ExpertParam, ModelLayout
 from ..packing.format import packed_nbytes, why_not_packed
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
+from ..packing.shares import ExpertShare
 from .fit import own_name, settings_problem
 from .manifest import Manifest
 from .reader import DTYPES, Checkpoint
@@ -37,6 +38,8 @@ class LoadSpec:
     files: Checkpoint | None = None  # None where tensors are given, or files are not safetensors
     manifest: Manifest | None = None  # of a folder that this package packed
     device_map: Any = None  # as transformers settled it
+    # the experts that this rank keeps of a weight, by each of its names; all where it has no entry
+    shares: dict[str, ExpertShare] = field(default_factory=dict)
     # bytes, once loaded, of each of the model's blocks and of the layers outside them, in order
     unit_nbytes: tuple[float, ...] = ()
     packed: dict[str, PackedWeight] = field(default_factory=dict)
@@ -47,9 +50,19 @@ class LoadSpec:
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadSpec:
         return self  # converters are copied for every parameter, and must all see one spec
 
+    def rows(self, name: str) -> tuple[int, int]:
+        """Return the rows `[first, last)` of its first dimension that are kept of a weight."""
+        share = self.shares.get(name)
+        return (0, self.params[name].shape[0]) if share is None else (share.first, share.last)
+
+    def kept_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of what is kept of a weight."""
+        first, last = self.rows(name)
+        return (last - first, *self.params[name].shape[1:])
+
     def nbytes(self, name: str) -> int:
-        """Return the bytes of a weight once it is packed."""
-        return packed_nbytes(self.params[name].shape, self.settings)
+        """Return the bytes of what is kept of a weight, packed."""
+        return packed_nbytes(self.kept_shape(name), self.settings)
 
     def device(self, name: str) -> torch.device:
         """Return the device that a weight is loaded to."""

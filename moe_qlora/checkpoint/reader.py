@@ -126,8 +126,8 @@ class Checkpoint:
                 return self._open[file].get_tensor(key)
             return self._open[file].get_slice(key)[start:stop]
 
-    def expect(self, keys: Sequence[str]) -> None:
-        """Ask the system to read these tensors ahead, in the background."""
+    def expect(self, keys: Sequence[str], start: int = 0, stop: int | None = None) -> None:
+        """Ask the system to read tensors, or rows of them, ahead, in the background."""
         for key in keys:
             info = self._infos.get(key)
             if info is None or not hasattr(os, "posix_fadvise"):
@@ -136,7 +136,10 @@ class Checkpoint:
                 with reading(info.file):
                     handle = self._stack.enter_context(info.file.open("rb"))
                 self._handles[info.file] = handle.fileno()
-            place = (self._handles[info.file], info.offset, info.nbytes)
+            rows = info.shape[0] if info.shape else 1
+            row = info.nbytes // max(rows, 1)
+            length = row * ((rows if stop is None else stop) - start)
+            place = (self._handles[info.file], info.offset + row * start, length)
             os.posix_fadvise(*place, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:

@@ -60,17 +60,28 @@ def expert_parallel(model: nn.Module, mesh: Any, *, implementation: str = "auto"
         )
     check_mesh(mesh)
     layout = detect(model)
-    modules = modules_to_divide(model, layout, mesh.size(mesh.ndim - 1))
-    for entry in modules:
+    for entry in modules_to_divide(model, layout, mesh.size(mesh.ndim - 1)):
         for param in entry.parameters:
             _check_cut(model, param.name, mesh)
+    return divide(model, layout, mesh, implementation)
+
+
+def divide(
+    model: nn.Module, layout: ModelLayout, mesh: Any, implementation: str = "auto"
+) -> nn.Module:
+    """Do what `expert_parallel` does; weights of which a load kept a share stay as they are."""
     tp_mesh = _mesh_of_one(mesh)
     kept: dict[int, Any] = {}
-    for entry in modules:
+    for entry in modules_to_divide(model, layout, mesh.size(mesh.ndim - 1)):
         share = make_share(entry.num_experts, mesh, mesh.size())
-        _keep_share(model.get_submodule(entry.name), entry, share, kept)
-        dispatch(model.get_submodule(entry.name), share, tp_mesh, implementation)
-    claim(model)
+        module = model.get_submodule(entry.name)
+        _keep_share(module, entry, share, kept)
+        dispatch(module, share, tp_mesh, implementation)
+    host: Any = model
+    # Trainer then neither wraps nor moves the model, averages what is replicated, and saves on
+    # all ranks, which gathering needs.
+    host._is_distributed_loading_by_transformers = True
+    shares.keep_from_ddp(model)
     return model
 
 
@@ -88,10 +99,10 @@ def expert_parallel_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 def check_mesh(mesh: Any) -> None:
     """Raise where a mesh does not hold every rank once in one or two dimensions."""
-    if not distributed.is_initialized() or mesh.ndim > 2:
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
         raise ConfigError(
-            f"The mesh has {mesh.ndim} dimensions; expert_parallel takes (ranks,) or "
-            "(copies, ranks), made with init_device_mesh."
+            f"The mesh has {mesh.ndim} dimensions called {mesh.mesh_dim_names}; expert_parallel "
+            "takes (ranks,) or (copies, ranks), the latter with mesh_dim_names."
         )
     if mesh.size() != distributed.get_world_size():
         raise ConfigError(
@@ -155,16 +166,7 @@ def dispatch(module: nn.Module, share: ExpertShare, tp_mesh: Any, implementation
     )
 
 
-def claim(model: nn.Module) -> None:
-    """Tell DDP and Trainer which parameters a rank holds by itself."""
-    host: Any = model
-    # Trainer then neither wraps nor moves the model, averages what is replicated, and saves on
-    # all ranks, which gathering needs.
-    host._is_distributed_loading_by_transformers = True
-    shares.keep_from_ddp(model)
-
-
-def log_cut_blocks(name: str, ranks: int) -> None:
+def _log_cut_blocks(name: str, ranks: int) -> None:
     """Log that a weight's double quantization depends on the number of ranks."""
     _LOG.info(
         "%s: the experts of one of %d ranks are no whole second-level blocks of double "
@@ -195,11 +197,13 @@ def _keep_share(
         if not parametrize.is_packed(module, name):
             continue
         whole = parametrize.original_of(module, name)
+        packed = parametrize.read_packed(module, name)
+        shape = (share.experts, *packed.shape[1:])
+        if not shares.is_exact(shape, 0, share.count, CodecSettings.of(packed)):
+            _log_cut_blocks(f"{entry.name}.{name}", ranks)
+        if packed.shape[0] == share.count:
+            continue  # loaded so
         if id(whole) not in kept:  # else tied to one that is cut already
-            packed = parametrize.read_packed(module, name)
-            settings = CodecSettings.of(packed)
-            if not shares.is_exact(packed.shape, 0, share.count, settings):
-                log_cut_blocks(f"{entry.name}.{name}", ranks)
             kept[id(whole)] = whole, shares.cut(packed, first, last)
         parametrize.detach(module, name, torch.empty(0, device=whole.device))
         module._parameters.pop(name)

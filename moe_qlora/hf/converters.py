@@ -15,7 +15,7 @@ The first two are taken only where every operation is known to treat experts apa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import zip_longest
 from typing import Any
@@ -32,6 +32,7 @@ from ..packing import parametrize
 from ..packing.codec import Packer, restore
 from ..packing.format import SCALES, key_ends, problems
 from ..packing.settings import CodecSettings
+from ..packing.shares import cut_tensors
 
 # Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this.
 _SLICE_BYTES = 8 << 20
@@ -124,13 +125,14 @@ class PackingConverter(WeightConverter):
         collected: dict[str, list[Deferred]] = dict(self.collected_tensors)
         self.collected_tensors.clear()
         reader = _Reader(self.spec, packed[0])
-        reader.expect(collected)
         whole: _Batch = {p: [(item,) for item in items] for p, items in collected.items()}
-        operations, batches = self.operations, iter([whole])
+        operations, steps = self.operations, None
         if len(packed) == len(self.target_patterns):
             shapes = [tuple(self.spec.params[name].shape) for name in packed]
-            steps = _steps(self.operations, collected, shapes, self.spec.files)
-            operations, batches = steps or (operations, batches)
+            rows = self.spec.rows(packed[0])
+            steps = _steps(self.operations, collected, shapes, rows, self.spec.files)
+        operations, batches = steps or (operations, [whole])
+        reader.expect(batches)
         for batch in batches:
             tensors: dict[str, Any]
             tensors = {p: [reader.read(*item) for item in items] for p, items in batch.items()}
@@ -149,7 +151,19 @@ class PackingConverter(WeightConverter):
                     f"{layer_name}: the checkpoint's tensors ({counts}) do not make this weight: "
                     f"some are missing, or of another shape ({error})."
                 ) from error
-            yield tensors
+            yield tensors if steps else self._kept(layer_name, tensors)
+
+    def _kept(self, layer_name: str, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Cut whole weights down to the rows that are kept of them."""
+        kept = dict(tensors)
+        for target, value in tensors.items():
+            name = self._full_name(layer_name, target)
+            tensor = value[0] if isinstance(value, list) else value
+            # one of another shape is refused by WeightPacker
+            if name in self.spec.shares and len(tensor) == self.spec.params[name].shape[0]:
+                first, last = self.spec.rows(name)
+                kept[target] = tensor[first:last]
+        return kept
 
 
 class PackedConverter(WeightConverter):
@@ -170,30 +184,39 @@ class PackedConverter(WeightConverter):
     def add_tensor(
         self, target_key: str, source_key: str, source_pattern: str, future: Any
     ) -> None:
-        """Note the key of the codes."""
+        """Note the key of the codes, and keep transformers from reading what is not kept."""
         if self.parts[source_pattern] == "":
             self.keys[target_key] = source_key
+        if target_key in self.spec.shares:
+            if isinstance(future, Future):
+                future.cancel()
+            future = Deferred(source_key, future)
         super().add_tensor(target_key, source_key, source_pattern, future)
 
     def convert(self, layer_name: str, **rest: Any) -> Any:
         """Return the packed parameter, under its full name."""
-        tensors = {self.parts[p]: t[0] for p, t in self.materialize_tensors().items()}
         spec = self.spec
+        tensors: dict[str, Tensor]
+        if layer_name in spec.shares:
+            tensors = self._read_share(layer_name)
+        else:
+            tensors = {self.parts[p]: t[0] for p, t in self.materialize_tensors().items()}
         codes = tensors.pop("", None)
         if layer_name not in spec.params:
             shapes = [tuple(p.shape) for p in spec.layout.experts if layer_name in p.names]
-            is_weight = codes is not None and codes.is_floating_point()
-            if is_weight and not tensors and tuple(codes.shape) in shapes:
+            plain = codes is not None and codes.is_floating_point() and not tensors
+            if codes is not None and plain and tuple(codes.shape) in shapes:
                 return {layer_name: codes}  # a layer that the user has skipped
             raise CheckpointError(
                 f"{layer_name} is packed in the checkpoint, but the manifest does not name it."
             )
         if codes is None:
             raise CheckpointError(f"{layer_name}: the checkpoint has statistics, but no codes.")
-        shape, dtype = spec.params[layer_name].shape, spec.dtypes[layer_name]
+        shape, dtype = spec.kept_shape(layer_name), spec.dtypes[layer_name]
         if spec.manifest is not None and spec.settings.kind != "int8":
             dtype = getattr(torch, spec.manifest.experts[self.keys[layer_name]].dtype)
-        if codes.dtype != spec.settings.storage_dtype and spec.files is not None:
+        stored = spec.settings.storage_dtype
+        if codes.dtype != stored and spec.files is not None and layer_name not in spec.shares:
             # transformers before 5.22 casts codes that are stored as floats: read them again
             codes = spec.files.read(self.keys[layer_name]).to(codes.device)
         try:
@@ -203,13 +226,29 @@ class PackedConverter(WeightConverter):
         spec.keep(layer_name, packed)
         return {layer_name: parametrize.hold(packed)}
 
+    def _read_share(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of a weight's experts that are kept, by the ends of their keys."""
+        collected: dict[str, list[Deferred]] = self.collected_tensors
+        items = {self.parts[pattern]: one for pattern, [one] in collected.items()}
+        self.collected_tensors.clear()
+        files, device = self.spec.files, self.spec.device(name)
+        missing = set(self.parts.values()) - items.keys()
+        if missing or files is None:
+            raise CheckpointError(f"{name}: the checkpoint has no {min(missing) or 'codes'}.")
+
+        def read(end: str, start: int, stop: int | None) -> Tensor:
+            return files.read(items[end].key, start, stop).to(device)
+
+        whole = tuple(self.spec.params[name].shape)
+        return cut_tensors(read, whole, *self.spec.rows(name), self.spec.settings)
+
 
 class WeightPacker:
     """Packs one weight of a spec from the pieces that come out of a converter."""
 
     def __init__(self, name: str, spec: LoadSpec) -> None:
         self.name, self.spec = name, spec
-        self.shape = tuple(spec.params[name].shape)
+        self.shape = spec.kept_shape(name)
         self.rows = 0
         self.packer: Packer | None = None
         self.extremes: list[tuple[int, Tensor]] = []
@@ -226,7 +265,9 @@ class WeightPacker:
         self.extremes.append((self.rows, torch.stack(torch.aminmax(piece))))
         if self.packer is None:
             weights = self.spec.dtypes[self.name]
-            self.packer = Packer(self.shape, weights, piece.device, self.spec.settings)
+            share = self.spec.shares.get(self.name)
+            mean = torch.mean if share is None else share.mean
+            self.packer = Packer(self.shape, weights, piece.device, self.spec.settings, mean)
         self.packer.add(piece)
         self.rows += len(piece)
 
@@ -323,11 +364,14 @@ class _Reader:
     def __init__(self, spec: LoadSpec, name: str) -> None:
         self.files, self.dtype, self.device = spec.files, spec.dtypes[name], spec.device(name)
 
-    def expect(self, collected: dict[str, list[Deferred]]) -> None:
+    def expect(self, batches: Iterable[_Batch]) -> None:
         """Read the weight ahead, in the order in which its experts are packed."""
-        if self.files is not None:
-            lists = zip_longest(*collected.values())
-            self.files.expect([item.key for items in lists for item in items if item is not None])
+        if self.files is None:
+            return
+        for batch in batches:
+            for items in zip_longest(*batch.values()):
+                for item, *rows in (one for one in items if one is not None):
+                    self.files.expect([item.key], *rows)
 
     def read(self, item: Deferred, start: int = 0, stop: int | None = None) -> Tensor:
         if self.files is None or item.key not in self.files:
@@ -348,9 +392,13 @@ def _steps(
     operations: Sequence[Any],
     collected: dict[str, list[Deferred]],
     shapes: list[tuple[int, ...]],
+    kept: tuple[int, int],
     files: Any,
-) -> tuple[Sequence[Any], Iterator[_Batch]] | None:
-    """Return operations, and what to read in each step; None if experts cannot be told apart."""
+) -> tuple[Sequence[Any], list[_Batch]] | None:
+    """Return operations, and what to read in each step; None if experts cannot be told apart.
+
+    Only the rows `kept` of the weights' first dimension are read.
+    """
     rows = shapes[0][0]
     if any(shape[0] != rows for shape in shapes):
         return None
@@ -361,19 +409,19 @@ def _steps(
             return None
         by_rows = _by_rows(operations, tuple(files.info(keys[0]).shape), shapes[0])
         step = max(_SLICE_BYTES * rows // max(sum(files.info(key).nbytes for key in keys), 1), 1)
-        slices = (
-            {name: [(item, start, min(start + step, rows))] for name, [item] in collected.items()}
-            for start in range(0, rows, step)
-        )
+        slices = [
+            {name: [(item, at, min(at + step, kept[1]))] for name, [item] in collected.items()}
+            for at in range(*kept, step)
+        ]
         return None if by_rows is None else (by_rows, slices)
     groups = _groups(operations, len(shapes))
     if groups is None or counts != {rows * groups} or any(len(shape) != 3 for shape in shapes):
         return None
     # One expert of each list; of a list that holds several weights in turn, one of each.
-    return operations, (
+    return operations, [
         {pattern: [(item,) for item in items[expert::rows]] for pattern, items in collected.items()}
-        for expert in range(rows)
-    )
+        for expert in range(*kept)
+    ]
 
 
 def _name(operation: Any) -> str:

@@ -22,19 +22,29 @@ from ..checkpoint.integrity import FolderCheck, warn_of_changes
 from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec, safetensors_files
 from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
 from ..checkpoint.reader import Checkpoint, check_plain
-from ..errors import CheckpointError
+from ..distributed import expert_parallel
+from ..errors import CheckpointError, UnsupportedWeightError
 from ..layout import listed
-from ..packing import parametrize
+from ..packing import parametrize, shares
 from ..packing.codec import pack
 from ..packing.format import ABSMAX, SCALES
+from ..packing.shares import ExpertShare
 from .converters import LinearConverter, PackedConverter, PackingConverter
 from .model import finish_packing
 
 
 @cache
-def packing_quantizer(stock: type, extra_skip_modules: Callable[[], Sequence[str]]) -> type:
+def packing_quantizer(
+    stock: type,
+    extra_skip_modules: Callable[[], Sequence[str]],
+    expert_mesh: Callable[[], Any] = lambda: None,
+) -> type:
     """Derive the class that packs experts from the one that serves bitsandbytes configs now."""
-    members = {"__module__": __name__, "_extra_skip_modules": staticmethod(extra_skip_modules)}
+    members = {
+        "__module__": __name__,
+        "_extra_skip_modules": staticmethod(extra_skip_modules),
+        "_expert_mesh": staticmethod(expert_mesh),
+    }
     return type(f"Packing{stock.__name__}", (_Packing, stock), members)
 
 
@@ -44,6 +54,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     pre_quantized: bool
     quantization_config: Any
     _extra_skip_modules: Callable[[], Sequence[str]]
+    _expert_mesh: Callable[[], Any]
     _spec: LoadSpec | None = None
     _device_map: Any = None
     _checked: FolderCheck | None = None
@@ -97,6 +108,9 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         # The stock method may have put lists of Linear layers in place of fused weights.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._spec.params = {n: p for n, p in self._spec.params.items() if n in names}
+        mesh = self._expert_mesh()
+        if mesh is not None:
+            self._spec.shares = load_shares(model, self._spec, mesh)
         self._spec.unit_nbytes = self._unit_nbytes(model)
 
     def _add_skips(self, model: Any) -> None:
@@ -273,6 +287,21 @@ class _LeaveExperts(ConversionOps):
         return experts | (self.stock.convert(linears, *args, **context) if linears else {})
 
 
+def load_shares(model: Any, spec: LoadSpec, mesh: Any) -> dict[str, ExpertShare]:
+    """Return the experts that this rank keeps of each weight that a load packs."""
+    expert_parallel.check_mesh(mesh)
+    ranks = mesh.size(mesh.ndim - 1)
+    found: dict[str, ExpertShare] = {}
+    for entry in expert_parallel.modules_to_divide(model, spec.layout, ranks):
+        share = expert_parallel.make_share(entry.num_experts, mesh, mesh.size())
+        for param in entry.parameters:
+            reason = shares.why_not_cut(param.shape, ranks, spec.settings)
+            if reason is not None and param.name in spec.params:
+                raise UnsupportedWeightError(f"{param.name} {reason}. Nothing was loaded.")
+            found |= dict.fromkeys(param.names, share)
+    return {name: share for name, share in found.items() if name in spec.params}
+
+
 def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     """Attach what converters packed, pack what they did not see, and mark the model quantized."""
     _restore_conversions(model, spec)
@@ -292,7 +321,11 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
             if weight is None or spec.manifest is not None or id(weight) not in plain:
                 lost.append(name)
                 continue
-            packed = pack(weight, spec.settings)  # no converter packed it
+            share = spec.shares.get(name)  # no converter packed it
+            if share is None:
+                packed = pack(weight, spec.settings)
+            else:
+                packed = pack(weight[share.first : share.last], spec.settings, share.mean)
         for module, leaf in (parametrize.owner_of(model, other) for other in param.names):
             if module._parameters.get(leaf) is weight:
                 parametrize.attach(module, leaf, packed)
@@ -303,6 +336,8 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
             "packed keeps its weights under other names."
         )
     finish_packing(model, spec.layout, config, spec.settings)
+    if spec.shares:
+        expert_parallel.divide(model, spec.layout, next(iter(spec.shares.values())).mesh)
 
 
 def _restore_conversions(model: Any, spec: LoadSpec) -> None:

@@ -10,7 +10,8 @@ configs. Turning it off puts back exactly what was there. The path of one load:
     update_attn_implementation    is config.json that of a packed folder? then check the folder
       v
     preprocess_model              the model is on meta: detect its expert weights, and note in a
-      |                           LoadSpec (checkpoint/load_spec.py) what is packed, and how
+      |                           LoadSpec (checkpoint/load_spec.py) what is packed, and how, and
+      |                           which experts of it this rank keeps
       |                             16-bit checkpoint  packing_spec   by the user's config
       |                             packed folder      reload_spec    by the folder's manifest
       v
@@ -32,12 +33,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _METHODS = ("bitsandbytes_4bit", "bitsandbytes_8bit")
 
+
+class Block(NamedTuple):
+    """What one block of `enabled` asks of the loads within."""
+
+    skip_modules: tuple[str, ...]  # patterns of what stays unpacked
+    expert_mesh: Any  # a `DeviceMesh` that divides experts, or None
+
+
 _lock = threading.RLock()
 _replaced: dict[str, tuple[type, type]] = {}  # method -> (stock class, packing class)
-_blocks: list[tuple[str, ...]] = []  # what each open block leaves unpacked
+_blocks: list[Block] = []  # those that are open
 _always = False
 
 
@@ -62,7 +75,9 @@ def disable() -> None:
 
 
 @contextmanager
-def enabled(*, skip_modules: Sequence[str] = ()) -> Iterator[None]:
+def enabled(
+    *, skip_modules: Sequence[str] = (), expert_mesh: DeviceMesh | None = None
+) -> Iterator[None]:
     """Pack experts while loading, within the block.
 
     Blocks may nest and overlap, in several threads too: the switch goes off when the last one ends,
@@ -72,23 +87,32 @@ def enabled(*, skip_modules: Sequence[str] = ()) -> Iterator[None]:
         skip_modules: Patterns, as in `llm_int8_skip_modules`, of what loads within the block leave
             in 16 bit, on top of their own config's. For loaders that make the `BitsAndBytesConfig`
             where the caller does not reach it.
+        expert_mesh: A `DeviceMesh` as `expert_parallel` takes it: each rank reads, packs and keeps
+            its own experts only.
     """
-    skips = tuple(skip_modules)
+    block = Block(tuple(skip_modules), expert_mesh)
     with _lock:
         _install()
-        _blocks.append(skips)
+        _blocks.append(block)
     try:
         yield
     finally:
         with _lock:
-            _blocks.remove(skips)
+            _blocks[:] = [other for other in _blocks if other is not block]
             _restore()
 
 
 def extra_skip_modules() -> tuple[str, ...]:
     """Return the patterns that open blocks add to a load's own skips, each once."""
     with _lock:
-        return tuple(dict.fromkeys(pattern for skips in _blocks for pattern in skips))
+        return tuple(dict.fromkeys(name for block in _blocks for name in block.skip_modules))
+
+
+def expert_mesh() -> Any:
+    """Return the mesh that the last open block with one divides experts over, or None."""
+    with _lock:
+        meshes = [block.expert_mesh for block in _blocks if block.expert_mesh is not None]
+    return meshes[-1] if meshes else None
 
 
 def _install() -> None:
@@ -99,7 +123,7 @@ def _install() -> None:
     if _replaced:
         return
     packing = {
-        method: packing_quantizer(AUTO_QUANTIZER_MAPPING[method], extra_skip_modules)
+        method: packing_quantizer(AUTO_QUANTIZER_MAPPING[method], extra_skip_modules, expert_mesh)
         for method in _METHODS
     }
     for method, cls in packing.items():

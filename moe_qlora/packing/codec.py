@@ -301,13 +301,17 @@ def _kernel(packed: PackedWeight, codes: Tensor, absmax: Tensor, shape: tuple[in
 
 def first_level_absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
     """Return the fp32 absmax of the first-level blocks [begin, end)."""
-    nested = packed.nested
-    if nested is None:
+    if packed.nested is None:
         return packed.absmax[begin:end].float()
+    return decode_absmax(packed.absmax, packed.nested, begin, end)
+
+
+def decode_absmax(codes: Tensor, nested: NestedAbsmax, begin: int, end: int) -> Tensor:
+    """Return the fp32 absmax [begin, end) of uint8 ones, decoded by their second level."""
     first, last = begin // nested.blocksize, cdiv(end, nested.blocksize)
     start = first * nested.blocksize
     absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
-        packed.absmax[start : last * nested.blocksize],
+        codes[start : last * nested.blocksize],
         nested.absmax[first:last],
         nested.table,
         nested.blocksize,

@@ -14,8 +14,9 @@ The offset of double quantization is the whole weight's either way, so that shar
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -24,10 +25,20 @@ from torch import Tensor, distributed, nn
 
 from ..errors import UnsupportedWeightError
 from ..kernels.limits import cdiv
-from ..kernels.weights import PackedWeight
+from ..kernels.weights import NestedAbsmax, PackedWeight
 from ..layout import unwrapped
-from .codec import first_level_absmax, nest_absmax
-from .format import NESTED_BLOCK
+from .codec import decode_absmax, first_level_absmax, nest_absmax
+from .format import (
+    ABSMAX,
+    CODES,
+    NESTED_ABSMAX,
+    NESTED_BLOCK,
+    NESTED_TABLE,
+    RECORD,
+    SCALES,
+    TABLE,
+    read_record,
+)
 from .settings import CodecSettings
 
 _SHARE = "_moe_qlora_share"
@@ -144,6 +155,60 @@ def cut(packed: PackedWeight, first: int, last: int) -> PackedWeight:
     else:
         absmax, nested = nest_absmax(first_level_absmax(packed, begin, end), nested.offset)
     return replace(packed, codes=codes, absmax=absmax, nested=nested, shape=shape, owner=None)
+
+
+def cut_tensors(
+    read: Callable[[str, int, int | None], Tensor],
+    shape: Sequence[int],
+    first: int,
+    last: int,
+    settings: CodecSettings,
+) -> dict[str, Tensor]:
+    """Return the state-dict tensors of the experts `[first, last)` of a stored packed weight.
+
+    `read` gives the rows `[start, stop)` of the tensor whose key ends so; only a share's own are
+    read, of codes and of statistics. They are what `codec.restore` takes for the share's shape.
+    """
+    if settings.kind == "int8":
+        rows = math.prod(shape[:-1]) // shape[0]
+        return {CODES: read(CODES, first, last), SCALES: read(SCALES, first * rows, last * rows)}
+    weights = math.prod(shape) // shape[0]
+    blocks, size = weights // settings.blocksize, 2 * settings.storage_dtype.itemsize
+    begin, end = first * blocks, last * blocks
+    record = RECORD + settings.kind
+    tensors = {
+        CODES: read(CODES, first * weights // size, cdiv(last * weights, size)),
+        TABLE: read(TABLE, 0, None),
+        record: _record_of_share(read(record, 0, None), shape, last - first),
+    }
+    if not settings.double_quant:
+        return tensors | {ABSMAX: read(ABSMAX, begin, end)}
+    outer = begin // NESTED_BLOCK, cdiv(end, NESTED_BLOCK)
+    nested = read(NESTED_ABSMAX, *outer)
+    table = read(NESTED_TABLE, 0, None)
+    if is_exact(shape, first, last, settings):
+        absmax = read(ABSMAX, begin, end)
+    else:
+        start = outer[0] * NESTED_BLOCK
+        stored = read(ABSMAX, start, min(outer[1] * NESTED_BLOCK, shape[0] * blocks))
+        offset = torch.tensor(0.0, device=stored.device)
+        around = NestedAbsmax(table, nested, offset, NESTED_BLOCK)
+        scales = decode_absmax(stored, around, begin - start, end - start)
+        absmax, again = nest_absmax(scales, offset)
+        nested, table = again.absmax, again.table
+    return tensors | {ABSMAX: absmax, NESTED_ABSMAX: nested, NESTED_TABLE: table}
+
+
+def _record_of_share(record: Tensor, shape: Sequence[int], experts: int) -> Tensor:
+    """Return a stored record with a share's shape in place of the whole weight's."""
+    try:
+        said = read_record(record)
+    except (ValueError, TypeError):
+        return record  # restore says what is wrong with it
+    if said.get("shape") != [*shape]:
+        return record
+    text = json.dumps(said | {"shape": [experts, *shape[1:]]})
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device=record.device)
 
 
 def join(parts: Sequence[PackedWeight]) -> PackedWeight:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
+from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.packing import parametrize, shares
 from moe_qlora.testing import run_distributed, tiny_model
 
 STEPS = 10
@@ -187,3 +190,109 @@ def assert_same(divided: dict[str, Any], case: str) -> None:
     for name, gradient in whole["gradients"].items():
         error = (divided["gradients"][name] - gradient).norm() / gradient.norm().clamp_min(1e-9)
         assert error < 1e-4, name
+
+
+# Loading.
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints with one tensor for each expert, with fused ones, and packed."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for name, model_type, sizes in (
+        ("single experts", "qwen3_moe", {}),
+        ("fused", "gpt_oss", {"num_local_experts": 8, "intermediate_size": 64}),
+    ):
+        tiny_model(model_type, **{**SIZES, **sizes}).save_pretrained(root / name)
+    for kind, settings in KINDS.items():
+        load(root / "single experts", settings).save_pretrained(root / f"packed {kind}")
+    return {folder.name: folder for folder in root.iterdir()}
+
+
+KINDS = {"nf4": NF4, "plain nf4": {**NF4, "bnb_4bit_use_double_quant": False}, "int8": INT8}
+SOURCES = {
+    "single experts": NF4,
+    "fused": NF4,
+    "int8 experts": INT8,
+    **{f"packed {kind}": None for kind in KINDS},
+}
+
+
+def load(folder: Path, settings: dict[str, Any] | None, mesh: Any = None) -> Any:
+    config = {} if settings is None else {"quantization_config": BitsAndBytesConfig(**settings)}
+    with moe_qlora.enabled(expert_mesh=mesh):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **config)
+
+
+def packed_weights(model: Any) -> dict[str, Any]:
+    return {f"{m}.{n}": parametrize.read_packed(o, n) for m, o, n in parametrize.iter_packed(model)}
+
+
+def tensors_of(packed: Any) -> list[torch.Tensor]:
+    nested = [packed.nested.absmax, packed.nested.offset] if packed.nested else []
+    return [packed.flat_codes, packed.absmax, *nested]
+
+
+def run_loading(rank: int, world: int, folders: dict[str, Path]) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world,))
+    results: dict[str, Any] = {}
+    read, counted = Checkpoint.read, [0]
+
+    def counting(self: Any, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        tensor = read(self, key, start, stop)
+        counted[0] += tensor.nbytes if ".experts." in key else 0
+        return tensor
+
+    for source, settings in SOURCES.items():
+        folder = folders.get(source, folders["single experts"])
+        whole = load(folder, settings)
+        Checkpoint.read = counting
+        counted[0] = 0
+        divided = load(folder, settings, mesh)
+        Checkpoint.read = read
+        with torch.no_grad():
+            ids = batches()[0][rank : rank + 2]
+            difference = (divided(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max()
+        results[source] = {
+            "weights": {name: tensors_of(one) for name, one in packed_weights(divided).items()},
+            "read": counted[0],
+            "difference": float(difference),
+        }
+    return results
+
+
+@pytest.fixture(scope="module")
+def loaded(folders: dict[str, Path]) -> Any:
+    return run_distributed(run_loading, 2, folders)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_rank_loads_its_experts_bit_for_bit(
+    loaded: Any, folders: dict[str, Path], source: str
+) -> None:
+    folder = folders.get(source, folders["single experts"])
+    for name, packed in packed_weights(load(folder, SOURCES[source])).items():
+        for rank, one in enumerate(loaded):
+            expected = tensors_of(shares.cut(packed, rank * 4, rank * 4 + 4))
+            for ours, right in zip(one[source]["weights"][name], expected, strict=True):
+                assert torch.equal(ours, right), name
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_rank_reads_its_experts_alone(
+    loaded: Any, folders: dict[str, Path], source: str
+) -> None:
+    folder = folders.get(source, folders["single experts"])
+    checkpoint = Checkpoint(sorted(folder.glob("*.safetensors")))
+    stored = [
+        checkpoint.info(key) for key in checkpoint if ".experts." in key and "bias" not in key
+    ]
+    tables = sum(info.nbytes for info in stored if info.nbytes < 2048)
+    share = sum(info.nbytes for info in stored if info.nbytes >= 2048) // 2
+    for one in loaded:
+        assert share <= one[source]["read"] <= share + tables
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_divided_model_computes_what_the_whole_one_does(loaded: Any, source: str) -> None:
+    assert all(one[source]["difference"] < 1e-5 for one in loaded)
