@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .lora.targets import target_parameters as target_parameters
     from .memory.plan import plan as plan
     from .memory.report import MemoryPlan as MemoryPlan
+    from .packing.sharding import prepare_sharding as prepare_sharding
     from .quantize import QuantizationReport as QuantizationReport
     from .quantize import quantize_experts as quantize_experts
 
@@ -73,6 +74,7 @@ _HOME = {
     "load_adapter": "lora.load",
     "merge_adapter": "checkpoint.merge",
     "plan": "memory.plan",
+    "prepare_sharding": "packing.sharding",
     "quantize_checkpoint": "checkpoint.quantize",
     "quantize_experts": "quantize",
     "set_scratch_cap": "kernels.workspace",  # the earlier name of set_workspace_cap

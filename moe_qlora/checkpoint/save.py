@@ -28,6 +28,7 @@ from ..errors import AdapterError, CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 from ..packing import parametrize
+from ..packing.decoders import Params4bit
 from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
 from . import manifest as manifests
@@ -249,7 +250,7 @@ def _main_dtype(model: Any) -> str | None:
     kept = kept_dtypes(model, torch.bfloat16)
     sizes: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        plain = parameter.is_floating_point() and not isinstance(parameter, parametrize.Params4bit)
+        plain = parameter.is_floating_point() and not isinstance(parameter, Params4bit)
         if plain and not kept(name):
             sizes[dtype_name(parameter.dtype)] += parameter.numel()
     return max(sizes, key=sizes.__getitem__, default=None)

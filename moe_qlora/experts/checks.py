@@ -17,7 +17,9 @@ from torch import nn
 
 from ..errors import AdapterError, QuantizationError
 from ..layout import unwrapped_name
-from ..packing.parametrize import Params4bit, iter_packed, load_linears
+from ..packing.decoders import Params4bit
+from ..packing.parametrize import iter_packed
+from ..packing.state_dict import load_linears
 from .lora_source import lora_source
 
 _SEEN = "_moe_qlora_adapters_seen"

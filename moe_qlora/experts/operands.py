@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ..kernels.weights import NestedAbsmax, PackedWeight, WeightSpec
 from ..packing import parametrize
+from ..packing.decoders import ShardableStatistics
+from ..packing.format import NESTED_BLOCK
 
 _KINDS = ("nf4", "fp4", "int8")
 
@@ -55,6 +57,13 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
     # Attribute reads that Dynamo can follow.
     chain = module.parametrizations[name]
     first, codes = chain[0], chain.original
+    if isinstance(first, ShardableStatistics):
+        parts = first.parts()
+        nested = NESTED_BLOCK if first.double_quant else 0
+        shape = tuple(first.weight_shape)
+        spec = WeightSpec(shape, first.kind, first.blocksize, nested, -1)
+        tensors = [part for part in (codes, *parts) if part is not None]
+        return PackedOperand(tensors, spec, first.weight_dtype, first.compute_dtype)
     if hasattr(first, "scale_bits"):
         spec = WeightSpec(tuple(first.weight_shape), "int8", 0, 0, -1)
         return PackedOperand([codes, first.scale_bits], spec, first.weight_dtype, None)
@@ -75,7 +84,7 @@ def packed_weight(
     code, blocksize, nested, *sizes = numbers
     kind, shape, codes = _KINDS[code], torch.Size(sizes), next(tensors).detach()
     if kind == "int8":
-        scales = next(tensors).view(torch.float32)
+        codes, scales = codes.view(shape), next(tensors).view(torch.float32)
         return PackedWeight(codes, scales, None, 0, None, shape, kind, dtype)
     absmax, table = islice(tensors, 2)
     second = None

@@ -30,6 +30,7 @@ from ..errors import CheckpointError, NonFiniteWeightError
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
 from ..packing.codec import Packer, restore
+from ..packing.decoders import hold
 from ..packing.format import SCALES, key_ends, problems
 from ..packing.settings import CodecSettings
 from ..packing.shares import cut_tensors
@@ -224,7 +225,7 @@ class PackedConverter(WeightConverter):
         except ValueError as error:
             raise CheckpointError(f"{layer_name} {error}.") from error
         spec.keep(layer_name, packed)
-        return {layer_name: parametrize.hold(packed)}
+        return {layer_name: hold(packed)}
 
     def _read_share(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of a weight's experts that are kept, by the ends of their keys."""
@@ -288,7 +289,7 @@ class WeightPacker:
             )
         packed: PackedWeight = self.packer.finish()
         self.spec.keep(self.name, packed)
-        return parametrize.hold(packed)
+        return hold(packed)
 
 
 class Keep(ConversionOps):

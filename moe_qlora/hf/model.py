@@ -21,8 +21,10 @@ from ..experts.restore import BOUND_METHODS, dequantize
 from ..layout import ModelLayout
 from ..lora.transformers_methods import add_adapter, load_adapter
 from ..packing import parametrize
+from ..packing.decoders import PackedCodes, is_shardable
 from ..packing.quant_state import state_tensors
 from ..packing.settings import CodecSettings
+from ..packing.sharding import prepare_sharding, runs_distributed
 
 
 def check_method(model: nn.Module, settings: CodecSettings) -> str | None:
@@ -52,6 +54,8 @@ def finish_packing(
             names.append(entry.name)
     left = forward.activate(model, names)
     mark_quantized(model, config, settings)
+    if runs_distributed():
+        prepare_sharding(model)
     return set(names) - set(left)
 
 
@@ -91,7 +95,9 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
     # An 8-bit Linear keeps its scales on the weight, and after its first forward on its state.
     holders = [module.state for module in self.modules() if hasattr(module, "state")]
     for parameter in self.parameters():
-        state = getattr(parameter, "quant_state", None)
+        # The statistics of the shardable layout are parameters, which are counted already.
+        owned = isinstance(parameter, PackedCodes)
+        state = None if owned else getattr(parameter, "quant_state", None)
         if state is not None:
             statistics |= {id(tensor): tensor for tensor in state_tensors(state)}
         holders.append(parameter)
@@ -100,6 +106,8 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
         if isinstance(scale, torch.Tensor):
             scales[scale.data_ptr()] = scale
     for _, module, name in parametrize.iter_packed(self):
+        if is_shardable(parametrize.decoder_of(module, name)):
+            continue
         packed = parametrize.read_packed(module, name)
         if packed.kind == "int8":
             if not return_buffers:
@@ -107,6 +115,22 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
         else:
             statistics |= {id(tensor): tensor for tensor in packed.statistics}
     return total + sum(t.nbytes for t in (*scales.values(), *statistics.values()))
+
+
+def num_parameters(
+    self: Any, only_trainable: bool = False, exclude_embeddings: bool = False
+) -> int:
+    """Return the number of weights; statistics that are parameters are none."""
+    count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
+    if only_trainable:
+        return count
+    statistics = {
+        id(parameter): parameter.numel()
+        for module in self.modules()
+        if is_shardable(module)
+        for parameter in module._parameters.values()
+    }
+    return count - sum(statistics.values())
 
 
 def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -123,5 +147,6 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "dequantize": dequantize,
     "get_memory_footprint": get_memory_footprint,
     "load_adapter": load_adapter,
+    "num_parameters": num_parameters,
     "save_pretrained": save_pretrained,
 }

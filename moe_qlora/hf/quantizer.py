@@ -27,6 +27,7 @@ from ..errors import CheckpointError, UnsupportedWeightError
 from ..layout import listed
 from ..packing import parametrize, shares
 from ..packing.codec import pack
+from ..packing.decoders import hold
 from ..packing.format import ABSMAX, SCALES
 from ..packing.shares import ExpertShare
 from .converters import LinearConverter, PackedConverter, PackingConverter
@@ -307,7 +308,7 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     _restore_conversions(model, spec)
     if not spec.params:
         return
-    by_codes = {id(parametrize.hold(packed)): packed for packed in spec.packed.values()}
+    by_codes = {id(hold(packed)): packed for packed in spec.packed.values()}
     owners = [parametrize.owner_of(model, name) for name in spec.unpacked]
     plain = {id(module._parameters.get(leaf)) for module, leaf in owners}
     lost = []

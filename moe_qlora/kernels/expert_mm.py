@@ -153,7 +153,7 @@ def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int] | None:
     ints = routing.ints
     if ints.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    return ints.data_ptr(), packed.codes.data_ptr()
+    return ints.data_ptr(), packed.codes.data_ptr() if packed.serial is None else -packed.serial
 
 
 def _slice(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int]) -> Tensor:

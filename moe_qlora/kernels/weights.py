@@ -70,6 +70,9 @@ class PackedWeight:
     # The parameter that holds `codes` on a module, once it sits on one. Attaching the same packed
     # weight to a second module shares that parameter
     owner: nn.Parameter | None = field(default=None, repr=False)
+    # Number of the weight, where it sits on a module. Addresses do not tell weights apart: FSDP2
+    # gathers one weight's codes where another's were before
+    serial: int | None = field(default=None, repr=False)
 
     @property
     def device(self) -> torch.device:

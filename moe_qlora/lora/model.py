@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..experts import restore
 from ..packing.shares import first_share, keep_from_ddp
+from ..packing.sharding import prepare_sharding, runs_distributed
 from .combine import SingleExpert, concatenate, stored_factors
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
 from .inject import check_connected, upgrade_wrappers
@@ -85,6 +86,8 @@ def get_peft_model(
         raise ConfigError(
             "mixed=True combines adapter types, which packed experts cannot take; leave it out."
         )
+    if runs_distributed():
+        prepare_sharding(model)
     with without_false_warning(config):
         peft_model = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
     return connect_adapters(peft_model)

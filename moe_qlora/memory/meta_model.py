@@ -25,6 +25,7 @@ from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora.config import top_k_of
 from ..lora.model import get_peft_model
 from ..packing import parametrize
+from ..packing.decoders import hold
 from ..packing.meta import blank_weight, pack_blank
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
@@ -68,7 +69,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
         packed = part.weight
         if packed.table is not None:  # 4-bit
             size, settings = tuple(packed.shape), CodecSettings.of(packed)
-            memo[id(packed.owner)] = parametrize.hold(blank_weight(size, packed.dtype, settings))
+            memo[id(packed.owner)] = hold(blank_weight(size, packed.dtype, settings))
     for module in model.modules():
         int8_state = getattr(module, "state", None)
         alive += [getattr(int8_state, name, None) for name in ("CB", "SCB")]
@@ -141,7 +142,7 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
             packed.SCB = blank.absmax
             module.weight = packed
         else:
-            module.weight = parametrize.hold(blank)
+            module.weight = hold(blank)
 
 
 def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:

@@ -7,7 +7,10 @@ format.py       the format: dtypes, shapes and bytes of its tensors, and which w
 selection.py    which weights of a model are packed, and the rule of `llm_int8_skip_modules`
 codec.py        pack a weight, whole or in pieces, and dequantize any range of its experts
 quant_state.py  between packed weights and bitsandbytes' `QuantState`
+decoders.py     the modules that hold a weight's statistics, for one GPU and for many
+state_dict.py   packed weights in state dicts, under bitsandbytes' keys and as parameters
 parametrize.py  how a packed weight sits on its module, moves, is copied, saved and loaded
 shares.py       one rank's share of a layer's experts: cut, joined, told from what is replicated
+sharding.py     makes every tensor of a packed weight a parameter, which engines shard
 meta.py         packed weights without values, on the meta device
 """

@@ -14,7 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_qlora.detection import detect
 from moe_qlora.experts import forward
-from moe_qlora.packing import codec, parametrize, settings
+from moe_qlora.packing import codec, decoders, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 
@@ -139,7 +139,7 @@ def test_generation_keeps_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Tensor:
         raise AssertionError("decoded a whole stack")
 
-    monkeypatch.setattr(parametrize.Packed4bit, "forward", refuse)
+    monkeypatch.setattr(decoders.Packed4bit, "forward", refuse)
     given = tiny_inputs(model)["input_ids"]
     made = model.generate(given, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert made.shape == (2, given.shape[1] + 3)

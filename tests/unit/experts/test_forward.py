@@ -15,7 +15,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 from moe_qlora.experts import forward as experts
 from moe_qlora.experts import lora_source
-from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing import codec, decoders, parametrize
 from moe_qlora.packing.settings import CodecSettings
 
 H, I, E, K, T = 24, 20, 5, 2, 13  # noqa: E741 - the intermediate size
@@ -425,7 +425,7 @@ def test_never_reads_through_the_parametrization(monkeypatch):
     def forbidden(*args):
         raise AssertionError("decoded a whole stack")
 
-    monkeypatch.setattr(parametrize.Packed4bit, "forward", forbidden)
+    monkeypatch.setattr(decoders.Packed4bit, "forward", forbidden)
     x, index, weights = routing()
     module(x, index, weights).sum().backward()
 

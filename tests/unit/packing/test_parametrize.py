@@ -13,6 +13,7 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
 
 from moe_qlora.errors import QuantizationError
+from moe_qlora.packing import decoders
 from moe_qlora.packing import parametrize as storage
 from moe_qlora.packing.codec import pack, unpack
 from moe_qlora.packing.quant_state import state_tensors
@@ -94,7 +95,7 @@ def test_hooks_sit_once_and_cache_within_forward(monkeypatch: pytest.MonkeyPatch
     assert len(module._state_dict_hooks) == len(module._load_state_dict_pre_hooks) == 1
     decodes = []
     monkeypatch.setattr(
-        storage, "unpack", lambda stack, **kwargs: decodes.append(stack) or unpack(stack, **kwargs)
+        decoders, "unpack", lambda stack, **kwargs: decodes.append(stack) or unpack(stack, **kwargs)
     )
     module.reads = 3
     module(torch.ones(2, 40, dtype=torch.bfloat16))

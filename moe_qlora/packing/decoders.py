@@ -1,0 +1,337 @@
+"""The modules that hold a packed weight's statistics and dequantize its codes.
+
+    layout       codes (`.original`)             decoder (`[0]`)     statistics
+    compact      4-bit: bnb.nn.Params4bit        Packed4bit          a QuantState on the codes
+                 int8: nn.Parameter, as weight   PackedInt8          buffer: row scales' bits
+    shardable    4-bit: PackedCodes, uint8       Shardable4bit       uint8 parameters
+                 int8: nn.Parameter, flat        PackedInt8          int32 parameter: the bits
+
+A single process uses the compact layout, a distributed one the shardable layout (sharding.py): each
+tensor is a parameter that FSDP2, DeepSpeed and checkpoints shard, and none is a floating-point one,
+which mixed precision would cast.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from typing import Any, NamedTuple, cast
+
+import bitsandbytes.nn
+import torch
+from bitsandbytes.nn import parametrize as bnb_parametrize
+from torch import Tensor, nn
+
+from ..errors import QuantizationError
+from ..kernels.weights import NestedAbsmax, PackedWeight
+from .codec import unpack
+from .format import NESTED_BLOCK
+from .quant_state import from_quant_state, to_quant_state
+
+bnb: Any = bitsandbytes.nn  # no type annotations to check against
+Params4bit = bnb.Params4bit
+
+_serials = itertools.count(1)
+
+
+class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
+    """Dequantizes a 4-bit weight on access.
+
+    Unlike the class it extends it takes tensors of more than 2**31 - 1 weights and of any row
+    length, and reads its statistics from the codes' own `Params4bit`, so that both stay one object
+    through deepcopy and device moves.
+    """
+
+    quant_state: Any
+
+    def __init__(self, codes: nn.Parameter, compute_dtype: torch.dtype | None = None) -> None:
+        super().__init__(cast(Any, codes).quant_state)
+        self.compute_dtype, self.serial = compute_dtype, next(_serials)
+        self._codes = weakref.ref(codes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Packed4bit:
+        # Params4bit copies its QuantState by itself, past the memo: take the one that it made.
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        codes = self._codes()
+        known = {"quant_state": self.quant_state, "_codes": self._codes}
+        if codes is not None:
+            copied: Any = copy.deepcopy(codes, memo)
+            known = {"quant_state": copied.quant_state, "_codes": weakref.ref(copied)}
+        for key, value in self.__dict__.items():
+            new.__dict__[key] = known[key] if key in known else copy.deepcopy(value, memo)
+        if codes is None:
+            new.quant_state = copy.deepcopy(self.quant_state, memo)
+        return new
+
+    def follow(self, codes: Tensor) -> Any:
+        """Return the statistics that belong to these codes."""
+        own = codes.__dict__.get("quant_state") if isinstance(codes, Params4bit) else None
+        if own is not None and own is not self.quant_state:
+            self.quant_state = own
+            self._codes = weakref.ref(cast(nn.Parameter, codes))
+        return self.quant_state
+
+    @torch.no_grad()
+    def forward(self, quantized_param: Tensor) -> Tensor:
+        """Dequantize `(bytes / itemsize, 1)` codes to the weight's shape and dtype."""
+        return unpack(read(quantized_param, self))
+
+
+class PackedInt8(nn.Module):
+    """Dequantizes an int8 weight on access; `scale_bits` are its fp32 row scales as int32.
+
+    They are a buffer in the compact layout and a parameter in the shardable one.
+    """
+
+    scale_bits: Tensor
+
+    def __init__(self, packed: PackedWeight) -> None:
+        super().__init__()
+        self.register_buffer("scale_bits", packed.absmax.view(torch.int32), persistent=False)
+        self.weight_shape, self.weight_dtype = packed.shape, packed.dtype
+        self.serial = next(_serials)
+
+    @torch.no_grad()
+    def forward(self, codes: Tensor) -> Tensor:
+        """Dequantize int8 codes to the weight's dtype."""
+        return unpack(read(codes, self))
+
+
+class Statistics(NamedTuple):
+    """The statistics of a 4-bit weight as plain fp32 tensors (absmax: uint8 where it is nested)."""
+
+    absmax: Tensor
+    table: Tensor
+    offset: Tensor | None
+    nested_absmax: Tensor | None
+    nested_table: Tensor | None
+
+
+class ShardableStatistics(nn.Module):
+    """The statistics of a 4-bit weight, as uint8 parameters that an engine shards and none casts.
+
+        absmax   `(blocks,)` with double quantization, else `(4 blocks,)`, the bits of fp32 absmax
+        nested   with double quantization: the bits of fp32 offset, three zeros, nested absmax
+        tables   buffer that is not saved: the bits of the fp32 code tables
+
+    The zeros let each part start at a multiple of 16 bytes, which the kernels want. Between its
+    forwards an engine may hold only a share of them here; then they serve no computation.
+    """
+
+    absmax: Tensor
+    nested: Tensor
+    tables: Tensor
+
+    def __init__(self, packed: PackedWeight) -> None:
+        nn.Module.__init__(self)
+        self.weight_shape, self.weight_dtype = torch.Size(packed.shape), packed.dtype
+        self.kind, self.blocksize = packed.kind, packed.blocksize
+        self.compute_dtype, self.storage_dtype = packed.compute_dtype, packed.codes.dtype
+        self.double_quant, self.serial = packed.nested is not None, next(_serials)
+        tables = [cast(Tensor, packed.table)]
+        absmax = packed.absmax
+        if packed.nested is not None:
+            tables.append(packed.nested.table)
+            offset = packed.nested.offset.reshape(1)
+            parts = [offset, offset.new_zeros(3), packed.nested.absmax]
+            nested = torch.cat(parts).view(torch.uint8)
+            self.nested = nn.Parameter(nested, requires_grad=False)
+        else:
+            absmax = absmax.view(torch.uint8)
+        self.absmax = nn.Parameter(absmax, requires_grad=False)
+        self.register_buffer("tables", torch.cat(tables).view(torch.uint8), persistent=False)
+
+    def parts(self) -> Statistics:
+        """Return views of the statistics; nothing is copied."""
+        tables = self.tables.view(torch.float32)
+        absmax = self.absmax.detach()
+        if not self.double_quant:
+            return Statistics(absmax.view(torch.float32), tables, None, None, None)
+        floats = self.nested.detach().view(torch.float32)
+        return Statistics(absmax, tables[:16], floats[0], floats[4:], tables[16:])
+
+    def packed(self, codes: Tensor) -> PackedWeight:
+        """Return the packed weight of uint8 codes `(bytes, 1)`.
+
+        Where an engine holds only a share of them here, its tensors are those shares: it then tells
+        shape, dtype and settings only.
+        """
+        if codes.dtype != torch.uint8:
+            raise QuantizationError(
+                f"The packed codes of a weight of shape {tuple(self.weight_shape)} were cast from "
+                f"torch.uint8 to {codes.dtype}, which destroys them: load the model again."
+            )
+        owner = codes if isinstance(codes, nn.Parameter) else None
+        raw, nested = codes.detach(), None
+        if is_share(self.absmax) or is_share(codes):
+            absmax, table = self.absmax.detach(), self.tables
+            if self.double_quant:
+                bits = self.nested.detach()
+                nested = NestedAbsmax(self.tables, bits, bits, NESTED_BLOCK)
+        else:
+            absmax, table, offset, inner, inner_table = self.parts()
+            if offset is not None and inner is not None and inner_table is not None:
+                nested = NestedAbsmax(inner_table, inner, offset, NESTED_BLOCK)
+            if self.storage_dtype != torch.uint8:
+                raw = raw.view(-1).view(self.storage_dtype).unsqueeze(1)
+        return PackedWeight(
+            raw, absmax, table, self.blocksize, nested, self.weight_shape, self.kind,
+            self.weight_dtype, self.compute_dtype, owner,
+        )  # fmt: skip
+
+    @property
+    def quant_state(self) -> Any:
+        """A bitsandbytes `QuantState` of views of the statistics, for its own code."""
+        return to_quant_state(self.packed(torch.empty((0, 1), dtype=torch.uint8)))
+
+    @quant_state.setter
+    def quant_state(self, value: Any) -> None:
+        """Ignore what bitsandbytes' code assigns: the parameters are the statistics."""
+
+
+class Shardable4bit(ShardableStatistics, bnb_parametrize.Bnb4bitParametrization):
+    """Dequantizes a 4-bit weight on access; its statistics are parameters."""
+
+    @torch.no_grad()
+    def forward(self, quantized_param: Tensor) -> Tensor:
+        """Dequantize `(bytes, 1)` uint8 codes to the weight's shape and dtype."""
+        return unpack(read(quantized_param, self))
+
+
+class PackedCodes(Params4bit):  # type: ignore[misc, valid-type]
+    """Codes whose statistics are parameters beside them: uint8, whatever their storage dtype.
+
+    Counted as `Params4bit` by isinstance. Not of that name: accelerate (1.15, fsdp2_prepare_model)
+    leaves uint8 parameters of a class called "Params4bit" out of the sharding.
+    """
+
+    # Chunks and copies are plain tensors, as those of any nn.Parameter.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def quant_state(self) -> Any:
+        """The statistics as bitsandbytes' `QuantState`; None before anything has read them."""
+        reference = self.__dict__.get("_statistics")
+        statistics = None if reference is None else reference()
+        return None if statistics is None else statistics.quant_state
+
+    @quant_state.setter
+    def quant_state(self, value: Any) -> None:
+        self.__dict__["quant_state"] = None  # which Params4bit's copies look up
+
+    def belong_to(self, statistics: ShardableStatistics) -> None:
+        """Let bitsandbytes' code find the statistics by way of the codes."""
+        self.__dict__["_statistics"] = weakref.ref(statistics)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Move to another device; a dtype is ignored, since codes are no numbers."""
+        device, _, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        return self.detach().to(device=device, non_blocking=non_blocking)
+
+    def cuda(self, device: Any = None, non_blocking: bool = False) -> Any:
+        return self.to("cuda" if device is None else device, non_blocking=non_blocking)
+
+    def cpu(self) -> Any:
+        return self.to("cpu")
+
+
+def is_share(tensor: Tensor) -> bool:
+    """Whether an engine holds a share of this parameter here: FSDP2's DTensor, or ZeRO-3's."""
+    return hasattr(tensor, "device_mesh") or (hasattr(tensor, "ds_id") and tensor.numel() == 0)
+
+
+def is_shardable(decoder: Any) -> bool:
+    """Whether all that belongs to a packed weight is a parameter."""
+    if isinstance(decoder, PackedInt8):
+        return "scale_bits" in decoder._parameters
+    return isinstance(decoder, ShardableStatistics)
+
+
+OWN_DECODERS = (Packed4bit, Shardable4bit, PackedInt8)
+
+
+def read(codes: Tensor, decoder: Any) -> PackedWeight:
+    """Return the packed weight of these codes and their decoder; nothing is dequantized or copied.
+
+    Codes that were cast to another dtype, which destroys them, are an error.
+    """
+    if isinstance(decoder, PackedInt8):
+        packed = _read_int8(codes, decoder)
+    elif isinstance(decoder, ShardableStatistics):
+        if isinstance(codes, PackedCodes):
+            codes.belong_to(decoder)
+        packed = decoder.packed(codes)
+    else:
+        packed = _read_compact(codes, decoder)
+    packed.serial = getattr(decoder, "serial", None)
+    return packed
+
+
+def _read_compact(codes: Tensor, decoder: Any) -> PackedWeight:
+    state = decoder.follow(codes) if isinstance(decoder, Packed4bit) else decoder.quant_state
+    if state.absmax.device != codes.device and not codes.is_meta:
+        state.to(codes.device)
+    storage = codes.__dict__.get("quant_storage") if isinstance(codes, Params4bit) else None
+    if storage is not None and codes.dtype != storage:
+        raise QuantizationError(
+            f"The packed codes of a weight of shape {tuple(state.shape)} were cast from {storage} "
+            f"to {codes.dtype}, which destroys them: do not cast a packed model, or set "
+            "bnb_4bit_quant_storage=torch.uint8, which casts leave alone."
+        )
+    compute = getattr(decoder, "compute_dtype", None)
+    owner = codes if isinstance(codes, nn.Parameter) else None
+    return from_quant_state(codes.data, state, compute, owner)
+
+
+def _read_int8(codes: Tensor, decoder: PackedInt8) -> PackedWeight:
+    owner = codes if isinstance(codes, nn.Parameter) else None
+    shape, bits = torch.Size(decoder.weight_shape), decoder.scale_bits.detach()
+    raw = codes.detach()
+    if not is_share(codes) and not is_share(decoder.scale_bits):
+        raw, bits = raw.view(shape), bits.view(torch.float32)
+    return PackedWeight(raw, bits, None, 0, None, shape, "int8", decoder.weight_dtype, None, owner)
+
+
+def read_gathered(codes: Tensor, decoder: Any) -> PackedWeight:
+    """Return the whole packed weight, gathered from all ranks where FSDP2 has sharded it.
+
+    All ranks must call it then. What is gathered is held by no module.
+    """
+    if not hasattr(codes, "full_tensor"):
+        return read(codes, decoder)
+    whole = copy.copy(decoder)
+    whole._parameters = {name: _gathered(value) for name, value in decoder._parameters.items()}
+    return read(_gathered(codes).data, whole)
+
+
+def _gathered(parameter: Any) -> nn.Parameter:
+    tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def params4bit(codes: Tensor, state: Any) -> nn.Parameter:
+    """Return packed 4-bit codes as bitsandbytes' parameter class, with their `QuantState`."""
+    parameter = Params4bit(
+        codes,
+        requires_grad=False,
+        quant_state=state,
+        blocksize=state.blocksize,
+        compress_statistics=state.nested,
+        quant_type=state.quant_type,
+        quant_storage=codes.dtype,
+        bnb_quantized=True,
+    )
+    return cast(nn.Parameter, parameter)
+
+
+def hold(packed: PackedWeight) -> nn.Parameter:
+    """Return the one parameter that holds this weight's codes, made on first use."""
+    if packed.owner is None:
+        if packed.kind == "int8":
+            packed.owner = nn.Parameter(packed.codes, requires_grad=False)
+        else:
+            packed.owner = params4bit(packed.codes, to_quant_state(packed))
+        packed.codes = packed.owner.data
+    return packed.owner

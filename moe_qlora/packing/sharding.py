@@ -1,0 +1,178 @@
+"""Turns packed weights into the layout that engines of many GPUs shard: every tensor a parameter.
+
+`prepare_sharding` does it for the experts and for bitsandbytes' 4-bit Linear layers of a model
+(decoders.py has both layouts). FSDP2, DDP and DeepSpeed then see uint8 parameters without
+gradients: they shard and gather statistics with their codes, and cast none of them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, cast
+
+import torch
+from bitsandbytes import MatmulLtState
+from bitsandbytes import matmul as bnb_matmul_8bit
+from bitsandbytes import matmul_4bit as bnb_matmul_4bit
+from torch import Tensor, distributed, nn
+
+from ..kernels.weights import PackedWeight
+from . import parametrize
+from .decoders import (
+    PackedCodes,
+    PackedInt8,
+    Shardable4bit,
+    ShardableStatistics,
+    bnb,
+    is_shardable,
+)
+from .quant_state import from_quant_state
+
+
+def runs_distributed() -> bool:
+    """Whether this process is one of several, or a process group is initialized."""
+    if distributed.is_available() and distributed.is_initialized():
+        return True
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def prepare_sharding(model: nn.Module) -> nn.Module:
+    """Make the statistics of every packed weight parameters, so that engines shard them; in place.
+
+    A distributed run does this by itself when it packs or loads a model, and in `get_peft_model`.
+    Call it for a model that was packed before, ahead of `fully_shard`. Calling it twice changes
+    nothing. Adapters may be on the model already. The model may be on meta.
+
+    Returns the model. It saves the same packed folder as before; its `state_dict` has torch's keys,
+    `<module>.parametrizations.<name>.original` and `.0.absmax`, which engines look up as
+    parameters (state_dict.py).
+    """
+    done: dict[int, tuple[nn.Parameter, nn.Module]] = {}  # tied weights stay tied
+    for _, module, name in list(parametrize.iter_packed(model)):
+        chain = parametrize.parametrization_list(module, name)
+        decoder = chain._modules["0"]
+        if is_shardable(decoder) or parametrize.is_foreign(module, name):
+            continue
+        codes = parametrize.original_of(module, name)
+        if id(codes) not in done:
+            done[id(codes)] = _shardable(parametrize.read_packed(module, name), decoder)
+        chain._parameters["original"], chain._modules["0"] = done[id(codes)]
+    for module in list(model.modules()):
+        if type(module) is bnb.Linear4bit:
+            _prepare_4bit(module)
+        elif type(module) is bnb.Linear8bitLt:
+            _prepare_8bit(module)
+    return model
+
+
+def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Module]:
+    """Return the codes' parameter and the decoder of a packed weight in the shardable layout."""
+    if isinstance(decoder, PackedInt8):
+        _scales_as_parameter(decoder)
+        return nn.Parameter(packed.codes.view(-1, 1), requires_grad=False), decoder
+    statistics = Shardable4bit(packed)
+    return packed_codes(packed, statistics), statistics
+
+
+def packed_codes(packed: PackedWeight, statistics: ShardableStatistics) -> nn.Parameter:
+    """Return the parameter of a 4-bit weight's codes, `(bytes, 1)` uint8."""
+    parameter = PackedCodes(
+        packed.codes.detach().view(-1).view(torch.uint8).unsqueeze(1),
+        requires_grad=False,
+        blocksize=packed.blocksize,
+        compress_statistics=packed.nested is not None,
+        quant_type=packed.kind,
+        quant_storage=torch.uint8,
+        bnb_quantized=True,
+    )
+    parameter.belong_to(statistics)
+    return cast(nn.Parameter, parameter)
+
+
+class ShardableLinear4bit(bnb.Linear4bit):
+    """A bitsandbytes 4-bit Linear layer whose statistics are parameters, of its submodule.
+
+    Made from a packed `Linear4bit` by `prepare_sharding`, which changes the class of the instance.
+    """
+
+    statistics: ShardableStatistics
+    compute_type_is_set: bool
+    compute_dtype: torch.dtype | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute `x` `(..., in)` times the dequantized weight, plus the bias."""
+        if not self.compute_type_is_set:
+            self.set_compute_type(x)
+            self.compute_type_is_set = True
+        dtype = x.dtype
+        if self.compute_dtype is not None:
+            x = x.to(self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        state = self.statistics.quant_state
+        out: Tensor = bnb_matmul_4bit(x, self.weight, bias=bias, quant_state=state)
+        return out.to(dtype)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # Not bitsandbytes' keys, which no engine finds as parameters: statistics save themselves.
+        nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
+
+
+class ShardableLinear8bit(bnb.Linear8bitLt):
+    """A bitsandbytes 8-bit Linear layer whose row scales are a parameter, of its submodule."""
+
+    statistics: PackedInt8
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute `x` `(..., in)` times the dequantized weight, plus the bias."""
+        state = MatmulLtState()
+        state.threshold, state.has_fp16_weights = self.state.threshold, False
+        state.is_training = self.training
+        state.CB = self.weight.detach()
+        state.SCB = self.statistics.scale_bits.detach().view(torch.float32)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        out: Tensor = bnb_matmul_8bit(x, self.weight, bias=bias, state=state)
+        return out
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
+
+
+def _prepare_8bit(module: Any) -> None:
+    """Do for one `Linear8bitLt` what `prepare_sharding` does for experts."""
+    weight, state = module.weight, module.state
+    codes = state.CB if weight.CB is None else weight.CB
+    scales = state.SCB if weight.SCB is None else weight.SCB
+    if codes is None or scales is None:
+        return
+    shape = tuple(codes.shape)
+    packed = PackedWeight(codes, scales, None, 0, None, shape, "int8", torch.float16)
+    statistics = PackedInt8(packed)
+    _scales_as_parameter(statistics)
+    module.__class__ = ShardableLinear8bit
+    module.weight, module.statistics = nn.Parameter(codes, requires_grad=False), statistics
+    state.CB = state.SCB = None
+
+
+def _scales_as_parameter(decoder: PackedInt8) -> None:
+    bits = cast(Tensor, decoder._buffers.pop("scale_bits"))
+    decoder._non_persistent_buffers_set.discard("scale_bits")
+    decoder.register_parameter("scale_bits", nn.Parameter(bits, requires_grad=False))
+
+
+def _prepare_4bit(module: Any) -> None:
+    """Do for one `Linear4bit` what `prepare_sharding` does for experts."""
+    state = getattr(module.weight, "quant_state", None)
+    if state is None:
+        return
+    if getattr(state, "packing_format_for_cpu", False):
+        import bitsandbytes.nn.modules as bnb_modules
+
+        module.weight.data, state = bnb_modules._convert_weight_packed_for_cpu_inverse(
+            module.weight.data, state
+        )
+    packed = from_quant_state(module.weight.data, state)
+    statistics = ShardableStatistics(packed)
+    codes: Any = packed_codes(packed, statistics)
+    codes.module = module  # as bitsandbytes' own parameter has it
+    module.__class__ = ShardableLinear4bit
+    module.weight, module.statistics, module.quant_state = codes, statistics, None

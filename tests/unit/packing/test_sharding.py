@@ -1,0 +1,179 @@
+"""The layout in which every tensor of a packed weight is a parameter."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit, Linear8bitLt, Params4bit
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.errors import QuantizationError
+from moe_qlora.packing import parametrize
+from moe_qlora.packing.codec import unpack
+from moe_qlora.packing.sharding import ShardableLinear4bit, ShardableLinear8bit
+from moe_qlora.testing import tiny_model
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nf4 double": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4 stored as bf16": {"bnb_4bit_quant_storage": torch.bfloat16},
+    "nf4 double stored as fp32": {
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_quant_storage": torch.float32,
+    },
+    "int8": {"load_in_8bit": True},
+}
+
+
+def packed(settings: str) -> Any:
+    options = SETTINGS[settings]
+    config = BitsAndBytesConfig(**{"load_in_4bit": "load_in_8bit" not in options, **options})
+    model = tiny_model("qwen3_moe", seed=0, hidden_size=48, moe_intermediate_size=40)
+    moe_qlora.quantize_experts(model, config)
+    return model
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        output: Tensor = model.eval()(input_ids=torch.arange(10, 21)[None]).logits
+    return output
+
+
+def zeroed(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    return model
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_layout_changes_parameters_and_nothing_else(settings: str) -> None:
+    model = packed(settings)
+    before, count = logits(model), model.num_parameters()
+    weights = [unpack(parametrize.read_packed(m, n)) for _, m, n in parametrize.iter_packed(model)]
+    copies = copy.deepcopy(model)
+    assert moe_qlora.prepare_sharding(copies) is copies
+    names = [name for name, _ in copies.named_parameters()]
+    moe_qlora.prepare_sharding(copies)
+    assert [name for name, _ in copies.named_parameters()] == names
+    for again in (copies, copy.deepcopy(copies)):
+        assert torch.equal(logits(again), before)
+        assert again.num_parameters() == count
+        for weight, (_, module, name) in zip(weights, parametrize.iter_packed(again), strict=True):
+            assert torch.equal(unpack(parametrize.read_packed(module, name)), weight)
+            assert torch.equal(getattr(module, name), weight)
+            chain = parametrize.parametrization_list(module, name)
+            for parameter in chain.parameters():
+                assert not parameter.is_floating_point()
+                assert not parameter.requires_grad
+                assert type(parameter).__name__ != "Params4bit"
+            assert not list(chain.buffers()) or "tables" in dict(chain.named_buffers()).popitem()[0]
+    codes = parametrize.original_of(*next((m, n) for _, m, n in parametrize.iter_packed(copies)))
+    assert isinstance(codes, Params4bit) is (settings != "int8")
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("assign", [False, True])
+def test_either_layout_loads_the_state_dict_of_the_other(settings: str, assign: bool) -> None:
+    model = packed(settings)
+    before, compact = logits(model), model.state_dict()
+    shardable = moe_qlora.prepare_sharding(copy.deepcopy(model)).state_dict()
+    assert compact.keys() != shardable.keys()
+    for state_dict in (compact, shardable):
+        for prepare in (False, True):
+            target = packed(settings)
+            target = moe_qlora.prepare_sharding(target) if prepare else target
+            result = zeroed(target).load_state_dict(dict(state_dict), assign=assign)
+            assert not result.missing_keys
+            assert not result.unexpected_keys
+            assert torch.equal(logits(target), before)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_casts_leave_the_layout_alone(settings: str) -> None:
+    model = moe_qlora.prepare_sharding(packed(settings))
+    weights = [getattr(module, name) for _, module, name in parametrize.iter_packed(model)]
+    nn.Module.float(nn.Module.half(model))
+    for weight, (_, module, name) in zip(weights, parametrize.iter_packed(model), strict=True):
+        assert torch.equal(getattr(module, name), weight)
+
+
+def test_codes_that_were_cast_all_the_same_are_an_error() -> None:
+    model = moe_qlora.prepare_sharding(packed("nf4 double"))
+    _, module, name = next(parametrize.iter_packed(model))
+    codes = parametrize.original_of(module, name)
+    codes.data = codes.data.to(torch.int16)
+    with pytest.raises(QuantizationError, match=r"cast from torch\.uint8 to torch\.int16"):
+        parametrize.read_packed(module, name)
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_linear_layers_of_4_bit(double: bool, storage: torch.dtype) -> None:
+    torch.manual_seed(0)
+    stock = nn.Sequential(
+        Linear4bit(
+            96, 80, compress_statistics=double, quant_type="nf4", quant_storage=storage,
+            compute_dtype=torch.float32,
+        )
+    )  # fmt: skip
+    stock.load_state_dict({"0.weight": torch.randn(80, 96), "0.bias": torch.randn(80)})
+    stock.to("cpu")
+    x = torch.randn(7, 96, requires_grad=True)
+    expected = stock(x)
+    expected.sum().backward()
+    gradient, x.grad = x.grad, None
+    compact = stock.state_dict()
+    model = moe_qlora.prepare_sharding(copy.deepcopy(stock))
+    assert type(model[0]) is ShardableLinear4bit  # type: ignore[index]
+    for again in (model, copy.deepcopy(model)):
+        out = again(x)
+        out.sum().backward()
+        assert torch.equal(out, expected)
+        assert torch.equal(x.grad, gradient)  # type: ignore[arg-type]
+        x.grad = None
+        assert not any(
+            p.is_floating_point() for n, p in again.named_parameters() if "bias" not in n
+        )
+    for state_dict in (compact, model.state_dict()):
+        for target in (copy.deepcopy(stock), copy.deepcopy(model)):
+            from moe_qlora.packing.state_dict import load_linears
+
+            errors: list[str] = []
+            entries = {key: value.clone() for key, value in state_dict.items()}
+            zeroed(target)
+            load_linears(target, entries, "", False, errors)
+            target.load_state_dict(entries)
+            assert not errors
+            assert torch.equal(target(x), expected)
+
+
+def test_linear_layers_of_8_bit() -> None:
+    torch.manual_seed(0)
+    stock = nn.Sequential(Linear8bitLt(64, 32, has_fp16_weights=False))
+    stock.load_state_dict({"0.weight": torch.randn(32, 64), "0.bias": torch.randn(32)})
+    stock.to("cpu")
+    model = moe_qlora.prepare_sharding(copy.deepcopy(stock))
+    assert type(model[0]) is ShardableLinear8bit  # type: ignore[index]
+    x = torch.randn(7, 64, requires_grad=True)
+    expected = stock(x)
+    out = model(x)
+    assert torch.equal(out, expected)
+    gradients = [torch.autograd.grad(each.sum(), x)[0] for each in (expected, out)]
+    assert torch.equal(*gradients)
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = packed("nf4 double")
+    _, module, name = next(parametrize.iter_packed(model))
+    holder = nn.ModuleList([nn.Module(), nn.Module()])
+    weight = parametrize.read_packed(module, name)
+    weight.owner = None
+    for part in holder:
+        parametrize.attach(part, "w", weight)
+    moe_qlora.prepare_sharding(holder)
+    assert len(list(holder.parameters())) == 3
