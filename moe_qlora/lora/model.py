@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..experts import restore
-from ..packing.shares import first_share, keep_from_ddp
 from ..packing.sharding import prepare_sharding, runs_distributed
+from ..packing.shares import first_share, keep_from_ddp
 from .combine import SingleExpert, concatenate, stored_factors
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
 from .inject import check_connected, upgrade_wrappers
