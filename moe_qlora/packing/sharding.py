@@ -7,7 +7,6 @@ gradients: they shard and gather statistics with their codes, and cast none of t
 
 from __future__ import annotations
 
-import os
 from typing import Any, cast
 
 import torch
@@ -30,10 +29,10 @@ from .quant_state import from_quant_state
 
 
 def runs_distributed() -> bool:
-    """Whether this process is one of several, or a process group is initialized."""
-    if distributed.is_available() and distributed.is_initialized():
-        return True
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    """Whether a process group is initialized, or torchrun started this process."""
+    if not distributed.is_available():
+        return False
+    return distributed.is_initialized() or distributed.is_torchelastic_launched()
 
 
 def prepare_sharding(model: nn.Module) -> nn.Module:
