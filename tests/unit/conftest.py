@@ -107,6 +107,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Triton's interpreter takes int() of arrays of one element, which NumPy 2.4 refuses.
     """
     import numpy as np
+    from quick_interpreter import quicken
     from triton.runtime import interpreter
 
     from moe_qlora.kernels import workspace
@@ -120,6 +121,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         set_attribute(tensor, "__index__", first)
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    quicken(monkeypatch)
     workspace.release_workspace()
     yield
     workspace.release_workspace()
