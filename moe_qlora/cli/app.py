@@ -16,7 +16,7 @@ from .. import __version__
 from ..errors import MoeQloraError, one_line, visible
 from .dump import dump
 from .merge import merge
-from .plan import plan
+from .plan import PlanCommand, plan
 from .quantize import quantize
 from .verify import verify
 
@@ -32,7 +32,7 @@ app = typer.Typer(no_args_is_help=True, **_PLAIN)
 dump_alone = typer.Typer(**_PLAIN)  # the subcommand of another program
 dump_alone.command()(dump)
 for command in (dump, merge, plan, quantize, verify):
-    app.command()(command)
+    app.command(cls=PlanCommand if command is plan else None)(command)
 
 
 def _version(asked: bool) -> None:

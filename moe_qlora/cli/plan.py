@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from .options import (
     Color,
@@ -19,8 +21,23 @@ from .options import (
 )
 
 DOES_NOT_FIT = 4
+_ALL = -1  # What stands for a --ddp without a number
 
-Gpus = Annotated[str | None, typer.Option(help="Devices: 24GiB, 2x24GiB, or 24GiB,2x48GiB.")]
+
+class PlanCommand(TyperCommand):
+    """The subcommand, whose `--ddp` may be without a number."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put a number behind each `--ddp` that has none."""
+        filled = []
+        for word, following in zip_longest(args, args[1:], fillvalue=""):
+            filled.append(word)
+            if word == "--ddp" and not following.isdecimal():
+                filled.append(str(_ALL))
+        return super().parse_args(ctx, filled)
+
+
+Gpus = Annotated[str | None, typer.Option(help="Devices: 24GiB, 8xH100, or 24GiB,2x48GiB.")]
 Targets = Annotated[
     str, typer.Option(help="What gets LoRA: attention, all-linear, experts, or names, by comma.")
 ]
@@ -32,12 +49,25 @@ Checkpointing = Annotated[
     bool,
     typer.Option("--checkpointing/--no-checkpointing", help="Compute layers again in backward."),
 ]
+Fsdp = Annotated[int | None, typer.Option(help="Ranks that share the model under FSDP2.")]
+Ep = Annotated[int | None, typer.Option(help="Ranks that share the experts: expert parallelism.")]
+Zero3 = Annotated[int | None, typer.Option(help="Ranks that share the model under ZeRO-3.")]
+Ddp = Annotated[
+    int | None,
+    typer.Option(
+        metavar="[INTEGER]", help="Ranks under DDP; without a number as many as --gpus names."
+    ),
+]
 Chart = Annotated[Path | None, typer.Option(help="Write a stacked bar chart to this PNG file.")]
 
 
 def plan(
     model: Model,
     gpus: Gpus = None,
+    ddp: Ddp = None,
+    fsdp: Fsdp = None,
+    ep: Ep = None,
+    zero3: Zero3 = None,
     seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 4096,
     batch: Annotated[int, typer.Option(help="Sequences in a micro-batch.")] = 1,
     accumulation: Annotated[int, typer.Option(help="Micro-batches to an optimizer step.")] = 1,
@@ -55,6 +85,9 @@ def plan(
 ) -> None:
     """Show what MODEL takes, whether it fits, where its layers go, and what to change if not.
 
+    Layers are spread over --gpus in one process. With --ddp, --fsdp, --ep or --zero3 there is a
+    process (a rank) on each GPU, and the figures are those of one of them.
+
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 4 where it does not fit
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
     """
@@ -70,6 +103,10 @@ def plan(
         source,
         codec_settings(source.settings, quant, double_quant),
         gpus=gpus,
+        ddp=True if ddp == _ALL else ddp,
+        fsdp=fsdp,
+        ep=ep,
+        zero3=zero3,
         batch=batch,
         seq=seq,
         rank=rank,

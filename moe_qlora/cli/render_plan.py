@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.table import Table
 from ..layout import human_bytes, name_pattern
 from ..memory.budget import DeviceUse
 from ..memory.devices import CONTEXT_BYTES, FRAGMENTATION
+from ..memory.engines import ENGINES
 from ..memory.report import MemoryPlan
 from .render import table
 
@@ -25,9 +27,11 @@ def show(report: MemoryPlan, out: Console) -> None:
     settings = report.settings
     packed = report.kind or "nothing packed"
     nested = ", double quantization" if report.double_quant else ""
+    whole = report.resident if report.whole is None else report.whole
+    share = "" if settings.engine is None else f"on each rank {human_bytes(report.resident)}, "
     out.print(
-        f"Model: {human_bytes(report.unpacked)} unpacked, {human_bytes(report.resident)} as "
-        f"{packed}{nested}; {human_bytes(report.load_peak)} at most while loading."
+        f"Model: {human_bytes(report.unpacked)} unpacked, {human_bytes(whole)} as "
+        f"{packed}{nested}; {share}{human_bytes(report.load_peak)} at most while loading."
     )
     out.print(
         f"Training {report.trained_weights:,} weights (rank {settings.rank} on "
@@ -50,8 +54,11 @@ def show(report: MemoryPlan, out: Console) -> None:
 
 
 def _table(report: MemoryPlan) -> Table:
+    where, engine = "one device", report.settings.engine
+    if engine is not None:
+        where = f"each of {engine.ranks} ranks ({ENGINES[engine.name]})"
     rows = table(
-        f"{escape(report.label)}: memory in training, on one device",
+        f"{escape(report.label)}: memory in training, on {where}",
         ("component", "at most", "at the peak", ""),
         right=("at most", "at the peak"),
     )
@@ -66,16 +73,18 @@ def _table(report: MemoryPlan) -> Table:
 def _devices(report: MemoryPlan, out: Console) -> None:
     numbers = ("size", "weights", "at the peak", "with reserve")
     rows = table("Devices", ("device", *numbers, "fits", "blocks"), right=numbers)
-    for use in report.devices:
+    if report.settings.engine is not None:
+        rows = table("Devices, one rank each", ("devices", *numbers, "fits"), right=numbers)
+    for names, use in _rows_of(report):
         full = f"{use.needed / use.capacity:.0%}"
         rows.add_row(
-            str(use.index),
+            names,
             human_bytes(use.capacity),
             human_bytes(use.weights),
             human_bytes(0 if use.peak is None else use.peak.nbytes),
             f"{human_bytes(use.needed)} ({full})",
             "[green]yes[/]" if use.fits else "[red]no[/]",
-            escape(_blocks(use)),
+            *([] if report.settings.engine else [escape(_blocks(use))]),
         )
     out.print(rows)
     if report.fits:
@@ -99,6 +108,15 @@ def _devices(report: MemoryPlan, out: Console) -> None:
             fits = "[green]yes[/]" if hint.fits else "no"
             rows.add_row(hint.what, hint.setting, human_bytes(hint.saves), fits)
         out.print(rows)
+
+
+def _rows_of(report: MemoryPlan) -> Iterator[tuple[str, DeviceUse]]:
+    """Yield a name and what is on it: each device, or runs of devices whose ranks are alike."""
+    engine = report.settings.engine
+    for _, uses in groupby(report.devices, key=lambda u: u.capacity if engine else u.index):
+        run = list(uses)
+        first, last = run[0].index, run[-1].index
+        yield (str(first) if first == last else f"{first}-{last}"), run[0]
 
 
 def _blocks(use: DeviceUse) -> str:

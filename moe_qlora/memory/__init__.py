@@ -12,8 +12,9 @@ In goes a model, a configuration or a name, with training settings and sizes of 
                    for experts are worked out in `experts.py` from the rules of the kernels
     budget.py      adds up what blocks hold and do, and optimizer states, and spreads blocks over
                    devices (`devices.py`)
-    hints.py       tries what to change where it does not fit
+    engines.py     what a rank holds under DDP, FSDP2, expert parallelism and ZeRO-3
+    hints.py       tries what to change where it does not fit; of engines, `engine_notes.py`
     report.py      `MemoryPlan` and `Hint`, which `plan` returns
 
-budget.py, devices.py, experts.py and report.py are plain arithmetic without torch.
+budget.py, devices.py, engines.py, experts.py and report.py are plain arithmetic without torch.
 """

@@ -18,7 +18,10 @@ from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
 from ..packing.quant_state import from_quant_state
-from .budget import Block
+from .budget import Block, BlockTensor
+
+_FLOAT32 = 4
+_OFFSET_BYTES = 16  # The offset of double quantization, padded to where kernels want absmax
 
 
 class PackedPart(NamedTuple):
@@ -65,6 +68,7 @@ def _linear_weight(layer: Any) -> PackedWeight:
 def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
     """Return what each block holds without adapters; a tied tensor counts where it is first."""
     packed = {id(part.weight.owner): part for part in parts}
+    layers = _layers(model)
     seen: set[int] = set()
     blocks = []
     for name, unit in _units(model):
@@ -76,18 +80,62 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
             for linear in (True, False)
         }
         # Scales of 8-bit experts are buffers, all other statistics are not among the tensors.
-        buffers = sum(p.statistics for p in held if p.weight.kind == "int8" and not p.linear)
-        total = sum(tensor.nbytes for tensor in tensors.values())
+        scales = {
+            part.weight.absmax.untyped_storage()._cdata
+            for part in held
+            if part.weight.kind == "int8" and not part.linear
+        }
+        others = [
+            tensor
+            for key, tensor in tensors.items()
+            if key not in packed and tensor.untyped_storage()._cdata not in scales
+        ]
         block = Block(
             name,
             experts=codes[False],
             linear=codes[True],
-            other=total - sum(codes.values()) - buffers,
+            other=sum(tensor.nbytes for tensor in others),
             statistics=sum(part.statistics for part in held),
             dequantized=max((part.dequantized for part in held), default=0),
+            layer=name in layers,
+            tensors=(
+                *(tensor for part in held for tensor in _packed_tensors(part)),
+                *(_block_tensor("other", tensor) for tensor in others),
+            ),
         )
         blocks.append(block)
     return tuple(blocks)
+
+
+def _block_tensor(part: str, tensor: Tensor, *, of_experts: bool = False) -> BlockTensor:
+    rows = tensor.shape[0] if tensor.dim() else 1
+    row = tensor.numel() // rows if rows else 0
+    parameter = isinstance(tensor, nn.Parameter)
+    return BlockTensor(part, rows, row, tensor.itemsize, parameter, of_experts)
+
+
+def trained_tensor(parameter: nn.Parameter, *, of_experts: bool) -> BlockTensor:
+    """Describe one trained parameter."""
+    return _block_tensor("trained", parameter, of_experts=of_experts)
+
+
+def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
+    """Yield codes and statistics as distributed runs have them (`packing.sharding`)."""
+    weight, experts = part.weight, not part.linear
+    kind = "experts" if experts else "linear"
+    if weight.kind == "int8":
+        rows = weight.numel if experts else weight.shape[0]
+        yield BlockTensor(kind, rows, weight.numel // rows, 1, of_experts=experts)
+        yield BlockTensor("statistics", weight.absmax.numel(), 1, _FLOAT32, of_experts=experts)
+        return
+    yield BlockTensor(kind, weight.codes.nbytes, 1, 1, of_experts=experts)
+    yield BlockTensor("statistics", weight.absmax.nbytes, 1, 1, of_experts=experts)
+    whole = part.statistics - weight.absmax.nbytes
+    if weight.nested is not None:
+        second = weight.nested.absmax.nbytes
+        whole -= second + _FLOAT32
+        yield BlockTensor("statistics", _OFFSET_BYTES + second, 1, 1, of_experts=experts)
+    yield BlockTensor("statistics", whole, 1, 1, parameter=False)
 
 
 def tied_blocks(model: Any) -> list[tuple[str, str]]:
@@ -104,6 +152,17 @@ def tied_blocks(model: Any) -> list[tuple[str, str]]:
 def block_modules(model: Any) -> dict[str, nn.Module]:
     """Return the blocks that are modules, by name, in registration order."""
     return {name: unit for name, unit in _units(model) if isinstance(unit, nn.Module)}
+
+
+def _layers(model: Any) -> set[str]:
+    """Return the blocks that are layers: of a class not to be split, or items of a ModuleList."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    return {
+        name
+        for name, unit in _units(model)
+        if type(unit).__name__ in classes or (not classes and name.rpartition(".")[0] in lists)
+    }
 
 
 def _tensors(unit: nn.Module | Tensor) -> list[Tensor]:

@@ -15,9 +15,10 @@ the loss's gradient for them, and that of the logits).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 from .devices import partition, reserve_nbytes
 
@@ -51,6 +52,8 @@ COMPONENTS = (
     "optimizer states",
     "library workspace",
     "gradients",
+    "gradient buckets",
+    "gathered weights",
     "kept activations",
     "logits and loss",
     "layer at work",
@@ -58,6 +61,19 @@ COMPONENTS = (
     "optimizer step",
 )
 """What a peak is made of, in the order of the table."""
+
+ENGINE_COMPONENTS = ("gradient buckets", "gathered weights")
+"""Those of them that only a run of several ranks has."""
+
+_ONE_PROCESS = tuple(name for name in COMPONENTS if name not in ENGINE_COMPONENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What splits a model or its batches over ranks, one process and one device each."""
+
+    name: str  # Of `engines.ENGINES`: "ddp", "fsdp", "ep" or "zero3"
+    ranks: int  # How many ranks hold the model together, each with data of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +89,24 @@ class Settings:
     checkpointing: bool = True  # Whether layers are computed again in backward
     accumulation: int = 1  # Micro-batches to a step; over 1, gradients live through all of them
     workspace: int = 0  # Bytes of dequantized experts that all layers of a device share
+    engine: Engine | None = None  # None in one process, spread over devices or not
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTensor:
+    """One tensor that a block holds, as an engine may split it."""
+
+    part: str  # "experts", "linear", "other" or "statistics" of a `Block`, or "trained"
+    rows: int  # Size of its first dimension
+    row_numel: int  # Elements in a row
+    itemsize: int
+    parameter: bool = True  # A buffer is never split
+    of_experts: bool = False  # Belongs to one expert, row by row
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.row_numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +120,8 @@ class Block:
     statistics: int = 0  # Quantization statistics of both
     trained: tuple[int, ...] = ()  # Number of weights of each trained tensor
     dequantized: int = 0  # The largest weight that is dequantized at once
+    layer: bool = False  # Whether it is a decoder layer, which engines gather as one
+    tensors: tuple[BlockTensor, ...] = ()  # All of the above, one by one
 
     @property
     def weights(self) -> int:
@@ -101,6 +137,8 @@ class Activity:
     kept: int  # Stays from its forward to its backward
     forward: int  # The most in its forward, beyond what was alive when it started
     backward: int  # The most in its backward, beyond the same and the gradients that came later
+    gathered: int = 0  # What an engine holds whole of other ranks' shares meanwhile
+    reduced: int = 0  # What it holds beside that in backward: gradients on their way to all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +205,24 @@ def optimizer_nbytes(optimizer: str, sizes: Iterable[int], itemsize: int) -> Opt
     return OptimizerBytes(resident, paged, 0)
 
 
-_Moment = tuple[Activity | None, str, int, int, int]
-"""(whose, "forward" or "backward", kept activations, work, gradients); the optimizer's step is
-nobody's, and its work is what the optimizer needs beside states and gradients."""
+class _Moment(NamedTuple):
+    """One moment that can be the peak."""
+
+    activity: Activity | None  # Whose it is; the optimizer's step is nobody's
+    phase: str  # "forward" or "backward"
+    kept: int  # Bytes of activations that blocks before it keep
+    work: int  # Its own; the optimizer's beside states and gradients
+    gradients: int
+    gathered: int = 0  # Weights and gradients that an engine holds whole
 
 
 class StepBudget:
     """What any run of neighbouring blocks takes on one device in a training step.
 
     The blocks of a group must share a device; groups come in placing order, activities in running
-    order, and the loss belongs to the last. `itemsize` is that of the adapters.
+    order, and the loss belongs to the last. `itemsize` is that of the adapters, `state_itemsize`
+    that of the weights that the optimizer is given. `extra` are bytes of an engine's own that are
+    there at any time, by component.
     """
 
     def __init__(
@@ -185,12 +231,18 @@ class StepBudget:
         activities: Sequence[Activity],
         settings: Settings,
         itemsize: int,
+        *,
+        state_itemsize: int | None = None,
+        extra: Mapping[str, int] | None = None,
     ) -> None:
         self.groups = groups
         self.settings = settings
+        self.extra = dict(extra or {})
+        self.components = COMPONENTS if settings.engine else _ONE_PROCESS
         self.last = activities[-1].name if activities else ""
+        size = state_itemsize or itemsize
         self._states = [
-            optimizer_nbytes(settings.optimizer, [n for b in group for n in b.trained], itemsize)
+            optimizer_nbytes(settings.optimizer, [n for b in group for n in b.trained], size)
             for group in groups
         ]
         self._blocks = {block.name: block for group in groups for block in group}
@@ -210,14 +262,15 @@ class StepBudget:
         fixed = self._fixed(first, last)
         moments = list(self._moments(first, last))
         every = [self._parts(moment) for moment in moments]
-        largest = {name: max(parts.get(name, 0) for parts in every) for name in COMPONENTS}
+        names = self.components
+        largest = {name: max(parts.get(name, 0) for parts in every) for name in names}
         highest = max(moments, key=_total)
-        activity, phase, *_ = highest
+        activity, phase = highest.activity, highest.phase
         parts = self._parts(highest) | fixed
         return Peak(
             nbytes=sum(parts.values()),
             moment="the optimizer's step" if activity is None else f"{phase} of {activity.name}",
-            parts={name: parts.get(name, 0) for name in COMPONENTS},
+            parts={name: parts.get(name, 0) for name in names},
             largest=largest | fixed,
             paged=sum(state.paged for state in self._states[first:last]),
         )
@@ -236,6 +289,12 @@ class StepBudget:
             uses.append(DeviceUse(index, capacity, peak, reserve, names))
         return tuple(uses)
 
+    def on_each(self, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
+        """Return all blocks on each of the devices of these bytes, as the ranks of an engine."""
+        peak = self.peak()
+        reserve = reserve_nbytes(peak.nbytes)
+        return tuple(DeviceUse(i, size, peak, reserve, ()) for i, size in enumerate(capacities))
+
     def _fixed(self, first: int, last: int) -> dict[str, int]:
         """Return what is there at every moment, by component."""
         blocks = [block for group in self.groups[first:last] for block in group]
@@ -250,26 +309,34 @@ class StepBudget:
         }
         if self.settings.workspace:
             fixed["decode scratch"] = self.settings.workspace * any(b.experts for b in blocks)
+        for name, nbytes in self.extra.items():
+            fixed[name] = fixed.get(name, 0) + nbytes
         return fixed
 
     def _moments(self, first: int, last: int) -> Iterator[_Moment]:
         """Yield every moment that can be the peak."""
         every = sum(self._gradients[first:last])
-        yield None, "", 0, sum(state.step for state in self._states[first:last]), every
-        accumulates = self.settings.accumulation > 1
+        step = sum(state.step for state in self._states[first:last])
+        yield _Moment(None, "", 0, step, every)
+        engine = self.settings.engine
+        # DeepSpeed's sums of gradients have a buffer that is there at any time.
+        accumulates = self.settings.accumulation > 1 or (engine and engine.name == "zero3")
         kept, later = 0, every
         for index, activity in self._run:
             if not first <= index < last:
                 continue
             later -= self._own[activity.name]
-            yield activity, "forward", kept, activity.forward, every if accumulates else 0
-            yield activity, "backward", kept, activity.backward, every if accumulates else later
+            before, after = (every, every) if accumulates else (0, later)
+            gathered = activity.gathered
+            yield _Moment(activity, "forward", kept, activity.forward, before, gathered)
+            gathered += activity.reduced
+            yield _Moment(activity, "backward", kept, activity.backward, after, gathered)
             kept += activity.kept
 
     def _parts(self, moment: _Moment) -> dict[str, int]:
         """Return a moment by component."""
-        activity, _, kept, work, gradients = moment
-        parts = {"kept activations": kept, "gradients": gradients}
+        activity, _, kept, work, gradients, gathered = moment
+        parts = {"kept activations": kept, "gradients": gradients, "gathered weights": gathered}
         if activity is None:
             return parts | {"optimizer step": work}
         if activity.name == self.last:
@@ -281,4 +348,4 @@ class StepBudget:
 
 
 def _total(moment: _Moment) -> int:
-    return moment[2] + moment[3] + moment[4]
+    return moment.kept + moment.work + moment.gradients + moment.gathered

@@ -14,6 +14,9 @@ CONTEXT_BYTES = 600 << 20
 FRAGMENTATION = 0.04
 """Part of the peak that the caching allocator reserves beyond it, in gaps between blocks."""
 
+_KNOWN = {"H100": 79 << 30, "H200": 139 << 30}
+"""What `torch.cuda` reports of cards that go by their name, rounded down: 79.1 and 139.8 GiB."""
+
 _COUNTED = re.compile(r"(\d+)\s*[xX*]\s*(.+)")
 
 
@@ -26,14 +29,14 @@ def exact_size(nbytes: int) -> str:
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
-    """Return the bytes of each device of "24GiB,2x48GiB"; ValueError where it is no such list."""
+    """Return the bytes of each device of "24GiB,2xH100"; ValueError where it is no such list."""
     sizes: list[int] = []
     for part in text.split(","):
         counted = _COUNTED.fullmatch(part.strip())
         count, one = (1, part) if counted is None else (int(counted[1]), counted[2])
         if not 1 <= count <= 1024:
             raise ValueError(f"{part.strip()!r} asks for {count} devices; give 1 to 1024")
-        size = parse_bytes(one)
+        size = _KNOWN.get(one.strip().upper()) or parse_bytes(one)
         if size <= 0:
             raise ValueError(f"{one!r} is no size of a device; it must be over 0")
         sizes += [size] * count

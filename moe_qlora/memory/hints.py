@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .devices import exact_size
+from .engine_notes import engine_hints
 from .planner import Planner
 from .report import Hint, MemoryPlan
 from .source import bnb_config
@@ -48,6 +49,10 @@ def hints_of(planner: Planner, report: MemoryPlan, capacities: Sequence[int]) ->
             settings = {c.setting.partition("=")[0]: c.setting for c in useful[:count]}
             yield Hint(f"the first {count} together", ", ".join(settings.values()), saves, fits)
             break
+    if len(capacities) > 1 or planner.settings.engine:
+        yield from engine_hints(planner, report, capacities)
+    if planner.settings.engine:
+        return  # Its ranks are not spread over devices
     size, fullest = max(capacities), max(use.needed for use in report.devices)
     for count in range(len(capacities) + 1, _DEVICES + 1):
         uses = planner.uses(planner.settings.batch, planner.settings.seq, [size] * count)

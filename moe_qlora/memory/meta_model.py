@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import bitsandbytes as bnb
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..detection.detect import detect, dispatches
-from ..errors import ConfigError
+from ..distributed.expert_parallel import modules_to_divide
+from ..errors import ConfigError, UnsupportedWeightError
 from ..experts import forward
 from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora.config import top_k_of
@@ -29,8 +31,9 @@ from ..packing.decoders import hold
 from ..packing.meta import blank_weight, pack_blank
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
-from .blocks import PackedPart, block_modules, blocks_of, packed_parts
-from .budget import Block, Settings
+from ..packing.shares import why_not_cut
+from .blocks import PackedPart, block_modules, blocks_of, packed_parts, trained_tensor
+from .budget import Block, BlockTensor, Settings
 from .meta_ops import fake_dequantize, fake_experts, fake_layer, fake_linear
 
 DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
@@ -98,8 +101,11 @@ def cast_as_loaded(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(plan[groups[match.lastgroup]])
 
 
-def pack(model: Any, config: Any, *, linears: bool) -> MetaModel:
-    """Pack a model on meta by a `BitsAndBytesConfig`, if any, and its Linear layers if asked."""
+def pack(model: Any, config: Any, *, linears: bool, expert_ranks: int = 1) -> MetaModel:
+    """Pack a model on meta by a `BitsAndBytesConfig`, if any, and its Linear layers if asked.
+
+    Of `expert_ranks` ranks the model becomes one, which holds its share of the experts.
+    """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     layout = detect(model)
@@ -109,11 +115,37 @@ def pack(model: Any, config: Any, *, linears: bool) -> MetaModel:
             pack_blank(model, param, settings)
         if linears and hasattr(model, "all_tied_weights_keys"):
             _pack_linears(model, config, settings)
+    if expert_ranks > 1:
+        _keep_share(model, layout, expert_ranks)
     parts = tuple(packed_parts(model))
     meta = MetaModel(model, model, layout, parts, blocks_of(model, parts))
     model.is_loaded_in_8bit = meta.kind == "int8"
     model.is_loaded_in_4bit = meta.kind in ("nf4", "fp4")
     return meta
+
+
+def _keep_share(model: Any, layout: ModelLayout, ranks: int) -> None:
+    """Leave one rank's experts in place of all, as `distributed.expert_parallel` does."""
+    for entry in modules_to_divide(model, layout, ranks):
+        module = model.get_submodule(entry.name)
+        share = entry.num_experts // ranks
+        names = [param.parameter_name for param in entry.parameters]
+        for name in filter(partial(parametrize.is_packed, module), names):
+            whole = parametrize.read_packed(module, name)
+            settings = CodecSettings.of(whole)
+            reason = why_not_cut(whole.shape, ranks, settings)
+            if reason is not None:
+                raise UnsupportedWeightError(f"{entry.name}.{name} {reason}.")
+            shape = (share, *whole.shape[1:])
+            parametrize.detach(module, name, torch.empty(0, device="meta"))
+            module._parameters.pop(name)
+            parametrize.attach(module, name, blank_weight(shape, whole.dtype, settings))
+        for name in (*names, *(bias.rpartition(".")[2] for bias in entry.bias_names)):
+            plain = module._parameters.get(name)
+            if plain is not None:
+                blank = torch.empty((share, *plain.shape[1:]), dtype=plain.dtype, device="meta")
+                module._parameters[name] = nn.Parameter(blank, requires_grad=False)
+        module.num_experts = share
 
 
 def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
@@ -158,15 +190,22 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
             raise
         raise ConfigError(f"PEFT cannot put LoRA on {settings.targets!r}: {error}") from error
     dtype = DTYPES[settings.adapter_dtype]
-    trained: dict[str, list[int]] = {}
+    trained: dict[str, list[BlockTensor]] = {}
     names = [block.name for block in meta.blocks]
+    experts = tuple(f"{part.module}." for part in meta.parts if not part.linear)
     for name, parameter in meta.base.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(device="meta", dtype=dtype)
             block = next((block for block in names if name.startswith(f"{block}.")), name)
-            trained.setdefault(block, []).append(parameter.numel())
+            tensor = trained_tensor(parameter, of_experts=name.startswith(experts))
+            trained.setdefault(block, []).append(tensor)
     meta.blocks = tuple(
-        replace(block, trained=tuple(trained.get(block.name, ()))) for block in meta.blocks
+        replace(
+            block,
+            trained=tuple(tensor.numel for tensor in trained.get(block.name, ())),
+            tensors=(*block.tensors, *trained.get(block.name, ())),
+        )
+        for block in meta.blocks
     )
 
 
@@ -207,15 +246,18 @@ def _attention_linears(model: nn.Module) -> list[str]:
     return names
 
 
-def fake_packed(meta: MetaModel) -> None:
-    """Replace everything packed by fake operations, so that the model runs on meta."""
+def fake_packed(meta: MetaModel, *, dispatched: bool = False) -> None:
+    """Replace everything packed by fake operations, so that the model runs on meta.
+
+    With `dispatched`, tokens travel between ranks on their way to the experts and back.
+    """
     for part in meta.parts:
         module = unwrapped(meta.base.get_submodule(part.module))
         if part.linear:
             fake_linear(module, part.weight, getattr(module, "compute_dtype", None))
             continue
         if part.leaf == "down_proj" and dispatches(module):
-            fake_experts(module, part.weight)
+            fake_experts(module, part.weight, dispatched_rows=dispatched)
         fake_dequantize(module.parametrizations[part.leaf][0], part.weight)
 
 

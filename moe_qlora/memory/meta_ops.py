@@ -7,6 +7,8 @@ as on a GPU. They are put on instances of a model that exists for planning only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -112,8 +114,46 @@ class _Sized(torch.autograd.Function):
         return None, *grads
 
 
-def fake_experts(module: Any, down: PackedWeight) -> None:
-    """Replace the forward of a packed experts module that dispatches through transformers."""
+class _AllToAll(torch.autograd.Function):
+    """Gives out as many rows as it takes, in forward and in backward; keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return torch.empty_like(grad)
+
+
+def dispatched(
+    run: Callable[[Tensor, Tensor, Tensor], Tensor],
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Run a rank's experts as transformers' `AllToAllEP` does, where each gets as much as it sends.
+
+    Rows are sorted by expert and sent, the experts run on what arrives with one expert a row, and
+    what comes back is put in order, weighted and summed.
+    """
+    top_k = top_k_index.shape[-1]
+    order = torch.argsort(top_k_index.reshape(-1))
+    received = _AllToAll.apply(x[order // top_k])
+    local_index = torch.empty_like(order).unsqueeze(-1)
+    out = run(received, local_index, torch.ones_like(local_index, dtype=received.dtype))
+    returned = _AllToAll.apply(out)
+    ordered = torch.empty_like(returned)
+    ordered[order] = returned
+    ordered = ordered.view(*top_k_weights.shape, x.shape[-1])
+    return (ordered * top_k_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+
+
+def fake_experts(module: Any, down: PackedWeight, *, dispatched_rows: bool = False) -> None:
+    """Replace the forward of a packed experts module that dispatches through transformers.
+
+    With `dispatched_rows`, the module holds one rank's experts, and tokens come from all ranks.
+    """
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     experts, rows, columns = down.shape
     hidden, intermediate = (columns, rows) if module.is_transposed else (rows, columns)
@@ -129,7 +169,7 @@ def fake_experts(module: Any, down: PackedWeight) -> None:
         "nested": down.nested is not None,
     }
 
-    def forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def run(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         loras = [active_lora(self, name) for name in names]
         first, second = (
             tuple(Adapter(lora.a.shape[0] // experts, lora.a.itemsize) for lora in active)
@@ -148,6 +188,11 @@ def fake_experts(module: Any, down: PackedWeight) -> None:
         factors = [factor for active in loras for lora in active for factor in (lora.a, lora.b)]
         sizes = (kept_nbytes(call), *working_nbytes(call))
         return _Sized.apply(sizes, x, top_k_weights, *factors)
+
+    def forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if dispatched_rows:
+            return dispatched(partial(run, self), x, top_k_index, top_k_weights)
+        return run(self, x, top_k_index, top_k_weights)
 
     module.__dict__[_SHAPE] = shape
     set_forward(module, forward)

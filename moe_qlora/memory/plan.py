@@ -10,8 +10,9 @@ from typing import Any
 from ..errors import ConfigError
 from ..layout import dtype_name
 from . import meta_model
-from .budget import ALIASES, OPTIMIZERS, Settings
+from .budget import ALIASES, OPTIMIZERS, Engine, Settings
 from .devices import parse_devices
+from .engine_notes import notes_of
 from .hints import hints_of
 from .planner import Planner
 from .report import MemoryPlan
@@ -28,6 +29,10 @@ def plan(
     quantization_config: Any = None,
     *,
     gpus: str | int | Sequence[str | int] | None = None,
+    ddp: int | bool | None = None,
+    fsdp: int | None = None,
+    ep: int | None = None,
+    zero3: int | None = None,
     batch: int = 1,
     seq: int = 4096,
     rank: int = 16,
@@ -51,7 +56,13 @@ def plan(
             nf4 with double quantization. A model whose experts are packed stays as it is.
         gpus: Sizes of the devices: "2x24GiB", bytes, or a list of either. A plan does not know the
             cards: see `experts.ExpertsCall.quantized`.
-        batch: Sequences in a micro-batch, `seq` tokens each.
+        ddp: Ranks of a run under DDP; True takes as many as there are `gpus`. With one of these
+            four, the plan is of each rank: one process with one of the GPUs. `engines.py` says what
+            is counted. Without, layers are spread over the GPUs in one process.
+        fsdp: Ranks that share a model under FSDP2; it must divide the number of `gpus`.
+        ep: Ranks that share the experts under expert parallelism; likewise, and the experts too.
+        zero3: Ranks that share a model under DeepSpeed's ZeRO-3.
+        batch: Sequences in a micro-batch, `seq` tokens each; of one rank.
         seq: Tokens in a sequence.
         rank: LoRA rank.
         targets: "attention", "all-linear", "experts", names of modules, or several by comma.
@@ -76,6 +87,8 @@ def plan(
         settings = replace(settings, rank=getattr(lora_config, "r", rank), targets="lora_config")
     _check(settings)
     capacities = _capacities(gpus)
+    asked = {"ddp": ddp, "fsdp": fsdp, "ep": ep, "zero3": zero3}
+    settings = replace(settings, engine=_engine(asked, len(capacities)))
     source = source_of(model, quantization_config, dtype, trust_remote_code)
     planner = Planner(source, settings, lora_config)
     return _report(planner, capacities, search=search and bool(capacities))
@@ -111,6 +124,41 @@ def _capacities(gpus: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def _engine(asked: dict[str, int | bool | None], devices: int) -> Engine | None:
+    """Return the engine that is asked for, checked against the number of devices, 0 for unknown."""
+    given = {
+        name: ranks for name, ranks in asked.items() if ranks is not None and ranks is not False
+    }
+    if not given:
+        return None
+    if len(given) > 1:
+        listed = " and ".join(f"{name}={ranks}" for name, ranks in given.items())
+        raise ConfigError(f"{listed} are {len(given)} engines for one run; give one of them.")
+    ((name, ranks),) = given.items()
+    if ranks is True and name == "ddp":
+        if not devices:
+            raise ConfigError("ddp takes the number of ranks from gpus: give gpus, or ddp=2.")
+        ranks = devices
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
+        raise ConfigError(f"{name} is {ranks!r}; give the number of ranks, 2 or more.")
+    if devices and ranks > devices:
+        raise ConfigError(
+            f"{name} is {ranks}, and gpus names {devices}: a rank has a GPU to itself, so give at "
+            f"least {ranks} GPUs, or {name} of at most {devices}."
+        )
+    if devices and name in ("ddp", "zero3") and ranks < devices:
+        raise ConfigError(
+            f"{name} is {ranks}, and gpus names {devices}: a rank has one GPU, and its layers are "
+            f"not spread over several; give {name}={devices}, or {ranks} GPUs."
+        )
+    if devices % ranks:
+        raise ConfigError(
+            f"{name} is {ranks}, which does not divide the {devices} GPUs of gpus into groups that "
+            "each hold the model; give a number that does."
+        )
+    return Engine(name, ranks)
+
+
 def _report(planner: Planner, capacities: tuple[int, ...], *, search: bool) -> MemoryPlan:
     report = planner.report(capacities)
     if search:
@@ -125,7 +173,8 @@ def _report(planner: Planner, capacities: tuple[int, ...], *, search: bool) -> M
     if report.fits is False:
         report = replace(report, hints=tuple(hints_of(planner, report, capacities)))
     # The planner has notes once a step has run.
-    notes = dict.fromkeys((*planner.source.notes, *planner.notes))
+    engine_notes = notes_of(planner, len(capacities))
+    notes = dict.fromkeys((*planner.source.notes, *planner.notes, *engine_notes))
     return replace(report, notes=tuple(notes), estimated=planner.estimated)
 
 

@@ -19,8 +19,9 @@ from ..kernels.weights import PackedWeight
 from ..packing.format import ABSMAX, packed_tensors
 from ..packing.settings import CodecSettings
 from . import blocks, meta_model, meta_step
-from .budget import Activity, Block, DeviceUse, Peak, Settings, StepBudget
+from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget
 from .devices import reserve_nbytes
+from .engines import Sharding
 from .experts import workspace_nbytes
 from .meta_ops import expert_calls
 from .report import MemoryPlan
@@ -45,11 +46,52 @@ class Planner:
         """The model packed, adapted, and ready to run."""
         return self._ready(self.source)
 
+    @cached_property
+    def sharding(self) -> Sharding | None:
+        """How the engine cuts this model, None without one."""
+        engine = self.settings.engine
+        if engine is None:
+            return None
+        config: Any = getattr(self.meta.base, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return Sharding(engine, int(getattr(text, "hidden_size", None) or 0))
+
+    @cached_property
+    def rank_blocks(self) -> dict[str, Block]:
+        """What one process holds of each block, by name."""
+        blocks = {block.name: block for block in self.meta.blocks}
+        if self.sharding is None:
+            return blocks
+        return {name: self.sharding.on_rank(block) for name, block in blocks.items()}
+
+    def _trained_weights(self) -> int:
+        """Return the number of trained weights of the whole model."""
+        engine = self.settings.engine
+        expert_ranks = engine.ranks if engine and engine.name == "ep" else 1
+        return sum(
+            tensor.numel * (expert_ranks if tensor.of_experts else 1)
+            for block in self.meta.blocks
+            for tensor in block.tensors
+            if tensor.part == "trained"
+        )
+
+    def with_engine(self, engine: Engine | None) -> Planner:
+        """Return the planner of the same model and settings with another engine, or with none.
+
+        The model and its steps are shared where they are the same, which expert parallelism
+        changes.
+        """
+        other = Planner(self.source, replace(self.settings, engine=engine), self.lora_config)
+        if not any(e and e.name == "ep" for e in (engine, self.settings.engine)):
+            other.__dict__["meta"] = self.meta
+            other._step, other.notes = self._step, self.notes
+            other.estimated = self.estimated
+        return other
+
     def report(self, capacities: Sequence[int]) -> MemoryPlan:
         """Return the plan for these devices, without a search and without hints."""
         batch, seq = self.settings.batch, self.settings.seq
         peak = self.peak(batch, seq)
-        resident = sum(block.weights for block in self.meta.blocks)
         uses = self.uses(batch, seq, capacities) if capacities else ()
         unpacked = self.source.build()
         tensors = {id(t): t.nbytes for t in (*unpacked.parameters(), *unpacked.buffers())}
@@ -59,14 +101,15 @@ class Planner:
             kind=self.meta.kind,
             double_quant=any(part.weight.nested is not None for part in self.meta.parts),
             settings=self.settings,
-            trained_weights=sum(sum(block.trained) for block in self.meta.blocks),
+            trained_weights=self._trained_weights(),
             unpacked=sum(tensors.values()),
-            resident=resident,
-            load_peak=resident + self._load_extra(),
+            resident=self.resident,
+            load_peak=self.load_peak,
             peak=peak,
             reserve=reserve_nbytes(peak.nbytes),
             devices=uses,
             device_map={name: use.index for use in uses for name in use.blocks} or None,
+            whole=self.with_engine(None).resident if self.settings.engine else None,
         )
 
     def peak(self, batch: int, seq: int, loss_part: float = 1.0) -> Peak:
@@ -78,7 +121,9 @@ class Planner:
     ) -> tuple[DeviceUse, ...]:
         """Return the blocks over devices of these bytes; the rest is as in `peak`."""
         cap = min(capacities) // WORKSPACE_PART
-        return self._budget(batch, seq, cap, loss_part).spread(capacities)
+        budget = self._budget(batch, seq, cap, loss_part)
+        spread = budget.on_each if self.settings.engine else budget.spread
+        return spread(capacities)
 
     def fits(self, batch: int, seq: int, capacities: Sequence[int]) -> bool:
         """Whether a step of this size fits these devices."""
@@ -94,7 +139,19 @@ class Planner:
             activities = (*activities[:-1], Activity(last.name, *sizes))
         workspace = sum(s if workspace_cap is None else min(s, workspace_cap) for s in buffers)
         settings = replace(self.settings, batch=batch, seq=seq, workspace=workspace)
-        return StepBudget(self._groups(activities), activities, settings, self.itemsize)
+        groups = self._groups(activities)
+        if self.sharding is None:
+            return StepBudget(groups, activities, settings, self.itemsize)
+        whole = {block.name: block for block in self.meta.blocks}
+        return StepBudget(
+            groups,
+            self.sharding.with_gathered(activities, whole, checkpointing=settings.checkpointing),
+            settings,
+            self.itemsize,
+            # DeepSpeed gives the optimizer float32 copies.
+            state_itemsize=4 if self.sharding.engine.name == "zero3" else None,
+            extra=self.sharding.buffers(whole.values(), self.itemsize),
+        )
 
     def _run_step(self, batch: int, seq: int) -> tuple[tuple[Activity, ...], list[int]]:
         """Return what each block does, and the workspace's buffers, of one step of this size."""
@@ -141,9 +198,16 @@ class Planner:
 
     def _ready(self, source: ModelSource) -> meta_model.MetaModel:
         with named.quiet():
-            meta = meta_model.pack(source.build(), source.quantization, linears=source.linears)
+            engine = self.settings.engine
+            expert_ranks = engine.ranks if engine and engine.name == "ep" else 1
+            meta = meta_model.pack(
+                source.build(),
+                source.quantization,
+                linears=source.linears,
+                expert_ranks=expert_ranks,
+            )
             meta_model.adapt(meta, self.settings, self.lora_config)
-            meta_model.fake_packed(meta)
+            meta_model.fake_packed(meta, dispatched=expert_ranks > 1)
             meta.model.train()
             if self.settings.checkpointing and not meta_step.enable_checkpointing(meta.base):
                 self.notes.append(
@@ -160,7 +224,8 @@ class Planner:
         """Return the blocks in placing order, those that hold one tensor together."""
         run = {activity.name: place for place, activity in enumerate(activities)}
         # What does not run (a vision tower) and what holds buffers alone comes first.
-        ordered = sorted(self.meta.blocks, key=lambda block: run.get(block.name, -1))
+        held = self.rank_blocks.values()
+        ordered = sorted(held, key=lambda block: run.get(block.name, -1))
         leader = {block.name: block.name for block in ordered}
         for first, second in blocks.tied_blocks(self.meta.base):
             leader[second] = leader[first]
@@ -169,8 +234,22 @@ class Planner:
             groups.setdefault(leader[block.name], []).append(block)
         return list(groups.values())
 
+    @cached_property
+    def resident(self) -> int:
+        """Bytes of the packed weights that one process holds."""
+        return sum(block.weights for block in self.rank_blocks.values())
+
+    @cached_property
+    def load_peak(self) -> int:
+        """The most that a process holds while it loads and packs."""
+        held = self.resident
+        if self.settings.engine and self.settings.engine.name == "zero3":
+            held = self.with_engine(None).resident  # DeepSpeed cuts what each rank has loaded
+        return held + self._load_extra
+
+    @cached_property
     def _load_extra(self) -> int:
-        """Return the most bytes that packing a module while loading needs beside its weights."""
+        """The most bytes that packing a module while loading needs beside its weights."""
         modules: dict[str, list[PackedWeight]] = defaultdict(list)
         for part in self.meta.parts:
             modules[part.module].append(part.weight)

@@ -46,6 +46,9 @@ class MemoryPlan:
         notes: What to know about the figures, a sentence each.
         estimated: Whether the activations of layers are an estimate, since the model's own cannot
             run without data.
+        whole: With an engine (`settings.engine`), the whole packed model. `resident`, `load_peak`,
+            `peak`, `reserve` and each of `devices` are then of one rank, and there is no device
+            map.
     """
 
     label: str
@@ -66,6 +69,7 @@ class MemoryPlan:
     hints: tuple[Hint, ...] = ()
     notes: tuple[str, ...] = ()
     estimated: bool = False
+    whole: int | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -83,7 +87,7 @@ class MemoryPlan:
         return [
             (name, self.peak.largest[name], self.peak.parts[name])
             for name in COMPONENTS
-            if self.peak.largest[name] or self.peak.parts[name]
+            if self.peak.largest.get(name) or self.peak.parts.get(name)
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,6 +95,10 @@ class MemoryPlan:
         plain = asdict(self)
         training = plain.pop("settings")
         training["scratch"] = training.pop("workspace")
+        engine = training.pop("engine")
+        if engine is not None:
+            plain["engine"] = {**engine, "whole": plain["whole"]}
+        del plain["whole"]
         devices = [
             {**device, "fits": use.fits, "blocks": list(use.blocks)}
             for device, use in zip(plain["devices"], self.devices, strict=True)
