@@ -15,6 +15,7 @@ config is never changed.
     inject.py                how the wrappers get into the model
     layer.py                 the wrapper: one expert parameter and its adapters
     divided.py               factors of experts that are divided over ranks
+    factor_tensor.py         their DTensor, which optimizers and clipping take
     merge.py, combine.py     LoRA merged into packed weights; weighted sums of adapters
     load.py                  load_adapter, for saved adapters
     transformers_methods.py  add_adapter and load_adapter of transformers' own models

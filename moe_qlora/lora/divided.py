@@ -40,13 +40,15 @@ def _divided(
 ) -> nn.Parameter:
     from torch.distributed.tensor import DTensor, Replicate
 
+    from .factor_tensor import DividedTensor
+
     placements = [*[Replicate()] * (share.mesh.ndim - 1), placement]
     # A copy, so that the whole factor is freed.
     part = DTensor.from_local(
         local.clone(), share.mesh, placements, run_check=False,
         shape=whole.shape, stride=whole.stride(),
     )  # fmt: skip
-    return nn.Parameter(part, requires_grad=whole.requires_grad)
+    return nn.Parameter(DividedTensor.of(part), requires_grad=whole.requires_grad)
 
 
 def is_divided(factor: Tensor) -> bool:
@@ -58,8 +60,9 @@ def local_factor(factor: Tensor, share: ExpertShare) -> Tensor:
     """Return this rank's part of a factor, whose gradient will be averaged over all batches."""
     if not is_divided(factor):
         return factor
-    local = cast(Any, factor).to_local()
-    return cast(Tensor, _AverageGradient.apply(local, share)) if local.requires_grad else local
+    if factor.requires_grad:
+        return cast(Tensor, _AverageGradient.apply(factor, share))
+    return cast(Tensor, cast(Any, factor).to_local())
 
 
 def whole_factor(factor: Tensor) -> Tensor:
@@ -68,20 +71,24 @@ def whole_factor(factor: Tensor) -> Tensor:
 
 
 class _AverageGradient(torch.autograd.Function):
-    """Passes a factor on, and averages its gradient over the batches of all ranks.
+    """Gives this rank's part of a factor, and averages its gradient over the batches of all ranks.
 
     In backward and not in a hook: a hook on the parameter is lost where that is replaced, and one
     after its accumulation would divide what earlier micro-batches have left there.
     """
 
     @staticmethod
-    def forward(ctx: Any, factor: Tensor, share: ExpertShare) -> Tensor:
-        ctx.share = share
-        return factor.view_as(factor)
+    def forward(ctx: Any, factor: Any, share: ExpertShare) -> Tensor:
+        ctx.share, ctx.spec = share, factor._spec
+        local: Tensor = factor._local_tensor
+        return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor
+
         averaged = grad / ctx.share.batches
         if ctx.share.copies is not None:
             distributed.all_reduce(averaged, group=ctx.share.copies)
-        return averaged, None
+        part: Any = DTensor(averaged, ctx.spec, requires_grad=False)
+        return part, None

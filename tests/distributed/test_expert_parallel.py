@@ -296,3 +296,67 @@ def test_each_rank_reads_its_experts_alone(
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_divided_model_computes_what_the_whole_one_does(loaded: Any, source: str) -> None:
     assert all(one[source]["difference"] < 1e-5 for one in loaded)
+
+
+# torch's grouped optimizers and clipping are its defaults on GPUs.
+
+OPTIMIZERS: dict[str, dict[str, bool]] = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+# torch's own loop over gradients does not clip plain tensors and DTensors together.
+OPTIMIZER_CASES = [("ddp", "loop"), ("ddp", "foreach"), ("ddp", "fused")]
+OPTIMIZER_CASES += [("fsdp2", "foreach"), ("fsdp2", "fused")]
+
+
+def train_clipped(
+    model: Any, optimizer_kind: str, rank: int = 0, world: int = 1
+) -> dict[str, list[float]]:
+    model.train()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, **OPTIMIZERS[optimizer_kind])
+    losses, norms = [], []
+    for ids in batches()[:4]:
+        own = ids.chunk(world)[rank]
+        loss = model(input_ids=own, labels=own).loss
+        loss.backward()
+        foreach = optimizer_kind != "loop"
+        norm: Any = torch.nn.utils.clip_grad_norm_(parameters, 0.05, foreach=foreach)
+        norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if world > 1:
+            distributed.all_reduce(mean)
+        losses.append(float(mean) / world)
+    return {"losses": losses, "norms": norms}
+
+
+def run_optimizers(rank: int, world: int) -> dict[tuple[str, str], dict[str, list[float]]]:
+    results = {}
+    for how, kind in OPTIMIZER_CASES:
+        mesh = init_device_mesh("cpu", (world,))
+        model = wrapped(adapted(moe_qlora.expert_parallel(packed_model(), mesh)), how)
+        results[how, kind] = train_clipped(model, kind, rank, world)
+    return results
+
+
+@pytest.fixture(scope="module")
+def optimized() -> list[Any]:
+    return run_distributed(run_optimizers, 2)
+
+
+@pytest.fixture(scope="module")
+def clipped_alone() -> dict[str, list[float]]:
+    return train_clipped(adapted(packed_model()), "loop")
+
+
+@pytest.mark.parametrize("case", OPTIMIZER_CASES, ids="-".join)
+def test_grouped_optimizers_and_clipping_as_in_one_process(
+    case: tuple[str, str], optimized: list[Any], clipped_alone: dict[str, list[float]]
+) -> None:
+    for result in optimized:
+        assert result[case]["losses"] == pytest.approx(clipped_alone["losses"], abs=1e-5)
+        assert result[case]["norms"] == pytest.approx(clipped_alone["norms"], abs=1e-6)
+    assert optimized[0][case]["norms"] == optimized[1][case]["norms"]

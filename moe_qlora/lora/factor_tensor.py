@@ -1,0 +1,97 @@
+"""A DTensor that optimizers and gradient clipping may use beside plain tensors.
+
+The LoRA factors of divided experts lie on another mesh than a model's other trained parameters,
+which are plain tensors under DDP and DTensors of FSDP2's mesh under FSDP2. torch's optimizers and
+`clip_grad_norm_` group all of them in one `_foreach` or fused operation, which DTensor refuses:
+"got mixed torch.Tensor and DTensor" (torch 2.11 and 2.13). Those operations work element by
+element, so that each rank can run them on its own part; norms and the search for infinite gradients
+are reduced over the ranks, so that all get the whole's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+_ELEMENTWISE = ("_foreach_", "_fused_")
+_NORMS = ("vector_norm", "linalg_vector_norm")
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+class DividedTensor(DTensor):
+    """A part of a LoRA factor of divided experts, of its gradient or of its optimizer state."""
+
+    __slots__: list[str] = []
+
+    @staticmethod
+    def of(tensor: DTensor) -> DividedTensor:
+        """Return a DTensor as this class; it shares memory."""
+        local, spec = tensor._local_tensor, tensor._spec
+        divided: Any = DividedTensor(local, spec, requires_grad=tensor.requires_grad)
+        return cast(DividedTensor, divided)
+
+    # Not `__torch_dispatch__`, which torch 2.11 does not ask of a DTensor's subclass.
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if name == "_foreach_norm":
+                norms = func(tree_map(_local, args[0]), *args[1:], **kwargs)
+                return _reduced(norms, args[0], _order(args))
+            if name in _NORMS and len(args) < 3:
+                norm = func(_local(args[0]), *args[1:], **kwargs)
+                return _reduced([norm], args[:1], _order(args))[0]
+            if name == _UNSCALE:
+                func(*tree_map(_local, args), **kwargs)
+                first = next(each for each in args[0] if isinstance(each, DividedTensor))
+                for group in first.device_mesh.get_all_groups():
+                    distributed.all_reduce(_local(args[1]), distributed.ReduceOp.MAX, group=group)
+                return None
+            if name == "mul_" and not isinstance(args[1], DTensor):
+                _local(args[0]).mul_(args[1])  # by a number, or a tensor that holds one
+                return args[0]
+            if name.startswith(_ELEMENTWISE):
+                return func(*tree_map(_local, args), **tree_map(_local, kwargs))
+            return tree_map(_wrapped, func(*args, **kwargs))
+
+
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _wrapped(value: Any) -> Any:
+    return DividedTensor.of(value) if type(value) is DTensor else value
+
+
+def _order(args: Sequence[Any]) -> float:
+    order = args[1] if len(args) > 1 and args[1] is not None else 2
+    return float(order)
+
+
+def _reduced(norms: list[Tensor], tensors: Sequence[Any], order: float) -> list[Tensor]:
+    """Reduce the norms of parts of DTensors over the ranks that hold the other parts."""
+    results = list(norms)
+    by_mesh: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            key = tensor.device_mesh, tuple(p.is_replicate() for p in tensor.placements)
+            by_mesh.setdefault(key, []).append(index)
+    reduce = distributed.ReduceOp.MAX if math.isinf(order) else distributed.ReduceOp.SUM
+    for (mesh, replicated), indices in by_mesh.items():
+        values = torch.stack([norms[index] for index in indices])
+        values = values if math.isinf(order) else values**order
+        for dimension, whole in enumerate(replicated):
+            if not whole:
+                distributed.all_reduce(values, reduce, group=mesh.get_group(dimension))
+        values = values if math.isinf(order) else values ** (1 / order)
+        for index, value in zip(indices, values, strict=True):
+            results[index] = value
+    return results
