@@ -42,6 +42,7 @@ from .packing.selection import (
     select_weights,
 )
 from .packing.settings import CodecSettings
+from .packing.shares import share_of
 from .progress import Progress, reporting
 
 
@@ -294,7 +295,8 @@ def _pack_selected(
 def _pack_one(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> ReportRow:
     """Pack a weight and attach it to every module that holds it; all or none."""
     weight = _weight(model, param.name)
-    packed = pack(weight, settings)
+    share = share_of(parametrize.owner_of(model, param.name)[0])
+    packed = pack(weight, settings, torch.mean if share is None else share.mean)
     attached: list[tuple[nn.Module, str]] = []
     try:
         for name in param.names:

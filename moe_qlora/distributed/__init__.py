@@ -4,4 +4,5 @@ Open expert_parallel.py first. Engines are torch.distributed's and transformers'
 tells them what a packed weight is.
 
 expert_parallel.py  each rank holds some experts of every layer, and tokens travel to them
+watch.py            checks that no engine takes a rank's experts for copies of all ranks'
 """

@@ -28,6 +28,7 @@ from ..layout import ExpertsModule, ModelLayout
 from ..packing import parametrize, shares
 from ..packing.settings import CodecSettings
 from ..packing.shares import ExpertShare
+from .watch import watch
 
 _LOG = logging.getLogger(__name__)
 _TRANSFORMERS = "update transformers to 5.22 or later"
@@ -82,6 +83,7 @@ def divide(
     # all ranks, which gathering needs.
     host._is_distributed_loading_by_transformers = True
     shares.keep_from_ddp(model)
+    watch(model)
     return model
 
 

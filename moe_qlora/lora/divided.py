@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed, nn
 
-from ..packing.shares import ExpertShare
+from ..errors import AdapterError
+from ..packing.shares import ExpertShare, first_share
 
 
 def divided_factors(
@@ -68,6 +69,15 @@ def local_factor(factor: Tensor, share: ExpertShare) -> Tensor:
 def whole_factor(factor: Tensor) -> Tensor:
     """Return a factor as PEFT's file has it; all ranks must call it."""
     return cast(Tensor, cast(Any, factor).full_tensor()) if is_divided(factor) else factor
+
+
+def check_whole(model: nn.Module, what: str) -> None:
+    """Raise where a model's experts are divided over ranks, of which none can do this."""
+    if first_share(model) is not None:
+        raise AdapterError(
+            f"{what} needs all experts, and this model's are divided over ranks: save the adapter "
+            "on all ranks, and go on from its folder, such as with moe-qlora merge."
+        )
 
 
 class _AverageGradient(torch.autograd.Function):

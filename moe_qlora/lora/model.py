@@ -24,6 +24,7 @@ from ..packing.sharding import prepare_sharding, runs_distributed
 from ..packing.shares import first_share, keep_from_ddp
 from .combine import SingleExpert, concatenate, stored_factors
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
+from .divided import check_whole
 from .inject import check_connected, upgrade_wrappers
 from .layer import ParamWrapper
 from .names import as_set, packed_parameters
@@ -183,6 +184,7 @@ class LoraModel(StockLoraModel):
 
     @contextmanager
     def _merging(self, dtype: torch.dtype | None, repack: bool) -> Iterator[None]:
+        check_whole(self.model, "Merging")
         wrappers = [module for module in self.model.modules() if isinstance(module, ParamWrapper)]
         for wrapper in wrappers:
             wrapper.merge_dtype, wrapper.merge_repack = dtype, repack
@@ -203,6 +205,7 @@ class LoraModel(StockLoraModel):
         """Add the weighted sum of adapters as PEFT does, on expert parameters expert by expert."""
         if adapter_name in self.peft_config:
             return
+        check_whole(self.model, "add_weighted_adapter")
         super().add_weighted_adapter(
             adapters, weights, adapter_name, combination_type=combination_type, **kwargs
         )
