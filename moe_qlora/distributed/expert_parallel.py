@@ -126,7 +126,7 @@ def modules_to_divide(
     for entry in modules:
         if not entry.dispatches:
             raise ConfigError(
-                f"{entry.name} is a {entry.class_name}, which does not compute through "
+                f"{entry.name} is a {entry.class_name.removeprefix('Parametrized')}, which does not compute through "
                 "transformers' experts interface: its experts cannot be divided over ranks."
             )
         for param in entry.parameters:

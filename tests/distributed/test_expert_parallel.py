@@ -5,6 +5,7 @@ Every group of processes runs many cases: starting them takes longer than a case
 
 from __future__ import annotations
 
+import os
 import zlib
 from functools import cache
 from pathlib import Path
@@ -17,10 +18,11 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import moe_qlora
 from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.errors import MoeQloraError
 from moe_qlora.packing import parametrize, shares
 from moe_qlora.testing import run_distributed, tiny_model
 
@@ -129,57 +131,57 @@ def checkpointed(model: Any, reentrant: bool | None) -> Any:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "ddp, checkpointed": {"reentrant": False},
     "ddp, clipped": {"max_norm": 0.05},
-    "ddp, int8": {"settings": INT8},
-    "fsdp2": {"how": "fsdp2"},
-    "fsdp2, checkpointed": {"how": "fsdp2", "reentrant": False},
-    "fsdp2, clipped": {"how": "fsdp2", "max_norm": 0.05},
+    "ddp, int8, checkpointed": {"settings": INT8, "reentrant": False},
+    "fsdp2, clipped, checkpointed": {"how": "fsdp2", "max_norm": 0.05, "reentrant": False},
 }
 
 
-def run_training(rank: int, world: int, shape: tuple[int, ...], names: list[str]) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "experts")[-len(shape) :])
-    results = {}
-    for name in names:
-        case = {"how": "ddp", "reentrant": None, "settings": NF4, "max_norm": 0.0, **CASES[name]}
-        model = moe_qlora.expert_parallel(packed_model(settings=case["settings"]), mesh)
-        model = wrapped(checkpointed(adapted(model), case["reentrant"]), case["how"])
-        results[name] = train(model, batches(), rank, world, case["max_norm"])
-    return results
+def run_case(rank: int, world: int, mesh: Any, name: str) -> dict[str, Any]:
+    case = {"how": "ddp", "reentrant": None, "settings": NF4, "max_norm": 0.0, **CASES[name]}
+    model = moe_qlora.expert_parallel(packed_model(settings=case["settings"]), mesh)
+    model = wrapped(checkpointed(adapted(model), case["reentrant"]), case["how"])
+    return train(model, batches(), rank, world, case["max_norm"])
+
+
+def run_two(rank: int, world: int, folders: dict[str, Path], out: Path) -> dict[str, Any]:
+    """Everything that two ranks are asked to show."""
+    mesh = init_device_mesh("cpu", (world,))
+    return {
+        "training": {name: run_case(rank, world, mesh, name) for name in CASES},
+        "loading": run_loading(rank, mesh, folders),
+        "refusals": run_refusals(mesh),
+        "trainer": run_trainer(mesh, out),
+    }
+
+
+def run_four(rank: int, world: int) -> dict[str, Any]:
+    """Two copies of each expert, on two ranks each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
+    return run_case(rank, world, mesh, "ddp, clipped")
 
 
 @pytest.fixture(scope="module")
-def two() -> Any:
-    return run_distributed(run_training, 2, (2,), list(CASES))
-
-
-@pytest.fixture(scope="module")
-def four() -> Any:
-    return run_distributed(run_training, 4, (2, 2), ["ddp", "fsdp2, clipped"])
+def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_distributed(run_two, 2, folders, tmp_path_factory.mktemp("trained"))
 
 
 @cache
-def reference(settings: str, max_norm: float) -> dict[str, Any]:
+def reference(kind: str, max_norm: float) -> dict[str, Any]:
     """What one process with all experts computes."""
-    return train(
-        adapted(packed_model(settings=INT8 if settings == "int8" else NF4)),
-        batches(),
-        max_norm=max_norm,
-    )
+    model = packed_model(settings=INT8 if kind == "int8" else NF4)
+    return train(adapted(model), batches(), max_norm=max_norm)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one(two: Any, case: str) -> None:
-    for divided in two:
-        assert_same(divided[case], case)
+    for result in two:
+        assert_same(result["training"][case], case)
 
 
-@pytest.mark.parametrize("case", ["ddp", "fsdp2, clipped"])
-def test_four_ranks_with_two_copies_of_each_expert_train_as_one(four: Any, case: str) -> None:
-    for divided in four:
-        assert_same(divided[case], case)
+def test_four_ranks_with_two_copies_of_each_expert_train_as_one() -> None:
+    for divided in run_distributed(run_four, 4):
+        assert_same(divided, "ddp, clipped")
 
 
 def assert_same(divided: dict[str, Any], case: str) -> None:
@@ -190,6 +192,93 @@ def assert_same(divided: dict[str, Any], case: str) -> None:
     for name, gradient in whole["gradients"].items():
         error = (divided["gradients"][name] - gradient).norm() / gradient.norm().clamp_min(1e-9)
         assert error < 1e-4, name
+
+
+# What is refused, and what is noticed.
+
+
+def run_refusals(mesh: Any) -> dict[str, str]:
+    divided = moe_qlora.expert_parallel(packed_model(), mesh)
+    peft_model = adapted(divided)
+    ids = batches()[0][:2]
+
+    def sharded() -> None:
+        model: Any = moe_qlora.expert_parallel(packed_model(), mesh)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        model(input_ids=ids)
+
+    calls: dict[str, Any] = {
+        "twice": lambda: moe_qlora.expert_parallel(divided, mesh),
+        "merge": lambda: peft_model.merge_and_unload(),
+        "sharded": sharded,
+    }
+    seen = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except MoeQloraError as error:
+            seen[name] = str(error)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ("twice", "call expert_parallel once, before"),
+        ("merge", "Merging needs all experts"),
+        ("sharded", "pass ignored_params=moe_qlora.expert_parallel_parameters"),
+    ],
+)
+def test_what_would_go_wrong_is_refused(two: Any, call: str, sentence: str) -> None:
+    for result in two:
+        assert sentence in result["refusals"].get(call, "nothing was raised")
+
+
+# Trainer.
+
+
+def run_trainer(mesh: Any, out: Path) -> dict[str, Any]:
+    """Train with transformers' Trainer, which averages and saves what the model says it must."""
+    rank, world = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+    model = packed_model()
+    if mesh is not None:
+        model = moe_qlora.expert_parallel(model, mesh)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
+    settings = TrainingArguments(
+        output_dir=str(out),
+        use_cpu=True,
+        per_device_train_batch_size=4 // world,
+        max_steps=4,
+        learning_rate=1e-2,
+        max_grad_norm=0.05,
+        gradient_accumulation_steps=2,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+    )
+    data = [{"input_ids": row, "labels": row} for row in torch.cat(batches())]
+    trainer = Trainer(peft_model, settings, train_dataset=data)
+    trainer.train()
+    trained = {n: whole(p).detach() for n, p in peft_model.named_parameters() if p.requires_grad}
+    return {"weights": trained, "log": trainer.state.log_history}
+
+
+def test_trainer_trains_as_in_one_process(two: Any, tmp_path: Path) -> None:
+    alone = run_trainer(None, tmp_path)
+    for result in two:
+        seen = result["trainer"]
+        for ours, right in zip(seen["log"][:-1], alone["log"][:-1], strict=True):
+            assert ours["loss"] == pytest.approx(right["loss"], abs=1e-5)
+            assert ours["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
+        assert seen["weights"].keys() == alone["weights"].keys()
+        for name, weight in alone["weights"].items():
+            torch.testing.assert_close(seen["weights"][name], weight, rtol=1e-3, atol=1e-5)
 
 
 # Loading.
@@ -233,8 +322,7 @@ def tensors_of(packed: Any) -> list[torch.Tensor]:
     return [packed.flat_codes, packed.absmax, *nested]
 
 
-def run_loading(rank: int, world: int, folders: dict[str, Path]) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (world,))
+def run_loading(rank: int, mesh: Any, folders: dict[str, Path]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     read, counted = Checkpoint.read, [0]
 
@@ -262,8 +350,8 @@ def run_loading(rank: int, world: int, folders: dict[str, Path]) -> dict[str, An
 
 
 @pytest.fixture(scope="module")
-def loaded(folders: dict[str, Path]) -> Any:
-    return run_distributed(run_loading, 2, folders)
+def loaded(two: Any) -> Any:
+    return [result["loading"] for result in two]
 
 
 @pytest.mark.parametrize("source", SOURCES)
