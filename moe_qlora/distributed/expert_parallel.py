@@ -126,8 +126,9 @@ def modules_to_divide(
     for entry in modules:
         if not entry.dispatches:
             raise ConfigError(
-                f"{entry.name} is a {entry.class_name.removeprefix('Parametrized')}, which does not compute through "
-                "transformers' experts interface: its experts cannot be divided over ranks."
+                f"{entry.name} is a {entry.class_name.removeprefix('Parametrized')}, which does "
+                "not compute through transformers' experts interface: its experts cannot be "
+                "divided over ranks."
             )
         for param in entry.parameters:
             if param.num_experts != entry.num_experts or param.shape[0] != entry.num_experts:

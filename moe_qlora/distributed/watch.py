@@ -7,6 +7,7 @@ which another wrapper may hide, and FSDP2 takes a list from its caller.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,11 +41,11 @@ def watch(model: nn.Module) -> None:
     for _, module, leaf in parametrize.iter_packed(model):
         if share_of(module) is not None:
             state = _Watch(module, leaf)
-            model.register_forward_pre_hook(lambda model, args: _check(state))
+            model.register_forward_pre_hook(partial(_check, state))
             return
 
 
-def _check(state: _Watch) -> None:
+def _check(state: _Watch, *args: Any) -> None:
     if not parametrize.is_packed(state.module, state.leaf):
         return
     codes: Any = parametrize.original_of(state.module, state.leaf)

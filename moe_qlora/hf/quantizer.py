@@ -31,6 +31,7 @@ from ..packing.decoders import hold
 from ..packing.format import ABSMAX, SCALES
 from ..packing.shares import ExpertShare
 from .converters import LinearConverter, PackedConverter, PackingConverter
+from .distributed_config import keep_whole, mesh_of, own_device
 from .model import finish_packing
 
 
@@ -81,7 +82,9 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         return self._checked.manifest
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Note what the stock quantizer makes of it."""
+        """Note what the stock quantizer makes of it; without one, ranks go to their own devices."""
+        if device_map is None and (own := own_device()) is not None:
+            device_map = {"": own}
         self._device_map = super().update_device_map(device_map)  # type: ignore[misc]
         return self._device_map
 
@@ -94,7 +97,11 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Decide what is packed, while the model is still as it was built."""
-        files = kwargs.get("checkpoint_files")
+        files, config = kwargs.get("checkpoint_files"), model.config
+        mesh = mesh_of(getattr(config, "distributed_config", None))
+        if mesh is not None:
+            keep_whole(model)
+        mesh = mesh or self._expert_mesh()
         self._add_skips(model)
         self._spec = self._make_spec(model, dtype, files, kwargs.get("device_map"))
         self._spec.device_map = self._device_map
@@ -109,7 +116,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         # The stock method may have put lists of Linear layers in place of fused weights.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._spec.params = {n: p for n, p in self._spec.params.items() if n in names}
-        mesh = self._expert_mesh()
         if mesh is not None:
             self._spec.shares = load_shares(model, self._spec, mesh)
         self._spec.unit_nbytes = self._unit_nbytes(model)
@@ -245,6 +251,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             model.hf_quantizer = self._stock()
         if spec is not None:
             finish(model, spec, self.quantization_config)
+            if spec.shares:  # a save would ask it how to gather, and there is nothing to gather
+                model.config.__dict__.pop("distributed_config", None)
         return model
 
     def _stock(self) -> Any:

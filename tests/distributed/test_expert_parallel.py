@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 import moe_qlora
 from moe_qlora.checkpoint.reader import Checkpoint
@@ -150,7 +151,7 @@ def run_two(rank: int, world: int, folders: dict[str, Path], out: Path) -> dict[
     return {
         "training": {name: run_case(rank, world, mesh, name) for name in CASES},
         "loading": run_loading(rank, mesh, folders),
-        "refusals": run_refusals(mesh),
+        "refusals": run_refusals(mesh, folders["single experts"]),
         "trainer": run_trainer(mesh, out),
     }
 
@@ -197,7 +198,7 @@ def assert_same(divided: dict[str, Any], case: str) -> None:
 # What is refused, and what is noticed.
 
 
-def run_refusals(mesh: Any) -> dict[str, str]:
+def run_refusals(mesh: Any, folder: Path) -> dict[str, str]:
     divided = moe_qlora.expert_parallel(packed_model(), mesh)
     peft_model = adapted(divided)
     ids = batches()[0][:2]
@@ -208,7 +209,13 @@ def run_refusals(mesh: Any) -> dict[str, str]:
             fully_shard(layer, mesh=mesh)
         model(input_ids=ids)
 
+    def by_config(**sizes: int) -> Any:
+        config = DistributedConfig(**sizes)
+        return load(folder, NF4, distributed_config=config)
+
     calls: dict[str, Any] = {
+        "fsdp_size alone": lambda: by_config(fsdp_size=2),
+        "tp_size": lambda: by_config(tp_size=2, ep_size=2),
         "twice": lambda: moe_qlora.expert_parallel(divided, mesh),
         "merge": lambda: peft_model.merge_and_unload(),
         "sharded": sharded,
@@ -225,6 +232,8 @@ def run_refusals(mesh: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
+        ("fsdp_size alone", "distributed_config has fsdp_size=2 and no ep_size"),
+        ("tp_size", "distributed_config has tp_size=2, which packed weights do not support"),
         ("twice", "call expert_parallel once, before"),
         ("merge", "Merging needs all experts"),
         ("sharded", "pass ignored_params=moe_qlora.expert_parallel_parameters"),
@@ -303,12 +312,19 @@ SOURCES = {
     "single experts": NF4,
     "fused": NF4,
     "int8 experts": INT8,
+    "by DistributedConfig": NF4,
     **{f"packed {kind}": None for kind in KINDS},
 }
 
 
-def load(folder: Path, settings: dict[str, Any] | None, mesh: Any = None) -> Any:
-    config = {} if settings is None else {"quantization_config": BitsAndBytesConfig(**settings)}
+def load(
+    folder: Path, settings: dict[str, Any] | None, mesh: Any = None, distributed_config: Any = None
+) -> Any:
+    config: dict[str, Any] = {}
+    if settings is not None:
+        config["quantization_config"] = BitsAndBytesConfig(**settings)
+    if distributed_config is not None:
+        config["distributed_config"] = distributed_config
     with moe_qlora.enabled(expert_mesh=mesh):
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **config)
 
@@ -336,7 +352,12 @@ def run_loading(rank: int, mesh: Any, folders: dict[str, Path]) -> dict[str, Any
         whole = load(folder, settings)
         Checkpoint.read = counting
         counted[0] = 0
-        divided = load(folder, settings, mesh)
+        if source == "by DistributedConfig":
+            config = DistributedConfig(fsdp_size=mesh.size(), ep_size=mesh.size())
+            divided = load(folder, settings, distributed_config=config)
+            assert config == DistributedConfig(fsdp_size=mesh.size(), ep_size=mesh.size())
+        else:
+            divided = load(folder, settings, mesh)
         Checkpoint.read = read
         with torch.no_grad():
             ids = batches()[0][rank : rank + 2]

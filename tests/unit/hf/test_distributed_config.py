@@ -1,0 +1,37 @@
+"""What a load in a distributed run takes from its surroundings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import distributed
+from transformers.distributed import DistributedConfig
+
+from moe_qlora.hf import distributed_config
+from moe_qlora.hf.distributed_config import mesh_of, own_device
+
+
+@pytest.mark.parametrize(
+    ("distributed_run", "current", "local_rank", "devices", "own"),
+    [
+        (False, 0, 3, 4, None),
+        (True, 0, 3, 4, 3),
+        (True, 0, 0, 4, None),
+        (True, 2, 3, 4, None),  # the program has set one
+        (True, 0, 3, 1, None),  # each rank sees its own device alone
+    ],
+)
+def test_ranks_do_not_all_load_to_the_first_device(
+    monkeypatch, distributed_run, current, local_rank, devices, own
+):
+    monkeypatch.setattr(distributed_config, "runs_distributed", lambda: distributed_run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(distributed, "get_node_local_rank", lambda fallback_rank: local_rank)
+    assert own_device() == own
+
+
+def test_one_process_has_no_mesh():
+    assert mesh_of(None) is None
+    assert mesh_of(DistributedConfig()) is None
