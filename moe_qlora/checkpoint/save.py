@@ -13,15 +13,17 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..build.files import read_json
 from ..errors import AdapterError, CheckpointError, ConfigError
@@ -29,6 +31,7 @@ from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 from ..packing import parametrize
 from ..packing.decoders import Params4bit
+from ..packing.gather import WholeTensor, gather_to_first, is_divided, whole_shape, whole_tensors
 from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
 from . import manifest as manifests
@@ -70,12 +73,16 @@ def save_pretrained(
     valid until the new config.json replaces the old one, at the very end. While another process
     saves into the folder, this one waits, with a warning.
 
+    In a distributed run the first rank writes. Where ranks hold shares of the model, all of them
+    must call this: tensors are gathered one at a time, and all return, or raise the same error,
+    once the folder is complete.
+
     Args:
         self: The model. With adapters that transformers itself has loaded, only these are saved, as
             the stock method does.
         save_directory: The folder.
         is_main_process: False writes nothing, as does any but the first process of a distributed
-            run in newer versions of transformers.
+            run.
         state_dict: What to save instead of `self.state_dict()`.
         push_to_hub: Upload what was written, when all of it is.
         max_shard_size: Bytes, or such as "5GB".
@@ -85,7 +92,8 @@ def save_pretrained(
 
     Raises:
         AdapterError: PEFT layers are in the model.
-        CheckpointError: The folder cannot be written, or a weight is on no device or sharded.
+        CheckpointError: The folder cannot be written, a weight is on no device, or another rank
+            was lost while tensors were gathered.
         ConfigError: `variant` or `distributed_checkpoint` is asked for.
     """
     if getattr(self, "_hf_peft_config_loaded", False):
@@ -96,32 +104,36 @@ def save_pretrained(
     for name, value in unsupported.items():
         if value:
             raise ConfigError(f"{name}={value!r} is not supported for a model with packed experts.")
-    # newer versions of transformers write in the first process of a distributed run only
-    writes = getattr(self, "should_save_on_this_rank", bool)(is_main_process)
-    if not writes and state_dict is not None:
-        return  # what gathers a sharded state dict gives other processes an empty one
-    tensors = _tensors_to_save(self, self.state_dict() if state_dict is None else state_dict)
-    if not writes:
+    state_dict = self.state_dict() if state_dict is None else state_dict
+    first = not distributed.is_initialized() or distributed.get_rank() == 0
+    if not is_divided(self, state_dict) and not (first and is_main_process):
         return
+    tensors = _tensors_to_save(self, state_dict)
     folder = absolute(os.fspath(save_directory))
     stock_kwargs = {key: kwargs[key] for key in ("save_peft_format",) if key in kwargs}
-    with _target(folder) as work:
-        _write_auxiliary_files(self, work, stock_kwargs)
-        write_packed(work, self, tensors, max_shard_size)
-        written = [str(f.relative_to(work).as_posix()) for f in work.rglob("*") if f.is_file()]
-    if push_to_hub:
-        _upload(folder, sorted(written), token, kwargs)
+
+    def write(read: Callable[[str], Tensor]) -> None:
+        if not is_main_process:
+            return
+        with _target(folder) as work:
+            _write_auxiliary_files(self, work, stock_kwargs)
+            _write_packed(work, self, tensors, read, max_shard_size)
+            written = [str(f.relative_to(work).as_posix()) for f in work.rglob("*") if f.is_file()]
+        if push_to_hub:
+            _upload(folder, sorted(written), token, kwargs)
+
+    gather_to_first(tensors, write, f"Saving to {folder}")
 
 
-def _tensors_to_save(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+def _tensors_to_save(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, WholeTensor]:
     """Return the state dict without tied names and what the model's class does not save."""
     host: Any = model
     tied: Mapping[str, str] = getattr(host, "all_tied_weights_keys", None) or {}
     ignored = getattr(host, "_keys_to_ignore_on_save", None) or ()
     packed = {f"{module}.{name}".lstrip(".") for module, _, name in parametrize.iter_packed(model)}
     aliases = {name for name in packed if tied.get(name) in packed}
-    kept: dict[str, Tensor] = {}
-    for key, value in state_dict.items():
+    kept: dict[str, WholeTensor] = {}
+    for key, tensor in whole_tensors(model, state_dict).items():
         if ".lora_" in key or ".base_layer." in key or ".modules_to_save." in key:
             raise AdapterError(
                 f"The model holds adapters of PEFT ({key}): save these with the PeftModel's "
@@ -133,14 +145,14 @@ def _tensors_to_save(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
                 "model with moe_qlora.quantize_experts."
             )
         source = tied.get(key)
-        if source is not None and _share_storage(value, state_dict.get(source)):
+        if source is not None and _are_tied(model, state_dict, key, source):
             continue
         if key in ignored or any(key == name or key.startswith(f"{name}.") for name in aliases):
             continue
-        reason = _why_not_saved(value)
+        reason = _why_not_saved(tensor.source)
         if reason is not None:
             raise CheckpointError(f"{key} {reason}.")
-        kept[key] = value
+        kept[key] = tensor
     missing = packed - aliases - kept.keys()
     if missing:
         raise CheckpointError(f"The state dict to save lacks the packed weight {min(missing)}.")
@@ -153,14 +165,22 @@ def _why_not_saved(value: Any) -> str | None:
         return f"is {type(value).__name__} and no tensor: leave it out of state_dict"
     if value.is_meta:
         return "is on the meta device and cannot be saved: load the model without offloading it"
-    if hasattr(value, "full_tensor"):
-        return "is sharded over several processes: gather it, and pass state_dict"
     return None
 
 
-def _share_storage(one: Any, other: Any) -> bool:
-    both = isinstance(one, Tensor) and isinstance(other, Tensor)
-    return both and one.shape == other.shape and one.data_ptr() == other.data_ptr()
+def _are_tied(model: nn.Module, state_dict: Mapping[str, Any], key: str, source: str) -> bool:
+    """Whether a tensor of the state dict is the one of another key, of which it may be a copy."""
+    one, other = state_dict.get(key), state_dict.get(source)
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
+        return False
+    sharded = hasattr(one, "full_tensor")
+    if not sharded and one.data_ptr() == other.data_ptr():
+        return True
+    # Gathering makes two tensors of one parameter. Shares are not compared: some may be empty.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if key not in parameters or parameters[key] is not parameters.get(source):
+        return False
+    return sharded or torch.equal(one, other)
 
 
 @contextmanager
@@ -231,13 +251,16 @@ def is_save_file(name: str) -> bool:
 
 def _write_auxiliary_files(model: Any, work: Path, kwargs: dict[str, Any]) -> None:
     """Write everything that the stock method writes, but the weights."""
-    quantizer = model.hf_quantizer
-    # The stock method asks the quantizer for the state dict; this attribute hides the method.
+    quantizer, own = model.hf_quantizer, model.config.__dict__
+    # The stock method asks the quantizer for the state dict; this attribute hides the method. By a
+    # distributed_config it would gather the model from all ranks, and wait for them.
     quantizer.get_state_dict_and_metadata = lambda model: ({}, {})
+    hidden = {key: own.pop(key) for key in ("distributed_config",) if key in own}
     try:
         type(model).save_pretrained(model, work, save_original_format=False, **kwargs)
     finally:
         del quantizer.get_state_dict_and_metadata
+        own |= hidden
     (work / SINGLE).unlink(missing_ok=True)
     config = read_json(work / CONFIG)
     config["dtype"] = _main_dtype(model) or config.get("dtype")
@@ -256,18 +279,27 @@ def _main_dtype(model: Any) -> str | None:
     return max(sizes, key=sizes.__getitem__, default=None)
 
 
-def write_packed(
-    work: Path, model: nn.Module, tensors: Mapping[str, Tensor], max_shard_size: int | str
+def _write_packed(
+    work: Path,
+    model: nn.Module,
+    tensors: Mapping[str, WholeTensor],
+    read: Callable[[str], Tensor],
+    max_shard_size: int | str,
 ) -> None:
-    """Write shards and manifest of a packed model, of the tensors of a state dict."""
-    shards = plan_shards({key: tensor.nbytes for key, tensor in tensors.items()}, max_shard_size)
+    """Write shards and manifest of a packed model, of tensors that `read` gives one at a time."""
+    # first the records, which are small: only they do not say beforehand how long they are
+    records = {key: read(key) for key, tensor in tensors.items() if tensor.shape is None}
+    shapes = {
+        key: (tensor.dtype, tuple(records[key].shape) if tensor.shape is None else tensor.shape)
+        for key, tensor in tensors.items()
+    }
+    nbytes = {key: dtype.itemsize * prod(shape) for key, (dtype, shape) in shapes.items()}
     files = []
-    for number, keys in enumerate(shards, 1):
+    for number, keys in enumerate(plan_shards(nbytes, max_shard_size), 1):
         files.append(work / f"shard-{number:05d}.safetensors")
-        shapes = {key: (tensors[key].dtype, tuple(tensors[key].shape)) for key in keys}
-        with ShardWriter(files[-1], shapes, {"format": "pt"}) as writer:
+        with ShardWriter(files[-1], {key: shapes[key] for key in keys}, {"format": "pt"}) as writer:
             for key in keys:
-                writer.write(key, tensors[key])
+                writer.write(key, records[key] if key in records else read(key))
     entries, settings = _packed_entries(model)
     experts = {name: entry for name, entry in entries.items() if name in tensors}
     finish_packed(work, files, experts, settings, _plain_linears(model))
@@ -325,11 +357,13 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
     """Describe each packed expert weight as the manifest does, and how all of them are packed."""
     names: dict[int, list[str]] = {}
     weights: dict[int, PackedWeight] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
     settings: dict[CodecSettings, str] = {}
     for module_name, module, leaf in parametrize.iter_packed(model):
         key, name = id(parametrize.original_of(module, leaf)), f"{module_name}.{leaf}".lstrip(".")
         names.setdefault(key, []).append(name)
         weights[key] = parametrize.read_packed(module, leaf)
+        shapes[key] = whole_shape(module, weights[key])
         settings.setdefault(CodecSettings.of(weights[key]), name)
     (first, _), *others = settings.items()
     if others:
@@ -340,10 +374,10 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
         )
     entries = {}
     for key, tied in names.items():
-        shape, dtype = tuple(weights[key].shape), dtype_name(weights[key].dtype)
+        dtype = dtype_name(weights[key].dtype)
         for name in tied:
             aliases = tuple(other for other in tied if other != name)
-            entries[name] = PackedEntry(shape, dtype, aliases)
+            entries[name] = PackedEntry(shapes[key], dtype, aliases)
     return entries, first
 
 
@@ -353,8 +387,13 @@ def _plain_linears(model: Any) -> list[str]:
     skips = model.hf_quantizer.get_modules_to_not_convert(
         model, config.llm_int8_skip_modules, model._keep_in_fp32_modules
     )
-    plain = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    plain = [name for name, module in model.named_modules() if _stock_class(module) is nn.Linear]
     return [] if all(is_skipped(name, skips) for name in plain) else plain
+
+
+def _stock_class(module: nn.Module) -> type:
+    """Return the class of a module before `fully_shard` made it another."""
+    return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
 
 
 def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
+from types import MethodType
 from typing import Any, cast
 
 import peft
@@ -28,7 +29,16 @@ from .divided import check_whole
 from .inject import check_connected, upgrade_wrappers
 from .layer import ParamWrapper
 from .names import as_set, packed_parameters
+from .save import check_unsharded, save_pretrained
 
+_OFFLINE = (
+    "save the adapter with save_pretrained on all ranks, and go on from its folder in one process, "
+    "such as with moe-qlora merge"
+)
+_BEFORE_SHARDING = (
+    "add adapters before the model is sharded; load_adapter(folder, adapter_name) loads weights into "
+    "one that is there"
+)
 _TESTED = {"peft": ((0, 20), (0, 21)), "transformers": ((5, 20), (5, 23))}
 
 
@@ -118,6 +128,7 @@ def connect_adapters(model: PeftModel) -> PeftModel:
         check_connected(tuner.model, name, config)
     if first_share(tuner.model) is not None:
         keep_from_ddp(model)
+    model.__dict__["save_pretrained"] = MethodType(save_pretrained, model)
     return model
 
 
@@ -156,6 +167,7 @@ class LoraModel(StockLoraModel):
     def inject_adapter(
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
+        check_unsharded(model, f"Adding the adapter {adapter_name!r}", _BEFORE_SHARDING)
         config = adapt_lora_config(model, self.peft_config[adapter_name])
         self.peft_config[adapter_name] = config
         with without_false_warning(config):
@@ -182,9 +194,15 @@ class LoraModel(StockLoraModel):
         restore.clear_quantized(merged)
         return merged
 
+    def unmerge_adapter(self) -> None:
+        """Undo `merge_adapter`."""
+        check_unsharded(self.model, "Unmerging", _OFFLINE)
+        super().unmerge_adapter()
+
     @contextmanager
     def _merging(self, dtype: torch.dtype | None, repack: bool) -> Iterator[None]:
         check_whole(self.model, "Merging")
+        check_unsharded(self.model, "Merging", _OFFLINE)
         wrappers = [module for module in self.model.modules() if isinstance(module, ParamWrapper)]
         for wrapper in wrappers:
             wrapper.merge_dtype, wrapper.merge_repack = dtype, repack
@@ -206,6 +224,7 @@ class LoraModel(StockLoraModel):
         if adapter_name in self.peft_config:
             return
         check_whole(self.model, "add_weighted_adapter")
+        check_unsharded(self.model, "add_weighted_adapter", _OFFLINE)
         super().add_weighted_adapter(
             adapters, weights, adapter_name, combination_type=combination_type, **kwargs
         )

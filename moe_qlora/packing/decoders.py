@@ -167,6 +167,7 @@ class ShardableStatistics(nn.Module):
         raw, nested = codes.detach(), None
         if is_share(self.absmax) or is_share(codes):
             absmax, table = self.absmax.detach(), self.tables
+            raw = torch.empty((0, 1), dtype=self.storage_dtype, device=codes.device)
             if self.double_quant:
                 bits = self.nested.detach()
                 nested = NestedAbsmax(self.tables, bits, bits, NESTED_BLOCK)

@@ -347,7 +347,7 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_sharded_weight_and_what_is_no_tensor_are_named(tmp_path):
+def test_what_is_no_tensor_is_named_and_a_sharded_weight_gathered(tmp_path):
     from torch import distributed
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
@@ -358,12 +358,16 @@ def test_a_sharded_weight_and_what_is_no_tensor_are_named(tmp_path):
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        weight = DTensor.from_local(torch.ones(8), mesh, [Shard(0)])
-        with pytest.raises(CheckpointError, match=f"{key} is sharded over several processes"):
-            model.save_pretrained(tmp_path / "saved", state_dict=model.state_dict() | {key: weight})
+        whole = torch.rand_like(model.state_dict()[key])
+        weight = DTensor.from_local(whole, mesh, [Shard(0)])
+        with pytest.raises(CheckpointError, match=f"{key} is int and no tensor"):
+            model.save_pretrained(tmp_path / "saved", state_dict={key: weight} | {key: 3})
+        assert list(tmp_path.iterdir()) == []
+        model.save_pretrained(tmp_path / "saved", state_dict=model.state_dict() | {key: weight})
     finally:
         distributed.destroy_process_group()
-    assert list(tmp_path.iterdir()) == []
+    saved = load_file(next((tmp_path / "saved").glob("*.safetensors")))
+    assert torch.equal(saved[key], whole)
 
 
 class Hub:

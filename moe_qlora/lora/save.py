@@ -1,0 +1,150 @@
+"""`save_pretrained` of a `PeftModel` in a distributed run: one file, as a single process writes it.
+
+PEFT writes on every rank that calls it, and what that rank has: shares, where the model is sharded.
+Here the adapter's tensors are gathered, and the first rank writes, with PEFT's own method, into a
+staging folder, whose files then replace the old ones.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from peft.utils.save_and_load import get_peft_model_state_dict
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..checkpoint.staging import absolute, flush, staging
+from ..errors import AdapterError
+from ..layout import unwrapped_name
+from ..packing.decoders import is_share
+from ..packing.gather import WholeTensor, gather_to_first, is_divided, whole
+
+_CARD = "README.md"
+
+
+def save_pretrained(
+    self: Any,
+    save_directory: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    selected_adapters: list[str] | None = None,
+    save_embedding_layers: str | bool = "auto",
+    is_main_process: bool = True,
+    path_initial_model_for_weight_conversion: str | None = None,
+    **kwargs: Any,
+) -> None:
+    """Save adapters as `PeftModel.save_pretrained` does.
+
+    In a distributed run the first rank writes. Where ranks hold shares of the adapters, all of them must call this, and return or raise
+    together. Arguments are PEFT's; `state_dict` may hold shares as well.
+
+    Raises:
+        CheckpointError: The folder cannot be written, or another rank was lost while tensors were
+            gathered.
+    """
+    stock = partial(
+        type(self).save_pretrained,
+        self,
+        safe_serialization=safe_serialization,
+        selected_adapters=selected_adapters,
+        save_embedding_layers=save_embedding_layers,
+        path_initial_model_for_weight_conversion=path_initial_model_for_weight_conversion,
+        **kwargs,
+    )
+    if not distributed.is_available() or not distributed.is_initialized():
+        stock(save_directory, is_main_process=is_main_process)
+        return
+    folder = absolute(os.fspath(save_directory))
+    state_dict = kwargs.pop("state_dict", None)
+    if state_dict is None:
+        state_dict = self.state_dict()
+    tensors: dict[str, WholeTensor] = {}
+    if is_divided(self, state_dict) or _is_partitioned(self):
+        names = selected_adapters or list(self.peft_config)
+        tensors = _adapter_tensors(self, state_dict, names, save_embedding_layers)
+    elif distributed.get_rank() != 0:
+        return
+
+    def write(read: Callable[[str], Tensor]) -> None:
+        if not is_main_process:
+            return
+        gathered = {key: read(key).cpu() for key in tensors}
+        with staging(folder, inside=True, wait=True) as work:
+            if (folder / _CARD).is_file():  # PEFT adds to it
+                shutil.copyfile(folder / _CARD, work / _CARD)
+            stock(str(work), is_main_process=True, state_dict={**state_dict, **gathered})
+            _move(work, folder)
+
+    gather_to_first(tensors, write, f"Saving the adapter to {folder}")
+
+
+def _is_partitioned(model: PeftModel) -> bool:
+    """Whether DeepSpeed ZeRO-3 has partitioned the model's parameters."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def _adapter_tensors(
+    model: PeftModel,
+    state_dict: Mapping[str, Any],
+    adapters: Sequence[str],
+    save_embedding_layers: str | bool,
+) -> dict[str, WholeTensor]:
+    """Return those tensors of the state dict that PEFT will write."""
+    written: set[int] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the save itself says it again
+        for adapter in adapters:
+            chosen = get_peft_model_state_dict(
+                model, dict(state_dict), adapter, save_embedding_layers=save_embedding_layers
+            )
+            written |= {id(tensor) for tensor in chosen.values()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        key: _tensor(value, parameters.get(key))
+        for key, value in state_dict.items()
+        if id(value) in written
+    }
+
+
+def _tensor(value: Tensor, parameter: Any) -> WholeTensor:
+    if not hasattr(parameter, "ds_id"):
+        divided = hasattr(value, "full_tensor")
+        return WholeTensor(value.dtype, tuple(value.shape), value, partial(whole, value), divided)
+
+    def gather() -> Tensor:
+        from deepspeed.zero import GatheredParameters  # type: ignore[import-not-found]
+
+        with GatheredParameters([parameter]):
+            copied: Tensor = parameter.detach().clone()
+            return copied
+
+    return WholeTensor(value.dtype, tuple(parameter.ds_shape), value, gather, True)
+
+
+def check_unsharded(model: nn.Module, action: str, advice: str) -> None:
+    """Raise an `AdapterError` where the model's parameters are sharded over ranks."""
+    engine = any(isinstance(module, FSDPModule) for module in model.modules())
+    for name, parameter in model.named_parameters():
+        # expert parallelism has factors of LoRA as DTensors, and no other parameter
+        if engine or (is_share(parameter) and ".lora_" not in name):
+            raise AdapterError(
+                f"{action} needs whole weights, and {unwrapped_name(name)} is sharded over ranks: "
+                f"{advice}."
+            )
+
+
+def _move(work: Path, folder: Path) -> None:
+    """Move a finished save into its folder, each file at once, configurations last."""
+    files = [file for file in work.rglob("*") if file.is_file()]
+    for file in sorted(files, key=lambda file: (file.suffix == ".json", file)):
+        flush(file)
+        target = folder / file.relative_to(work)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(target)
+    flush(folder)

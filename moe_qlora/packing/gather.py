@@ -1,0 +1,303 @@
+"""A model's state dict as one process has it, gathered from the ranks that hold shares of it.
+
+    whole_tensors       bitsandbytes' keys, each with what gathers its tensor; gathers nothing yet
+    gather_to_first     runs a function on the first rank, which reads such tensors one at a time
+                        while all other ranks take part
+
+A share is a DTensor, as FSDP2 has it, or a rank's own experts under expert parallelism (shares.py).
+What is gathered is free before the next tensor is: no rank holds more than one whole tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ..errors import CheckpointError, MoeQloraError
+from ..kernels.weights import PackedWeight
+from . import parametrize, shares
+from .decoders import PackedInt8, read
+from .format import CODES, RECORD, packed_tensors
+from .quant_state import state_dict_entries
+from .settings import CodecSettings
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """What a tensor of a state dict is when it is whole, and how it is gathered."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None  # None where gathering tells
+    source: Any  # the state dict's value: the tensor itself, or this rank's share
+    gather: Callable[[], Tensor]  # all ranks must call it, where it is `divided`
+    divided: bool
+
+
+def is_divided(model: nn.Module, state_dict: Mapping[str, Any]) -> bool:
+    """Whether ranks hold different parts of this state dict of the model."""
+    sharded = any(_is_sharded(tensor) for tensor in state_dict.values())
+    return sharded or shares.first_share(model) is not None
+
+
+def _is_sharded(tensor: Any) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a DTensor whole, on its process group's device, and any other tensor as it is.
+
+    All ranks must call it.
+    """
+    if not _is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor.detach()
+    if sharded.device.type != sharded.device_mesh.device_type:  # offloaded
+        sharded = sharded.to(sharded.device_mesh.device_type)
+    gathered: Tensor = sharded.full_tensor()
+    return gathered
+
+
+def whole_shape(module: nn.Module, packed: PackedWeight) -> tuple[int, ...]:
+    """Return the shape of a module's packed weight with the experts of all ranks."""
+    share = shares.share_of(module)
+    return tuple(packed.shape) if share is None else (share.experts, *packed.shape[1:])
+
+
+def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, WholeTensor]:
+    """Return what the state dict of a single process's model has, in its order.
+
+    `state_dict` is the model's own, or has whole tensors under its keys; these may be the keys of
+    either layout (state_dict.py).
+    """
+    replaced: dict[str, dict[str, WholeTensor]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        for leaf in parametrize.packed_names(module):
+            _replace_expert_weight(replaced, module, prefix, leaf, state_dict)
+        if isinstance(module._modules.get("statistics"), nn.Module):
+            _replace_linear(replaced, module, prefix, state_dict)
+    tensors: dict[str, WholeTensor] = {}
+    for key, value in state_dict.items():
+        if key in replaced:
+            tensors |= replaced[key]
+        else:
+            dtype, shape = getattr(value, "dtype", None), tuple(getattr(value, "shape", ()))
+            divided = _is_sharded(value)
+            tensors[key] = WholeTensor(dtype, shape, value, partial(whole, value), divided)  # type: ignore[arg-type]
+    return tensors
+
+
+def _replace_expert_weight(
+    replaced: dict[str, dict[str, WholeTensor]],
+    module: nn.Module,
+    prefix: str,
+    leaf: str,
+    state_dict: Mapping[str, Any],
+) -> None:
+    """Enter a packed parameter under the first of its keys, and nothing under the others."""
+    own, name = f"{prefix}parametrizations.{leaf}.", f"{prefix}{leaf}"
+    share, decoder = shares.share_of(module), parametrize.decoder_of(module, leaf)
+    first = f"{own}original" if f"{own}original" in state_dict else name
+    if first not in state_dict or parametrize.is_foreign(module, leaf):
+        return
+    if share is None and first == name:
+        return  # whole already, under bitsandbytes' keys
+    packed = parametrize.read_packed(module, leaf)
+    codes = state_dict[first]
+    if share is not None:
+        like = replace(packed, shape=whole_shape(module, packed))
+        weight = _Weight(name, like, codes, *_of_all(packed, share), True)
+        others = own if first != name else f"{name}."
+        statistics = [key for key in state_dict if key.startswith(others) and key != first]
+    else:
+        keys = {part: f"{own}0.{part}" for part in decoder._parameters}
+        parameters = {part: state_dict[key] for part, key in keys.items()}
+        weight = _sharded_weight(name, packed, decoder, codes, parameters)
+        statistics = list(keys.values())
+    replaced[first] = weight.tensors()
+    replaced |= {key: {} for key in statistics}
+
+
+def _replace_linear(
+    replaced: dict[str, dict[str, WholeTensor]],
+    module: Any,
+    prefix: str,
+    state_dict: Mapping[str, Any],
+) -> None:
+    """Enter what bitsandbytes' Linear layer of the shardable layout saves as in the compact one."""
+    decoder, name = module.statistics, f"{prefix}weight"
+    keys = {part: f"{prefix}statistics.{part}" for part in decoder._parameters}
+    if not all(key in state_dict for key in (name, *keys.values())):
+        return
+    parameters = {part: state_dict[key] for part, key in keys.items()}
+    first, *others = keys.values()
+    if isinstance(decoder, PackedInt8):
+        bits = parameters["scale_bits"]
+        scales = WholeTensor(
+            torch.float32, tuple(bits.shape), bits, lambda: whole(bits).view(torch.float32),
+            _is_sharded(bits),
+        )  # fmt: skip
+        layout = torch.tensor(0, dtype=torch.uint8)  # row by row
+        row_major = WholeTensor(layout.dtype, (), layout, lambda: layout, False)
+        replaced[first] = {f"{prefix}SCB": scales, f"{prefix}weight_format": row_major}
+        return
+    codes = state_dict[name]
+    weight = _sharded_weight(name, read(module.weight, decoder), decoder, codes, parameters)
+    tensors = weight.tensors()
+    replaced[name] = {name: tensors.pop(name)}
+    replaced[first] = tensors
+    replaced |= {key: {} for key in others}
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A packed weight of which `codes` and `statistics` (its codes are empty) are gathered."""
+
+    name: str
+    packed: PackedWeight  # its shape and settings
+    source: Any
+    codes: Callable[[], Tensor]
+    statistics: Callable[[], PackedWeight]
+    divided: bool
+
+    def tensors(self) -> dict[str, WholeTensor]:
+        """Return codes and statistics under bitsandbytes' keys."""
+        specs = packed_tensors(self.packed.shape, CodecSettings.of(self.packed))
+        ends = sorted(specs, key=lambda end: end.startswith(RECORD))  # as bitsandbytes has them
+        return {
+            self.name + end: WholeTensor(
+                specs[end].dtype,
+                specs[end].shape,
+                self.source,
+                self.codes if end == CODES else partial(self._statistic, end),
+                self.divided,
+            )
+            for end in ends
+        }
+
+    def _statistic(self, end: str) -> Tensor:
+        return state_dict_entries(self.statistics())[end]
+
+
+def _sharded_weight(
+    name: str, packed: PackedWeight, decoder: Any, codes: Any, parameters: Mapping[str, Any]
+) -> _Weight:
+    """Return a weight whose codes, and the decoder's parameters, are DTensors or whole."""
+
+    def whole_codes() -> Tensor:
+        flat = whole(codes).view(-1)
+        if packed.kind == "int8":
+            return flat.view(packed.shape)
+        return flat.view(torch.uint8).view(decoder.storage_dtype).unsqueeze(1)
+
+    def statistics() -> PackedWeight:
+        gathered = {part: whole(tensor) for part, tensor in parameters.items()}
+        if packed.kind == "int8":
+            return replace(packed, absmax=gathered["scale_bits"].view(torch.float32))
+        other = copy.copy(decoder)
+        other._parameters = {
+            part: nn.Parameter(tensor, requires_grad=False) for part, tensor in gathered.items()
+        }
+        empty: PackedWeight = other.packed(torch.empty((0, 1), dtype=torch.uint8))
+        return empty
+
+    divided = any(map(_is_sharded, (codes, *parameters.values())))
+    return _Weight(name, packed, codes, whole_codes, statistics, divided)
+
+
+def _of_all(
+    packed: PackedWeight, share: shares.ExpertShare
+) -> tuple[Callable[[], Tensor], Callable[[], PackedWeight]]:
+    """Return what gathers codes and statistics of a weight of which each rank has some experts."""
+
+    def codes() -> Tensor:
+        alone = replace(packed, absmax=packed.absmax[:0], nested=None)
+        return shares.gather(alone, share).codes
+
+    def statistics() -> PackedWeight:
+        return shares.gather(replace(packed, codes=packed.codes[:0]), share)
+
+    return codes, statistics
+
+
+def gather_to_first(
+    tensors: Mapping[str, WholeTensor], use: Callable[[Callable[[str], Tensor]], _Result], what: str
+) -> _Result | None:
+    """Return `use(read)` of the first rank, where `read(key)` returns a tensor whole; else None.
+
+    All ranks must call it, and return or raise together: what `use` raises, each of them does.
+    Where no tensor is divided, `use` runs on every rank that calls.
+
+    Args:
+        tensors: What `whole_tensors` returns.
+        use: Called on the first rank; may read the tensors in any order, and not all of them.
+        what: Begins the sentence that says that a rank was lost.
+
+    Raises:
+        CheckpointError: A rank ended or does not take part.
+    """
+    if not any(tensor.divided for tensor in tensors.values()):
+        return use(lambda key: tensors[key].gather())
+    calls = _Calls(what)
+    if distributed.get_rank() != 0:
+        while isinstance(call := calls.receive(), str):
+            calls.guarded(tensors[call].gather)
+        if call is not None:
+            raise call
+        return None
+
+    def read(key: str) -> Tensor:
+        calls.send(key)
+        return calls.guarded(tensors[key].gather)
+
+    try:
+        result = use(read)
+    except BaseException as error:
+        if not calls.lost:
+            calls.send(error if isinstance(error, MoeQloraError) else _as_error(what, error))
+        raise
+    calls.send(None)
+    return result
+
+
+class _Calls:
+    """What the first rank tells all others: a key to gather, an error that ends it, or None."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.lost = what, False
+
+    def send(self, call: str | Exception | None) -> None:
+        self.guarded(lambda: distributed.broadcast_object_list([call], src=0))
+
+    def receive(self) -> str | Exception | None:
+        calls: list[Any] = [None]
+        self.guarded(lambda: distributed.broadcast_object_list(calls, src=0))
+        return calls[0]
+
+    def guarded(self, collective: Callable[[], _Result]) -> _Result:
+        """Return what a collective returns, and say in a sentence where it fails."""
+        try:
+            return collective()
+        except RuntimeError as error:
+            self.lost = True
+            raise CheckpointError(
+                f"{self.what} failed on rank {distributed.get_rank()} while it gathered tensors "
+                f"from all ranks ({_first_line(error)}): every rank must take part to the end."
+            ) from error
+
+
+def _as_error(what: str, error: BaseException) -> CheckpointError:
+    return CheckpointError(f"{what} failed on rank 0: {type(error).__name__}: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,195 @@
+"""Models and adapters that ranks share are saved, gathered and loaded as those of one process.
+
+One group of processes runs all cases: starting it takes longer than a case.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.errors import AdapterError, CheckpointError
+from moe_qlora.testing import run_distributed, tiny_model
+
+WORLD = 4
+SIZES = {
+    "hidden_size": 64,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_experts": 6,
+    "vocab_size": 256,
+}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nf4 double": NF4,
+    "fp4 stored as bf16": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
+    "int8": {"load_in_8bit": True},
+}
+
+
+def loaded(folder: Path, settings: str) -> Any:
+    """A model of packed experts and packed Linear layers."""
+    config = BitsAndBytesConfig(**SETTINGS[settings])
+    with moe_qlora.enabled():
+        return AutoModelForCausalLM.from_pretrained(
+            folder / "plain", quantization_config=config, dtype=torch.float32
+        )
+
+
+def adapted(model: Any) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    return peft_model
+
+
+def sharded(model: Any, mesh: Any = None) -> Any:
+    """The model, or PeftModel, under FSDP2: each layer, and the rest."""
+    mesh = mesh or init_device_mesh("cpu", (distributed.get_world_size(),))
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for layer in base.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def message(kind: type[Exception], call: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        call(*args, **kwargs)
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def all_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for settings in SETTINGS:
+        model = loaded(folder, settings)
+        model.save_pretrained(folder / "replicated" / settings)
+        distributed.barrier()
+        sharded(model).save_pretrained(folder / "sharded" / settings, max_shard_size="20KB")
+        # the folder is whole when any rank has returned
+        results[f"{settings}: files"] = names(folder / "sharded" / settings)
+    (folder / "file").touch()
+    results["no folder"] = message(CheckpointError, model.save_pretrained, folder / "file")
+    results |= adapters(folder)
+    return results
+
+
+def adapters(folder: Path) -> dict[str, Any]:
+    results = {}
+    model = adapted(loaded(folder, "nf4 double"))
+    model.save_pretrained(folder / "adapter" / "replicated")
+    sharded(model).save_pretrained(folder / "adapter" / "sharded")
+    model.save_pretrained(folder / "adapter" / "sharded")  # into a folder that holds one
+    zero(model)
+    model.load_adapter(folder / "adapter" / "sharded", "default")
+    model.save_pretrained(folder / "adapter" / "loaded")
+    calls = {
+        "merge_adapter": (model.merge_adapter,),
+        "merge_and_unload": (model.merge_and_unload,),
+        "unmerge_adapter": (model.unmerge_adapter,),
+        "add_weighted_adapter": (model.add_weighted_adapter, ["default"], [1.0], "sum"),
+        "load_adapter": (model.load_adapter, folder / "adapter" / "sharded", "second"),
+    }
+    for name, (call, *args) in calls.items():
+        results[f"{name} refused"] = message(AdapterError, call, *args)
+    results["adapters"] = list(model.peft_config)
+    return results
+
+
+def zero(model: nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.zero_()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("state")
+    tiny_model("qwen3_moe", **SIZES).save_pretrained(folder / "plain")
+    for settings in SETTINGS:
+        model = loaded(folder, settings)
+        model.save_pretrained(folder / "single" / settings)
+        model.save_pretrained(folder / "single, cut" / settings, max_shard_size="20KB")
+    adapted(loaded(folder, "nf4 double")).save_pretrained(folder / "adapter" / "single")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    return run_distributed(all_cases, WORLD, folder)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.usefixtures("results")
+def test_replicated_models_are_saved_as_one_process_does(folder: Path, settings: str) -> None:
+    single = content(folder / "single" / settings)
+    assert content(folder / "replicated" / settings) == single
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_sharded_models_are_saved_as_one_process_does(
+    results: list[dict[str, Any]], folder: Path, settings: str
+) -> None:
+    single = content(folder / "single, cut" / settings)
+    assert len(single) > 6  # several shards
+    assert content(folder / "sharded" / settings) == single
+    for result in results:
+        assert result[f"{settings}: files"] == sorted(single)
+
+
+def test_all_ranks_raise_what_the_first_does(results: list[dict[str, Any]], folder: Path) -> None:
+    for result in results:
+        assert result["no folder"] == f"{folder / 'file'} is a file: name a folder to save to."
+
+
+@pytest.mark.parametrize("how", ["replicated", "sharded", "loaded"])
+@pytest.mark.usefixtures("results")
+def test_adapters_are_saved_as_one_process_does(folder: Path, how: str) -> None:
+    single, several = content(folder / "adapter" / "single"), content(folder / "adapter" / how)
+    configs = [json.loads(files.pop("adapter_config.json")) for files in (single, several)]
+    for config in configs:
+        config["target_modules"].sort()  # a set, in any order
+    assert configs[0] == configs[1]
+    assert "adapter_model.safetensors" in single
+    assert several == single
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "merge_adapter",
+        "merge_and_unload",
+        "unmerge_adapter",
+        "add_weighted_adapter",
+        "load_adapter",
+    ],
+)
+def test_what_needs_whole_weights_is_refused(results: list[dict[str, Any]], call: str) -> None:
+    for result in results:
+        text = result[f"{call} refused"]
+        assert "model.embed_tokens.weight is sharded over ranks" in text
+        assert ("add adapters before" if call == "load_adapter" else "moe-qlora merge") in text
+        assert result["adapters"] == ["default"]
