@@ -36,8 +36,8 @@ _OFFLINE = (
     "such as with moe-qlora merge"
 )
 _BEFORE_SHARDING = (
-    "add adapters before the model is sharded; load_adapter(folder, adapter_name) loads weights into "
-    "one that is there"
+    "add adapters before the model is sharded; load_adapter(folder, adapter_name) loads weights "
+    "into one that is there"
 )
 _TESTED = {"peft": ((0, 20), (0, 21)), "transformers": ((5, 20), (5, 23))}
 

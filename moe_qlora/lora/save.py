@@ -41,8 +41,9 @@ def save_pretrained(
 ) -> None:
     """Save adapters as `PeftModel.save_pretrained` does.
 
-    In a distributed run the first rank writes. Where ranks hold shares of the adapters, all of them must call this, and return or raise
-    together. Arguments are PEFT's; `state_dict` may hold shares as well.
+    In a distributed run the first rank writes. Where ranks hold shares of the adapters, all of them
+    must call this, and return or raise together. Arguments are PEFT's; `state_dict` may hold shares
+    as well.
 
     Raises:
         CheckpointError: The folder cannot be written, or another rank was lost while tensors were
