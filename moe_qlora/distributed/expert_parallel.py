@@ -24,7 +24,7 @@ from torch import distributed, nn
 
 from ..detection.detect import detect
 from ..errors import ConfigError, UnsupportedWeightError
-from ..layout import ExpertsModule, ModelLayout
+from ..layout import ExpertsModule, ModelLayout, listed, name_pattern
 from ..packing import parametrize, shares
 from ..packing.settings import CodecSettings
 from ..packing.shares import ExpertShare
@@ -73,11 +73,19 @@ def divide(
     """Do what `expert_parallel` does; weights of which a load kept a share stay as they are."""
     tp_mesh = _mesh_of_one(mesh)
     kept: dict[int, Any] = {}
+    cut: list[str] = []
     for entry in modules_to_divide(model, layout, mesh.size(mesh.ndim - 1)):
         share = make_share(entry.num_experts, mesh, mesh.size())
         module = model.get_submodule(entry.name)
-        _keep_share(module, entry, share, kept)
+        cut += _keep_share(module, entry, share, kept)
         dispatch(module, share, tp_mesh, implementation)
+    if cut and distributed.get_rank() == 0:
+        _LOG.warning(
+            "The experts of a rank are no whole second-level blocks of double quantization in %s: "
+            "their absmax are coded in blocks of their own there, and differ in the last of 8 bits "
+            "from those of the whole weight; codes are the same.",
+            listed(list(dict.fromkeys(map(name_pattern, cut)))),
+        )
     host: Any = model
     # Trainer then neither wraps nor moves the model, averages what is replicated, and saves on
     # all ranks, which gathering needs.
@@ -169,15 +177,6 @@ def dispatch(module: nn.Module, share: ExpertShare, tp_mesh: Any, implementation
     )
 
 
-def _log_cut_blocks(name: str, ranks: int) -> None:
-    """Log that a weight's double quantization depends on the number of ranks."""
-    _LOG.info(
-        "%s: the experts of one of %d ranks are no whole second-level blocks of double "
-        "quantization, so that their absmax are coded in blocks of their own; codes are the same.",
-        name, ranks,
-    )  # fmt: skip
-
-
 def _check_cut(model: nn.Module, name: str, mesh: Any) -> None:
     """Raise where a packed weight's blocks belong to experts of two ranks."""
     module, leaf = parametrize.owner_of(model, name)
@@ -191,10 +190,13 @@ def _check_cut(model: nn.Module, name: str, mesh: Any) -> None:
 
 def _keep_share(
     module: nn.Module, entry: ExpertsModule, share: ExpertShare, kept: dict[int, Any]
-) -> None:
-    """Replace a module's weights and biases by their experts `[first, last)`."""
+) -> list[str]:
+    """Replace a module's weights and biases by their experts `[first, last)`.
+
+    Return the names of weights whose second-level blocks belong to several ranks.
+    """
     first, last = share.first, share.last
-    ranks = share.experts // share.count
+    cut = []
     names = [param.parameter_name for param in entry.parameters]
     for name in names:
         if not parametrize.is_packed(module, name):
@@ -203,7 +205,7 @@ def _keep_share(
         packed = parametrize.read_packed(module, name)
         shape = (share.experts, *packed.shape[1:])
         if not shares.is_exact(shape, 0, share.count, CodecSettings.of(packed)):
-            _log_cut_blocks(f"{entry.name}.{name}", ranks)
+            cut.append(f"{entry.name}.{name}")
         if packed.shape[0] == share.count:
             continue  # loaded so
         if id(whole) not in kept:  # else tied to one that is cut already
@@ -219,6 +221,7 @@ def _keep_share(
             part = nn.Parameter(plain.detach()[first:last].clone(), plain.requires_grad)
             kept[id(plain)] = plain, part
         module._parameters[name] = kept[id(plain)][1]
+    return cut
 
 
 def _mesh_of_one(mesh: Any) -> Any:

@@ -25,6 +25,7 @@ import moe_qlora
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.errors import MoeQloraError
 from moe_qlora.packing import parametrize, shares
+from moe_qlora.packing.codec import unpack
 from moe_qlora.testing import run_distributed, tiny_model
 
 STEPS = 10
@@ -41,8 +42,8 @@ SIZES = {
 }
 
 
-def packed_model(settings: dict[str, Any] = NF4) -> Any:
-    model = tiny_model("qwen3_moe", **SIZES)
+def packed_model(settings: dict[str, Any] = NF4, **sizes: int) -> Any:
+    model = tiny_model("qwen3_moe", **{**SIZES, **sizes})
     moe_qlora.quantize_experts(model, BitsAndBytesConfig(**settings))
     return model
 
@@ -138,9 +139,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_case(rank: int, world: int, mesh: Any, name: str) -> dict[str, Any]:
+def run_case(rank: int, world: int, mesh: Any, name: str, **sizes: int) -> dict[str, Any]:
     case = {"how": "ddp", "reentrant": None, "settings": NF4, "max_norm": 0.0, **CASES[name]}
-    model = moe_qlora.expert_parallel(packed_model(settings=case["settings"]), mesh)
+    model = moe_qlora.expert_parallel(packed_model(case["settings"], **sizes), mesh)
     model = wrapped(checkpointed(adapted(model), case["reentrant"]), case["how"])
     return train(model, batches(), rank, world, case["max_norm"])
 
@@ -152,6 +153,7 @@ def run_two(rank: int, world: int, folders: dict[str, Path], out: Path) -> dict[
         "training": {name: run_case(rank, world, mesh, name) for name in CASES},
         "loading": run_loading(rank, mesh, folders),
         "refusals": run_refusals(mesh, folders["single experts"]),
+        "optimizers": run_optimizers(rank, world),
         "trainer": run_trainer(mesh, out),
     }
 
@@ -159,7 +161,7 @@ def run_two(rank: int, world: int, folders: dict[str, Path], out: Path) -> dict[
 def run_four(rank: int, world: int) -> dict[str, Any]:
     """Two copies of each expert, on two ranks each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
-    return run_case(rank, world, mesh, "ddp, clipped")
+    return run_case(rank, world, mesh, "ddp, clipped", num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +170,9 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> A
 
 
 @cache
-def reference(kind: str, max_norm: float) -> dict[str, Any]:
+def reference(kind: str, max_norm: float, layers: int) -> dict[str, Any]:
     """What one process with all experts computes."""
-    model = packed_model(settings=INT8 if kind == "int8" else NF4)
+    model = packed_model(INT8 if kind == "int8" else NF4, num_hidden_layers=layers)
     return train(adapted(model), batches(), max_norm=max_norm)
 
 
@@ -182,11 +184,12 @@ def test_two_ranks_train_as_one(two: Any, case: str) -> None:
 
 def test_four_ranks_with_two_copies_of_each_expert_train_as_one() -> None:
     for divided in run_distributed(run_four, 4):
-        assert_same(divided, "ddp, clipped")
+        assert_same(divided, "ddp, clipped", layers=1)
 
 
-def assert_same(divided: dict[str, Any], case: str) -> None:
-    whole = reference("int8" if "int8" in case else "nf4", CASES[case].get("max_norm", 0.0))
+def assert_same(divided: dict[str, Any], case: str, layers: int = 2) -> None:
+    kind = "int8" if "int8" in case else "nf4"
+    whole = reference(kind, CASES[case].get("max_norm", 0.0), layers)
     assert divided["losses"] == pytest.approx(whole["losses"], abs=1e-5)
     assert divided["norms"] == pytest.approx(whole["norms"], rel=1e-5)
     assert divided["gradients"].keys() == whole["gradients"].keys()
@@ -302,6 +305,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("fused", "gpt_oss", {"num_local_experts": 8, "intermediate_size": 64}),
     ):
         tiny_model(model_type, **{**SIZES, **sizes}).save_pretrained(root / name)
+    tiny_model("qwen3_moe", **{**SIZES, "num_experts": 4}).save_pretrained(root / "half blocks")
+    adapted(packed_model()).save_pretrained(root / "adapter")
     for kind, settings in KINDS.items():
         load(root / "single experts", settings).save_pretrained(root / f"packed {kind}")
     return {folder.name: folder for folder in root.iterdir()}
@@ -313,6 +318,7 @@ SOURCES = {
     "fused": NF4,
     "int8 experts": INT8,
     "by DistributedConfig": NF4,
+    "before packing": NF4,
     **{f"packed {kind}": None for kind in KINDS},
 }
 
@@ -349,24 +355,39 @@ def run_loading(rank: int, mesh: Any, folders: dict[str, Path]) -> dict[str, Any
 
     for source, settings in SOURCES.items():
         folder = folders.get(source, folders["single experts"])
-        whole = load(folder, settings)
+        reference = load(folder, settings)
         Checkpoint.read = counting
         counted[0] = 0
         if source == "by DistributedConfig":
             config = DistributedConfig(fsdp_size=mesh.size(), ep_size=mesh.size())
             divided = load(folder, settings, distributed_config=config)
             assert config == DistributedConfig(fsdp_size=mesh.size(), ep_size=mesh.size())
+        elif source == "before packing":
+            Checkpoint.read = read
+            divided = moe_qlora.expert_parallel(tiny_model("qwen3_moe", **SIZES), mesh)
+            moe_qlora.quantize_experts(divided, BitsAndBytesConfig(**NF4))
+            reference = packed_model()  # whose Linear layers are not packed either
         else:
             divided = load(folder, settings, mesh)
         Checkpoint.read = read
         with torch.no_grad():
             ids = batches()[0][rank : rank + 2]
-            difference = (divided(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max()
+            difference = (
+                (divided(input_ids=ids).logits - reference(input_ids=ids).logits).abs().max()
+            )
         results[source] = {
             "weights": {name: tensors_of(one) for name, one in packed_weights(divided).items()},
             "read": counted[0],
             "difference": float(difference),
         }
+    half = load(folders["half blocks"], NF4, mesh)
+    results["half blocks"] = {
+        name: (one.flat_codes, unpack(one)) for name, one in packed_weights(half).items()
+    }
+    tuned = moe_qlora.load_adapter(
+        moe_qlora.expert_parallel(packed_model(), mesh), str(folders["adapter"])
+    )
+    results["adapter"] = {n: whole(p).detach() for n, p in tuned.named_parameters() if "lora_" in n}
     return results
 
 
@@ -387,7 +408,7 @@ def test_each_rank_loads_its_experts_bit_for_bit(
                 assert torch.equal(ours, right), name
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", [name for name in SOURCES if name != "before packing"])
 def test_each_rank_reads_its_experts_alone(
     loaded: Any, folders: dict[str, Path], source: str
 ) -> None:
@@ -452,8 +473,8 @@ def run_optimizers(rank: int, world: int) -> dict[tuple[str, str], dict[str, lis
 
 
 @pytest.fixture(scope="module")
-def optimized() -> list[Any]:
-    return run_distributed(run_optimizers, 2)
+def optimized(two: Any) -> list[Any]:
+    return [result["optimizers"] for result in two]
 
 
 @pytest.fixture(scope="module")
@@ -469,3 +490,22 @@ def test_grouped_optimizers_and_clipping_as_in_one_process(
         assert result[case]["losses"] == pytest.approx(clipped_alone["losses"], abs=1e-5)
         assert result[case]["norms"] == pytest.approx(clipped_alone["norms"], abs=1e-6)
     assert optimized[0][case]["norms"] == optimized[1][case]["norms"]
+
+
+def test_second_level_blocks_of_two_ranks_keep_their_codes(
+    loaded: Any, folders: dict[str, Path]
+) -> None:
+    for name, packed in packed_weights(load(folders["half blocks"], NF4)).items():
+        for rank, one in enumerate(loaded):
+            codes, weights = one["half blocks"][name]
+            right = shares.cut(packed, rank * 2, rank * 2 + 2)
+            assert torch.equal(codes, right.flat_codes)
+            torch.testing.assert_close(weights, unpack(right), rtol=0.02, atol=1e-3)
+
+
+def test_each_rank_loads_its_part_of_an_adapter(loaded: Any) -> None:
+    alone = dict(adapted(packed_model()).named_parameters())
+    for one in loaded:
+        assert one["adapter"]
+        for name, factor in one["adapter"].items():
+            assert torch.equal(factor, alone[name]), name
