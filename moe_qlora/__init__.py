@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .distributed.expert_parallel import (
         expert_parallel_parameters as expert_parallel_parameters,
     )
+    from .distributed.fsdp import shards_integers as shards_integers
     from .errors import AdapterError as AdapterError
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .errors import QuantizationError as QuantizationError
     from .errors import UnsupportedWeightError as UnsupportedWeightError
     from .experts.tune import tune_kernels as tune_kernels
+    from .hf.load_sharded import load_sharded as load_sharded
     from .hf.switch import disable as disable
     from .hf.switch import enable as enable
     from .hf.switch import enabled as enabled
@@ -72,6 +74,7 @@ _HOME = {
     "expert_parallel_parameters": "distributed.expert_parallel",
     "get_peft_model": "lora.model",
     "load_adapter": "lora.load",
+    "load_sharded": "hf.load_sharded",
     "merge_adapter": "checkpoint.merge",
     "plan": "memory.plan",
     "prepare_sharding": "packing.sharding",
@@ -79,6 +82,7 @@ _HOME = {
     "quantize_experts": "quantize",
     "set_scratch_cap": "kernels.workspace",  # the earlier name of set_workspace_cap
     "set_workspace_cap": "kernels.workspace",
+    "shards_integers": "distributed.fsdp",
     "target_parameters": "lora.targets",
     "tune_kernels": "experts.tune",
 }

@@ -93,11 +93,11 @@ def quantize_checkpoint(
             "huggingface_hub.snapshot_download)."
         )
     check_new(out)
-    config = _own_config(quantization_config)
+    config = own_config(quantization_config)
     identity = identify(folder)  # before anything of it is read
     save.auxiliary_files(folder)
-    model = _build_model(folder, dtype, trust_remote_code)
-    job = _Job(folder, model, config, _usable_device(device))
+    model = build_model(folder, dtype, trust_remote_code)
+    job = PackingJob(folder, model, config, _usable_device(device))
     with (
         closing(job.base),
         new_folder(out, job=job.checksum(identity, max_shard_size)) as work,
@@ -115,7 +115,7 @@ def quantize_checkpoint(
         return save.finish_packed(work, shards, job.experts(), job.spec.settings, source=origin)
 
 
-def _own_config(config: Any) -> Any:
+def own_config(config: Any) -> Any:
     """Return a copy of the caller's config, as a `BitsAndBytesConfig`."""
     from transformers import BitsAndBytesConfig
 
@@ -140,7 +140,7 @@ def _usable_device(device: str | torch.device | None) -> torch.device:
     return usable
 
 
-def _build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
+def build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
     """Build the checkpoint's model on meta."""
     if is_packed(folder):
         raise CheckpointError(f"{folder} is packed already: name the 16-bit checkpoint.")
@@ -156,7 +156,7 @@ def _build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: boo
         return named.build(source, trust_remote_code=trust_remote_code)
 
 
-class _Job:
+class PackingJob:
     """One conversion: what is packed, and how everything is read and written."""
 
     def __init__(self, folder: Path, model: Any, config: Any, device: torch.device) -> None:
@@ -227,7 +227,7 @@ class _Job:
             param = self.spec.params[name]
             others = {*param.names} - {name}
             others |= {alias for alias, source in self.tied.items() if source == name}
-            dtype = dtype_name(self._dtype(name))
+            dtype = dtype_name(self.dtype(name))
             entries[name] = PackedEntry(tuple(param.shape), dtype, tuple(sorted(others)))
         return entries
 
@@ -267,13 +267,14 @@ class _Job:
         tell(len(self.steps), len(self.steps), "")
         return shards
 
-    def _dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that a parameter is loaded in."""
         return self.spec.dtypes.get(name) or self.kept(name) or self.dtypes[name]
 
     def _nbytes(self, name: str, shape: tuple[int, ...]) -> int:
         if name in self.spec.params or name in self.packed.linears:
             return packed_nbytes(shape, self.spec.settings)
-        return math.prod(shape) * self._dtype(name).itemsize
+        return math.prod(shape) * self.dtype(name).itemsize
 
     def _keys(self, name: str) -> list[str]:
         """Return every key that `_tensors` may give for a parameter."""
@@ -292,11 +293,11 @@ class _Job:
                 if name in self.spec.params or name in self.packed.linears:
                     if name not in packers:
                         shape = group.shapes[name][:: -1 if name in self.transposed else 1]
-                        dtype = self._dtype(name)
+                        dtype = self.dtype(name)
                         packers[name] = self.packed.packer(name, shape, dtype, self.device)
                     self._add(packers[name], name, value, start)
                 else:
-                    plain.setdefault(name, []).append(value.to(self._dtype(name)))
+                    plain.setdefault(name, []).append(value.to(self.dtype(name)))
         for name in names:
             if name in packers:
                 yield from self._packed(name, packers.pop(name).finish())
@@ -306,7 +307,7 @@ class _Job:
     def _add(self, packer: Packer, name: str, value: Tensor, start: int) -> None:
         if name in self.transposed:
             value = value.T
-        value = value.to(device=self.device, dtype=self._dtype(name))
+        value = value.to(device=self.device, dtype=self.dtype(name))
         index = first_nonfinite(value) if name in self.spec.params else None
         if index is not None:
             position = [start + index[0], *index[1:]]
@@ -320,7 +321,7 @@ class _Job:
         """Yield what a state dict holds for a packed weight of experts or a Linear layer."""
         yield name, weight.codes
         if weight.kind != "int8":
-            weight = replace(weight, dtype=self._dtype(name))
+            weight = replace(weight, dtype=self.dtype(name))
             for end, value in state_dict_entries(weight).items():
                 yield f"{name}{end}", value
         elif name in self.spec.params:

@@ -126,6 +126,21 @@ class Checkpoint:
                 return self._open[file].get_tensor(key)
             return self._open[file].get_slice(key)[start:stop]
 
+    def read_bytes(self, key: str, start: int, stop: int) -> Tensor:
+        """Read the bytes `[start, stop)` of a tensor, uint8, and no others."""
+        info, raw = self.info(key), bytearray(stop - start)
+        if not raw:
+            return torch.empty(0, dtype=torch.uint8)
+        with reading(info.file), info.file.open("rb", buffering=0) as handle:
+            handle.seek(info.offset + start)
+            view = memoryview(raw)
+            while view:
+                count = handle.readinto(view)
+                if not count:
+                    raise CheckpointError(f"{info.file} ends within {key}: copy the file again.")
+                view = view[count:]
+        return torch.frombuffer(raw, dtype=torch.uint8)
+
     def expect(self, keys: Sequence[str], start: int = 0, stop: int | None = None) -> None:
         """Ask the system to read tensors, or rows of them, ahead, in the background."""
         for key in keys:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-import bitsandbytes as bnb
 import peft
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from ..lora.config import top_k_of
 from ..lora.model import get_peft_model
 from ..packing import parametrize
 from ..packing.decoders import hold
-from ..packing.meta import blank_weight, pack_blank
+from ..packing.meta import blank_weight, pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from ..packing.shares import why_not_cut
@@ -37,8 +36,6 @@ from .budget import Block, BlockTensor, Settings
 from .meta_ops import fake_dequantize, fake_experts, fake_layer, fake_linear
 
 DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
-
-bnb_nn: Any = cast(Any, bnb).nn
 
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
@@ -166,15 +163,9 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
         if not parametrize.is_packed_linear(module):
             continue
         weight, bias = before[name]
-        blank = blank_weight((module.out_features, module.in_features), weight.dtype, settings)
         if bias is not None:
             module.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        if settings.kind == "int8":
-            packed = bnb_nn.Int8Params(blank.codes, requires_grad=False, has_fp16_weights=False)
-            packed.SCB = blank.absmax
-            module.weight = packed
-        else:
-            module.weight = hold(blank)
+        pack_blank_linear(module, weight.dtype, settings)
 
 
 def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:

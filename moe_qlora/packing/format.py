@@ -165,10 +165,10 @@ def problems(
         sound = False
         yield f"has {end}, which a weight packed with {settings.to_dict()} has not"
     if sound and not any(t.is_meta or hasattr(t, "device_mesh") for t in tensors.values()):
-        yield from _value_problems(tensors, shape, settings, dtype)
+        yield from value_problems(tensors, shape, settings, dtype)
 
 
-def _value_problems(
+def value_problems(
     tensors: Mapping[str, Tensor],
     shape: Sequence[int],
     settings: CodecSettings,

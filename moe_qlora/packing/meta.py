@@ -5,12 +5,15 @@ A plan of memory works with them, and a model on meta that is to look packed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from ..kernels.weights import NestedAbsmax, PackedWeight
 from ..layout import ExpertParam
 from . import parametrize
+from .decoders import bnb, hold
 from .format import (
     ABSMAX,
     CODES,
@@ -55,3 +58,13 @@ def pack_blank(model: nn.Module, param: ExpertParam, settings: CodecSettings) ->
         module, leaf = parametrize.owner_of(model, name)
         if not parametrize.is_packed(module, leaf):
             parametrize.attach(module, leaf, blank)
+
+
+def pack_blank_linear(module: Any, dtype: torch.dtype, settings: CodecSettings) -> None:
+    """Give one of bitsandbytes' Linear layers on meta a blank packed weight, decoded to `dtype`."""
+    blank = blank_weight((module.out_features, module.in_features), dtype, settings)
+    if settings.kind != "int8":
+        module.weight = hold(blank)
+        return
+    module.weight = bnb.Int8Params(blank.codes, requires_grad=False, has_fp16_weights=False)
+    module.weight.CB, module.weight.SCB = module.weight.data, blank.absmax

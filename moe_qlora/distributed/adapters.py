@@ -1,0 +1,137 @@
+"""Adapters on a model that has no values yet, drawn as on a whole one.
+
+PEFT draws an adapter's factors on the CPU and moves them to its base layer's device. Where that is
+meta, their values are kept back, this rank's share only, until the model is sharded and allocated.
+Every rank draws the same numbers: those of the first rank's generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, distributed, nn
+
+from ..errors import ConfigError
+from ..lora.model import get_peft_model
+from ..packing.share_packer import Ranks
+from .filling import put_local
+
+_PLAIN_STARTS = (True, False, "gaussian")
+
+
+class BlankAdapters:
+    """A model's adapters on meta, and this rank's share of what was drawn for them."""
+
+    def __init__(self, base: nn.Module, config: Any, mesh: Any, options: Mapping[str, Any]) -> None:
+        """Put adapters on a model on meta, in place: `get_peft_model` with these options."""
+        _check(config)
+        last = mesh.ndim - 1
+        self._ranks = Ranks(mesh.get_local_rank(last), mesh.size(last))
+        # (the module that holds a factor, its name there) -> this rank's rows as they were drawn
+        self._drawn: dict[tuple[nn.Module, str], Tensor] = {}
+        with _same_numbers(mesh), self._kept_back():
+            self.model: PeftModel = get_peft_model(base, config, **options)
+
+    @contextmanager
+    def _kept_back(self) -> Iterator[None]:
+        """Keep the values of factors that PEFT moves to meta."""
+        stock = {
+            cls: cls.__dict__["_move_adapter_to_device_of_base_layer"]
+            for cls in (BaseTunerLayer, StockParamWrapper)
+        }
+        keep = self._keep
+
+        def replacing(move: Any) -> Any:
+            def _move_adapter_to_device_of_base_layer(layer: Any, name: str, *args: Any) -> None:
+                drawn = {place: place[0]._parameters[place[1]] for place in _factors(layer, name)}
+                move(layer, name, *args)
+                for (owner, leaf), values in drawn.items():
+                    keep(owner, leaf, values)
+
+            return _move_adapter_to_device_of_base_layer
+
+        for cls, move in stock.items():
+            cls._move_adapter_to_device_of_base_layer = replacing(move)
+        try:
+            yield
+        finally:
+            for cls, move in stock.items():
+                cls._move_adapter_to_device_of_base_layer = move
+
+    def _keep(self, owner: nn.Module, leaf: str, values: Tensor | None) -> None:
+        moved = owner._parameters[leaf]
+        if values is None or moved is None or values.is_meta or not moved.is_meta:
+            return
+        first, last = self._ranks.span(len(values)) if values.dim() else (0, 1)
+        share = values.detach()[first:last] if values.dim() else values.detach()
+        # PEFT rounds factors to the base layer's dtype, and may widen them again.
+        self._drawn[owner, leaf] = share.to(moved.dtype, copy=True)
+
+    def fill(self) -> None:
+        """Fill the factors of the model, which is sharded and allocated by now."""
+        for (owner, leaf), share in self._drawn.items():
+            put_local(owner._parameters[leaf], share)
+        self._drawn.clear()
+        for module in self.model.modules():
+            if isinstance(module, AuxiliaryTrainingWrapper) and hasattr(module, "modules_to_save"):
+                for copied in module.modules_to_save.values():
+                    _copy_local(module.original_module, copied)
+
+
+def _check(config: Any) -> None:
+    if not isinstance(config, LoraConfig):
+        raise ConfigError(
+            f"lora_config is a {type(config).__name__}: a model without values takes a LoraConfig "
+            "only."
+        )
+    start = config.init_lora_weights
+    if start not in _PLAIN_STARTS or config.use_dora:
+        asked = "use_dora=True" if config.use_dora else f"init_lora_weights={start!r}"
+        raise ConfigError(
+            f"{asked} computes with the base weights, which no rank has whole: set "
+            "init_lora_weights to True, False or 'gaussian', and use_dora to False."
+        )
+
+
+def _factors(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
+    """Yield where a LoRA layer holds an adapter's parameters: (module, name)."""
+    for name in (*layer.adapter_layer_names, *layer.other_param_names):
+        held = getattr(layer, name, None)
+        if isinstance(held, nn.ParameterDict) and adapter in held:
+            yield held, adapter
+        elif isinstance(held, nn.ModuleDict) and adapter in held:
+            for module in held[adapter].modules():
+                for leaf in module._parameters:
+                    yield module, leaf
+
+
+@contextmanager
+def _same_numbers(mesh: Any) -> Iterator[None]:
+    """Draw the numbers of the first rank's CPU generator on every rank, within the block."""
+    state = [torch.get_rng_state()]
+    for dimension in reversed(range(mesh.ndim)):
+        group = mesh.get_group(dimension)
+        source = distributed.get_global_rank(group, 0)
+        distributed.broadcast_object_list(state, src=source, group=group)
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(state[0])
+        yield
+
+
+@torch.no_grad()
+def _copy_local(source: nn.Module, target: nn.Module) -> None:
+    """Copy one module's parameters and buffers to its copy; both are sharded alike."""
+    held = (*source.named_parameters(), *source.named_buffers())
+    names = dict((*target.named_parameters(), *target.named_buffers()))
+    for name, tensor in held:
+        copied: Any = names[name]
+        whole: Any = tensor
+        local = whole._local_tensor if hasattr(whole, "placements") else whole
+        put_local(copied, local)

@@ -1,0 +1,369 @@
+"""Loads a model that no process holds whole: sharded by FSDP2 first, then filled share by share.
+
+load_sharded(folder, config, mesh)
+  |
+  v
+the model on meta, as its config.json says          build/named.py
+  |   packed with blank weights                     packing/meta.py
+  |   adapters, their values kept back              distributed/adapters.py
+  v
+fully_shard of each decoder layer and the rest      distributed/fsdp.py
+  v
+empty shares on this rank's device
+  |   16-bit checkpoint: packs the rows it needs    packing/share_packer.py
+  |   packed folder: reads its bytes                distributed/stored.py
+  v
+the model, as if it had been packed whole and sharded then
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed, nn
+from transformers import GenerationConfig
+from transformers import initialization as init
+
+from ..build import named
+from ..checkpoint.fit import model_problems, own_name, packed_names
+from ..checkpoint.integrity import FolderCheck, open_shards, warn_of_changes
+from ..checkpoint.load_spec import reload_spec
+from ..checkpoint.manifest import Manifest, is_packed
+from ..checkpoint.quantize import PackingJob, build_model, own_config
+from ..checkpoint.rounding import from_config
+from ..checkpoint.rows import CheckpointRows
+from ..checkpoint.staging import absolute
+from ..detection.detect import detect
+from ..distributed.adapters import BlankAdapters
+from ..distributed.filling import Rows, ShardedWeights, fill_plain, targets_of
+from ..distributed.fsdp import Wrap, allocate, shard_model
+from ..distributed.stored import fill_stored
+from ..errors import CheckpointError, ConfigError
+from ..layout import ExpertParam, ModelLayout
+from ..packing.format import RECORD, SCALES, read_record
+from ..packing.meta import pack_blank, pack_blank_linear
+from ..packing.parametrize import is_packed_linear
+from ..packing.selection import weights_to_pack
+from ..packing.settings import CodecSettings
+from ..packing.sharding import prepare_sharding
+from .model import finish_packing
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def load_sharded(
+    source: str | Path,
+    quantization_config: Any = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    lora_config: Any = None,
+    wrap: Wrap | None = None,
+    dtype: torch.dtype | None = None,
+    fsdp_options: Mapping[str, Any] | None = None,
+    adapter_options: Mapping[str, Any] | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    **download: Any,
+) -> Any:
+    """Load a model sharded by FSDP2; each rank reads, packs and keeps its share alone.
+
+    All ranks call it, after `torch.distributed.init_process_group`. Weights and adapters are bit
+    for bit those of a model that one process loads under `enabled()` and adapts. No rank ever holds
+    more than its share, one piece of a weight, and one weight's first-level absmax.
+
+    Args:
+        source: Folder of a 16-bit checkpoint or of one that this package packed, or a hub id.
+        quantization_config: `BitsAndBytesConfig` or its dict; None for a packed folder.
+        mesh: A `DeviceMesh`: `(ranks,)`, or `(copies, ranks)`; None is all ranks.
+        lora_config: Adapters to put on the model, a `LoraConfig`; None leaves it without.
+        wrap: The modules that FSDP2 gathers and frees by themselves: names of classes, or what
+            tells of a module. By default the decoder layers (`_no_split_modules`).
+        dtype: Of what is not packed, and of decoded weights; None is the checkpoint's own.
+        fsdp_options: Passed on to `fully_shard`: reshard_after_forward, mp_policy, offload_policy.
+        adapter_options: Passed on to `get_peft_model`.
+        attn_implementation: As for `from_pretrained`.
+        trust_remote_code: Run model code that the checkpoint brings.
+        **download: Passed on to `huggingface_hub.snapshot_download` for a hub id (revision,
+            token, cache_dir, ...).
+
+    Returns:
+        The model, or with a `lora_config` the `PeftModel`: an `FSDPModule`.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or not of this model.
+        ConfigError: An argument cannot be followed.
+        QuantizationError: A weight cannot be packed, on this rank or on another.
+    """
+    mesh = all_ranks() if mesh is None else mesh
+    folder = _local_folder(source, download)
+    opened = _open(folder, quantization_config, dtype, device_of(mesh), trust_remote_code)
+    with closing(opened.files):
+        if attn_implementation is not None:
+            opened.model.set_attn_implementation(attn_implementation)
+        sharded = ShardedModel(
+            opened, mesh, lora_config, wrap, fsdp_options or {}, adapter_options or {}
+        )
+        opened.fill(sharded.weights, sharded.device)
+    model = sharded.finish()
+    if opened.model.can_generate() and (folder / "generation_config.json").is_file():
+        opened.model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+@dataclass
+class BlankModel:
+    """A model on meta whose Linear layers are bitsandbytes' own, and what of it is packed."""
+
+    model: Any
+    config: Any  # a `BitsAndBytesConfig`
+    settings: CodecSettings
+    layout: ModelLayout
+    params: tuple[ExpertParam, ...]  # to pack
+    dtypes: dict[str, torch.dtype]  # of parameters and buffers by name, as they are loaded
+
+
+@dataclass
+class OpenedModel(BlankModel):
+    """A blank model, and the files and the way to fill it."""
+
+    files: Any
+    fill: Callable[[ShardedWeights, torch.device], None]
+
+
+class ShardedModel:
+    """A model that is packed, adapted and sharded, with empty shares until they are filled."""
+
+    def __init__(
+        self,
+        blank: BlankModel,
+        mesh: DeviceMesh,
+        lora_config: Any = None,
+        wrap: Wrap | None = None,
+        fsdp_options: Mapping[str, Any] | None = None,
+        adapter_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_mesh(mesh)
+        options = dict(fsdp_options or {})
+        self.device = device_of(mesh)
+        pack_blanks(blank)
+        self.base = blank.model
+        self.weights = targets_of(self.base, blank.settings, blank.dtypes)
+        self._adapters: BlankAdapters | None = None
+        self.model: Any = self.base.eval()
+        if lora_config is not None:
+            self._adapters = BlankAdapters(self.base, lora_config, mesh, adapter_options or {})
+            self.model = self._adapters.model
+        shard_model(self.model, mesh, wrap, **options)
+        offloaded = type(options.get("offload_policy")).__name__ == "CPUOffloadPolicy"
+        allocate(self.model, self.device, torch.device("cpu") if offloaded else None)
+
+    def fill(self, read: Rows) -> Any:
+        """Fill the shares from rows of the 16-bit weights by name, and return the model."""
+        self.weights.fill(read, self.device)
+        return self.finish()
+
+    def finish(self) -> Any:
+        """Fill the adapters, once the weights are filled, and return the model."""
+        if self._adapters is not None:
+            self._adapters.fill()
+        return self.model
+
+
+def blank_model(model: Any, config: Any) -> BlankModel:
+    """Return a model on meta, as it was built in the dtype to load it in, as one to pack."""
+    config = own_config(config)
+    settings = CodecSettings.from_config(config)
+    layout = detect(model)
+    params = tuple(weights_to_pack(model, layout, config, settings))
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    compute_buffers(model, torch.device("cpu"))
+    from_config(model, config)
+    model.tie_weights()
+    return BlankModel(model, config, settings, layout, params, dtypes)
+
+
+def pack_blanks(blank: BlankModel) -> None:
+    """Give a model on meta its blank packed weights, in the layout that FSDP2 shards."""
+    model, settings = blank.model, blank.settings
+    packed = {name for param in blank.params for name in param.names}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        wanted = blank.dtypes.get(name, tensor.dtype)
+        if tensor.is_meta and tensor.is_floating_point() and wanted.is_floating_point:
+            tensor.data = tensor.data.to(wanted)
+    for param in blank.params:
+        pack_blank(model, param, settings)
+    for name, module in model.named_modules():
+        if is_packed_linear(module) and f"{name}.weight" not in packed:
+            pack_blank_linear(module, blank.dtypes[f"{name}.weight"], settings)
+            if settings.kind == "int8":  # what bitsandbytes casts weights of these layers to
+                blank.dtypes[f"{name}.weight"] = torch.float16
+    model.config.quantization_config = blank.config
+    finish_packing(model, blank.layout, blank.config, settings)
+    prepare_sharding(model)
+
+
+def compute_buffers(model: Any, device: torch.device) -> None:
+    """Compute the buffers of a model on meta that no checkpoint holds, as transformers does."""
+    stored = set(model.state_dict())
+    for prefix, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and f"{prefix}.{leaf}".lstrip(".") not in stored:
+                module._buffers[leaf] = torch.empty_like(buffer, device=device)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model.initialize_weights()  # of parameters on meta it changes nothing
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise where FSDP2 cannot shard over a mesh."""
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
+        raise ConfigError(
+            f"The mesh has {mesh.ndim} dimensions called {mesh.mesh_dim_names}; load_sharded takes "
+            "(ranks,) or (copies, ranks), the latter with mesh_dim_names."
+        )
+
+
+def all_ranks() -> DeviceMesh:
+    """Return a mesh of all ranks, on the accelerator where the process group has one."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not distributed.is_initialized():
+        raise ConfigError(
+            "No process group is initialized: start the program with torchrun and call "
+            "torch.distributed.init_process_group() before load_sharded."
+        )
+    on_cpu = not torch.cuda.is_available() or distributed.get_backend() == "gloo"
+    return init_device_mesh("cpu" if on_cpu else "cuda", (distributed.get_world_size(),))
+
+
+def device_of(mesh: Any) -> torch.device:
+    """Return this rank's device."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _local_folder(source: str | Path, download: Mapping[str, Any]) -> Path:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if download:
+            raise ConfigError(
+                f"{source} is a folder, and {', '.join(sorted(download))} is for models of the hub."
+            )
+        return absolute(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    patterns = ["*.safetensors", "*.json", "*.py", "*.model", "*.jinja", "*.txt"]
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=patterns, **download))
+    except (OSError, HFValidationError) as error:
+        raise CheckpointError(
+            f"{source} is no folder, and is not to be had from the hub ({error})."
+        ) from error
+
+
+def _open(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> OpenedModel:
+    if is_packed(folder):
+        if config is not None:
+            raise ConfigError(
+                f"{folder} is packed already, by the settings in its config.json: leave "
+                "quantization_config out."
+            )
+        return _open_packed(folder, dtype, device, trust_remote_code)
+    if config is None:
+        raise ConfigError(f"{folder} is not packed: give a quantization_config.")
+    config = own_config(config)
+    model = build_model(folder, dtype, trust_remote_code)
+    compute_buffers(model, device)
+    job = PackingJob(folder, model, config, device)
+    dtypes = {name: job.dtype(name) for name in model.state_dict()}
+    read = CheckpointRows(job, _aliases(model))
+    params = {id(param): param for param in job.spec.params.values()}
+    return OpenedModel(
+        model, config, job.spec.settings, job.spec.layout, tuple(params.values()), dtypes,
+        job.base, lambda weights, place: weights.fill(read, place),
+    )  # fmt: skip
+
+
+def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return all names of each parameter that has several, by each of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
+
+
+def _open_packed(
+    folder: Path, dtype: torch.dtype | None, device: torch.device, trust_remote_code: bool
+) -> OpenedModel:
+    """Open a packed folder; large tensors are not compared with their checksums."""
+    check = FolderCheck(folder, large=False)
+    check.finish()
+    manifest = check.manifest
+    warn_of_changes(folder, manifest)
+    source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
+    if dtype is not None:
+        source.config.dtype = dtype
+    with init.no_tie_weights():
+        model: Any = named.build(source, trust_remote_code=trust_remote_code)
+    compute_buffers(model, device)
+    config = own_config(source.config.quantization_config)
+    spec = reload_spec(model, config, model.dtype, manifest, folder)
+    from_config(model, config)
+    problem = next(model_problems(manifest, model), None)
+    if problem is not None:
+        raise CheckpointError(
+            f"{folder}: {problem}: config.json is not the one it was saved with, or files are "
+            "damaged."
+        )
+    model.tie_weights()
+    files = open_shards(folder, manifest)
+    keys = _packed_keys(model, manifest)
+    aliases = _aliases(model)
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()} | spec.dtypes
+    record = RECORD + spec.settings.kind
+    for name, ends in keys.items():
+        if record in ends:
+            dtypes[name] = getattr(torch, read_record(files.read(ends[record]))["dtype"])
+    stored = {own_name(model, key, dtypes) or key: key for key in files}
+
+    def read(name: str, start: int, stop: int) -> torch.Tensor:
+        names = (name, *aliases.get(name, ()))
+        key = next((stored[other] for other in names if other in stored), None)
+        if key is None:
+            raise CheckpointError(f"{folder} has no tensor for {name}.")
+        return files.read(key, start, stop) if files.info(key).shape else files.read(key)
+
+    def fill(weights: ShardedWeights, place: torch.device) -> None:
+        for target in weights.packed.values():
+            names = (target.name, *aliases.get(target.name, ()))
+            fill_stored(target, next(keys[name] for name in names if name in keys), files)
+        for plain in weights.plain.values():
+            fill_plain(plain, read)
+
+    params = {id(param): param for param in spec.params.values()}
+    return OpenedModel(
+        model, config, spec.settings, spec.layout, tuple(params.values()), dtypes, files, fill
+    )
+
+
+def _packed_keys(model: nn.Module, manifest: Manifest) -> dict[str, dict[str, str]]:
+    """Return the keys of each packed weight by their ends, by the weight's name in the model."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    keys = {}
+    for stored, parts in packed_names(manifest).items():
+        ends = {SCALES if key.endswith(SCALES) else key.removeprefix(stored): key for key in parts}
+        keys[own_name(model, stored, names) or stored] = ends
+    return keys

@@ -1,0 +1,314 @@
+"""Loading a share at a time: what the ranks hold together is what one process loads, bit for bit.
+
+Four processes serve every case: as four shards, as two copies of two, and as three of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.distributed import fsdp
+from moe_qlora.errors import ConfigError, NonFiniteWeightError, QuantizationError
+from moe_qlora.testing import run_distributed, tiny_model
+
+# No power of two: shares end within experts, within blocks of Linear layers, and within the absmax.
+SIZES = {
+    "hidden_size": 64,
+    "moe_intermediate_size": 48,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 250,
+}
+NF4 = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": torch.float32,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "nf4": NF4,
+    "one level": {**NF4, "bnb_4bit_use_double_quant": False},
+    "float storage": {**NF4, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.float32},
+    "int8": {"load_in_8bit": True},
+}
+LORA = LoraConfig(
+    r=4,
+    target_modules=["q_proj", "v_proj"],
+    target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+)
+# case -> (folder, settings or None for a packed folder, mesh)
+CASES: dict[str, tuple[str, str | None, str]] = {
+    **{f"{kind} on 2": ("plain", kind, "copies") for kind in KINDS},
+    **{f"packed {kind} on 2": (kind, None, "copies") for kind in KINDS},
+    "nf4 on 4": ("plain", "nf4", "all"),
+    "packed nf4 on 4": ("nf4", None, "all"),
+    "nf4 on 3": ("plain", "nf4", "three"),
+    "packed nf4 on 3": ("nf4", None, "three"),
+    "fused on disk on 4": ("fused", "nf4", "all"),
+}
+STEPS = 3
+
+
+def settings(kind: str) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(**KINDS[kind])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    tiny_model("qwen3_moe", **SIZES).to(torch.bfloat16).save_pretrained(root / "plain")
+    fused = {**SIZES, "num_local_experts": 6, "intermediate_size": 48}
+    tiny_model("gpt_oss", **fused).to(torch.bfloat16).save_pretrained(root / "fused")
+    for kind in KINDS:
+        load_whole(root / "plain", kind).save_pretrained(root / kind)
+    return {folder.name: folder for folder in root.iterdir()}
+
+
+def load_whole(folder: Path, kind: str | None) -> Any:
+    config = {} if kind is None else {"quantization_config": settings(kind)}
+    with moe_qlora.enabled():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **config)
+
+
+def adapted(model: Any) -> Any:
+    torch.manual_seed(7)
+    return moe_qlora.get_peft_model(model, copy.deepcopy(LORA))
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, gathered."""
+    return {
+        name: whole(tensor).detach().clone()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local_bytes(model: nn.Module) -> int:
+    return sum(
+        (parameter._local_tensor if hasattr(parameter, "placements") else parameter).nbytes
+        for parameter in model.parameters()
+    )
+
+
+def train(model: Any, rank: int = 0, ranks: int = 1) -> list[float]:
+    """Train a few steps on rows that ranks divide, and return the mean losses."""
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(5, 240, (4, 8), generator=generator).chunk(ranks)[rank]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if ranks > 1:
+            distributed.all_reduce(mean)
+        losses.append(float(mean) / ranks)
+    return losses
+
+
+class CountedReads:
+    """Counts the bytes that a rank reads of expert weights."""
+
+    def __init__(self) -> None:
+        self.total, self.stock = 0, (Checkpoint.read, Checkpoint.read_bytes)
+
+    def __enter__(self) -> CountedReads:
+        def counting(stock: Any) -> Any:
+            def read(files: Checkpoint, key: str, *args: Any) -> torch.Tensor:
+                tensor: torch.Tensor = stock(files, key, *args)
+                self.total += tensor.nbytes if ".experts." in key else 0
+                return tensor
+
+            return read
+
+        Checkpoint.read, Checkpoint.read_bytes = map(counting, self.stock)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        Checkpoint.read, Checkpoint.read_bytes = self.stock  # type: ignore[method-assign]
+
+
+def run_cases(rank: int, world: int, folders: dict[str, Path]) -> dict[str, Any]:
+    meshes = {
+        "all": init_device_mesh("cpu", (world,)),
+        "copies": init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "shards")),
+        "three": DeviceMesh("cpu", [0, 1, 2]),
+    }
+    results: dict[str, Any] = {}
+    for case, (folder, kind, mesh) in CASES.items():
+        if mesh == "three" and rank == 3:
+            continue
+        torch.manual_seed(7 + rank)  # ranks must not depend on their own generators
+        config = None if kind is None else settings(kind)
+        lora = copy.deepcopy(LORA)
+        with CountedReads() as reads:
+            model = moe_qlora.load_sharded(
+                folders[folder], config, meshes[mesh], lora_config=lora, dtype=torch.bfloat16
+            )
+        results[case] = {
+            "tensors": tensors_of(model) if not rank else {},
+            "is_sharded": isinstance(model, FSDPModule),
+            "bytes": local_bytes(model),
+            "read": reads.total,
+        }
+        if case == "nf4 on 4":
+            results["losses"] = train(model, rank, world)
+    results |= {"refusals": run_refusals(folders, meshes["all"], rank)}
+    results["callable"] = tensors_of(from_callable(folders["plain"], meshes["all"]))
+    return results
+
+
+def from_callable(folder: Path, mesh: Any) -> nn.Module:
+    """Fill a sharded model from rows that a function gives."""
+    from moe_qlora.hf.load_sharded import ShardedModel, blank_model
+
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
+        )
+    sharded = ShardedModel(blank_model(model, settings("nf4")), mesh)
+    filled: nn.Module = sharded.fill(lambda name, start, stop: plain[name][start:stop])
+    return filled
+
+
+def run_refusals(folders: dict[str, Path], mesh: Any, rank: int) -> dict[str, str]:
+    from moe_qlora.hf.load_sharded import ShardedModel, blank_model
+
+    refusals = {}
+    pissa = LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")
+    for case, arguments in {
+        "no settings": {},
+        "pissa": {"quantization_config": settings("nf4"), "lora_config": pissa},
+        "no layer": {"quantization_config": settings("nf4"), "wrap": ["Nothing"]},
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            moe_qlora.load_sharded(folders["plain"], mesh=mesh, **arguments)
+        refusals[case] = str(caught.value)
+
+    def rows(name: str, start: int, stop: int) -> torch.Tensor:
+        shape = (stop - start, *shapes[name][1:])
+        return torch.full(shape, torch.nan if rank == 1 and "experts" in name else 0.0)
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folders["plain"]))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    kind = NonFiniteWeightError if rank == 1 else QuantizationError
+    with pytest.raises(kind) as failed:
+        ShardedModel(blank_model(model, settings("nf4")), mesh).fill(rows)
+    refusals["not finite"] = str(failed.value)
+    return refusals
+
+
+@pytest.fixture(scope="module")
+def ranks(folders: dict[str, Path]) -> Any:
+    return run_distributed(run_cases, 4, folders)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_shares_are_those_of_the_whole_model(
+    ranks: Any, folders: dict[str, Path], case: str
+) -> None:
+    folder, kind, _ = CASES[case]
+    model = load_whole(folders[folder], kind)
+    moe_qlora.prepare_sharding(model)
+    expected = tensors_of(adapted(model))
+    got = ranks[0][case]["tensors"]
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name], tensor), name
+    assert ranks[0][case]["is_sharded"]
+
+
+def test_shares_filled_from_a_function_are_the_same(ranks: Any, folders: dict[str, Path]) -> None:
+    model = load_whole(folders["plain"], "nf4")
+    moe_qlora.prepare_sharding(model)
+    for rank in ranks:
+        for name, tensor in tensors_of(model).items():
+            assert torch.equal(rank["callable"][name], tensor), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_holds_its_share_alone(ranks: Any, case: str) -> None:
+    mesh = CASES[case][2]
+    shards = {"all": 4, "copies": 2, "three": 3}[mesh]
+    held = [rank[case]["bytes"] for rank in ranks if case in rank]
+    tensors = ranks[0][case]["tensors"]
+    total = sum(held[:shards])
+    stored = sum(t.nbytes for n, t in tensors.items() if "tables" not in n and "inv_freq" not in n)
+    assert total == stored
+    assert max(held) < 1.1 * total / shards
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_reads_its_share_alone(ranks: Any, folders: dict[str, Path], case: str) -> None:
+    folder, kind, mesh = CASES[case]
+    files = Checkpoint(sorted(folders[folder].glob("*.safetensors")))
+    experts = [key for key in files if ".experts." in key]
+    stored = sum(files.info(key).nbytes for key in experts)
+    shards = {"all": 4, "copies": 2, "three": 3}[mesh]
+    weights = {key.rpartition(".experts.")[0] for key in experts}
+    # Packed: tables and records of each weight. Else: the experts in which a share begins and ends.
+    slack = 2 * len(weights) * (2048 if kind is None else 2 * 96 * 64 * 2)
+    for rank in ranks:
+        if case in rank:
+            assert rank[case]["read"] <= stored / shards + slack
+
+
+def test_training_is_that_of_one_process(ranks: Any, folders: dict[str, Path]) -> None:
+    losses = train(adapted(load_whole(folders["plain"], "nf4")))
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(losses, abs=2e-2)  # bfloat16
+
+
+def test_what_cannot_be_followed_is_said(ranks: Any) -> None:
+    for rank in ranks:
+        said = rank["refusals"]
+        assert "give a quantization_config" in said["no settings"]
+        assert "init_lora_weights='pissa'" in said["pissa"]
+        assert "decoder" in said["no layer"]
+    assert "holds NaN or inf" in ranks[1]["refusals"]["not finite"]
+    assert "Another rank could not pack" in ranks[0]["refusals"]["not finite"]
+
+
+def test_integers_get_no_gradients_asked_on_an_older_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
+
+    module: Any = fsdp_param
+    with moe_qlora.shards_integers():
+        assert module.nn is nn  # this torch is right
+    monkeypatch.setattr(fsdp, "_takes_integers", lambda: False)
+    with pytest.raises(RuntimeError, match="gradients"):
+        nn.Parameter(torch.zeros(2, dtype=torch.uint8))
+    with moe_qlora.shards_integers():
+        integer = module.nn.Parameter(torch.zeros(2, dtype=torch.uint8))
+        floating = module.nn.Parameter(torch.zeros(2))
+        assert (integer.requires_grad, floating.requires_grad) == (False, True)
+        assert not module.nn.Parameter(torch.zeros(2), requires_grad=False).requires_grad
+        assert type(integer) is nn.Parameter
+        assert isinstance(nn.Parameter(torch.zeros(2)), module.nn.Parameter)
+        assert module.nn.Module is nn.Module
+    assert module.nn is nn
