@@ -12,7 +12,7 @@ import copy
 import re
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import peft
 import torch
