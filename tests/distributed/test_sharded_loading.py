@@ -165,8 +165,9 @@ def run_cases(rank: int, world: int, folders: dict[str, Path]) -> dict[str, Any]
             model = moe_qlora.load_sharded(
                 folders[folder], config, meshes[mesh], lora_config=lora, dtype=torch.bfloat16
             )
+        tensors = tensors_of(model)
         results[case] = {
-            "tensors": tensors_of(model) if not rank else {},
+            "tensors": {} if rank else tensors,
             "is_sharded": isinstance(model, FSDPModule),
             "bytes": local_bytes(model),
             "read": reads.total,
