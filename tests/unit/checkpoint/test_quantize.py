@@ -440,6 +440,26 @@ def test_refusals(source: Path, tmp_path: Path, call: Any, message: str) -> None
     assert not (tmp_path / "o").exists()
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("stored", [(EMBEDDING,), (EMBEDDING, HEAD)])
+def test_a_tied_weight_is_written_once(tmp_path: Path, stored: tuple[str, ...]) -> None:
+    model = tiny_model("granitemoe", dtype=torch.bfloat16, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "plain")  # type: ignore[operator]
+    file = tmp_path / "plain" / "model.safetensors"
+    tensors = load_file(file)
+    value = tensors.pop(EMBEDDING)
+    save_file(tensors | {name: value.clone() for name in stored}, file, {"format": "pt"})
+    moe_qlora.quantize_checkpoint(tmp_path / "plain", tmp_path / "packed", NF4)
+    written = {EMBEDDING, HEAD} & check_folder(tmp_path / "packed").tensors.keys()
+    assert written == {EMBEDDING}
+    with moe_qlora.enabled():
+        packed: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert torch.equal(packed.model.embed_tokens.weight, value)
+    assert packed.lm_head.weight is packed.model.embed_tokens.weight
+
+
 def test_a_packed_folder_is_refused(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "packed")
     with pytest.raises(CheckpointError, match="packed already"):
