@@ -46,6 +46,7 @@ _NONLINEAR = {
 }
 # fmt: on
 
+_LEAVES = (int, float, str, type(None), torch.dtype, torch.device)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 # Weights that something was computed from, by key, each with whether something nonlinear lay
@@ -138,7 +139,15 @@ def _axes_by_stride(tensor: torch.Tensor, axes: list[int | None]) -> dict[int, i
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested lists, dicts and the like."""
-    return [item for item in tree_flatten(tree)[0] if isinstance(item, torch.Tensor)]
+    tensors: list[torch.Tensor] = []
+    for item in tree if type(tree) in (list, tuple) else (tree,):
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+        elif type(item) in (list, tuple):
+            tensors += tensors_of(item)
+        elif not isinstance(item, _LEAVES):  # What is left is rare, and flattened at some cost.
+            tensors += (leaf for leaf in tree_flatten(item)[0] if isinstance(leaf, torch.Tensor))
+    return tensors
 
 
 class PythonReads(TorchFunctionMode):
@@ -185,7 +194,7 @@ class BlockTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
-        tensors = tensors_of((args, kwargs))
+        tensors = tensors_of([*args, *kwargs.values()])
         weights = [t for t in tensors if t.is_meta]
         activations = [t for t in tensors if not t.is_meta]
         if activations or not weights:
