@@ -14,6 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,7 @@ def tiny_model(
     the device "meta" nothing is allocated; overrides and errors are those of `tiny_config`.
     """
     import torch
+    from transformers import initialization
 
     config = tiny_config(model_type, **overrides)
     maker = model_class(model_type)
@@ -107,7 +109,8 @@ def tiny_model(
         # Fills uninitialised floating-point memory with NaN, which shows what was not set.
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            with torch.device("meta" if on_meta else "cpu"):
+            mode = initialization.no_init_weights() if on_meta else nullcontext()
+            with torch.device("meta" if on_meta else "cpu"), mode:
                 model = maker._from_config(config, dtype=dtype or torch.float32)
         finally:
             torch.use_deterministic_algorithms(was, warn_only=warn)

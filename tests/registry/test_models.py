@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import initialization
 
 import moe_qlora
 from moe_qlora import registry
@@ -32,7 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def meta_model(model_type, kwargs):
-    with torch.device("meta"):
+    # On meta no initialization has an effect, but each takes its time.
+    with torch.device("meta"), initialization.no_init_weights():
         model = model_class(model_type)._from_config(
             transformers.CONFIG_MAPPING[model_type](**kwargs)
         )

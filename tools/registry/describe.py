@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, initialization
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -56,7 +56,7 @@ def build(model_type: str, kwargs: dict[str, Any]) -> PreTrainedModel:
     maker = model_class(config_class)
     if maker is None:
         raise LookupError(f"no model class for {model_type}")
-    with torch.device("meta"):
+    with torch.device("meta"), initialization.no_init_weights():
         model = maker._from_config(config_class(**kwargs))
     model.tie_weights()
     return model
