@@ -14,6 +14,8 @@ from .report import Hint, MemoryPlan
 from .source import bnb_config
 
 _DEVICES = 16  # the most that are tried
+# Settings that change neither the model nor what a step of given sizes does.
+_SAME_STEPS = {"optimizer", "accumulation", "batch", "seq"}
 _CHUNK = 1024  # tokens of a loss that is computed in chunks
 
 
@@ -73,8 +75,9 @@ def _try(
         if change.quantization is not None:
             source = replace(source, quantization=change.quantization)
         loss_part = min(loss_part, change.loss_part)
-    other = planner
-    if source is not planner.source or settings != planner.settings:
+    if source is planner.source and {f for c in changes for f in c.fields} <= _SAME_STEPS:
+        other = planner.with_settings(settings)
+    else:
         # The user's LoraConfig replaces rank and targets until a change names others.
         same = settings.targets == planner.settings.targets
         other = Planner(source, settings, planner.lora_config if same else None)

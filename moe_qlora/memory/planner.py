@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -74,6 +75,12 @@ class Planner:
             for tensor in block.tensors
             if tensor.part == "trained"
         )
+
+    def with_settings(self, settings: Settings) -> Planner:
+        """Return the planner with settings under which the model and its steps are the same."""
+        other = copy.copy(self)
+        other.settings = settings
+        return other
 
     def with_engine(self, engine: Engine | None) -> Planner:
         """Return the planner of the same model and settings with another engine, or with none.

@@ -542,7 +542,7 @@ def test_hints_say_what_they_save():
     config = qwen3_30b(num_hidden_layers=4)
     quantization = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
     asked = {"seq": 4096, "batch": 2, "targets": "attention,experts", "checkpointing": False}
-    made = moe_qlora.plan(config, quantization, gpus="12GiB", **asked)
+    made = moe_qlora.plan(config, quantization, gpus="12GiB", search=False, **asked)
     assert made.fits is False
     hints = {hint.setting: hint for hint in made.hints}
     assert list(hints)[:2] == ["checkpointing=True", "bnb_4bit_use_double_quant=True"]
@@ -574,7 +574,7 @@ def test_half_the_rank_is_no_hint_for_small_ranks():
 
 def test_hints_name_enough_devices():
     config = qwen3_30b(num_hidden_layers=4, vocab_size=4096)
-    made = moe_qlora.plan(config, gpus="2GiB", seq=2048)
+    made = moe_qlora.plan(config, gpus="2GiB", seq=2048, search=False)
     assert made.fits is False
     setting = made.hints[-1].setting
     assert setting.startswith("gpus='")
