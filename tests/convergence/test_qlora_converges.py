@@ -35,7 +35,7 @@ BNB = BitsAndBytesConfig(
     bnb_4bit_use_double_quant=True,
     bnb_4bit_compute_dtype=torch.float32,
 )
-STEPS = 120
+STEPS = 80
 RATE = 1e-2
 
 
@@ -87,7 +87,14 @@ class Trained:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     demo = _load_demo()
     scale = demo.Scale(
-        hidden=64, layers=2, experts=8, batch=8, length=64, pretrain_steps=500, steps=STEPS
+        hidden=64,
+        layers=1,
+        experts=8,
+        batch=8,
+        length=64,
+        pretrain_steps=250,
+        steps=STEPS,
+        characters=300_000,
     )
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(demo.SEED)
@@ -116,7 +123,7 @@ def test_packed_experts_train_like_full_ones(trained: Trained) -> None:
     losses = f"{start=:.4f} {full=:.4f} {packed=:.4f} {frozen=:.4f}"
     assert packed < start - 0.2, losses
     assert abs(packed - full) < 0.02 * full, losses
-    # Over three seeds packed ended within 0.04 % of full, and 1.7 to 3.2 % below frozen. An adapter
+    # Over three seeds packed ended within 0.04 % of full, and 1.5 to 1.7 % below frozen. An adapter
     # that trains wrong would lie between the two, so what LoRA on the experts brings must be there
     # nearly whole.
     assert packed < 0.99 * frozen, losses
