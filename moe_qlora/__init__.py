@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         expert_parallel_parameters as expert_parallel_parameters,
     )
     from .distributed.fsdp import shards_integers as shards_integers
+    from .distributed.state import full_state_dict as full_state_dict
     from .errors import AdapterError as AdapterError
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
@@ -72,6 +73,7 @@ _HOME = {
     "exclude_modules": "lora.targets",
     "expert_parallel": "distributed.expert_parallel",
     "expert_parallel_parameters": "distributed.expert_parallel",
+    "full_state_dict": "distributed.state",
     "get_peft_model": "lora.model",
     "load_adapter": "lora.load",
     "load_sharded": "hf.load_sharded",

@@ -31,7 +31,14 @@ from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 from ..packing import parametrize
 from ..packing.decoders import Params4bit
-from ..packing.gather import WholeTensor, gather_to_first, is_divided, whole_shape, whole_tensors
+from ..packing.gather import (
+    WholeTensor,
+    gather_to_first,
+    is_divided,
+    own_state_dict,
+    whole_shape,
+    whole_tensors,
+)
 from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
 from . import manifest as manifests
@@ -104,7 +111,7 @@ def save_pretrained(
     for name, value in unsupported.items():
         if value:
             raise ConfigError(f"{name}={value!r} is not supported for a model with packed experts.")
-    state_dict = self.state_dict() if state_dict is None else state_dict
+    state_dict = own_state_dict(self) if state_dict is None else state_dict
     first = not distributed.is_initialized() or distributed.get_rank() == 0
     if not is_divided(self, state_dict) and not (first and is_main_process):
         return
@@ -173,7 +180,7 @@ def _are_tied(model: nn.Module, state_dict: Mapping[str, Any], key: str, source:
     one, other = state_dict.get(key), state_dict.get(source)
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
         return False
-    sharded = hasattr(one, "full_tensor")
+    sharded = hasattr(one, "full_tensor") or hasattr(one, "ds_id")
     if not sharded and one.data_ptr() == other.data_ptr():
         return True
     # Gathering makes two tensors of one parameter. Shares are not compared: some may be empty.

@@ -24,7 +24,13 @@ from ..checkpoint.staging import absolute, flush, staging
 from ..errors import AdapterError
 from ..layout import unwrapped_name
 from ..packing.decoders import is_share
-from ..packing.gather import WholeTensor, gather_to_first, is_divided, whole
+from ..packing.gather import (
+    WholeTensor,
+    gather_to_first,
+    is_divided,
+    own_state_dict,
+    plain_tensor,
+)
 
 _CARD = "README.md"
 
@@ -64,9 +70,9 @@ def save_pretrained(
     folder = absolute(os.fspath(save_directory))
     state_dict = kwargs.pop("state_dict", None)
     if state_dict is None:
-        state_dict = self.state_dict()
+        state_dict = own_state_dict(self)
     tensors: dict[str, WholeTensor] = {}
-    if is_divided(self, state_dict) or _is_partitioned(self):
+    if is_divided(self, state_dict):
         names = selected_adapters or list(self.peft_config)
         tensors = _adapter_tensors(self, state_dict, names, save_embedding_layers)
     elif distributed.get_rank() != 0:
@@ -85,11 +91,6 @@ def save_pretrained(
     gather_to_first(tensors, write, f"Saving the adapter to {folder}")
 
 
-def _is_partitioned(model: PeftModel) -> bool:
-    """Whether DeepSpeed ZeRO-3 has partitioned the model's parameters."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
 def _adapter_tensors(
     model: PeftModel,
     state_dict: Mapping[str, Any],
@@ -105,27 +106,7 @@ def _adapter_tensors(
                 model, dict(state_dict), adapter, save_embedding_layers=save_embedding_layers
             )
             written |= {id(tensor) for tensor in chosen.values()}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        key: _tensor(value, parameters.get(key))
-        for key, value in state_dict.items()
-        if id(value) in written
-    }
-
-
-def _tensor(value: Tensor, parameter: Any) -> WholeTensor:
-    if not hasattr(parameter, "ds_id"):
-        divided = hasattr(value, "full_tensor")
-        return WholeTensor(value.dtype, tuple(value.shape), value, partial(whole, value), divided)
-
-    def gather() -> Tensor:
-        from deepspeed.zero import GatheredParameters  # type: ignore[import-not-found]
-
-        with GatheredParameters([parameter]):
-            copied: Tensor = parameter.detach().clone()
-            return copied
-
-    return WholeTensor(value.dtype, tuple(parameter.ds_shape), value, gather, True)
+    return {key: plain_tensor(value) for key, value in state_dict.items() if id(value) in written}
 
 
 def check_unsharded(model: nn.Module, action: str, advice: str) -> None:

@@ -4,7 +4,8 @@
     gather_to_first     runs a function on the first rank, which reads such tensors one at a time
                         while all other ranks take part
 
-A share is a DTensor, as FSDP2 has it, or a rank's own experts under expert parallelism (shares.py).
+A share is a DTensor, as FSDP2 has it, a parameter that ZeRO-3 has partitioned, or a rank's own
+experts under expert parallelism (shares.py).
 What is gathered is free before the next tensor is: no rank holds more than one whole tensor.
 """
 
@@ -47,17 +48,38 @@ def is_divided(model: nn.Module, state_dict: Mapping[str, Any]) -> bool:
     return sharded or shares.first_share(model) is not None
 
 
+def own_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the model's state dict, with parameters that ZeRO-3 has partitioned as they are.
+
+    Under ZeRO-3 the tensors of `state_dict` are empty.
+    """
+    state_dict: dict[str, Any] = model.state_dict()
+    parameters = model.named_parameters(remove_duplicate=False)
+    partitioned = {name: value for name, value in parameters if hasattr(value, "ds_id")}
+    return {key: partitioned.get(key, value) for key, value in state_dict.items()}
+
+
 def _is_sharded(tensor: Any) -> bool:
-    return hasattr(tensor, "full_tensor")
+    return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(getattr(tensor, "ds_shape", getattr(tensor, "shape", ())))
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a DTensor whole, on its process group's device, and any other tensor as it is.
+    """Return a share's whole tensor, on its process group's device, and any other as it is.
 
     All ranks must call it.
     """
     if not _is_sharded(tensor):
         return tensor
+    if hasattr(tensor, "ds_id"):
+        from deepspeed.zero import GatheredParameters  # type: ignore[import-not-found]
+
+        with GatheredParameters([tensor]):
+            copied: Tensor = tensor.detach().as_subclass(Tensor).clone()
+            return copied
     sharded: Any = tensor.detach()
     if sharded.device.type != sharded.device_mesh.device_type:  # offloaded
         sharded = sharded.to(sharded.device_mesh.device_type)
@@ -89,10 +111,14 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
         if key in replaced:
             tensors |= replaced[key]
         else:
-            dtype, shape = getattr(value, "dtype", None), tuple(getattr(value, "shape", ()))
-            divided = _is_sharded(value)
-            tensors[key] = WholeTensor(dtype, shape, value, partial(whole, value), divided)  # type: ignore[arg-type]
+            tensors[key] = plain_tensor(value)
     return tensors
+
+
+def plain_tensor(value: Any) -> WholeTensor:
+    """Return how a tensor that is no part of a packed weight is gathered."""
+    dtype: Any = getattr(value, "dtype", None)
+    return WholeTensor(dtype, _shape(value), value, partial(whole, value), _is_sharded(value))
 
 
 def _replace_expert_weight(
@@ -142,7 +168,7 @@ def _replace_linear(
     if isinstance(decoder, PackedInt8):
         bits = parameters["scale_bits"]
         scales = WholeTensor(
-            torch.float32, tuple(bits.shape), bits, lambda: whole(bits).view(torch.float32),
+            torch.float32, _shape(bits), bits, lambda: whole(bits).view(torch.float32),
             _is_sharded(bits),
         )  # fmt: skip
         layout = torch.tensor(0, dtype=torch.uint8)  # row by row

@@ -5,6 +5,7 @@ One group of processes runs all cases: starting it takes longer than a case.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -82,9 +91,14 @@ def all_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
         sharded(model).save_pretrained(folder / "sharded" / settings, max_shard_size="20KB")
         # the folder is whole when any rank has returned
         results[f"{settings}: files"] = names(folder / "sharded" / settings)
-    (folder / "file").touch()
-    results["no folder"] = message(CheckpointError, model.save_pretrained, folder / "file")
-    results |= adapters(folder)
+        if settings == "int8":
+            (folder / "file").touch()
+            results["no folder"] = message(CheckpointError, model.save_pretrained, folder / "file")
+        # as Trainer does it: torch's keys, gathered on the first rank
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = get_model_state_dict(model, options=options)
+        model.save_pretrained(folder / "given" / settings, state_dict=whole)
+    results |= adapters(folder) | checkpoints(rank, folder)
     return results
 
 
@@ -108,6 +122,82 @@ def adapters(folder: Path) -> dict[str, Any]:
         results[f"{name} refused"] = message(AdapterError, call, *args)
     results["adapters"] = list(model.peft_config)
     return results
+
+
+def train(model: Any, optimizer: Any, first: int, last: int, group: Any = None) -> list[float]:
+    """Losses of the steps `[first, last)`, whose batches are divided over a group's ranks."""
+    world = distributed.get_world_size(group) if distributed.is_initialized() else 1
+    rank = distributed.get_rank(group) if world > 1 else 0
+    losses = []
+    model.train()
+    for step in range(first, last):
+        ids = torch.randint(5, 248, (12, 8), generator=torch.Generator().manual_seed(step))
+        own = ids.chunk(world)[rank]
+        loss = model(input_ids=own, labels=own).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if world > 1:
+            distributed.all_reduce(mean, group=group)
+        losses.append(float(mean) / world)
+    return losses
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+
+
+def checkpoints(rank: int, folder: Path) -> dict[str, Any]:
+    """Train, save, go on; then resume in other numbers of ranks."""
+    model = sharded(adapted(loaded(folder, "nf4 double")))
+    optimizer = adamw(model)
+    results: dict[str, Any] = {"losses": train(model, optimizer, 0, 3)}
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    checkpoint.save(state, checkpoint_id=folder / "dcp")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_model_state_dict(model, options=options)
+    # a copy: the counts of steps are the optimizer's own tensors
+    moments = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    single = moe_qlora.full_state_dict(model)
+    results["full, keys"] = len(full), len(single)
+    if rank == 0:
+        torch.save(single, folder / "full.pt")
+    results["losses"] += train(model, optimizer, 3, 6)
+    del model
+    # from the first rank's whole tensors
+    model = sharded(adapted(loaded(folder, "nf4 double")))
+    zero(model)
+    optimizer = adamw(model)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full, options=options)
+    set_optimizer_state_dict(model, optimizer, moments, options=options)
+    results["broadcast"] = train(model, optimizer, 3, 6)
+    for ranks in (3, 2):
+        mesh = DeviceMesh("cpu", list(range(ranks)))
+        if rank < ranks:
+            results[f"resumed by {ranks}"] = resumed(folder, mesh)
+        distributed.barrier()
+    return results
+
+
+def resumed(folder: Path, mesh: DeviceMesh) -> list[float]:
+    model = sharded(adapted(loaded(folder, "nf4 double")), mesh)
+    zero(model)
+    optimizer = adamw(model)
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    group = mesh.get_group()
+    checkpoint.load(state, checkpoint_id=folder / "dcp", process_group=group)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return train(model, optimizer, 3, 6, group)
 
 
 def zero(model: nn.Module) -> None:
@@ -143,10 +233,10 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("how", ["replicated", "given"])
 @pytest.mark.usefixtures("results")
-def test_replicated_models_are_saved_as_one_process_does(folder: Path, settings: str) -> None:
-    single = content(folder / "single" / settings)
-    assert content(folder / "replicated" / settings) == single
+def test_models_are_saved_as_one_process_does(folder: Path, settings: str, how: str) -> None:
+    assert content(folder / how / settings) == content(folder / "single" / settings)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -193,3 +283,34 @@ def test_what_needs_whole_weights_is_refused(results: list[dict[str, Any]], call
         assert "model.embed_tokens.weight is sharded over ranks" in text
         assert ("add adapters before" if call == "load_adapter" else "moe-qlora merge") in text
         assert result["adapters"] == ["default"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path) -> list[float]:
+    """Losses of one process."""
+    model = adapted(loaded(folder, "nf4 double"))
+    return train(model, adamw(model), 0, 6)
+
+
+@pytest.mark.parametrize("how", ["broadcast", "resumed by 3", "resumed by 2"])
+def test_training_goes_on_from_a_checkpoint(
+    results: list[dict[str, Any]], uninterrupted: list[float], how: str
+) -> None:
+    ranks = {"resumed by 3": 3, "resumed by 2": 2}.get(how, WORLD)
+    for result in results:
+        assert result["losses"] == pytest.approx(uninterrupted, abs=1e-5)
+    for result in results[:ranks]:
+        assert result[how] == pytest.approx(uninterrupted[3:], abs=1e-5)
+
+
+def test_the_full_state_dict_is_that_of_one_process(
+    results: list[dict[str, Any]], folder: Path
+) -> None:
+    full = torch.load(folder / "full.pt")
+    single = adapted(loaded(folder, "nf4 double")).state_dict()
+    assert list(full) == list(single)
+    for key, tensor in single.items():
+        if ".lora_" not in key:  # which is trained there
+            assert full[key].dtype == tensor.dtype
+            assert torch.equal(full[key], tensor), key
+    assert [result["full, keys"][1] for result in results] == [len(single)] + [0] * (WORLD - 1)
