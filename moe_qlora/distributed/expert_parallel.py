@@ -17,10 +17,12 @@ replicated, and is the work of DDP or FSDP2, which leave the experts alone.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from ..detection.detect import detect
 from ..errors import ConfigError, UnsupportedWeightError
@@ -31,7 +33,7 @@ from ..packing.shares import ExpertShare
 from .watch import watch
 
 _LOG = logging.getLogger(__name__)
-_TRANSFORMERS = "update transformers to 5.22 or later"
+_DISPATCH = "_moe_qlora_dispatch"
 
 
 def expert_parallel(model: nn.Module, mesh: Any, *, implementation: str = "auto") -> nn.Module:
@@ -160,21 +162,58 @@ def make_share(experts: int, mesh: Any, batches: int) -> ExpertShare:
     return ExpertShare(experts, first, first + count, mesh, batches)
 
 
+class _Dispatch:
+    """transformers' dispatch around one module's own forward, made at its first call.
+
+    transformers binds it to the module that it is installed on: a copy of the module makes its own.
+    """
+
+    def __init__(self, share: ExpertShare, tp_mesh: Any, implementation: str) -> None:
+        self.share, self.tp_mesh, self.implementation = share, tp_mesh, implementation
+        self.forward: Callable[..., Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Dispatch:
+        return _Dispatch(self.share, self.tp_mesh, self.implementation)
+
+    def install(self, module: nn.Module) -> Callable[..., Tensor]:
+        from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
+
+        mesh = self.share.mesh
+        mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+        dispatching = module.__dict__.pop("forward", None)
+        EpDispatchExpertsParallel().install_forward(
+            module, mesh, tp_mesh=self.tp_mesh, ep_implementation=self.implementation
+        )
+        self.forward = module.__dict__.pop("forward")
+        if dispatching is not None:
+            module.__dict__["forward"] = dispatching
+        return self.forward
+
+
+def _dispatched_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute an experts module, global expert ids given, with the experts of all ranks."""
+    state: _Dispatch = self.__dict__[_DISPATCH]
+    forward = state.forward or state.install(self)
+    return forward(hidden_states, top_k_index, top_k_weights)
+
+
 def dispatch(module: nn.Module, share: ExpertShare, tp_mesh: Any, implementation: str) -> None:
     """Put transformers' dispatch of tokens around the forward of a module that holds a share."""
     host: Any = module
     host.num_experts, host._is_expert_parallel = share.count, True
     shares.set_share(module, share)
+    state = _Dispatch(share, tp_mesh, implementation)
     try:
-        from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
+        state.install(module)
     except ImportError as error:
         raise ConfigError(
-            f"The installed transformers cannot divide experts over ranks: {_TRANSFORMERS}."
+            "The installed transformers cannot divide experts over ranks: update transformers."
         ) from error
-    mesh = share.mesh if share.mesh.ndim == 1 else share.mesh[share.mesh.mesh_dim_names[-1]]
-    EpDispatchExpertsParallel().install_forward(
-        module, mesh, tp_mesh=tp_mesh, ep_implementation=implementation
-    )
+    module.__dict__[_DISPATCH] = state
+    # A method, which a copy of the module binds to itself.
+    module.__dict__["forward"] = MethodType(_dispatched_forward, module)
 
 
 def _check_cut(model: nn.Module, name: str, mesh: Any) -> None:

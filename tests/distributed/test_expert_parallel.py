@@ -5,6 +5,7 @@ Every group of processes runs many cases: starting them takes longer than a case
 
 from __future__ import annotations
 
+import copy
 import os
 import zlib
 from functools import cache
@@ -155,6 +156,7 @@ def run_two(rank: int, world: int, folders: dict[str, Path], out: Path) -> dict[
         "refusals": run_refusals(mesh, folders["single experts"]),
         "optimizers": run_optimizers(rank, world),
         "trainer": run_trainer(mesh, out),
+        "saved": run_saving(mesh, folders, out),
     }
 
 
@@ -165,8 +167,13 @@ def run_four(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_distributed(run_two, 2, folders, tmp_path_factory.mktemp("trained"))
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def two(folders: dict[str, Path], out: Path) -> Any:
+    return run_distributed(run_two, 2, folders, out)
 
 
 @cache
@@ -216,7 +223,20 @@ def run_refusals(mesh: Any, folder: Path) -> dict[str, str]:
         config = DistributedConfig(**sizes)
         return load(folder, NF4, distributed_config=config)
 
+    def of_a_copy() -> None:
+        original: Any = moe_qlora.expert_parallel(packed_model(), mesh)
+        twin = copy.deepcopy(original)
+        before = original(input_ids=ids).logits
+        for module in original.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.dtype == torch.uint8:
+                    parameter.zero_()
+        assert not torch.allclose(original(input_ids=ids).logits, before)
+        torch.testing.assert_close(twin(input_ids=ids).logits, before)
+        raise MoeQloraError("a copy has weights of its own")
+
     calls: dict[str, Any] = {
+        "deepcopy": of_a_copy,
         "fsdp_size alone": lambda: by_config(fsdp_size=2),
         "tp_size": lambda: by_config(tp_size=2, ep_size=2),
         "twice": lambda: moe_qlora.expert_parallel(divided, mesh),
@@ -235,6 +255,7 @@ def run_refusals(mesh: Any, folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
+        ("deepcopy", "a copy has weights of its own"),
         ("fsdp_size alone", "distributed_config has fsdp_size=2 and no ep_size"),
         ("tp_size", "distributed_config has tp_size=2, which packed weights do not support"),
         ("twice", "call expert_parallel once, before"),
@@ -277,6 +298,7 @@ def run_trainer(mesh: Any, out: Path) -> dict[str, Any]:
     data = [{"input_ids": row, "labels": row} for row in torch.cat(batches())]
     trainer = Trainer(peft_model, settings, train_dataset=data)
     trainer.train()
+    trainer.save_model(str(out / "trainer"))
     trained = {n: whole(p).detach() for n, p in peft_model.named_parameters() if p.requires_grad}
     return {"weights": trained, "log": trainer.state.log_history}
 
@@ -426,6 +448,51 @@ def test_each_rank_reads_its_experts_alone(
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_divided_model_computes_what_the_whole_one_does(loaded: Any, source: str) -> None:
     assert all(one[source]["difference"] < 1e-5 for one in loaded)
+
+
+# Saving.
+
+
+def run_saving(mesh: Any, folders: dict[str, Path], out: Path) -> list[str]:
+    for source in ("packed nf4", "packed int8", "half blocks"):
+        settings = NF4 if source == "half blocks" else None
+        load(folders[source], settings, mesh).save_pretrained(out / source)
+    adapted(moe_qlora.expert_parallel(packed_model(), mesh)).save_pretrained(out / "adapter")
+    return sorted(path.name for path in out.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["packed nf4", "packed int8"])
+def test_all_ranks_save_one_packed_folder_as_one_process_does(
+    two: Any, out: Path, folders: dict[str, Path], kind: str
+) -> None:
+    ours, right = (sorted(folder.glob("*")) for folder in (out / kind, folders[kind]))
+    assert [file.name for file in ours] == [file.name for file in right]
+    for one, other in zip(ours, right, strict=True):
+        assert one.read_bytes() == other.read_bytes() or one.name == "config.json", one.name
+
+
+def test_a_folder_of_second_level_blocks_that_were_cut_loads(
+    two: Any, out: Path, folders: dict[str, Path]
+) -> None:
+    saved = packed_weights(load(out / "half blocks", None))
+    for name, packed in packed_weights(load(folders["half blocks"], NF4)).items():
+        assert torch.equal(saved[name].flat_codes, packed.flat_codes)
+        torch.testing.assert_close(unpack(saved[name]), unpack(packed), rtol=0.02, atol=1e-3)
+
+
+def test_all_ranks_save_one_adapter_as_one_process_does(
+    two: Any, out: Path, folders: dict[str, Path]
+) -> None:
+    ours, right = out / "adapter", folders["adapter"]
+    for name in ("adapter_model.safetensors", "moe_qlora_adapter.json"):
+        assert (ours / name).read_bytes() == (right / name).read_bytes(), name
+    configs = [LoraConfig.from_pretrained(folder) for folder in (ours, right)]
+    assert configs[0] == configs[1]
+    shapes = []
+    for folder in (out / "trainer", folders["adapter"]):
+        checkpoint = Checkpoint([folder / "adapter_model.safetensors"])
+        shapes.append({key: checkpoint.info(key).shape for key in checkpoint})
+    assert shapes[0] == shapes[1]
 
 
 # torch's grouped optimizers and clipping are its defaults on GPUs.
