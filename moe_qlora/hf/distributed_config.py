@@ -18,8 +18,8 @@ from ..errors import ConfigError
 from ..packing.sharding import runs_distributed
 
 _ADVICE = (
-    "divide the experts with DistributedConfig(fsdp_size=N, ep_size=N), and give the rest to DDP "
-    "or FSDP2 once the model has adapters"
+    "moe_qlora.load_sharded loads a model sharded by FSDP2, and DistributedConfig(fsdp_size=N, "
+    "ep_size=N) divides the experts over N ranks"
 )
 
 
