@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
+from ..packing.decoders import ShardableStatistics
 from ..packing.quant_state import from_quant_state
 from .budget import Block, BlockTensor
 
@@ -56,6 +57,9 @@ def packed_parts(model: nn.Module) -> Iterator[PackedPart]:
 
 def _linear_weight(layer: Any) -> PackedWeight:
     weight = layer.weight
+    statistics = getattr(layer, "statistics", None)
+    if isinstance(statistics, ShardableStatistics):  # as distributed runs have it
+        return statistics.packed(weight)
     state = getattr(weight, "quant_state", None)
     if state is not None:
         return from_quant_state(weight, state, owner=weight)
@@ -79,16 +83,14 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
             linear: sum(part.weight.codes.nbytes for part in held if part.linear is linear)
             for linear in (True, False)
         }
-        # Scales of 8-bit experts are buffers, all other statistics are not among the tensors.
-        scales = {
-            part.weight.absmax.untyped_storage()._cdata
-            for part in held
-            if part.weight.kind == "int8" and not part.linear
+        # Statistics may be buffers or parameters of the block as well.
+        statistics = {
+            tensor.untyped_storage()._cdata for part in held for tensor in part.weight.statistics
         }
         others = [
             tensor
             for key, tensor in tensors.items()
-            if key not in packed and tensor.untyped_storage()._cdata not in scales
+            if key not in packed and tensor.untyped_storage()._cdata not in statistics
         ]
         block = Block(
             name,
@@ -126,7 +128,8 @@ def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
     if weight.kind == "int8":
         rows = weight.numel if experts else weight.shape[0]
         yield BlockTensor(kind, rows, weight.numel // rows, 1, of_experts=experts)
-        yield BlockTensor("statistics", weight.absmax.numel(), 1, _FLOAT32, of_experts=experts)
+        for scales in weight.statistics:  # none before it is packed
+            yield BlockTensor("statistics", scales.numel(), 1, _FLOAT32, of_experts=experts)
         return
     yield BlockTensor(kind, weight.codes.nbytes, 1, 1, of_experts=experts)
     yield BlockTensor("statistics", weight.absmax.nbytes, 1, 1, of_experts=experts)

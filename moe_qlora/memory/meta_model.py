@@ -22,14 +22,16 @@ from ..detection.detect import detect, dispatches
 from ..distributed.expert_parallel import modules_to_divide
 from ..errors import ConfigError, UnsupportedWeightError
 from ..experts import forward
+from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora.config import top_k_of
 from ..lora.model import get_peft_model
 from ..packing import parametrize
-from ..packing.decoders import hold
+from ..packing.decoders import PackedCodes, ShardableStatistics, hold
 from ..packing.meta import blank_weight, pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
+from ..packing.sharding import packed_codes
 from ..packing.shares import why_not_cut
 from .blocks import PackedPart, block_modules, blocks_of, packed_parts, trained_tensor
 from .budget import Block, BlockTensor, Settings
@@ -68,8 +70,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     for part in packed_parts(model):
         packed = part.weight
         if packed.table is not None:  # 4-bit
-            size, settings = tuple(packed.shape), CodecSettings.of(packed)
-            memo[id(packed.owner)] = hold(blank_weight(size, packed.dtype, settings))
+            memo[id(packed.owner)] = _blank_codes(packed)
     for module in model.modules():
         int8_state = getattr(module, "state", None)
         alive += [getattr(int8_state, name, None) for name in ("CB", "SCB")]
@@ -82,6 +83,14 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
                     blank.SCB = torch.empty_like(tensor.SCB, device="meta")
             memo[id(tensor)] = blank
     return copy.deepcopy(model, memo)
+
+
+def _blank_codes(packed: PackedWeight) -> nn.Parameter:
+    """Return the parameter of a 4-bit weight's codes on meta, of the class that it has."""
+    blank = blank_weight(tuple(packed.shape), packed.dtype, CodecSettings.of(packed))
+    if isinstance(packed.owner, PackedCodes):  # as distributed runs have it
+        return packed_codes(blank, ShardableStatistics(blank))
+    return hold(blank)
 
 
 def cast_as_loaded(model: Any, dtype: torch.dtype) -> None:

@@ -81,6 +81,16 @@ def test_fsdp_holds_the_first_chunk_of_every_parameter(packing, ranks):
     assert made.load_peak - made.resident == one.load_peak - one.resident
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("engine", [None, Engine("fsdp", 3), Engine("ep", 2), Engine("zero3", 2)])
+def test_models_of_distributed_runs_are_planned_alike(packing, engine):
+    """Statistics that are parameters count once."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8}
+    model = packed_model(packing, **sizes)
+    prepared = moe_qlora.prepare_sharding(copy.deepcopy(model))
+    assert planner(prepared, engine).resident == planner(model, engine).resident
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_fsdp_cuts_adapters_gradients_and_moments(ranks):
     model = packed_model("nf4 double")
