@@ -9,19 +9,21 @@ PEFT.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from ..errors import AdapterError, QuantizationError
 from ..layout import unwrapped_name
-from ..packing.decoders import Params4bit
-from ..packing.parametrize import iter_packed
+from ..packing.decoders import Params4bit, is_shardable
+from ..packing.parametrize import decoder_of, iter_packed, original_of
 from ..packing.state_dict import load_linears
 from .lora_source import lora_source
 
+_LAYOUT = "_moe_qlora_layout_checked"
 _SEEN = "_moe_qlora_adapters_seen"
 _HANDLE = "_moe_qlora_adapter_guard"
 _WATCH = "_moe_qlora_codes_watched"
@@ -55,6 +57,7 @@ def remove(model: nn.Module) -> None:
     """Undo `install`."""
     for handle in model.__dict__.pop(_HANDLE, ()):
         handle.remove()
+    model.__dict__.pop(_LAYOUT, None)
     model.__dict__.pop(_SEEN, None)
     model.__dict__.pop(_WATCH, None)
 
@@ -80,6 +83,8 @@ def _before_forward(model: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     check_codes(model)
+    if distributed.is_available() and distributed.is_initialized():
+        warn_of_whole_statistics(model)
     configs: dict[str, Any] | None = getattr(model, "peft_config", None)
     if not configs:
         return
@@ -88,6 +93,25 @@ def _before_forward(model: nn.Module, args: Any) -> None:
     if model.__dict__.get(_SEEN) != seen:
         check(model, configs)
         model.__dict__[_SEEN] = seen
+
+
+def warn_of_whole_statistics(model: nn.Module) -> None:
+    """Warn once where FSDP2 has sharded codes whose statistics it cannot shard."""
+    if model.__dict__.get(_LAYOUT):
+        return
+    for name, module, leaf in iter_packed(model):
+        if not hasattr(original_of(module, leaf), "device_mesh"):
+            return  # not sharded yet
+        if not is_shardable(decoder_of(module, leaf)):
+            warnings.warn(
+                f"{unwrapped_name(name)}.{leaf} was sharded with its statistics whole on every "
+                "rank: call moe_qlora.prepare_sharding(model) before fully_shard, which then "
+                "shards them too.",
+                UserWarning,
+                stacklevel=2,
+            )
+            break
+    model.__dict__[_LAYOUT] = True
 
 
 def check_codes(model: nn.Module) -> None:

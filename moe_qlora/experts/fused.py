@@ -95,6 +95,15 @@ class _Work:
         self.state: Any = None  # the `moe_layer.ForwardState`, until the output is there
 
 
+def _kept(layer: Any) -> Any:
+    """Return what backward needs of a layer; a function where its weights are to be read anew."""
+    first, second = layer.first.again, layer.second.again
+    if first is None or second is None:
+        return layer
+    constants = layer[2:]
+    return lambda: type(layer)(first().aligned(), second().aligned(), *constants)
+
+
 class _FusedLayer(torch.autograd.Function):
     """Computes all that backward needs, and gives room for the output.
 
@@ -111,7 +120,7 @@ class _FusedLayer(torch.autograd.Function):
             operands = make_operands(x, weights, rest[:n], rest[n:], work.scalings)
             state = layer_kernels().gate_up_forward(work.layer, index, operands)
         work.state = state
-        ctx.work, ctx.rest = _Work(work.layer, work.scalings, n), _SavedTensors(rest)
+        ctx.work, ctx.rest = _Work(_kept(work.layer), work.scalings, n), _SavedTensors(rest)
         others = [t for t in rest if not _is_leaf(t)]
         ctx.save_for_backward(x, weights, *others, state.routing.ints, *state.saved)
         return torch.empty_like(x)
@@ -126,7 +135,8 @@ class _FusedLayer(torch.autograd.Function):
             x, weights, rest[: work.biases], rest[work.biases :], work.scalings
         )
         saved = ints, pre, products
-        grads = layer_backward(work.layer, operands, grad, saved, ctx.needs_input_grad[2])
+        layer = work.layer() if callable(work.layer) else work.layer
+        grads = layer_backward(layer, operands, grad, saved, ctx.needs_input_grad[2])
         return None, None, grads[0], grads[1], *[None] * work.biases, *grads[2:]
 
 

@@ -137,7 +137,7 @@ class _PackedProjection(torch.autograd.Function):
     def forward(
         ctx: Any, projection: Projection, weight: PackedWeight, routing: Any, n: int, *flat: Any
     ) -> Tensor:
-        ctx.projection, ctx.weight, ctx.n = projection, weight, n
+        ctx.projection, ctx.weight, ctx.n = projection, weight.again or weight, n
         ctx.save_for_backward(*routing, *flat)
         return projection.run(weight, _inputs(routing, n, flat))
 
@@ -147,7 +147,8 @@ class _PackedProjection(torch.autograd.Function):
         saved = ctx.saved_tensors
         inputs = _inputs(saved[:2], ctx.n, saved[2:])
         needs = ctx.needs_input_grad[4:]
-        return (None,) * 4 + tuple(ctx.projection.run_backward(ctx.weight, inputs, grad, needs))
+        weight = ctx.weight() if callable(ctx.weight) else ctx.weight
+        return (None,) * 4 + tuple(ctx.projection.run_backward(weight, inputs, grad, needs))
 
 
 def _inputs(routing: Any, n: int, flat: Any) -> Inputs:

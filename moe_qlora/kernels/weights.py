@@ -73,6 +73,11 @@ class PackedWeight:
     # Number of the weight, where it sits on a module. Addresses do not tell weights apart: FSDP2
     # gathers one weight's codes where another's were before
     serial: int | None = field(default=None, repr=False)
+    # Full name in the model, for messages, where it is known
+    name: str = ""
+    # Reads the weight anew where an engine takes its tensors away after the forward: ZeRO-3, which
+    # gathers them into other memory for backward
+    again: Callable[[], PackedWeight] | None = field(default=None, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -88,6 +93,12 @@ class PackedWeight:
     def experts(self) -> int:
         """E."""
         return self.shape[0]
+
+    @property
+    def is_share(self) -> bool:
+        """Whether an engine has left a part of the tensors here, or nothing, to be gathered."""
+        parts = self.codes, self.absmax
+        return any(hasattr(t, "device_mesh") or t.numel() == 0 < self.numel for t in parts)
 
     @property
     def statistics(self) -> tuple[Tensor, ...]:

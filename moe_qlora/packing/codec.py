@@ -28,7 +28,7 @@ import bitsandbytes.functional
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedWeightError
+from ..errors import QuantizationError, UnsupportedWeightError
 from ..kernels.limits import cdiv
 from ..kernels.weights import NestedAbsmax, PackedWeight
 from .format import (
@@ -248,6 +248,7 @@ def unpack_range(
     """
     if not 0 <= start <= stop <= packed.shape[0]:
         raise IndexError(f"rows [{start}, {stop}) are not within the shape {tuple(packed.shape)}")
+    require_whole(packed)
     shape, dtype = (stop - start, *packed.shape[1:]), dtype or packed.dtype
     row = packed.numel // packed.shape[0]
     first, last = start * row, stop * row
@@ -269,6 +270,16 @@ def unpack_range(
             flat[position - first : end - first].copy_(decode(packed, position, end))
             position = end
     return out
+
+
+def require_whole(packed: PackedWeight) -> None:
+    """Raise where an engine has not gathered the weight's tensors."""
+    if packed.is_share:
+        raise QuantizationError(
+            f"{packed.name or f'The packed weight of shape {tuple(packed.shape)}'} is sharded and "
+            "not gathered now: call the model that was given to fully_shard or DeepSpeed, which "
+            "gathers each layer for its forward, not a part of it."
+        )
 
 
 def _decode_4bit(packed: PackedWeight, first: int, last: int) -> Tensor:

@@ -48,6 +48,7 @@ class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
     def __init__(self, codes: nn.Parameter, compute_dtype: torch.dtype | None = None) -> None:
         super().__init__(cast(Any, codes).quant_state)
         self.compute_dtype, self.serial = compute_dtype, next(_serials)
+        self.storage_dtype: torch.dtype = codes.dtype
         self._codes = weakref.ref(codes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Packed4bit:
@@ -68,6 +69,8 @@ class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
     def follow(self, codes: Tensor) -> Any:
         """Return the statistics that belong to these codes."""
         own = codes.__dict__.get("quant_state") if isinstance(codes, Params4bit) else None
+        if own is not None:
+            self.__dict__["storage_dtype"] = codes.__dict__["quant_storage"]
         if own is not None and own is not self.quant_state:
             self.quant_state = own
             self._codes = weakref.ref(cast(nn.Parameter, codes))
@@ -266,7 +269,7 @@ def read(codes: Tensor, decoder: Any) -> PackedWeight:
         packed = decoder.packed(codes)
     else:
         packed = _read_compact(codes, decoder)
-    packed.serial = getattr(decoder, "serial", None)
+    packed.serial, packed.name = getattr(decoder, "serial", None), getattr(decoder, "name", "")
     return packed
 
 
@@ -274,7 +277,9 @@ def _read_compact(codes: Tensor, decoder: Any) -> PackedWeight:
     state = decoder.follow(codes) if isinstance(decoder, Packed4bit) else decoder.quant_state
     if state.absmax.device != codes.device and not codes.is_meta:
         state.to(codes.device)
-    storage = codes.__dict__.get("quant_storage") if isinstance(codes, Params4bit) else None
+    # Codes that FSDP2 has gathered are no Params4bit: the decoder knows their dtype.
+    of_codes = codes.__dict__.get("quant_storage") if isinstance(codes, Params4bit) else None
+    storage = of_codes or decoder.__dict__.get("storage_dtype")
     if storage is not None and codes.dtype != storage:
         raise QuantizationError(
             f"The packed codes of a weight of shape {tuple(state.shape)} were cast from {storage} "

@@ -220,7 +220,10 @@ def read_packed(module: nn.Module, name: str) -> PackedWeight:
     if decoder is None:
         raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
     codes = original_of(module, name)
-    return read(codes, decoder)
+    packed = read(codes, decoder)
+    if hasattr(codes, "ds_id"):
+        packed.again = partial(read_packed, module, name)
+    return packed
 
 
 def original_of(module: nn.Module, name: str) -> nn.Parameter:

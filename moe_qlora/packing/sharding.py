@@ -7,6 +7,7 @@ gradients: they shard and gather statistics with their codes, and cast none of t
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,9 @@ from bitsandbytes import matmul_4bit as bnb_matmul_4bit
 from torch import Tensor, distributed, nn
 
 from ..kernels.weights import PackedWeight
+from ..layout import unwrapped_name
 from . import parametrize
+from .codec import require_whole
 from .decoders import (
     PackedCodes,
     PackedInt8,
@@ -24,6 +27,8 @@ from .decoders import (
     ShardableStatistics,
     bnb,
     is_shardable,
+    is_share,
+    read,
 )
 from .quant_state import from_quant_state
 
@@ -47,20 +52,27 @@ def prepare_sharding(model: nn.Module) -> nn.Module:
     parameters (state_dict.py).
     """
     done: dict[int, tuple[nn.Parameter, nn.Module]] = {}  # tied weights stay tied
-    for _, module, name in list(parametrize.iter_packed(model)):
+    for module_name, module, name in list(parametrize.iter_packed(model)):
         chain = parametrize.parametrization_list(module, name)
         decoder = chain._modules["0"]
         if is_shardable(decoder) or parametrize.is_foreign(module, name):
             continue
         codes = parametrize.original_of(module, name)
-        if id(codes) not in done:
-            done[id(codes)] = _shardable(parametrize.read_packed(module, name), decoder)
-        chain._parameters["original"], chain._modules["0"] = done[id(codes)]
-    for module in list(model.modules()):
+        if id(codes) in done:
+            owner, statistics = done[id(codes)]
+            statistics = _another(statistics)
+        else:
+            owner, statistics = _shardable(parametrize.read_packed(module, name), decoder)
+            cast(Any, statistics).name = unwrapped_name(f"{module_name}.{name}".lstrip("."))
+            done[id(codes)] = owner, statistics
+        chain._parameters["original"], chain._modules["0"] = owner, statistics
+    for name, module in list(model.named_modules()):
         if type(module) is bnb.Linear4bit:
             _prepare_4bit(module)
         elif type(module) is bnb.Linear8bitLt:
             _prepare_8bit(module)
+        if isinstance(module, (ShardableLinear4bit, ShardableLinear8bit)):
+            cast(Any, module.statistics).name = unwrapped_name(f"{name}.weight".lstrip("."))
     return model
 
 
@@ -71,6 +83,16 @@ def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Mod
         return nn.Parameter(packed.codes.view(-1, 1), requires_grad=False), decoder
     statistics = Shardable4bit(packed)
     return packed_codes(packed, statistics), statistics
+
+
+def _another(statistics: nn.Module) -> nn.Module:
+    """Return a module with the same parameters, for a weight that is tied.
+
+    Engines tell tied parameters by their modules: one module in two layers confuses fully_shard.
+    """
+    other = copy.copy(statistics)
+    other._parameters, other._buffers = dict(other._parameters), dict(other._buffers)
+    return other
 
 
 def packed_codes(packed: PackedWeight, statistics: ShardableStatistics) -> nn.Parameter:
@@ -107,6 +129,7 @@ class ShardableLinear4bit(bnb.Linear4bit):
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
+        _require_gathered(self)
         state = self.statistics.quant_state
         out: Tensor = bnb_matmul_4bit(x, self.weight, bias=bias, quant_state=state)
         return out.to(dtype)
@@ -123,6 +146,7 @@ class ShardableLinear8bit(bnb.Linear8bitLt):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute `x` `(..., in)` times the dequantized weight, plus the bias."""
+        _require_gathered(self)
         state = MatmulLtState()
         state.threshold, state.has_fp16_weights = self.state.threshold, False
         state.is_training = self.training
@@ -134,6 +158,12 @@ class ShardableLinear8bit(bnb.Linear8bitLt):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
+
+
+def _require_gathered(module: ShardableLinear4bit | ShardableLinear8bit) -> None:
+    """Raise where an engine has not gathered a layer's codes."""
+    if not torch.compiler.is_compiling() and is_share(module.weight):
+        require_whole(read(module.weight, module.statistics))
 
 
 def _prepare_8bit(module: Any) -> None:

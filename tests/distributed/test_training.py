@@ -1,0 +1,389 @@
+"""Packed models train on several ranks as they do in one process, whatever engine shards them.
+
+Every group of processes runs many cases: starting them takes longer than a case.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.errors import MoeQloraError
+from moe_qlora.testing import run_distributed, tiny_inputs, tiny_model
+
+STEPS = 10
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nf4": NF4,
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+    "bf16 storage": {**NF4, "bnb_4bit_quant_storage": torch.bfloat16},
+    "fp32 storage": {**NF4, "bnb_4bit_quant_storage": torch.float32},
+}
+
+EXACT: dict[str, dict[str, Any]] = {
+    "ddp": {"how": "ddp"},
+    "ddp, fp4, from rank 0": {"how": "ddp", "settings": "fp4", "spoiled": True},
+    "ddp, int8, from rank 0": {"how": "ddp", "settings": "int8", "spoiled": True},
+    "ddp, reentrant": {"how": "ddp", "reentrant": True, "steps": 3},
+    "ddp, non-reentrant": {"how": "ddp", "reentrant": False, "steps": 3},
+    "fsdp2": {},
+    "fsdp2, fp4": {"settings": "fp4"},
+    "fsdp2, int8": {"settings": "int8"},
+    "fsdp2, bf16 storage": {"settings": "bf16 storage"},
+    "fsdp2, fp32 storage": {"settings": "fp32 storage"},
+    "fsdp2, no reshard": {"options": {"reshard_after_forward": False}, "steps": 3},
+    "fsdp2, reentrant": {"reentrant": True, "steps": 3},
+    "fsdp2, non-reentrant": {"reentrant": False, "steps": 3},
+    "fsdp2, offload": {
+        "options": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        "steps": 3,
+    },
+}
+BF16 = {"options": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, "steps": 3}
+FP16 = {"options": {"mp_policy": MixedPrecisionPolicy(torch.float16)}, "steps": 3}
+MIXED: dict[str, dict[str, Any]] = {
+    "bf16": BF16,
+    "bf16, fp32 storage": {**BF16, "settings": "fp32 storage"},
+    "fp16": FP16,
+    "fp16, bf16 storage": {**FP16, "settings": "bf16 storage"},
+}
+# Biases; shared experts; experts stored (E, in, out), outside of transformers' experts interface;
+# experts that two stacks of layers share.
+FAMILIES = ("gpt_oss", "deepseek_v3", "mixtral", "llama4_text", "diffusion_gemma")
+
+
+def packed_model(folder: str, settings: str = "nf4") -> Any:
+    """Load the model with experts and Linear layers packed."""
+    config = BitsAndBytesConfig(**SETTINGS[settings])
+    with moe_qlora.enabled():
+        return AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=config, dtype=torch.float32
+        )
+
+
+def packed_family(model_type: str, **overrides: Any) -> Any:
+    model = tiny_model(model_type, **overrides)
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**NF4))
+    return adapted(model, [])
+
+
+def adapted(model: Any, modules: Any = ("q_proj", "v_proj")) -> Any:
+    """Give a packed model LoRA on its experts and these modules, the same on every rank."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=list(modules))
+    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:  # which is zero at first
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+    return peft_model
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    """Shard each decoder layer and the root, as a plain loop does."""
+    stacks = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and hasattr(module[0], "self_attn")
+    ]
+    # Two stacks that share weights must be one group to torch, as are layers that do.
+    for layer in stacks[0] if len(stacks) == 1 else ():
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def train(model: Any, rank: int = 0, world: int = 1, steps: int = STEPS) -> dict[str, Any]:
+    """Losses of all steps, and the first step's whole gradients."""
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses, gradients = [], {}
+    generator = torch.Generator().manual_seed(5)
+    for step in range(steps):
+        ids = torch.randint(5, 88, (12, 5), generator=generator)
+        own = ids.chunk(world)[rank]
+        loss = model(input_ids=own, labels=own).loss
+        loss.backward()
+        if step == 0:
+            gradients = whole_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_of_ranks(loss))
+    return {"losses": losses, "gradients": gradients}
+
+
+def whole_gradients(model: Any) -> dict[str, Tensor]:
+    return {
+        name.removeprefix("module."): whole(parameter.grad).float().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def mean_of_ranks(loss: Tensor) -> float:
+    mean = loss.detach().float().clone()
+    if distributed.is_initialized():
+        distributed.all_reduce(mean)
+        mean /= distributed.get_world_size()
+    return float(mean)
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def packed_bytes(model: Any) -> dict[str, Tensor]:
+    """Codes and statistics by name, gathered."""
+    return {
+        name.removeprefix("module."): whole(parameter.detach()).clone()
+        for name, parameter in model.named_parameters()
+        if not parameter.is_floating_point()
+    }
+
+
+def run_case(folder: str, rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
+    model = adapted(packed_model(folder, case.get("settings", "nf4")))
+    if "reentrant" in case:
+        model.gradient_checkpointing_enable({"use_reentrant": case["reentrant"]})
+        model.enable_input_require_grads()
+    before = packed_bytes(model)
+    if case.get("how") == "ddp":
+        if case.get("spoiled") and rank > 0:
+            for name in before:
+                model.get_parameter(name).data.zero_()
+        model = DistributedDataParallel(model)
+    else:
+        model = sharded(model, **case.get("options", {}))
+    result = train(model, rank, world, case.get("steps", STEPS))
+    after = packed_bytes(model)
+    result["intact"] = before.keys() == after.keys() and all(
+        torch.equal(value, after[name]) for name, value in before.items()
+    )
+    result["shares"] = {
+        name: (parameter.to_local().nbytes, whole(parameter).nbytes)
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor) and not parameter.is_floating_point()
+    }
+    return result
+
+
+def run_family(model: Any, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """Losses and the last step's gradients of two steps that use nothing but the logits."""
+    inputs = tiny_inputs(model, batch=4)
+    draws_noise = "diffusion" in model.config.model_type
+    if not draws_noise:
+        inputs = {key: value.chunk(world)[rank] for key, value in inputs.items()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    losses, gradients = [], {}
+    for step in range(2):
+        torch.manual_seed(step)
+        loss = model.train()(**inputs).logits.float().square().mean()
+        losses.append(mean_of_ranks(loss))
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = whole_gradients(model)
+        optimizer.step()
+    return {"losses": losses, "gradients": gradients, "intact": True}
+
+
+def run_two(rank: int, world: int, folder: str) -> dict[str, Any]:
+    cases = {**EXACT, **MIXED}
+    results = {name: run_case(folder, rank, world, case) for name, case in cases.items()}
+    for family in FAMILIES:
+        results[family] = run_family(sharded(packed_family(family)), rank, world)
+    results["compiled"] = run_family(compiled(sharded(one_layer())), rank, world)
+    results["refusals"] = run_refusals(folder)
+    return results
+
+
+def one_layer() -> Any:
+    return packed_family("qwen3_moe", num_hidden_layers=1)
+
+
+def compiled(model: Any) -> Any:
+    for module in model.modules():
+        if hasattr(module, "self_attn"):
+            module.compile(backend="eager")
+    return model
+
+
+def run_refusals(folder: str) -> dict[str, Any]:
+    """What is said where packed weights cannot be computed with."""
+    said: dict[str, Any] = {}
+    layer = sharded(adapted(packed_model(folder))).get_base_model().model.layers[0]
+    x, index = torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.long)
+    said["experts"] = error_of(lambda: layer.mlp.experts(x, index, torch.ones(3, 2)))
+    said["read"] = error_of(lambda: layer.mlp.experts.down_proj)
+    said["linear"] = error_of(lambda: layer.self_attn.k_proj(x))
+    cpu = torch.device("cpu")
+    said["fsdp1"] = error_of(lambda: FullyShardedDataParallel(packed_model(folder), device_id=cpu))
+    said["compact"] = run_unprepared()
+    said["compact, cast"] = run_unprepared(**FP16["options"])
+    return said
+
+
+def run_unprepared(**options: Any) -> dict[str, Any]:
+    """Shard a model whose statistics are no parameters; what is said, and whether it is right."""
+    model, ids = unprepared(), torch.arange(8)[None]
+    expected = model(input_ids=ids).logits
+    model, equal = sharded(model, **options), []
+
+    def forward() -> None:
+        equal.append(torch.equal(model(input_ids=ids).logits, expected))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        errors = error_of(forward), error_of(forward)
+    told = [str(each.message) for each in caught if "prepare_sharding" in str(each.message)]
+    return {"errors": errors, "equal": equal, "warnings": told}
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (MoeQloraError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def unprepared() -> Any:
+    """Pack a model as a process does that joins a group later."""
+    from moe_qlora.hf import model as marking
+
+    asked, marking.runs_distributed = marking.runs_distributed, lambda: False
+    try:
+        model = tiny_model("qwen3_moe")
+        settings = SETTINGS["bf16 storage"]
+        moe_qlora.quantize_experts(model, BitsAndBytesConfig(**settings))
+    finally:
+        marking.runs_distributed = asked
+    return model.requires_grad_(False)
+
+
+def run_four(rank: int, world: int, folder: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shares"))
+    cases = {"fsdp2": {}, "hybrid": {"options": {"mesh": mesh}}}
+    return {name: run_case(folder, rank, world, case) for name, case in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("training") / "model"
+    model: Any = tiny_model("qwen3_moe", hidden_size=64, moe_intermediate_size=40, num_experts=3)
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def two(folder: str) -> Any:
+    return run_distributed(run_two, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def four(folder: str) -> Any:
+    return run_distributed(run_four, 4, folder)
+
+
+@cache
+def reference(folder: str, settings: str = "nf4") -> dict[str, Any]:
+    """What one process computes, where statistics are no parameters."""
+    return train(adapted(packed_model(folder, settings)))
+
+
+def assert_same(result: dict[str, Any], expected: dict[str, Any], close: float = 1e-5) -> None:
+    assert result["intact"]
+    losses = expected["losses"][: len(result["losses"])]
+    assert result["losses"] == pytest.approx(losses, abs=close)
+    assert result["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        error = (result["gradients"][name] - gradient).norm() / gradient.norm().clamp_min(1e-9)
+        assert error < 10 * close, name
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_two_ranks_train_as_one(two: Any, folder: str, case: str) -> None:
+    for result in two:
+        assert_same(result[case], reference(folder, EXACT[case].get("settings", "nf4")))
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_mixed_precision_rounds_and_casts_no_codes(two: Any, folder: str, case: str) -> None:
+    dtype = case.partition(",")[0]
+    for result in two:
+        assert result[case]["losses"] == result[dtype]["losses"]
+        assert_same(result[case], reference(folder), {"bf16": 5e-3, "fp16": 5e-4}[dtype])
+
+
+@pytest.mark.parametrize("case", ["fsdp2", "hybrid"])
+def test_four_ranks_train_as_one(four: Any, folder: str, case: str) -> None:
+    for result in four:
+        assert_same(result[case], reference(folder))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(two: Any, family: str) -> None:
+    for result in two:
+        assert_same(result[family], run_family(packed_family(family)))
+
+
+def test_a_compiled_decoder_layer(two: Any) -> None:
+    for result in two:
+        assert_same(result["compiled"], run_family(one_layer()))
+
+
+@pytest.mark.parametrize(("case", "ranks"), [("fsdp2", 4), ("hybrid", 2)])
+def test_each_rank_holds_its_share_of_every_tensor(four: Any, case: str, ranks: int) -> None:
+    for result in four:
+        shares = result[case]["shares"]
+        # Two layers of gate_up and down, and q, k, v and o: codes, absmax and nested absmax each.
+        assert len(shares) == 2 * (2 + 4) * 3
+        for name, (local, whole) in shares.items():
+            assert local <= -(-whole // ranks), name
+    first = four[0][case]["shares"]
+    for name, (_, whole) in first.items():
+        assert sum(result[case]["shares"][name][0] for result in four) == whole * 4 // ranks, name
+
+
+def test_sharded_weights_outside_of_the_sharded_model_are_named(two: Any) -> None:
+    for result in two:
+        experts = "QuantizationError: model.layers.0.mlp.experts."
+        rest = " is sharded and not gathered now: call the model that was given to fully_shard"
+        assert result["refusals"]["experts"].startswith(f"{experts}gate_up_proj{rest}")
+        assert result["refusals"]["read"].startswith(f"{experts}down_proj{rest}")
+        linear = "QuantizationError: model.layers.0.self_attn.k_proj.weight"
+        assert result["refusals"]["linear"].startswith(linear + rest)
+
+
+def test_statistics_that_stay_whole_are_a_warning(two: Any) -> None:
+    for result in two:
+        said = result["refusals"]["compact"]
+        assert said["equal"] == [True, True]
+        (warning,) = said["warnings"]
+        assert warning.startswith("model.layers.0.mlp.experts.gate_up_proj was sharded with")
+        # Codes that are stored as floating-point numbers are cast.
+        errors = result["refusals"]["compact, cast"]["errors"]
+        assert all("were cast from torch.bfloat16 to torch.float16" in error for error in errors)
+
+
+def test_fsdp1_takes_no_packed_weights(two: Any) -> None:
+    for result in two:  # in torch's words, which the guide explains
+        assert "Must flatten tensors with uniform dtype" in result["refusals"]["fsdp1"]
