@@ -135,8 +135,9 @@ def assert_same(left, right):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
-def test_ten_steps(kind, way, model_folder, tmp_path):
-    trained = trainer(kind, way, model_folder, tmp_path)
+def test_training(kind, way, model_folder, tmp_path):
+    steps = 4 if kind == "grpo" else STEPS  # whose loss need not fall
+    trained = trainer(kind, way, model_folder, tmp_path, max_steps=steps)
     model = trained.model
     assert len(list(parametrize.iter_packed(model))) == 4
     assert getattr(model, "hf_device_map", None) is None
@@ -151,7 +152,7 @@ def test_ten_steps(kind, way, model_folder, tmp_path):
     for name, value in adapter(model).items():
         assert not torch.equal(value, before[name]), f"{name} was not trained"
     measured = losses(trained)
-    assert len(measured) == STEPS
+    assert len(measured) == steps
     assert torch.isfinite(torch.tensor(measured)).all()
     if kind != "grpo":
         assert measured[-1] < measured[0] - 0.1
