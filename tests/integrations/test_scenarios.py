@@ -7,7 +7,7 @@ import importlib.util
 import io
 import json
 import math
-import os
+import runpy
 import subprocess
 import sys
 import warnings
@@ -73,30 +73,20 @@ TABLE = [
 ]
 
 
-def as_program(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(TOOL), *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-
-
 def scenarios(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The same in this process, which has imported everything."""
-    out, err = io.StringIO(), io.StringIO()
+    """The tool as a program, in this process, which has imported everything."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
     level = transformers.logging.get_verbosity()
     with (
         warnings.catch_warnings(),
+        pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
         warnings.simplefilter("ignore")
+        patch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
         try:
-            code = tool().main([*map(str, arguments)])
+            runpy.run_path(str(TOOL), run_name="__main__")
         except SystemExit as stop:
             code = int(stop.code or 0)
         finally:
@@ -252,7 +242,7 @@ def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:
 def test_bad_folders(tmp_path):
     from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-    gone = one_line(as_program("--model", tmp_path / "gone"), 2)
+    gone = one_line(scenarios("--model", tmp_path / "gone"), 2)
     assert gone == f"error: --model {tmp_path / 'gone'} is no folder; name a checkpoint folder."
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}

@@ -239,7 +239,7 @@ def test_reference_is_the_adapter_that_training_began_with(kind, way, model_fold
     with torch.no_grad(), trained.accelerator.autocast():
         began = model.eval()(input_ids=ids).logits.float()
 
-    again = trainer(kind, model, model_folder, tmp_path)
+    again = trainer(kind, model, model_folder, tmp_path, max_steps=3)
     before = adapter(again.model, "ref")
     again.train()
     assert before and all("lora_" in name for name in before)
@@ -271,7 +271,7 @@ def test_gradient_checkpointing(use_reentrant, model_folder, tmp_path):
     """The trainer's own arguments, and the same losses as without."""
     # transformers records router logits by hooks, and what these see carries no gradient under
     # reentrant checkpointing, of any model: their loss is left out.
-    options = {"router_aux_loss_coef": 0.0}
+    options = {"router_aux_loss_coef": 0.0, "max_steps": 5}
     plain = trainer(
         "sft", "folder", model_folder, tmp_path, gradient_checkpointing=False, **options
     )
@@ -394,7 +394,7 @@ def test_packed_folder(model_folder, tmp_path):
             peft_config=config,
             args=trl.SFTConfig(
                 output_dir=str(tmp_path / "run"),
-                max_steps=STEPS,
+                max_steps=4,
                 per_device_train_batch_size=2,
                 learning_rate=5e-3,
                 lr_scheduler_type="constant",
@@ -407,7 +407,7 @@ def test_packed_folder(model_folder, tmp_path):
             train_dataset=rows("sft"),
         )
     trained.train()
-    plain = trainer("sft", "folder", model_folder, tmp_path / "plain")
+    plain = trainer("sft", "folder", model_folder, tmp_path / "plain", max_steps=4)
     plain.train()
     assert losses(trained) == losses(plain)
 
