@@ -119,8 +119,9 @@ class _BlockCopy:
     def _make_plain(self, node: Node, module: Any) -> None:
         """Make a module of the copy ready to run: in eval mode, unpacked, without wrappers."""
         module.training = False
-        # accelerate's wrapper of the forward moves real tensors between devices.
-        if "_old_forward" in module.__dict__:
+        # accelerate's wrapper of the forward moves real tensors between devices, and that of expert
+        # parallelism exchanges tokens with other ranks, which may not be detecting now.
+        if "_old_forward" in module.__dict__ or getattr(module, "_is_expert_parallel", False):
             module.__dict__.pop("forward", None)
         config: Any = module.__dict__.get("config")
         if getattr(config, "_experts_implementation", None) is not None:

@@ -5,6 +5,7 @@ what is here tells them what a packed weight is.
 
 expert_parallel.py  each rank holds some experts of every layer, and tokens travel to them
 state.py            a model's whole state dict, gathered from all ranks
+gathered_dispatch.py  how tokens travel between few ranks
 watch.py            checks that no engine takes a rank's experts for copies of all ranks'
 fsdp.py             which modules FSDP2 shards, and integers on every torch
 filling.py          gives a sharded model its values, each rank its own shares

@@ -178,11 +178,14 @@ class _Dispatch:
     def install(self, module: nn.Module) -> Callable[..., Tensor]:
         from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
 
+        from .gathered_dispatch import register
+
+        name = register() if self.implementation == "auto" else self.implementation
         mesh = self.share.mesh
         mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
         dispatching = module.__dict__.pop("forward", None)
         EpDispatchExpertsParallel().install_forward(
-            module, mesh, tp_mesh=self.tp_mesh, ep_implementation=self.implementation
+            module, mesh, tp_mesh=self.tp_mesh, ep_implementation=name
         )
         self.forward = module.__dict__.pop("forward")
         if dispatching is not None:

@@ -576,3 +576,44 @@ def test_each_rank_loads_its_part_of_an_adapter(loaded: Any) -> None:
         assert one["adapter"]
         for name, factor in one["adapter"].items():
             assert torch.equal(factor, alone[name]), name
+
+
+def detect_on_one_rank(rank: int, world: int) -> list[str]:
+    model = moe_qlora.expert_parallel(packed_model(), init_device_mesh("cpu", (world,)))
+    # The other rank would be waited for, had detection run transformers' exchange of tokens.
+    return [] if rank else [param.name for param in moe_qlora.detect(model)]
+
+
+def test_detection_asks_no_other_rank() -> None:
+    names, nothing = run_distributed(detect_on_one_rank, 2)
+    assert names == [param.name for param in moe_qlora.detect(packed_model())]
+    assert not nothing
+
+
+def train_different_lengths(rank: int, world: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world,))
+    model = moe_qlora.expert_parallel(packed_model(), mesh)
+    model = adapted(model).train()
+    ids = batches()[0][: 3 + 2 * rank, : 5 + rank]
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {
+        name: whole(parameter.grad).clone()
+        for name, parameter in model.named_parameters()
+        if ".experts." in name and parameter.requires_grad
+    }
+
+
+def test_ranks_may_have_different_numbers_of_tokens() -> None:
+    model = adapted(packed_model()).train()
+    for rank in range(2):
+        ids = batches()[0][: 3 + 2 * rank, : 5 + rank]
+        (model(input_ids=ids, labels=ids).loss / 2).backward()
+    expected = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if ".experts." in name and parameter.requires_grad
+    }
+    for gradients in run_distributed(train_different_lengths, 2):
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
