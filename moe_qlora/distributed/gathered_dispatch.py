@@ -29,7 +29,7 @@ def register() -> str:
     return NAME
 
 
-class GatheredDispatch(AutoEP):  # type: ignore[misc]
+class GatheredDispatch(AutoEP):
     """transformers' automatic choice, with gathered tokens in training on few ranks."""
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:

@@ -322,15 +322,24 @@ def adapt(peer: str, model: Any, options: argparse.Namespace) -> Any:
     experts = [param.name for param in moe_qlora.detect(model)]
     if peer == "ours":
         experts = moe_qlora.target_parameters(model)
-    config = peft.LoraConfig(
+    config = lora_config(model, experts, wanted, options)
+    get = moe_qlora.get_peft_model if peer == "ours" else peft.get_peft_model
+    return get(model, config, autocast_adapter_dtype=options.adapters == "fp32")
+
+
+def lora_config(
+    model: nn.Module, experts: list[str], wanted: list[str], options: argparse.Namespace
+) -> Any:
+    """Return PEFT's config of LoRA on attention, on the named expert weights, or on both."""
+    import peft
+
+    return peft.LoraConfig(
         r=options.rank,
         lora_alpha=2 * options.rank,
         target_modules=attention_layers(model) if "attention" in wanted else [],
         target_parameters=experts if "experts" in wanted else None,
         task_type="CAUSAL_LM",
     )
-    get = moe_qlora.get_peft_model if peer == "ours" else peft.get_peft_model
-    return get(model, config, autocast_adapter_dtype=options.adapters == "fp32")
 
 
 def _loss(options: argparse.Namespace, device: torch.device) -> Callable[[Any, Tensor], Tensor]:

@@ -1,0 +1,329 @@
+"""Trains a whole model with random weights on several GPUs of one machine; two_gpu.csv.
+
+    python tools/bench/many_gpus.py                          qwen3-30b-a3b, every engine
+    python tools/bench/many_gpus.py --engines fsdp2,ep --model glm-4.5-air --memory 48
+    python tools/bench/many_gpus.py --tiny --device cpu      whether it runs at all
+
+    single    one GPU by itself
+    ddp       torch's DistributedDataParallel: the whole model on each GPU
+    fsdp2     fully_shard on each decoder layer and the root; each rank fills its own share
+    whole     the same, of a model that was built whole on each GPU first
+    ep        expert parallelism, its other weights under DDP
+
+Experts are packed to nf4 with double quantization, other weights stay in bf16; LoRA is on attention
+and experts. Each engine runs in processes of its own, one after the other, on the same machine.
+Every rank trains its own micro-batch: tokens/s are those of all ranks together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime as dt
+import math
+import os
+import statistics
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import model as whole_model
+import torch
+from common import RESULTS, environment, release, synchronize
+from shapes import name_of, whole_config
+from torch import distributed, nn
+from torch.multiprocessing.spawn import ProcessException, spawn
+
+import moe_qlora
+
+ENGINES = ("single", "ddp", "fsdp2", "whole", "ep")
+COLUMNS = (
+    *("date", "commit", "gpu", "torch", "transformers", "engine", "gpus", "model", "layers"),
+    *("seq", "micro_batch", "step_s", "step_p20", "step_p80", "tokens_per_s"),
+    *("model_gb", "build_peak_gb", "train_peak_gb", "build_s", "first_loss", "last_loss", "note"),
+)
+GB = 1e9
+
+
+def main() -> None:
+    """Run the engines that the command line asks for."""
+    options = _options()
+    for number, engine in enumerate(options.engines):
+        ranks = 1 if engine == "single" else options.gpus
+        print(f"\n{options.model} {engine} on {ranks}", flush=True)
+        try:
+            spawn(_rank, args=(ranks, engine, options.port + number, options), nprocs=ranks)
+        except ProcessException as error:
+            _write(options, engine, ranks, note=f"fails: {str(error).strip().splitlines()[-1]}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, default=None, help="default: all")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--seq", type=int, default=None, help="default: 4096, or 32 with --tiny")
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--keep", action="store_true", help="FSDP2: no reshard after forward")
+    parser.add_argument("--rank", type=int, default=16, help="of LoRA")
+    parser.add_argument("--lora", default="experts,attention")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--fused", action="store_true", help="the fused AdamW")
+    parser.add_argument("--clip", type=float, default=None, help="largest norm of gradients")
+    parser.add_argument("--memory", type=float, default=None, help="GiB that each GPU may use")
+    parser.add_argument("--profile", type=Path, help="folder for a table of one step's kernels")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--port", type=int, default=29650)
+    parser.add_argument("--out", type=Path, default=RESULTS / "two_gpu.csv")
+    parser.add_argument("--commit", help="for a copy of the tree without its history")
+    options = parser.parse_args()
+    options.seq = options.seq or (32 if options.tiny else 4096)
+    options.engines = options.engines.split(",")
+    options.lora = sorted(set(options.lora.split(",")), reverse=True)
+    options.adapters = "bf16"
+    unknown = set(options.engines) - set(ENGINES)
+    if unknown:
+        parser.error(f"--engines {', '.join(sorted(unknown))}: expected some of {ENGINES}")
+    return options
+
+
+def _rank(rank: int, ranks: int, engine: str, port: int, options: argparse.Namespace) -> None:
+    cuda = options.device == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if cuda:
+        torch.cuda.set_device(device)
+        if options.memory:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(options.memory * 2**30 / total, device)
+    else:
+        torch.set_num_threads(1)
+    if ranks > 1:
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            rank=rank,
+            world_size=ranks,
+            timeout=dt.timedelta(seconds=300),
+            device_id=device if cuda else None,
+        )
+    try:
+        figures = _run(rank, ranks, engine, options, device)
+        if rank == 0:
+            _write(options, engine, ranks, **figures)
+    finally:
+        if ranks > 1:
+            distributed.destroy_process_group()
+
+
+def _run(
+    rank: int, ranks: int, engine: str, options: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """Build, adapt and train under one engine; return the row's figures."""
+    config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    model, trained = _BUILD[engine](config, options, device)
+    synchronize(device)
+    figures: dict[str, Any] = {"build_s": time.perf_counter() - start}
+    cuda = device.type == "cuda"
+    if cuda:
+        figures["build_peak_gb"] = torch.cuda.max_memory_allocated(device) / GB
+    release(device)
+    figures["model_gb"] = sum(_local(parameter).nbytes for parameter in model.parameters()) / GB
+    trained.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=options.fused or None)
+    vocabulary = config.get_text_config().vocab_size
+    seconds: list[float] = []
+    losses: list[float] = []
+    for step in range(options.warmup + options.steps):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        shape = (options.micro_batch, options.seq)
+        ids = torch.randint(vocabulary, shape, generator=generator).to(device)
+        profiled = options.profile and step == options.warmup - 1 and cuda
+        if ranks > 1:
+            distributed.barrier()
+        synchronize(device)
+        begin = time.perf_counter()
+        with torch.profiler.profile() if profiled else nullcontext() as profile:
+            loss = trained(input_ids=ids, labels=ids).loss
+            loss.backward()
+            if options.clip:
+                torch.nn.utils.clip_grad_norm_(parameters, options.clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            host = time.perf_counter() - begin
+            synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+        if profile is not None and rank == 0:
+            _save_profile(profile, options.profile / f"{engine}.txt")
+        mean = loss.detach().float()
+        if ranks > 1:
+            distributed.all_reduce(mean)
+        losses.append(float(mean) / ranks)
+        if rank == 0:
+            print(f"step {step}: {seconds[-1]:.3f} s, host {host:.3f} s, {losses[-1]:.4f}")
+    if not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"the loss is not finite: {losses}")
+    kept = sorted(seconds[options.warmup :])
+    step_s = statistics.median(kept)
+    figures |= {"step_s": step_s, "step_p20": kept[len(kept) // 5]}
+    figures |= {"step_p80": kept[-1 - len(kept) // 5]}
+    figures["tokens_per_s"] = ranks * options.micro_batch * options.seq / step_s
+    figures |= {"first_loss": losses[0], "last_loss": losses[-1]}
+    if cuda:
+        figures["train_peak_gb"] = torch.cuda.max_memory_allocated(device) / GB
+    return figures
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def _save_profile(profile: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    averages = profile.key_averages()
+    tables = [
+        averages.table(sort_by=key, row_limit=45, max_name_column_width=90)
+        for key in ("self_cuda_time_total", "self_cpu_time_total")
+    ]
+    path.write_text("\n\n".join(tables), encoding="utf-8")
+
+
+def _adapt(model: Any, options: argparse.Namespace) -> Any:
+    torch.manual_seed(1)
+    return whole_model.adapt("ours", model, options)
+
+
+def _built(config: Any, device: torch.device) -> Any:
+    """Return the whole model on the device, each expert weight packed as soon as it is made."""
+    packer = whole_model._Packer("ours", config)
+    model = whole_model.build(config, device, packer.visit)
+    whole_model.pack(model, device, None)
+    return model
+
+
+def _single(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
+    model = _adapt(_built(config, device), options)
+    return model, model
+
+
+def _ddp(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
+    model = _adapt(_built(config, device), options)
+    return model, _in_ddp(model, device)
+
+
+def _in_ddp(model: nn.Module, device: torch.device) -> Any:
+    ids = [device.index] if device.type == "cuda" else None
+    wrap = torch.nn.parallel.DistributedDataParallel
+    return wrap(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def _whole(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from moe_qlora.distributed.fsdp import shard_model
+
+    model = _adapt(_built(config, device), options)
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    shard_model(model, mesh, reshard_after_forward=not options.keep)
+    return model, model
+
+
+def _ep(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from moe_qlora.distributed import expert_parallel
+    from moe_qlora.packing import parametrize, shares
+
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    packer = whole_model._Packer("ours", config)
+
+    def visit(name: str, module: nn.Module) -> None:
+        packer.visit(name, module)
+        for leaf in packer.stacks.get(name, ()):
+            packed = parametrize.read_packed(module, leaf)
+            share = expert_parallel.make_share(packed.shape[0], mesh, mesh.size())
+            part = shares.cut(packed, share.first, share.last)
+            parametrize.detach(module, leaf, torch.empty(0, device=device))
+            module._parameters.pop(leaf)
+            parametrize.attach(module, leaf, part)
+
+    with torch.device("meta"):
+        from moe_qlora.testing import model_class
+
+        layout = moe_qlora.detect(model_class(config.model_type)._from_config(config))
+    model = whole_model.build(config, device, visit)
+    expert_parallel.divide(model, layout, mesh)
+    whole_model.pack(model, device, None)
+    adapted = _adapt(model, options)
+    return adapted, _in_ddp(adapted, device)
+
+
+def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from moe_qlora.hf.load_sharded import ShardedModel, blank_model
+    from moe_qlora.testing import model_class
+
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    with torch.device("meta"):
+        model: Any = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    quantization = whole_model.quantization()
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    quantization.llm_int8_skip_modules = linears
+    blank = blank_model(model, quantization)
+    if options.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    experts = [param.name for param in blank.layout.experts]
+    lora = whole_model.lora_config(model, experts, options.lora, options)
+    sharded = ShardedModel(
+        blank, mesh, lora, None, {"reshard_after_forward": not options.keep},
+        {"autocast_adapter_dtype": False},
+    )  # fmt: skip
+
+    def rows(name: str, start: int, stop: int) -> torch.Tensor:
+        shape = (stop - start, *shapes[name][1:])
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16, device=device)
+        return torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02)
+
+    adapted = sharded.fill(rows)
+    return adapted, adapted
+
+
+_BUILD = {"single": _single, "ddp": _ddp, "fsdp2": _fsdp2, "whole": _whole, "ep": _ep}
+
+
+def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any) -> None:
+    """Append one row to the CSV file, and print it."""
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    where = environment(device, options.commit)
+    config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
+    row: dict[str, Any] = {key: where[key] for key in COLUMNS if key in where}
+    row |= {"engine": engine, "gpus": ranks, "seq": options.seq}
+    row |= {"model": "tiny" if options.tiny else name_of(options.model)}
+    row |= {"layers": config.get_text_config().num_hidden_layers}
+    row |= {"micro_batch": options.micro_batch}
+    row |= {"note": f"LoRA r={options.rank} {','.join(options.lora)}"}
+    if options.memory:
+        row["note"] += f", each GPU held to {options.memory:g} GiB"
+    row |= {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in figures.items()}
+    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not options.out.exists()
+    with options.out.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if fresh:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+if __name__ == "__main__":
+    main()
