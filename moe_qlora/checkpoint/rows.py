@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .quantize import PackingJob
+from .base import PlainBase
 
 
 class CheckpointRows:
-    """Reads rows of the first dimension of a job's parameters and buffers, and no others.
+    """Reads rows of the first dimension of parameters and buffers, and no others.
 
     What transformers converts as a whole only is read as a whole; the last such parameter is kept
     for its next rows.
     """
 
-    def __init__(self, job: PackingJob, aliases: dict[str, tuple[str, ...]]) -> None:
-        """`aliases` are the names that tied parameters have, by each of them."""
-        self._job = job
+    def __init__(
+        self,
+        base: PlainBase,
+        aliases: Mapping[str, tuple[str, ...]],
+        transposed: Container[str] = (),
+    ) -> None:
+        """`aliases` are all names of tied parameters by each of them.
+
+        `transposed` are weights that a packed layer holds the other way round than the checkpoint.
+        """
+        self._base, self._transposed = base, transposed
         self._last: tuple[str, Tensor] | None = None
         # Asked now, since the model's parameters get other shapes and names when they are packed.
-        holds = {name for name in job.base.layout.by_name if job.base.layout.holds(name)}
+        holds = {name for name in base.layout.by_name if base.layout.holds(name)}
         names = {*holds, *aliases}
         stored = {n: next((a for a in (n, *aliases.get(n, ())) if a in holds), "") for n in names}
         self._stored = {name: other for name, other in stored.items() if other}
@@ -29,14 +39,14 @@ class CheckpointRows:
         """Return the rows `[start, stop)`, on the CPU, in the dtype on disk."""
         stored = self._stored.get(name)
         if stored is None:
-            raise CheckpointError(f"{self._job.base.folder} has no tensor for {name}.")
-        group = self._job.base.layout.by_name[stored]
+            raise CheckpointError(f"{self._base.folder} has no tensor for {name}.")
+        group = self._base.layout.by_name[stored]
         shape = group.shapes[stored]
-        if group.unit and shape and name not in self._job.transposed:
-            return self._job.base.parameters(group, start, stop)[stored]
+        if group.unit and shape and name not in self._transposed:
+            return self._base.parameters(group, start, stop)[stored]
         if self._last is None or self._last[0] != stored:
-            whole = self._job.base.parameters(group, 0, None)[stored]
-            if name in self._job.transposed:
+            whole = self._base.parameters(group, 0, None)[stored]
+            if name in self._transposed:
                 whole = whole.T
             self._last = stored, whole.reshape(1) if not shape else whole
         return self._last[1][start:stop]

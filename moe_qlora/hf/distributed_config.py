@@ -1,13 +1,16 @@
 """Loads in a distributed run: each rank's device, and transformers' `DistributedConfig`.
 
 transformers applies a `DistributedConfig` to the model on meta, before a weight is read: it would
-wrap 16-bit parameters that are never there. Here the quantizer divides the experts, and
+wrap 16-bit parameters that are never there. With `ep_size` the quantizer divides the experts, and
 transformers leaves the model alone. What is not an expert is whole on each rank, to be wrapped by
-DDP or FSDP2 once it has adapters; Trainer averages its gradients without either.
+DDP or FSDP2 once it has adapters; Trainer averages its gradients without either. With `fsdp_size`
+alone the model is sharded once its packed weights are there, blank (fsdp_loading.py).
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -18,8 +21,8 @@ from ..errors import ConfigError
 from ..packing.sharding import runs_distributed
 
 _ADVICE = (
-    "moe_qlora.load_sharded loads a model sharded by FSDP2, and DistributedConfig(fsdp_size=N, "
-    "ep_size=N) divides the experts over N ranks"
+    "shard the model with DistributedConfig(fsdp_size=N), or divide its experts with fsdp_size=N, "
+    "ep_size=N"
 )
 
 
@@ -55,12 +58,7 @@ def mesh_of(config: Any) -> Any:
             )
     ranks = config.ep_size
     if ranks == 1:
-        if config.dp_size == 1:
-            return None
-        raise ConfigError(
-            f"distributed_config has fsdp_size={config.fsdp_size} and no ep_size, which "
-            f"from_pretrained cannot follow for packed weights: {_ADVICE}."
-        )
+        return None
     accelerator = torch.accelerator.current_accelerator()
     device = "cpu" if accelerator is None else accelerator.type
     copies = distributed.get_world_size() // ranks
@@ -69,14 +67,17 @@ def mesh_of(config: Any) -> Any:
     return init_device_mesh(device, (copies, ranks), mesh_dim_names=("copies", "experts"))
 
 
-def keep_whole(model: Any) -> None:
+def keep_whole(model: Any, instead: Callable[[Any, Any], None] | None = None) -> None:
     """Let transformers, which is about to apply the config to this model on meta, leave it alone.
 
-    It asks the model for the plans of the config, and then the config for its sizes.
+    It asks the model for the plans of the config, and then the config for its sizes. `instead` is
+    called with both at that time.
     """
 
     def no_plans(self: Any, config: Any) -> tuple[dict[str, str], ...]:
         del self.__dict__["_resolve_parallel_plans"]
+        if instead is not None:
+            instead(self, config)
         config.__class__ = _without_sizes(type(config))
         return {}, {}, {}
 
@@ -92,3 +93,13 @@ def _without_sizes(cls: Any) -> Any:
 
     members = {"ep_size": property(lambda self: 1), "dp_size": property(last)}
     return type(cls.__name__, (cls,), members)
+
+
+def refuse_fsdp1() -> None:
+    """Raise where the launcher has chosen FSDP1, before a weight is read."""
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
+    if asked and os.environ.get("FSDP_VERSION", "1") == "1":
+        raise ConfigError(
+            "FSDP_VERSION is 1: FSDP1 flattens the weights of a layer into one floating-point "
+            "tensor, which packed weights cannot be part of; set fsdp_version to 2."
+        )

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -35,6 +35,7 @@ from ..checkpoint.integrity import FolderCheck, open_shards, warn_of_changes
 from ..checkpoint.load_spec import reload_spec
 from ..checkpoint.manifest import Manifest, is_packed
 from ..checkpoint.quantize import PackingJob, build_model, own_config
+from ..checkpoint.reader import Checkpoint
 from ..checkpoint.rounding import from_config
 from ..checkpoint.rows import CheckpointRows
 from ..checkpoint.staging import absolute
@@ -55,6 +56,8 @@ from .model import finish_packing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_T = TypeVar("_T")
 
 
 def load_sharded(
@@ -289,7 +292,7 @@ def _open(
     compute_buffers(model, device)
     job = PackingJob(folder, model, config, device)
     dtypes = {name: job.dtype(name) for name in model.state_dict()}
-    read = CheckpointRows(job, _aliases(model))
+    read = CheckpointRows(job.base, aliases_of(model), job.transposed)
     params = {id(param): param for param in job.spec.params.values()}
     return OpenedModel(
         model, config, job.spec.settings, job.spec.layout, tuple(params.values()), dtypes,
@@ -297,7 +300,7 @@ def _open(
     )  # fmt: skip
 
 
-def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return all names of each parameter that has several, by each of them."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -330,33 +333,56 @@ def _open_packed(
         )
     model.tie_weights()
     files = open_shards(folder, manifest)
-    keys = _packed_keys(model, manifest)
-    aliases = _aliases(model)
+    stored = StoredWeights(model, manifest, files)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()} | spec.dtypes
-    record = RECORD + spec.settings.kind
-    for name, ends in keys.items():
-        if record in ends:
-            dtypes[name] = getattr(torch, read_record(files.read(ends[record]))["dtype"])
-    stored = {own_name(model, key, dtypes) or key: key for key in files}
-
-    def read(name: str, start: int, stop: int) -> torch.Tensor:
-        names = (name, *aliases.get(name, ()))
-        key = next((stored[other] for other in names if other in stored), None)
-        if key is None:
-            raise CheckpointError(f"{folder} has no tensor for {name}.")
-        return files.read(key, start, stop) if files.info(key).shape else files.read(key)
-
-    def fill(weights: ShardedWeights, place: torch.device) -> None:
-        for target in weights.packed.values():
-            names = (target.name, *aliases.get(target.name, ()))
-            fill_stored(target, next(keys[name] for name in names if name in keys), files)
-        for plain in weights.plain.values():
-            fill_plain(plain, read)
-
+    dtypes |= stored.dtypes()
     params = {id(param): param for param in spec.params.values()}
     return OpenedModel(
-        model, config, spec.settings, spec.layout, tuple(params.values()), dtypes, files, fill
-    )
+        model, config, spec.settings, spec.layout, tuple(params.values()), dtypes,
+        files, lambda weights, _: stored.fill(weights),
+    )  # fmt: skip
+
+
+class StoredWeights:
+    """The weights of a packed folder by the names that the model, plain on meta, has for them."""
+
+    def __init__(self, model: Any, manifest: Manifest, files: Checkpoint) -> None:
+        self._settings, self._files = manifest.settings, files
+        self._aliases, self._packed = aliases_of(model), _packed_keys(model, manifest)
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        self._plain = {own_name(model, key, names) or key: key for key in files}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtypes that 4-bit weights are decoded to, by their names."""
+        record, dtypes = RECORD + self._settings.kind, {}
+        for name, ends in self._packed.items():
+            if record in ends:
+                said = read_record(self._files.read(ends[record]))
+                for other in (name, *self._aliases.get(name, ())):
+                    dtypes[other] = getattr(torch, said["dtype"])
+        return dtypes
+
+    def fill(self, weights: ShardedWeights) -> None:
+        """Fill this rank's shares of packed weights, and of plain ones where they are asked for."""
+        for target in weights.packed.values():
+            fill_stored(target, self._of(target.name, self._packed), self._files)
+        for plain in weights.plain.values():
+            fill_plain(plain, self._read)
+
+    def _of(self, name: str, by_name: Mapping[str, _T]) -> _T:
+        for other in (name, *self._aliases.get(name, ())):
+            if other in by_name:
+                return by_name[other]
+        raise CheckpointError(f"{self._files.files[0].parent} has no tensor for {name}.")
+
+    def _read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        key = self._of(name, self._plain)
+        return (
+            self._files.read(key, start, stop)
+            if self._files.info(key).shape
+            else self._files.read(key)
+        )
 
 
 def _packed_keys(model: nn.Module, manifest: Manifest) -> dict[str, dict[str, str]]:

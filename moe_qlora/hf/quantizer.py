@@ -31,7 +31,8 @@ from ..packing.decoders import hold
 from ..packing.format import ABSMAX, SCALES
 from ..packing.shares import ExpertShare
 from .converters import LinearConverter, PackedConverter, PackingConverter
-from .distributed_config import keep_whole, mesh_of, own_device
+from .distributed_config import keep_whole, mesh_of, own_device, refuse_fsdp1
+from .fsdp_loading import ShardedLoad, shards_model
 from .model import finish_packing
 
 
@@ -61,6 +62,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     _device_map: Any = None
     _checked: FolderCheck | None = None
     _mark: Mark | None = None
+    _sharded: ShardedLoad | None = None
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Recognise a packed folder by its config, and make transformers find its files."""
@@ -72,12 +74,13 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         folder = Path(getattr(config, "_name_or_path", None) or "")
         if str(folder) != "." and (folder / "config.json").is_file():
             # Before transformers looks for files, so that what is missing is named by us.
-            self._check(folder, self._mark)
+            whole = not shards_model(getattr(config, "distributed_config", None))
+            self._check(folder, self._mark, large=whole)
         return config
 
-    def _check(self, folder: Path, mark: Mark) -> Manifest:
+    def _check(self, folder: Path, mark: Mark, *, large: bool = True) -> Manifest:
         if self._checked is None or self._checked.folder != folder:
-            self._checked = FolderCheck(folder, mark)
+            self._checked = FolderCheck(folder, mark, large=large)
             warn_of_changes(folder, self._checked.manifest)
         return self._checked.manifest
 
@@ -97,6 +100,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Decide what is packed, while the model is still as it was built."""
+        refuse_fsdp1()
         files, config = kwargs.get("checkpoint_files"), model.config
         mesh = mesh_of(getattr(config, "distributed_config", None))
         if mesh is not None:
@@ -116,9 +120,25 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         # The stock method may have put lists of Linear layers in place of fused weights.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._spec.params = {n: p for n, p in self._spec.params.items() if n in names}
+        if shards_model(getattr(config, "distributed_config", None)) and self._spec.params:
+            self._shard(model, files, dtype)
+            return
         if mesh is not None:
             self._spec.shares = load_shares(model, self._spec, mesh)
         self._spec.unit_nbytes = self._unit_nbytes(model)
+
+    def _shard(self, model: Any, files: list[str] | None, dtype: Any) -> None:
+        """Prepare a load that transformers shards: it sees nothing of what is packed."""
+        spec, self._spec = self._spec, None
+        if spec is None or spec.files is None or not files:
+            raise CheckpointError(
+                "A model that is sharded while it loads is read from safetensors files: give a "
+                "folder or a hub id with such files."
+            )
+        spec.files.close()
+        model.hf_quantizer = self
+        folder = Path(files[0]).parent
+        self._sharded = ShardedLoad(model, spec, self.quantization_config, folder, dtype)
 
     def _add_skips(self, model: Any) -> None:
         """Add the switch's skip patterns to a copy of the config."""
@@ -174,6 +194,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
         """Replace the model's converters with ones that pack, and add some for the rest."""
         spec = self._spec
+        if self._sharded is not None and self._mark is not None:
+            return []  # names are the model's own, and what is packed is filled later
         if spec is None or not spec.params:
             return super().update_weight_conversions(weight_conversions, *model)  # type: ignore[misc]
         if spec.manifest is not None:
@@ -245,10 +267,13 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         """Attach the packed weights, and leave the model with a quantizer of the stock class."""
         model = super()._process_model_after_weight_loading(model, **kwargs)  # type: ignore[misc]
         spec, self._spec = self._spec, None
+        sharded, self._sharded = self._sharded, None
         if self._checked is not None:
             self._checked.finish()
         if model.__dict__.get("hf_quantizer") is self:
             model.hf_quantizer = self._stock()
+        if sharded is not None:
+            sharded.finish(model)
         if spec is not None:
             finish(model, spec, self.quantization_config)
             if spec.shares:  # a save would ask it how to gather, and there is nothing to gather
@@ -261,7 +286,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         stock: Any = order[order.index(_Packing) + 1]
         quantizer = stock.__new__(stock)
         quantizer.__dict__.update(self.__dict__)
-        for name in ("_spec", "_device_map", "_checked", "_mark"):
+        for name in ("_spec", "_device_map", "_checked", "_mark", "_sharded"):
             quantizer.__dict__.pop(name, None)
         return quantizer
 

@@ -29,6 +29,7 @@ from .divided import check_whole
 from .inject import check_connected, upgrade_wrappers
 from .layer import ParamWrapper
 from .names import as_set, packed_parameters
+from .replicated import check_copies, replicate_adapters
 from .save import check_unsharded, save_pretrained
 
 _OFFLINE = (
@@ -99,6 +100,7 @@ def get_peft_model(
         )
     if runs_distributed():
         prepare_sharding(model)
+        check_copies(model, config)
     with without_false_warning(config):
         peft_model = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
     return connect_adapters(peft_model)
@@ -128,6 +130,7 @@ def connect_adapters(model: PeftModel) -> PeftModel:
         check_connected(tuner.model, name, config)
     if first_share(tuner.model) is not None:
         keep_from_ddp(model)
+    replicate_adapters(tuner.model)
     model.__dict__["save_pretrained"] = MethodType(save_pretrained, model)
     return model
 

@@ -98,7 +98,9 @@ class PackedInt8(nn.Module):
 
     @torch.no_grad()
     def forward(self, codes: Tensor) -> Tensor:
-        """Dequantize int8 codes to the weight's dtype."""
+        """Dequantize int8 codes to the weight's dtype; of a share, the result is on meta."""
+        if is_share(codes):
+            return torch.empty(self.weight_shape, dtype=self.weight_dtype, device="meta")
         return unpack(read(codes, self))
 
 
@@ -200,7 +202,12 @@ class Shardable4bit(ShardableStatistics, bnb_parametrize.Bnb4bitParametrization)
 
     @torch.no_grad()
     def forward(self, quantized_param: Tensor) -> Tensor:
-        """Dequantize `(bytes, 1)` uint8 codes to the weight's shape and dtype."""
+        """Dequantize `(bytes, 1)` uint8 codes to the weight's shape and dtype.
+
+        Of codes that are a share, only shape and dtype are known: the result is on meta.
+        """
+        if is_share(quantized_param):
+            return torch.empty(self.weight_shape, dtype=self.weight_dtype, device="meta")
         return unpack(read(quantized_param, self))
 
 

@@ -73,7 +73,18 @@ def prepare_sharding(model: nn.Module) -> nn.Module:
             _prepare_8bit(module)
         if isinstance(module, (ShardableLinear4bit, ShardableLinear8bit)):
             cast(Any, module.statistics).name = unwrapped_name(f"{name}.weight".lstrip("."))
+        if isinstance(module, ShardableLinear4bit):
+            _describe_share(module)
     return model
+
+
+def _describe_share(module: ShardableLinear4bit) -> None:
+    """Give a layer's codes, where FSDP2 has sharded them, what PEFT reads on a `Params4bit`."""
+    weight: Any = module.weight
+    if not isinstance(weight, PackedCodes):
+        statistics = module.statistics
+        weight.compress_statistics, weight.quant_type = statistics.double_quant, statistics.kind
+        weight.quant_storage = statistics.storage_dtype
 
 
 def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Module]:

@@ -286,7 +286,6 @@ def run_refusals(mesh: Any, folder: Path) -> dict[str, str]:
 
     calls: dict[str, Any] = {
         "deepcopy": of_a_copy,
-        "fsdp_size alone": lambda: by_config(fsdp_size=2),
         "tp_size": lambda: by_config(tp_size=2, ep_size=2),
         "twice": lambda: moe_qlora.expert_parallel(divided, mesh),
         "merge": lambda: peft_model.merge_and_unload(),
@@ -305,7 +304,6 @@ def run_refusals(mesh: Any, folder: Path) -> dict[str, str]:
     ("call", "sentence"),
     [
         ("deepcopy", "a copy has weights of its own"),
-        ("fsdp_size alone", "distributed_config has fsdp_size=2 and no ep_size"),
         ("tp_size", "distributed_config has tp_size=2, which packed weights do not support"),
         ("twice", "call expert_parallel once, before"),
         ("merge", "Merging needs all experts"),

@@ -6,16 +6,21 @@ Four processes serve every case: as four shards, as two copies of two, and as th
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import save_file
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.distributed import DistributedConfig
 
 import moe_qlora
 from moe_qlora.checkpoint.reader import Checkpoint
@@ -51,15 +56,33 @@ LORA = LoraConfig(
 )
 # case -> (folder, settings or None for a packed folder, mesh)
 CASES: dict[str, tuple[str, str | None, str]] = {
-    **{f"{kind} on 2": ("plain", kind, "copies") for kind in KINDS},
-    **{f"packed {kind} on 2": (kind, None, "copies") for kind in KINDS},
-    "nf4 on 4": ("plain", "nf4", "all"),
-    "packed nf4 on 4": ("nf4", None, "all"),
+    "int8 on 2": ("plain", "int8", "copies"),
+    "packed int8 on 2": ("int8", None, "copies"),
+    "float storage on 2": ("plain", "float storage", "copies"),
+    "packed float storage on 2": ("float storage", None, "copies"),
     "nf4 on 3": ("plain", "nf4", "three"),
     "packed nf4 on 3": ("nf4", None, "three"),
+    "one level on 4": ("plain", "one level", "all"),
+    "packed one level on 4": ("one level", None, "all"),
     "fused on disk on 4": ("fused", "nf4", "all"),
 }
+# The same by transformers' own loader: case -> (folder, settings or None for a packed folder)
+CONFIGURED: dict[str, tuple[str, str | None]] = {
+    "nf4": ("plain", "nf4"),
+    "int8": ("plain", "int8"),
+    "fused on disk": ("fused", "nf4"),
+    "packed nf4": ("nf4", None),
+}
 STEPS = 3
+# What memory is measured with: 100 MB of packed experts, in bytes of which much else is small.
+LARGE = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 512,
+    "num_experts": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 16,
+    "vocab_size": 256,
+}
 
 
 def settings(kind: str) -> BitsAndBytesConfig:
@@ -75,6 +98,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for kind in KINDS:
         load_whole(root / "plain", kind).save_pretrained(root / kind)
     return {folder.name: folder for folder in root.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose experts are all the same one."""
+    folder = tmp_path_factory.mktemp("large")
+    model = tiny_model("qwen3_moe", device="meta", dtype=torch.bfloat16, **LARGE)
+    torch.manual_seed(0)
+    gate, down = (torch.randn(shape).to(torch.bfloat16) for shape in ((512, 256), (256, 512)))
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if ".experts." not in name:
+            tensors[name] = torch.randn(tensor.shape).to(torch.bfloat16) * 0.02
+            continue
+        prefix = name.rpartition(".")[0]
+        for expert in range(LARGE["num_experts"]):
+            for part, weight in (("gate", gate), ("up", gate), ("down", down)):
+                tensors[f"{prefix}.{expert}.{part}_proj.weight"] = weight.clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model.config.architectures = ["Qwen3MoeForCausalLM"]
+    model.config.save_pretrained(folder)
+    return folder
 
 
 def load_whole(folder: Path, kind: str | None) -> Any:
@@ -148,13 +193,81 @@ class CountedReads:
         Checkpoint.read, Checkpoint.read_bytes = self.stock  # type: ignore[method-assign]
 
 
-def run_cases(rank: int, world: int, folders: dict[str, Path]) -> dict[str, Any]:
+class Peak:
+    """Watches this process's anonymous memory: `rise` has the bytes of its highest rise."""
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        self.start = self.highest = self._now()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    @property
+    def rise(self) -> int:
+        return self.highest - self.start
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self.highest = max(self.highest, self._now())
+
+    @staticmethod
+    def _now() -> int:
+        text = Path("/proc/self/status").read_text()
+        return 1024 * int(text.partition("RssAnon:")[2].split()[0])
+
+
+def run_memory(folders: dict[str, Path], large: Path, mesh: Any) -> dict[str, int]:
+    arguments = {"quantization_config": settings("nf4"), "mesh": mesh, "dtype": torch.bfloat16}
+    moe_qlora.load_sharded(folders["plain"], **arguments)  # imports what is imported late
+    with Peak() as peak:
+        model = moe_qlora.load_sharded(large, **arguments)
+    return {"rise": peak.rise, "share": local_bytes(model)}
+
+
+def run_configured(
+    rank: int, world: int, folder: Path, kind: str | None, results: dict[str, Any]
+) -> dict[str, Any]:
+    config = {} if kind is None else {"quantization_config": settings(kind)}
+    with moe_qlora.enabled(), CountedReads() as reads:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.bfloat16,
+            distributed_config=DistributedConfig(fsdp_size=world),
+            **config,
+        )
+    tensors = tensors_of(model)
+    case = {
+        "tensors": {} if rank else tensors,
+        "is_sharded": isinstance(model, FSDPModule),
+        "bytes": local_bytes(model),
+        "read": reads.total,
+    }
+    if kind == "nf4" and folder.name == "plain":
+        with pytest.raises(ConfigError) as caught:
+            copies = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+            moe_qlora.get_peft_model(model, copies)
+        results["copies"] = str(caught.value)
+        torch.manual_seed(7 + rank)
+        peft_model = moe_qlora.get_peft_model(model, copy.deepcopy(LORA))
+        case["losses"] = train(peft_model, rank, world)
+        case["adapters"] = [p.detach() for p in peft_model.parameters() if p.requires_grad]
+    return case
+
+
+def run_cases(rank: int, world: int, folders: dict[str, Path], large: Path) -> dict[str, Any]:
     meshes = {
         "all": init_device_mesh("cpu", (world,)),
         "copies": init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "shards")),
         "three": DeviceMesh("cpu", [0, 1, 2]),
     }
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"memory": run_memory(folders, large, meshes["all"])}
     for case, (folder, kind, mesh) in CASES.items():
         if mesh == "three" and rank == 3:
             continue
@@ -172,8 +285,11 @@ def run_cases(rank: int, world: int, folders: dict[str, Path]) -> dict[str, Any]
             "bytes": local_bytes(model),
             "read": reads.total,
         }
-        if case == "nf4 on 4":
+        if case == "one level on 4":
             results["losses"] = train(model, rank, world)
+    for case, (folder, kind) in CONFIGURED.items():
+        loaded = run_configured(rank, world, folders[folder], kind, results)
+        results[f"{case} by transformers"] = loaded
     results |= {"refusals": run_refusals(folders, meshes["all"], rank)}
     results["callable"] = tensors_of(from_callable(folders["plain"], meshes["all"]))
     return results
@@ -222,8 +338,8 @@ def run_refusals(folders: dict[str, Path], mesh: Any, rank: int) -> dict[str, st
 
 
 @pytest.fixture(scope="module")
-def ranks(folders: dict[str, Path]) -> Any:
-    return run_distributed(run_cases, 4, folders)
+def ranks(folders: dict[str, Path], large: Path) -> Any:
+    return run_distributed(run_cases, 4, folders, large)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -277,10 +393,48 @@ def test_a_rank_reads_its_share_alone(ranks: Any, folders: dict[str, Path], case
             assert rank[case]["read"] <= stored / shards + slack
 
 
+@pytest.mark.parametrize("case", CONFIGURED)
+def test_transformers_own_loader_gives_the_same_shares(
+    ranks: Any, folders: dict[str, Path], case: str
+) -> None:
+    folder, kind = CONFIGURED[case]
+    model = load_whole(folders[folder], kind)
+    moe_qlora.prepare_sharding(model)
+    loaded = [rank[f"{case} by transformers"] for rank in ranks]
+    assert all(one["is_sharded"] for one in loaded)
+    expected, got = tensors_of(model), loaded[0]["tensors"]
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name
+    stored = sum(t.nbytes for n, t in got.items() if "tables" not in n and "inv_freq" not in n)
+    assert max(one["bytes"] for one in loaded) < 1.1 * stored / 4
+    files = Checkpoint(sorted(folders[folder].glob("*.safetensors")))
+    experts = [files.info(key).nbytes for key in files if ".experts." in key]
+    assert max(one["read"] for one in loaded) < 0.6 * sum(experts)
+
+
 def test_training_is_that_of_one_process(ranks: Any, folders: dict[str, Path]) -> None:
-    losses = train(adapted(load_whole(folders["plain"], "nf4")))
+    for kind, losses in (
+        ("one level", [rank["losses"] for rank in ranks]),
+        ("nf4", [rank["nf4 by transformers"]["losses"] for rank in ranks]),
+    ):
+        expected = train(adapted(load_whole(folders["plain"], kind)))
+        assert losses == [pytest.approx(expected, abs=2e-2)] * 4  # bfloat16
+
+
+def test_adapters_on_a_sharded_model_stay_equal(ranks: Any) -> None:
+    first, *others = (rank["nf4 by transformers"]["adapters"] for rank in ranks)
+    assert len(first) == 2 * 2 * 2 + 2 * 2 * 2
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+    assert "FSDP2 has sharded them already" in ranks[0]["copies"]
+
+
+def test_memory_holds_a_share_and_little_else(ranks: Any) -> None:
+    total = sum(rank["memory"]["share"] for rank in ranks)
+    assert total > 100e6
     for rank in ranks:
-        assert rank["losses"] == pytest.approx(losses, abs=2e-2)  # bfloat16
+        assert rank["memory"]["rise"] < rank["memory"]["share"] + 0.1 * total
 
 
 def test_what_cannot_be_followed_is_said(ranks: Any) -> None:
@@ -291,6 +445,16 @@ def test_what_cannot_be_followed_is_said(ranks: Any) -> None:
         assert "decoder" in said["no layer"]
     assert "holds NaN or inf" in ranks[1]["refusals"]["not finite"]
     assert "Another rank could not pack" in ranks[0]["refusals"]["not finite"]
+
+
+def test_fsdp1_is_refused_before_weights_are_read(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(ConfigError, match="set fsdp_version to 2"), CountedReads() as reads:
+        load_whole(folders["plain"], "nf4")
+    assert not reads.total
 
 
 def test_integers_get_no_gradients_asked_on_an_older_torch(

@@ -1,0 +1,127 @@
+"""A load that transformers shards by FSDP2: `DistributedConfig(fsdp_size=N)` under `enabled()`.
+
+transformers shards the model on meta by its own plan, and then reads what is not packed, a share
+on each rank. What is packed it must not see: 16-bit weights belong to no parameter of the model.
+Here such weights are made blank before the sharding, hidden from the load, and filled after it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.base import PlainBase
+from ..checkpoint.integrity import open_shards
+from ..checkpoint.load_spec import LoadSpec, kept_dtypes
+from ..checkpoint.rows import CheckpointRows
+from ..distributed.filling import ShardedWeights, targets_of
+from ..distributed.fsdp import allocate, shards_integers
+from ..packing import parametrize
+from .distributed_config import keep_whole
+from .load_sharded import BlankModel, StoredWeights, aliases_of, device_of, pack_blanks
+
+_UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
+
+
+class ShardedLoad:
+    """One load of a sharded model: what of it is packed, and how it is filled."""
+
+    def __init__(
+        self, model: Any, spec: LoadSpec, config: Any, folder: Path, dtype: torch.dtype | None
+    ) -> None:
+        """Pack a model on meta, whose Linear layers are bitsandbytes', with blank weights."""
+        linears = {
+            f"{name}.weight": module
+            for name, module in model.named_modules()
+            if parametrize.is_packed_linear(module)
+        }
+        kept = kept_dtypes(model, dtype)
+        dtypes = dict(spec.dtypes)
+        for name, module in linears.items():
+            dtypes[name] = kept(name) or dtype or module.weight.dtype
+        aliases = aliases_of(model)
+        self._fill: Callable[[ShardedWeights, torch.device], None]
+        if spec.manifest is None:
+            base = PlainBase(folder, model)
+            # Conv1D, which bitsandbytes replaces as well, stores `(in, out)`.
+            kinds = {
+                name: getattr(module, "source_cls", nn.Linear) for name, module in linears.items()
+            }
+            turned = {name for name, kind in kinds.items() if not issubclass(kind, nn.Linear)}
+            read = CheckpointRows(base, aliases, turned)
+            self._files: Any = base
+            self._fill = lambda weights, device: weights.fill(read, device)
+        else:
+            self._files = open_shards(folder, spec.manifest)
+            stored = StoredWeights(model, spec.manifest, self._files)
+            dtypes |= stored.dtypes()
+            self._fill = lambda weights, _: stored.fill(weights)
+        params = {id(param): param for param in spec.params.values()}
+        settings, layout = spec.settings, spec.layout
+        pack_blanks(BlankModel(model, config, settings, layout, tuple(params.values()), dtypes))
+        self.weights = targets_of(model, settings, dtypes)
+        self.weights.plain.clear()  # transformers loads them
+        self._hide(model, [*spec.params, *linears])
+        keep_whole(model, _shard_by_plan)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedLoad:
+        return self  # transformers copies its quantizer for every tensor
+
+    def _hide(self, model: Any, names: list[str]) -> None:
+        """Keep the load from looking for packed weights, and from initializing them."""
+        own = set()
+        for target in self.weights.packed.values():
+            held = [target.codes(), *target.statistics.parameters()]
+            own |= {id(tensor) for tensor in held}
+        hidden = {name for name, tensor in model.named_parameters() if id(tensor) in own}
+
+        def hide(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            for name in hidden:
+                state.pop(prefix + name, None)
+
+        self._hook = model.register_state_dict_post_hook(hide)
+        modules = {name.rpartition(".")[0] for name in names}
+        for name in modules:
+            model.get_submodule(name)._is_hf_initialized = True
+        patterns = {rf"^{re.escape(name)}($|\.)" for name in names}
+        patterns |= {rf"^{re.escape(name)}\.(SCB|weight_format)$" for name in modules}
+        self._before = model.__dict__.get(_UNEXPECTED)
+        setattr(model, _UNEXPECTED, set(getattr(model, _UNEXPECTED) or ()) | patterns)
+
+    def finish(self, model: Any) -> None:
+        """Fill this rank's shares of what is packed."""
+        self._hook.remove()
+        del model.__dict__[_UNEXPECTED]
+        if self._before is not None:
+            setattr(model, _UNEXPECTED, self._before)
+        target = next(iter(self.weights.packed.values()))
+        sharded: Any = target.codes()
+        device = device_of(sharded.device_mesh)
+        offloaded = model.config.distributed_config.fsdp_cpu_offload
+        allocate(model, device, torch.device("cpu") if offloaded else None)
+        try:
+            self._fill(self.weights, device)
+        finally:
+            self._files.close()
+
+
+def shards_model(config: Any) -> bool:
+    """Whether a `DistributedConfig` asks for FSDP2 without expert parallelism."""
+    sizes: Mapping[str, int] = {
+        name: getattr(config, name, None) or 1 for name in ("tp_size", "pp_size", "ep_size")
+    }
+    return config is not None and config.dp_size > 1 and set(sizes.values()) == {1}
+
+
+def _shard_by_plan(model: Any, config: Any) -> None:
+    """Shard a model on meta as transformers does."""
+    from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
+
+    _, ep_plan, fsdp_plan = model._resolve_parallel_plans(config)
+    with shards_integers():
+        apply_fully_sharded_data_parallelism(model, model._mesh_manager, fsdp_plan, ep_plan)
