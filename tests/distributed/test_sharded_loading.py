@@ -250,8 +250,8 @@ def run_configured(
         "read": reads.total,
     }
     if kind == "nf4" and folder.name == "plain":
+        copies = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
         with pytest.raises(ConfigError) as caught:
-            copies = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
             moe_qlora.get_peft_model(model, copies)
         results["copies"] = str(caught.value)
         torch.manual_seed(7 + rank)
