@@ -215,9 +215,12 @@ def compute_buffers(model: Any, device: torch.device) -> None:
     """Compute the buffers of a model on meta that no checkpoint holds, as transformers does."""
     stored = set(model.state_dict())
     for prefix, module in model.named_modules():
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None and f"{prefix}.{leaf}".lstrip(".") not in stored:
-                module._buffers[leaf] = torch.empty_like(buffer, device=device)
+        names = [leaf for leaf, buffer in module._buffers.items() if buffer is not None]
+        computed = [leaf for leaf in names if f"{prefix}.{leaf}".lstrip(".") not in stored]
+        for leaf in computed:
+            module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device=device)
+        if not computed:
+            module._is_hf_initialized = True  # there is nothing to compute
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model.initialize_weights()  # of parameters on meta it changes nothing
 
