@@ -9,7 +9,6 @@ alone the model is sharded once its packed weights are there, blank (fsdp_loadin
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -93,13 +92,3 @@ def _without_sizes(cls: Any) -> Any:
 
     members = {"ep_size": property(lambda self: 1), "dp_size": property(last)}
     return type(cls.__name__, (cls,), members)
-
-
-def refuse_fsdp1() -> None:
-    """Raise where the launcher has chosen FSDP1, before a weight is read."""
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
-    if asked and os.environ.get("FSDP_VERSION", "1") == "1":
-        raise ConfigError(
-            "FSDP_VERSION is 1: FSDP1 flattens the weights of a layer into one floating-point "
-            "tensor, which packed weights cannot be part of; set fsdp_version to 2."
-        )

@@ -31,7 +31,7 @@ from ..packing.decoders import hold
 from ..packing.format import ABSMAX, SCALES
 from ..packing.shares import ExpertShare
 from .converters import LinearConverter, PackedConverter, PackingConverter
-from .distributed_config import keep_whole, mesh_of, own_device, refuse_fsdp1
+from .distributed_config import keep_whole, mesh_of, own_device
 from .fsdp_loading import ShardedLoad, shards_model
 from .model import finish_packing
 
@@ -100,7 +100,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Decide what is packed, while the model is still as it was built."""
-        refuse_fsdp1()
         files, config = kwargs.get("checkpoint_files"), model.config
         mesh = mesh_of(getattr(config, "distributed_config", None))
         if mesh is not None:

@@ -440,16 +440,6 @@ def test_what_cannot_be_followed_is_said(ranks: Any) -> None:
     assert "Another rank could not pack" in ranks[0]["refusals"]["not finite"]
 
 
-def test_fsdp1_is_refused_before_weights_are_read(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "1")
-    with pytest.raises(ConfigError, match="set fsdp_version to 2"), CountedReads() as reads:
-        load_whole(folders["plain"], "nf4")
-    assert not reads.total
-
-
 def test_integers_get_no_gradients_asked_on_an_older_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
