@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ GB = 1e9
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-30b-a3b": ("qwen3_moe", {**SHAPES["qwen3-30b-a3b"][1], **WHOLE["qwen3-30b-a3b"]}),
+    "glm-4.5-air": ("glm4_moe", {**SHAPES["glm-4.5-air"][1], **WHOLE["glm-4.5-air"]}),
     "qwen3-235b-a22b": ("qwen3_moe", {
         "hidden_size": 4096, "moe_intermediate_size": 1536, "num_experts": 128,
         "num_experts_per_tok": 8, "num_hidden_layers": 94, "vocab_size": 151936,
@@ -58,6 +60,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
 }  # fmt: skip
 """Model types and published sizes."""
+DRAWN = ("qwen3-30b-a3b", "qwen3-235b-a22b", "glm-4.6", "deepseek-v3", "kimi-k2")
+"""The models that have a table."""
 
 
 # Rows
@@ -74,7 +78,8 @@ def read_rows(folder: Path = RESULTS) -> list[Row]:
             engine, note = line["engine"], line.get("note") or ""
             measured = line["step_s"] or line["tokens_per_s"]
             usual = "LoRA" not in note or f"r={RANK} experts,attention" in note
-            if engine not in _ENGINE or not measured or not usual or "no reshard" in note:
+            kept = "no reshard" in note or "keep" in note
+            if engine not in _ENGINE or not measured or not usual or kept:
                 continue
             gpus, batch, seq = (int(line[key]) for key in ("gpus", "micro_batch", "seq"))
             step = float(line["step_s"] or gpus * batch * seq / float(line["tokens_per_s"]))
@@ -119,11 +124,11 @@ def planner_of(model: str, layers: int | None, *, batch: int, adapters: str, lin
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype="bfloat16",
-        llm_int8_skip_modules=None if linears else [r"model.layers.\d+.self_attn", "lm_head"],
     )
     config = CONFIG_MAPPING[model_type](**sizes, dtype="bfloat16")
     settings = Settings(batch, SEQ, RANK, "attention,experts", adapters)
-    return Planner(source_of(config, quantization, None, False), settings)
+    source = source_of(config, quantization, None, False)
+    return Planner(replace(source, linears=linears), settings)
 
 
 def work_of(planner: Any) -> Work:
@@ -357,7 +362,7 @@ loads its share; "fits" counts the CUDA context, gaps and loading. The quickest 
 def main() -> None:
     """Write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(DRAWN))
     parser.add_argument("--gpus", default=",".join(map(str, GPUS)))
     parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
