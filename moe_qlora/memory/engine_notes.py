@@ -34,13 +34,14 @@ def notes_of(planner: Planner, devices: int) -> Iterator[str]:
     if engine.name == "fsdp":
         whole = planner.with_engine(None).load_peak
         yield (
-            f"{human_bytes(planner.load_peak)} while loading is for moe_qlora.enabled() with "
-            f"DistributedConfig(fsdp_size={engine.ranks}); under accelerate's FSDP plugin each "
-            f"rank loads the whole packed model first, {human_bytes(whole)}."
+            f"{human_bytes(planner.load_peak)} while loading is for moe_qlora.load_sharded; where "
+            "a model is loaded first and sharded then, as under accelerate's FSDP plugin, each "
+            f"rank loads the whole packed model, {human_bytes(whole)}."
         )
     if engine.name == "ep":
         yield (
-            "Every rank is taken to get as many tokens for its experts as it sends; an uneven "
+            "Every rank is taken to get as many tokens for its experts as it sends, and to load "
+            f"with DistributedConfig(fsdp_size={engine.ranks}, ep_size={engine.ranks}); an uneven "
             "router takes more on some ranks."
         )
     if engine.name == "zero3":
