@@ -1,0 +1,290 @@
+"""A rank that is killed ends the others with an error, and leaves what was saved before as it was.
+
+Ranks are forked from this process, which has imported everything and loaded the model.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.checkpoint.integrity import check_folder
+from moe_qlora.checkpoint.staging import left_behind
+from moe_qlora.errors import CheckpointError
+from moe_qlora.packing import gather
+from moe_qlora.testing import tiny_model
+
+WORLD, TIMEOUT = 3, 5.0
+SIZES = {
+    "hidden_size": 64,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_experts": 6,
+    "vocab_size": 256,
+}
+KILLED = -signal.SIGKILL
+
+
+class Ranks:
+    """Runs functions on forked ranks of one packed model, and keeps what each rank raised."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.runs = root, 0
+        self.model: Any = tiny_model("qwen3_moe", **SIZES)
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+        moe_qlora.quantize_experts(self.model, config)
+
+    def run(self, job: Callable[..., Any], *args: Any) -> tuple[list[int], list[str], float]:
+        """Return how ranks ended, what they said, and how long it took."""
+        self.runs += 1
+        folder = self.root / f"run{self.runs}"
+        folder.mkdir()
+        begin, pids = time.monotonic(), []
+        for rank in range(WORLD):
+            pid = os.fork()
+            if not pid:
+                self._rank(rank, folder, job, args)
+            pids.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        said = [folder / str(rank) for rank in range(WORLD)]
+        texts = [file.read_text() if file.exists() else "" for file in said]
+        return codes, texts, time.monotonic() - begin
+
+    def _rank(self, rank: int, folder: Path, job: Callable[..., Any], args: Any) -> None:
+        code = 1
+        try:
+            distributed.init_process_group(
+                "gloo",
+                init_method=(folder / "store").as_uri(),
+                rank=rank,
+                world_size=WORLD,
+                timeout=timedelta(seconds=TIMEOUT),
+            )
+            text = job(self.model, rank, *args)
+            code = 0
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this rank's report
+            text = f"{type(error).__name__}: {error}"
+        (folder / str(rank)).write_text(str(text))
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def adapted(model: Any) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    return peft_model
+
+
+def sharded(model: Any) -> Any:
+    moe_qlora.prepare_sharding(model)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for layer in base.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def die_at(count: int) -> None:
+    """Let this process kill itself when it gathers its n-th tensor."""
+    stock, left = gather.whole, [count]
+
+    def counted(tensor: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stock(tensor)
+
+    gather.whole = counted
+
+
+def save_model(model: Any, rank: int, folder: Path, victim: int | None, count: int) -> str:
+    sharded(model)
+    if rank == victim:
+        die_at(count)
+    model.save_pretrained(folder)
+    return "saved"
+
+
+def save_adapter(model: Any, rank: int, folder: Path, victim: int | None, count: int) -> str:
+    model = sharded(adapted(model))
+    if rank == victim:
+        die_at(count)
+    model.save_pretrained(folder)
+    return "saved"
+
+
+def save_without_one(model: Any, rank: int, folder: Path) -> str:
+    sharded(model)
+    if rank == 1:
+        time.sleep(2 * TIMEOUT)
+        return "never came"
+    model.save_pretrained(folder)
+    return "saved"
+
+
+def train(model: Any, optimizer: Any, first: int, last: int, rank: int, world: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        ids = torch.randint(5, 248, (6, 8), generator=torch.Generator().manual_seed(step))
+        own = ids.chunk(world)[rank]
+        loss = model(input_ids=own, labels=own).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if world > 1:
+            distributed.all_reduce(mean)
+        losses.append(float(mean) / world)
+    return losses
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+
+
+def train_and_die(model: Any, rank: int, folder: Path) -> str:
+    model = sharded(adapted(model)).train()
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 2, rank, WORLD)
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    checkpoint.save(state, checkpoint_id=folder)
+    if rank == 1:
+        model.get_base_model().model.layers[1].register_forward_pre_hook(
+            lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        )
+    train(model, optimizer, 2, 4, rank, WORLD)
+    return "trained"
+
+
+def resume(model: Any, rank: int, folder: Path) -> list[float]:
+    model = sharded(adapted(model)).train()
+    optimizer = adamw(model)
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    checkpoint.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return train(model, optimizer, 2, 4, rank, WORLD)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    files = (file for file in folder.iterdir() if file.is_file() and file.name[0] != ".")
+    return {file.name: file.read_bytes() for file in files}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return Ranks(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.parametrize(("victim", "count"), [(1, 2), (0, 9)])
+def test_a_rank_killed_while_a_model_is_saved(
+    ranks: Ranks, tmp_path: Path, victim: int, count: int
+) -> None:
+    folder = tmp_path / "model"
+    ranks.model.save_pretrained(folder)
+    # so that a save that went through would show
+    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
+    before = content(folder)
+    codes, texts, seconds = ranks.run(save_model, folder, victim, count)
+    assert codes == [KILLED if rank == victim else 1 for rank in range(WORLD)]
+    for rank in {0, 1, 2} - {victim}:
+        assert texts[rank].startswith(f"CheckpointError: Saving to {folder} failed on rank {rank}")
+        assert "every rank must take part to the end" in texts[rank]
+        assert len(texts[rank].splitlines()) == 1
+    assert seconds < 4 * TIMEOUT
+    assert content(folder) == before
+    check_folder(folder)
+    codes, texts, _ = ranks.run(save_model, folder, None, 0)
+    assert texts == ["saved"] * WORLD
+    check_folder(folder)
+    assert content(folder) != before
+    assert left_behind(folder) == []
+
+
+def test_a_rank_killed_while_an_adapter_is_saved(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    codes, texts, _ = ranks.run(save_adapter, folder, None, 0)
+    assert texts == ["saved"] * WORLD
+    before = content(folder)
+    codes, texts, _ = ranks.run(save_adapter, folder, 2, 5)
+    assert codes == [1, 1, KILLED]
+    for rank in (0, 1):
+        assert f"Saving the adapter to {folder} failed on rank {rank}" in texts[rank]
+    assert content(folder) == before
+    assert left_behind(folder) == []
+
+
+def test_a_rank_that_does_not_come_ends_the_others_after_the_timeout(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    codes, texts, seconds = ranks.run(save_without_one, tmp_path / "model")
+    assert codes == [1, 0, 1]
+    for rank in (0, 2):
+        assert f"failed on rank {rank} while it gathered tensors from all ranks" in texts[rank]
+    assert TIMEOUT < seconds < 6 * TIMEOUT
+    assert not (tmp_path / "model").exists()
+    assert left_behind(tmp_path / "model") == []
+
+
+def test_a_rank_killed_in_training_ends_the_others_and_the_next_run_resumes(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    codes, texts, seconds = ranks.run(train_and_die, tmp_path / "checkpoint")
+    assert codes == [1, KILLED, 1]
+    assert all(texts[rank].startswith("RuntimeError") for rank in (0, 2))
+    assert seconds < 6 * TIMEOUT
+    codes, texts, _ = ranks.run(resume, tmp_path / "checkpoint")
+    assert codes == [0] * WORLD, texts
+    single = ranks.run(one_process)[1][0]
+    expected = [float(loss) for loss in single.strip("[]").split(",")]
+    for text in texts:
+        resumed = [float(loss) for loss in text.strip("[]").split(",")]
+        assert resumed == pytest.approx(expected, abs=1e-5)
+
+
+def one_process(model: Any, rank: int) -> list[float]:
+    if rank:
+        return []
+    model = adapted(model).train()
+    return train(model, adamw(model), 0, 4, 0, 1)[2:]
+
+
+def test_an_error_of_the_first_rank_is_raised_by_all(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    codes, texts, _ = ranks.run(save_model, tmp_path / "file", None, 0)
+    assert codes == [1] * WORLD
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(CheckpointError.__name__)
