@@ -181,21 +181,27 @@ def test_a_class_that_came_in_between_stays() -> None:
         AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = STOCK["bitsandbytes_4bit"]
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "int8": {"load_in_8bit": True},
+    "fp4": {"load_in_4bit": True},
+    "storage": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
+    "nf4": NF4 | {"bnb_4bit_compute_dtype": torch.bfloat16},
+}
+DTYPES = (None, torch.float32, torch.float16)
+DEVICE_MAPS: tuple[Any, ...] = (None, "auto", {"": "cpu"})
+
+
+# Every two of: the settings, the dtype, the device map.
 @pytest.mark.parametrize(
-    "settings",
+    ("kind", "dtype", "device_map"),
     [
-        {"load_in_8bit": True},
-        {"load_in_4bit": True},
-        {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
-        NF4 | {"bnb_4bit_compute_dtype": torch.bfloat16},
+        (kind, dtype, DEVICE_MAPS[(row + column) % 3])
+        for row, kind in enumerate(SETTINGS)
+        for column, dtype in enumerate(DTYPES)
     ],
-    ids=["int8", "fp4", "storage", "nf4"],
 )
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16])
-@pytest.mark.parametrize("device_map", [None, "auto", {"": "cpu"}], ids=["none", "auto", "dict"])
-def test_every_setting(
-    folder: Path, settings: dict[str, Any], dtype: torch.dtype | None, device_map: Any
-) -> None:
+def test_every_setting(folder: Path, kind: str, dtype: torch.dtype | None, device_map: Any) -> None:
+    settings = SETTINGS[kind]
     arguments = {"dtype": dtype, "device_map": device_map}
     config = BitsAndBytesConfig(**settings)
     before = config.to_dict()
