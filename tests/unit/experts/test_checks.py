@@ -59,7 +59,8 @@ def contents(model):
         else:
             held += state_tensors(first.quant_state)
         found += [
-            (one.dtype, one.contiguous().view(-1, 1).view(torch.uint8).tolist()) for one in held
+            (one.dtype, one.contiguous().view(-1, 1).view(torch.uint8).numpy().tobytes())
+            for one in held
         ]
     return found
 

@@ -31,7 +31,7 @@ def loaded(tmp_path: Path, storage: str, seed: int = 0) -> Any:
 
 def stored(model: Any) -> dict[str, tuple[Any, ...]]:
     return {
-        key: (tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).tolist())
+        key: (tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         for key, tensor in model.state_dict().items()
     }
 
