@@ -3,9 +3,10 @@
 transformers' all-to-all sends each token once for each of its k experts, sorted by owner, and reads
 the counts back to the host in every layer. With N ranks of at most k, a token has experts on nearly
 every rank: gathering the hidden states moves (N - 1) / k as many bytes, nothing is sorted or
-scattered, and no layer waits for the host. Two H200s, Qwen3-30B-A3B, 16 layers, 16,384 tokens a
-rank: 0.600 s a step instead of 0.866 (tools/bench/results/two_gpu.csv). Rows of other ranks' experts are skipped by the experts forward, which
-takes memory for them all the same: so it is used for few ranks.
+scattered, and no layer waits for the host. Two H200s,
+Qwen3-30B-A3B, 16 layers, 16,384 tokens a rank: 0.600 s a step instead of 0.866
+(tools/bench/results/two_gpu.csv). Rows of other ranks' experts are skipped by the experts forward,
+which takes memory for them all the same: so it is used for few ranks.
 """
 
 from __future__ import annotations
