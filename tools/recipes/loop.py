@@ -1,0 +1,51 @@
+"""Train LoRA on packed experts in a loop of one's own, on all GPUs of a machine, or on CPUs.
+
+torchrun --nproc-per-node 8 tools/recipes/loop.py FOLDER OUT          FSDP2
+torchrun --nproc-per-node 8 tools/recipes/loop.py FOLDER OUT --ddp
+"""
+
+import sys
+
+import torch
+from peft import LoraConfig
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+
+folder, out = sys.argv[1:3]
+distributed.init_process_group()
+rank, gpus = distributed.get_rank(), torch.cuda.is_available()
+dtype = torch.bfloat16 if gpus else torch.float32
+if gpus:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+bnb_config = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+)
+with moe_qlora.enabled():
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=bnb_config, dtype=dtype
+    )
+torch.manual_seed(0)  # equal adapters on all ranks
+lora_config = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+model = moe_qlora.get_peft_model(model, lora_config, experts=True).train()
+if "--ddp" in sys.argv:
+    model = DistributedDataParallel(model)
+else:
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+torch.manual_seed(rank)  # other rows on each rank: put your data here
+rows = torch.randint(0, 100, (2, 32), device="cuda" if gpus else "cpu")
+for step in range(10):
+    loss = model(input_ids=rows, labels=rows).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        print(f"step {step}: loss {loss.item():.3f}")
+getattr(model, "module", model).save_pretrained(out)  # on all ranks
+distributed.destroy_process_group()

@@ -1,0 +1,53 @@
+"""Train LoRA on packed experts with TRL, under FSDP2 or DDP.
+
+    torchrun --nproc-per-node 8 tools/recipes/sft.py FOLDER OUT           FSDP2, by arguments
+    torchrun --nproc-per-node 8 tools/recipes/sft.py FOLDER OUT --ddp
+    accelerate launch --config_file tools/recipes/fsdp2.yaml tools/recipes/sft.py FOLDER OUT --ddp
+
+In the last line accelerate's file says how to shard, and the arguments say nothing.
+"""
+
+import sys
+
+import torch
+from datasets import Dataset  # type: ignore[import-untyped]
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
+
+import moe_qlora
+
+folder, out = sys.argv[1:3]
+gpus = torch.cuda.is_available()
+dtype = torch.bfloat16 if gpus else torch.float32
+bnb_config = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+)
+lora_config = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+moe_qlora.enable()
+lora_config = moe_qlora.adapt_lora_config(
+    folder, lora_config, experts=True, quantization_config=bnb_config
+)
+args = SFTConfig(
+    output_dir=out,
+    max_steps=10,
+    logging_steps=1,
+    save_strategy="no",
+    bf16=gpus,
+    use_cpu=not gpus,
+    report_to=[],
+    model_init_kwargs={"dtype": dtype},
+    ddp_find_unused_parameters=False,  # every expert has a gradient, if no token a zero one
+    fsdp="--ddp" not in sys.argv,
+    fsdp_config=None if "--ddp" in sys.argv else {"version": 2},
+)
+rows = torch.randint(0, 100, (80, 32)).tolist()  # put your data here
+trainer = SFTTrainer(
+    model=folder,
+    args=args,
+    quantization_config=bnb_config,
+    peft_config=lora_config,
+    train_dataset=Dataset.from_dict({"input_ids": rows}),
+)
+trainer.train()
+trainer.save_model(out)
