@@ -150,7 +150,7 @@ class SharePacker:
             self._error = error
             return nothing, scales
         first, last = self._bytes
-        return packed.codes.view(-1)[first:last].clone(), packed.absmax
+        return packed.codes.view(-1)[first:last], packed.absmax
 
     def _gathered(self, scales: Tensor) -> Tensor:
         """Return the scales of all blocks, in order; raise where a rank could not pack."""
