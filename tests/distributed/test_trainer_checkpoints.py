@@ -1,0 +1,123 @@
+"""Trainer's checkpoints on two ranks: their adapter is the stock file, and training goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, DistributedType
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+import moe_qlora
+from moe_qlora.testing import run_distributed, tiny_model
+
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 6, "vocab_size": 256}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayer"]}
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp2, full": {**FSDP2, "state_dict_type": "FULL_STATE_DICT"},
+    "fsdp2, sharded, loaded by all": {
+        **FSDP2,
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "cpu_ram_efficient_loading": False,
+    },
+}
+
+
+def take_fsdp_on_cpus() -> None:
+    """Let accelerate shard on CPUs; by itself it takes its plugin on GPUs alone."""
+    stock = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+        if self.__dict__.get("fsdp_plugin") is not None:  # a later call takes it back
+            self.distributed_type = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init  # type: ignore[method-assign]
+
+
+def trainer(folder: Path, name: str, world: int, fsdp: dict[str, Any]) -> Trainer:
+    AcceleratorState._reset_state(True)
+    with moe_qlora.enabled():
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder / "plain", quantization_config=BitsAndBytesConfig(**NF4), dtype=torch.float32
+        )
+    torch.manual_seed(1)
+    config = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    model = moe_qlora.get_peft_model(model, config, experts=True)
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(5, 248, (8,), generator=generator) for _ in range(24)]
+    settings = TrainingArguments(
+        output_dir=str(folder / name),
+        use_cpu=True,
+        per_device_train_batch_size=12 // world,
+        max_steps=4,
+        save_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        report_to=[],
+        disable_tqdm=True,
+        **({"fsdp": True, "fsdp_config": dict(fsdp)} if fsdp else {}),
+    )
+    return Trainer(model, settings, train_dataset=[{"input_ids": r, "labels": r} for r in rows])
+
+
+def losses(trained: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+
+
+def all_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    take_fsdp_on_cpus()
+    results = {}
+    for name, fsdp in CASES.items():
+        first = trainer(folder, name, world, fsdp)
+        first.train()
+        again = trainer(folder, f"{name}, again", world, fsdp)
+        again.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
+        again.model.save_pretrained(folder / name / "adapter")
+        results[name] = losses(first), losses(again)
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trainer")
+    tiny_model("qwen3_moe", num_hidden_layers=2, **SIZES).save_pretrained(folder / "plain")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path) -> list[float]:
+    trained = trainer(folder, "single", 1, {})
+    trained.train()
+    trained.save_model(str(folder / "single" / "adapter"))
+    return losses(trained)
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    return run_distributed(all_cases, 2, folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_from_a_checkpoint(
+    results: list[dict[str, Any]], single: list[float], folder: Path, case: str
+) -> None:
+    for result in results:
+        for trained in result[case]:
+            assert trained == pytest.approx(single, abs=1e-5)
+    expected = load_file(folder / "single" / "adapter" / "adapter_model.safetensors")
+    saved = load_file(folder / case / "adapter" / "adapter_model.safetensors")
+    assert saved.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.allclose(saved[key], tensor, atol=1e-4), key
