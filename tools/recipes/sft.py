@@ -10,10 +10,10 @@ In the last line accelerate's file says how to shard, and the arguments say noth
 import sys
 
 import torch
-from datasets import Dataset  # type: ignore[import-untyped]
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
-from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
+from trl import SFTConfig, SFTTrainer
 
 import moe_qlora
 
