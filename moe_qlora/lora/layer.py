@@ -35,7 +35,7 @@ from ..experts.forward import IMPLEMENTATION
 from ..experts.lora_source import LoraFactors, clear_lora_source, set_lora_source
 from ..kernels.weights import PackedWeight
 from ..layout import unwrapped
-from ..packing.codec import first_nonfinite
+from ..packing.codec import first_nonfinite, require_whole
 from ..packing.parametrize import is_packed, packed_names, read_packed
 from ..packing.shares import ExpertShare, share_of
 from .divided import divided_factors, local_factor
@@ -168,8 +168,11 @@ class ParamWrapper(StockParamWrapper):
     def read_adapted(self, base: nn.Module) -> Tensor:
         """Return the parameter of `base` as its readers must see it: active adapters added."""
         self._unmerge_if_disabled()
+        packed = is_packed(base, self.parameter_name)
+        if packed and self.active_factors():
+            require_whole(read_packed(base, self.parameter_name))
         weight = cast(Tensor, getattr(base, self.parameter_name))
-        factors = self.active_factors() if is_packed(base, self.parameter_name) else ()
+        factors = self.active_factors() if packed else ()
         return self.add_lora(weight, factors) if factors else weight
 
     def __getattr__(self, name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from transformers import initialization
 
 import moe_qlora
 from moe_qlora import registry, testing
@@ -37,7 +38,7 @@ def test_every_checkpoint_on_record_is_checked():
 def test_experts_are_most_of_the_published_total(name):
     model_type, sizes = KNOWN[name]
     config = transformers.AutoConfig.for_model(model_type, **sizes)
-    with torch.device("meta"), transformers.initialization.no_init_weights():
+    with torch.device("meta"), initialization.no_init_weights():
         model = testing.model_class(model_type)._from_config(config)
     weights = sum(param.numel for param in moe_qlora.detect(model)) / 1e9
     assert 0.9 * TOTAL[name] < weights < TOTAL[name]
