@@ -195,7 +195,7 @@ def _target(folder: Path) -> Iterator[Path]:
     """Give a folder to write into; move its content to its place at the end."""
     if folder.is_dir():
         folder = folder.resolve()
-    elif folder.exists():
+    elif folder.exists() and not folder.is_dir():  # another save may have made it meanwhile
         raise CheckpointError(f"{folder} is a file: name a folder to save to.")
     while True:
         new = _can_be_renamed_to(folder)
