@@ -66,11 +66,6 @@ def local_factor(factor: Tensor, share: ExpertShare) -> Tensor:
     return cast(Tensor, cast(Any, factor).to_local())
 
 
-def whole_factor(factor: Tensor) -> Tensor:
-    """Return a factor as PEFT's file has it; all ranks must call it."""
-    return cast(Tensor, cast(Any, factor).full_tensor()) if is_divided(factor) else factor
-
-
 def check_whole(model: nn.Module, what: str) -> None:
     """Raise where a model's experts are divided over ranks, of which none can do this."""
     if first_share(model) is not None:

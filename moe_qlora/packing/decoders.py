@@ -307,23 +307,6 @@ def _read_int8(codes: Tensor, decoder: PackedInt8) -> PackedWeight:
     return PackedWeight(raw, bits, None, 0, None, shape, "int8", decoder.weight_dtype, None, owner)
 
 
-def read_gathered(codes: Tensor, decoder: Any) -> PackedWeight:
-    """Return the whole packed weight, gathered from all ranks where FSDP2 has sharded it.
-
-    All ranks must call it then. What is gathered is held by no module.
-    """
-    if not hasattr(codes, "full_tensor"):
-        return read(codes, decoder)
-    whole = copy.copy(decoder)
-    whole._parameters = {name: _gathered(value) for name, value in decoder._parameters.items()}
-    return read(_gathered(codes).data, whole)
-
-
-def _gathered(parameter: Any) -> nn.Parameter:
-    tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return nn.Parameter(tensor.detach(), requires_grad=False)
-
-
 def params4bit(codes: Tensor, state: Any) -> nn.Parameter:
     """Return packed 4-bit codes as bitsandbytes' parameter class, with their `QuantState`."""
     parameter = Params4bit(
