@@ -116,15 +116,17 @@ class Checkpoint:
             place = self.files[0].parent if self.files else "the checkpoint"
             raise CheckpointError(f"{place} has no tensor {key}.") from None
 
-    def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read a tensor, or its rows `[start, stop)` of the first dimension, to the CPU."""
+    def read(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Tensor:
+        """Read a tensor, or its rows `[start, stop)`, to a device (default: the CPU)."""
         file = self.info(key).file
         with reading(file):
             if file not in self._open:
                 self._open[file] = self._stack.enter_context(safe_open(str(file), "pt"))
             if not start and stop is None:
-                return self._open[file].get_tensor(key)
-            return self._open[file].get_slice(key)[start:stop]
+                tensor: Tensor = self._open[file].get_tensor(key)
+            else:
+                tensor = self._open[file].get_slice(key)[start:stop]
+        return tensor if device is None else tensor.to(device)
 
     def read_bytes(self, key: str, start: int, stop: int) -> Tensor:
         """Read the bytes `[start, stop)` of a tensor, uint8, and no others."""

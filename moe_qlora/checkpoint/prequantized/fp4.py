@@ -1,0 +1,77 @@
+"""Codes of 4 bits that are floats (E2M1), two in a byte, the first in the low half.
+
+    mxfp4 (gpt-oss)       N_blocks (E, R, G, 16) + N_scales (E, R, G), exponents -> N (E, 32 G, R)
+    nvfp4 (compressed)    X_packed (R, C/2) + X_scale fp8 (R, C/16) / X_global_scale
+    mxfp4 (compressed)    X_packed (R, C/2) + X_scale, exponents (R, C/32)
+    nvfp4 (modelopt)      X uint8 (R, C/2) + X_scale fp8 (R, C/16) * X_scale_2
+    fp4 (DeepSeek-V4)     X int8 (R, C/2) + M.scale e8m0 (R, C/32)
+
+Sources: OCP Microscaling Formats (MX) Specification v1.0 (E2M1),
+https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/weights.py,
+https://github.com/vllm-project/compressed-tensors, compressors/nvfp4 and compressors/mxfp4,
+https://github.com/NVIDIA/Model-Optimizer, modelopt/torch/quantization/qtensor/nvfp4_tensor.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ..reader import TensorInfo
+from .config import Scheme
+from .decode import CODES, DIVISOR, FACTOR, SCALE, Quantized
+from .fp8 import check_dims, find_block
+from .nibbles import unpack_nibbles
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of the 16 codes: sign, two bits of exponent, one of mantissa."""
+
+
+def unpack_e2m1(codes: Tensor) -> Tensor:
+    """Return the fp32 values (r, 2 w) of bytes (r, w)."""
+    return unpack_nibbles(codes, E2M1)
+
+
+def plan_mxfp4(name: str, stored: Mapping[str, TensorInfo]) -> Quantized:
+    """Return how `name`_blocks and `name`_scales of gpt-oss make the plain (E, in, out)."""
+    blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+    if len(blocks.shape) != 4 or blocks.dtype != torch.uint8 or 0 in blocks.shape:
+        raise CheckpointError(
+            f"{name}_blocks is {blocks.dtype} of shape {blocks.shape}: MXFP4 codes are bytes of "
+            "shape (experts, rows, groups, 16); copy the file again."
+        )
+    experts, rows, groups, half = blocks.shape
+    if scales.shape != blocks.shape[:3] or scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        raise CheckpointError(
+            f"{name}_scales is {scales.dtype} of shape {scales.shape}: wanted are bytes of shape "
+            f"{blocks.shape[:3]}, one for each group of {name}_blocks; copy both files again."
+        )
+    parts = {CODES: f"{name}_blocks", SCALE: f"{name}_scales"}
+    shape = (experts, groups * half * 2, rows)
+    return Quantized(parts, shape, (1, half * 2), unpack_e2m1, transposed=True)
+
+
+def plan_fp4(
+    key: str, name: str, scale: str, stored: Mapping[str, TensorInfo], scheme: Scheme
+) -> Quantized:
+    """Return how bytes of codes `key`, their scales and a scale of these make a plain tensor."""
+    codes = stored[key]
+    check_dims(key, codes.shape)
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2)
+    block, one = find_block(key, shape, scale, stored[scale], scheme)
+    parts = {CODES: key, SCALE: scale}
+    for role, other in ((DIVISOR, f"{name}_global_scale"), (FACTOR, f"{name}_scale_2")):
+        if other in stored:
+            if stored[other].shape not in ((), (1,), (1, 1)):
+                raise CheckpointError(
+                    f"{other} has shape {stored[other].shape}: one value belongs to {key}."
+                )
+            parts[role] = other
+    needs = stored[scale].dtype == torch.float8_e4m3fn
+    if needs and len(parts) != 3:
+        kind = f"{name}_scale_2" if key == name else f"{name}_global_scale"
+        raise CheckpointError(f"{kind} is missing, without which {key} cannot be read.")
+    return Quantized(parts, shape, block, unpack_e2m1, one_scale=one)

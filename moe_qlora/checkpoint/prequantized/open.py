@@ -1,0 +1,88 @@
+"""Opening of a folder as 16 bits, whoever quantized it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...build.files import read_json
+from ...errors import CheckpointError
+from ...layout import dtype_name
+from ..integrity import open_checkpoint
+from ..manifest import CONFIG
+from ..reader import Checkpoint, inside
+from .config import MODELOPT, maker_config, maker_method
+from .fp8 import FP8_DTYPES
+from .reader import PrequantizedCheckpoint
+
+MODELOPT_CONFIG = "hf_quant_config.json"
+
+
+def open_plain(
+    folder: str | Path,
+    files: Sequence[Path] | None = None,
+    quantization_config: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Checkpoint:
+    """Open the tensors of a folder in 16 bits.
+
+    Args:
+        folder: That holds the checkpoint.
+        files: Safetensors files to read; default: those of its index.
+        quantization_config: Of the checkpoint; default: that of its config.json, or of modelopt's
+            hf_quant_config.json.
+        dtype: Of tensors that are decoded; default: that of config.json, bfloat16 where it has no
+            dtype of 16 bits or more.
+
+    Returns:
+        A `Checkpoint` of a 16-bit folder, a `PrequantizedCheckpoint` of one that its maker
+        quantized.
+
+    Raises:
+        CheckpointError: A file is damaged, or the folder is quantized in a way that is not read.
+    """
+    folder = Path(folder)
+    file = folder / CONFIG
+    config = read_json(inside(folder, CONFIG)) if file.is_file() else {}
+    own = quantization_config or maker_config(config) or _modelopt_config(folder)
+    checkpoint = Checkpoint(files) if files is not None else open_checkpoint(folder)
+    try:
+        if own is None or maker_method({"quantization_config": own}) is None:
+            _check_unnamed(folder, checkpoint, own)
+            return checkpoint
+        return PrequantizedCheckpoint(checkpoint, own, dtype or _dtype(config))
+    except CheckpointError as error:
+        checkpoint.close()
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def _modelopt_config(folder: Path) -> Mapping[str, Any] | None:
+    """Return what modelopt wrote beside a config.json without a quantization_config."""
+    if not (folder / MODELOPT_CONFIG).is_file():
+        return None
+    said = read_json(inside(folder, MODELOPT_CONFIG))
+    inner = said.get("quantization")
+    return {**inner, "quant_method": MODELOPT} if isinstance(inner, dict) and inner else None
+
+
+def _check_unnamed(folder: Path, checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> None:
+    """Refuse codes that no configuration says the meaning of."""
+    strange = next((key for key in checkpoint if checkpoint.info(key).dtype in FP8_DTYPES), None)
+    if config is None and strange is not None:
+        raise CheckpointError(
+            f"{strange} is {dtype_name(checkpoint.info(strange).dtype)}, and {CONFIG} has no "
+            "quantization_config that says how it was quantized: put the maker's back."
+        )
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    inner = config.get("text_config")
+    for place in (config, inner if isinstance(inner, Mapping) else {}):
+        for key in ("dtype", "torch_dtype"):
+            dtype = getattr(torch, str(place.get(key)).removeprefix("torch."), None)
+            if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:
+                return dtype
+    return torch.bfloat16
