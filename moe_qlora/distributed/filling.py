@@ -23,7 +23,7 @@ Rows = Callable[[str, int, int], Tensor]
 """Returns rows `[start, stop)` of the first dimension of a parameter, by the parameter's name."""
 
 # Least bytes of rows that are read in one piece: an expert, or as many small ones as fit in this.
-_PIECE = 2 << 20
+_PIECE = 1 << 20
 
 
 @dataclass

@@ -54,8 +54,8 @@ MAX_ELEMENTS = 2**31 - 1
 """bitsandbytes' kernels take the number of weights as an int32."""
 
 # Weights packed or decoded in one piece. The CPU path needs about 20 bytes of temporaries a weight,
-# the others half a byte, so that either chunk stays within some tens of megabytes.
-_CPU_CHUNK = 2**18
+# the others half a byte, so that either chunk stays within some megabytes.
+_CPU_CHUNK = 2**17
 _DEVICE_CHUNK = 2**24
 
 
