@@ -1,0 +1,461 @@
+"""Folders as the makers of models quantize them, and the plain tensors that these stand for.
+
+    folder, plain = write_case(tmp_path / "base", "deepseek_v3 fp8")
+    folder, plain = write_folder(tmp_path / "base", "qwen3_moe", "fp8", block=(8, 8))
+
+A tiny model is quantized here, in plain fp32 arithmetic that shares nothing with the reader: the
+plain value is taken from codes and scales before these are packed, and rounded once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_qlora.checkpoint.reader import INDEX
+from moe_qlora.testing import tiny_model
+
+Stored = dict[str, Tensor]
+Encoded = tuple[Stored, Tensor]
+"""Tensors on disk by the end of their key, "" the key itself; the fp32 values they stand for."""
+
+# Quantized by nobody: embeddings, heads, routers, norms, what is no matrix.
+_KEPT = r"embed|lm_head|^head\.|(?<!proj)\.gate\.weight$|router|norm|bias|sinks|hc_|compressor"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A folder by name: which model, which method, and what of it is not as usual."""
+
+    model_type: str
+    method: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "deepseek_v3 fp8": Case("deepseek_v3", "fp8", options={"mtp": True}),
+    "deepseek_v3 fp8 e8m0": Case("deepseek_v3", "fp8", options={"scale_dtype": "e8m0"}),
+    "qwen3_moe fp8": Case("qwen3_moe", "fp8", options={"scale_dtype": torch.bfloat16}),
+    "qwen3_moe mxfp8": Case("qwen3_moe", "mxfp8", {"moe_intermediate_size": 96}),
+    "glm4_moe fp8 channel": Case("glm4_moe", "compressed-fp8", options={"strategy": "channel"}),
+    "glm4_moe fp8 tensor": Case("glm4_moe", "compressed-fp8", options={"strategy": "tensor"}),
+    "glm4_moe fp8 block": Case("glm4_moe", "compressed-fp8", options={"strategy": "block"}),
+    "gpt_oss mxfp4": Case("gpt_oss", "mxfp4"),
+    "deepseek_v3 int4": Case("deepseek_v3", "int4", {"moe_intermediate_size": 96}),
+    "deepseek_v3 int4 channel": Case(
+        "deepseek_v3", "int4", {"moe_intermediate_size": 42}, {"group": None}
+    ),
+    "qwen3_moe nvfp4": Case("qwen3_moe", "nvfp4", {"moe_intermediate_size": 48}),
+    "qwen3_moe modelopt nvfp4": Case("qwen3_moe", "modelopt-nvfp4", {"moe_intermediate_size": 48}),
+    "qwen3_moe modelopt fp8": Case("qwen3_moe", "modelopt-fp8"),
+    "deepseek_v4 fp4": Case("deepseek_v4", "deepseek-v4", {"moe_intermediate_size": 96}),
+}
+
+
+def write_case(path: Path, name: str, **changes: Any) -> tuple[Path, Stored]:
+    """Write the folder of a name in `CASES`; changes are options of `write_folder`."""
+    case = CASES[name]
+    options = {"overrides": case.overrides, **case.options, **changes}
+    return write_folder(path, case.model_type, case.method, **options)
+
+
+def write_folder(
+    path: Path,
+    model_type: str,
+    method: str,
+    *,
+    overrides: dict[str, Any] | None = None,
+    shards: int = 3,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    mtp: bool = False,
+    **options: Any,
+) -> tuple[Path, Stored]:
+    """Write a tiny model as the maker of such models does.
+
+    Args:
+        path: Of the new folder.
+        model_type: Of the model.
+        method: A key of `METHODS`.
+        overrides: Of the model's configuration.
+        shards: Safetensors files; a tensor's codes and scales go to different ones.
+        seed: Of the model.
+        dtype: Of the plain tensors.
+        mtp: Add a layer for the prediction of more tokens, which models ignore, as DeepSeek ships.
+        options: Of the method.
+
+    Returns:
+        The folder, and by its plain key each tensor that it stands for.
+    """
+    model = tiny_model(model_type, seed=seed, **(overrides or {})).to(dtype)
+    model.save_pretrained(path, save_original_format=True)
+    plain = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    config = json.loads((path / "config.json").read_text())
+    if mtp:
+        plain |= _extra_layer(plain, config["num_hidden_layers"], seed)
+        config["num_nextn_predict_layers"] = 1
+    maker = METHODS[method](options)
+    assert not options, f"{method} has no options {sorted(options)}"
+    stored: Stored = {}
+    for key in sorted(plain):
+        encode = maker.encoder(key, plain[key])
+        if encode is None:
+            stored[key] = plain[key]
+            continue
+        parts, values = encode(plain[key].float())
+        plain[key] = values.to(dtype)
+        for part, tensor in parts.items():
+            stored[maker.key(key, part)] = tensor.contiguous()
+    config["quantization_config"] = maker.config
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    write_shards(path, stored, shards)
+    return path, plain
+
+
+def write_shards(path: Path, tensors: Stored, shards: int = 1) -> None:
+    """Write tensors to so many files, one after the other, and their index."""
+    parts: list[Stored] = [{} for _ in range(shards)]
+    weight_map = {}
+    for number, key in enumerate(tensors):
+        parts[number % shards][key] = tensors[key]
+        weight_map[key] = f"model-{number % shards + 1:05}-of-{shards:05}.safetensors"
+    for number, part in enumerate(parts):
+        save_file(
+            part, path / f"model-{number + 1:05}-of-{shards:05}.safetensors", {"format": "pt"}
+        )
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _extra_layer(plain: Stored, layers: int, seed: int) -> Stored:
+    """A layer after the last one, and what predicts with it, under the names of DeepSeek-V3."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    last, new = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    extra = {key.replace(last, new): t.flip(0) for key, t in plain.items() if key.startswith(last)}
+    hidden = plain["model.norm.weight"].shape[0]
+    like = plain["model.norm.weight"].dtype
+    for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight"):
+        extra[new + name] = torch.ones(hidden, dtype=like)
+    extra[new + "eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator).to(like)
+    extra[new + "embed_tokens.weight"] = plain["model.embed_tokens.weight"].clone()
+    extra[new + "shared_head.head.weight"] = plain["lm_head.weight"].clone()
+    return extra
+
+
+# Codes and scales, fp32
+
+
+def expand(scale: Tensor, block: tuple[int, int], rows: int, columns: int) -> Tensor:
+    """A grid of scales, each of them repeated over its block, cut off at the edges."""
+    grid = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return grid[:rows, :columns]
+
+
+def block_amax(weight: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest absolute value of each block; blocks at the edges are smaller."""
+    (rows, columns), (high, wide) = weight.shape, block
+    whole = torch.zeros(-(-rows // high) * high, -(-columns // wide) * wide)
+    whole[:rows, :columns] = weight.abs()
+    tiles = whole.view(whole.shape[0] // high, high, whole.shape[1] // wide, wide)
+    return tiles.amax((1, 3)).clamp_min(1e-12)
+
+
+def power_of_two(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Exponents with 127 added, as bytes, of the powers of two from `scale` up; and these."""
+    exponent = scale.log2().ceil().clamp(-127, 127)
+    return (exponent + 127).to(torch.uint8), torch.pow(2.0, exponent.double()).float()
+
+
+def stored_scale(scale: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
+    """Scales as they are stored, and what they are then."""
+    if dtype in ("e8m0", torch.uint8):
+        raw, scale = power_of_two(scale)
+        return (raw if dtype == torch.uint8 else raw.view(torch.float8_e8m0fnu)), scale
+    return scale.to(dtype), scale.to(dtype).float()
+
+
+def encode_fp8(
+    weight: Tensor, block: tuple[int, int], end: str, scale_dtype: Any = torch.float32
+) -> Encoded:
+    """FP8 (e4m3) codes of a matrix, with a scale that multiplies for each block."""
+    raw, scale = stored_scale(block_amax(weight, block) / 448, scale_dtype)
+    grid = expand(scale, block, *weight.shape)
+    codes = (weight / grid).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"": codes, end: raw}, codes.float() * grid
+
+
+def e2m1_index(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest E2M1 codes, and what they stand for: (-1)^s 2^(e - 1) (1 + m / 2), or m / 2."""
+    codes = torch.arange(16)
+    sign, exponent, mantissa = codes >> 3, (codes >> 1) & 3, (codes & 1).float()
+    size = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1))
+    table = torch.where(sign == 1, -size, size)
+    index = (values.abs()[..., None] - table[:8]).abs().argmin(-1)
+    index += 8 * (values.signbit())
+    return index, table[index]
+
+
+def pack_pairs(index: Tensor) -> Tensor:
+    """Two codes a byte along the last dimension, the first one in the low half."""
+    return (index[..., 0::2] + 16 * index[..., 1::2]).to(torch.uint8)
+
+
+def encode_int(weight: Tensor, bits: int, group: int | None) -> Encoded:
+    """Symmetric integers in words of 32 bits, as compressed-tensors packs them."""
+    rows, columns = weight.shape
+    block = (1, group or columns)
+    top = 2 ** (bits - 1)
+    scale = (block_amax(weight, block) / (top - 0.5)).to(torch.bfloat16)
+    grid = expand(scale.float(), block, rows, columns)
+    codes = (weight / grid).round().clamp(-top, top - 1) + 0.0  # there is no -0
+    per = 32 // bits
+    room = torch.zeros(rows, -(-columns // per) * per, dtype=torch.int64)
+    room[:, :columns] = codes.long() + top
+    words = sum(room[:, place::per] << (bits * place) for place in range(per))
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    shape = torch.tensor([rows, columns])
+    return {"_packed": words, "_scale": scale, "_shape": shape}, codes * grid
+
+
+def encode_nvfp4(weight: Tensor, factor_name: str, codes_name: str, divide: bool) -> Encoded:
+    """E2M1 codes, FP8 scales of 16, and a scale of these that divides or multiplies."""
+    amax = block_amax(weight, (1, 16))
+    factor = amax.max() / (448 * 6)
+    if divide:
+        divisor = 1 / factor
+        scale = (amax / 6 * divisor).clamp(1e-3, 448).to(torch.float8_e4m3fn)
+        grid, one = scale.float() / divisor, divisor.reshape(1)
+    else:
+        scale = (amax / 6 / factor).clamp(1e-3, 448).to(torch.float8_e4m3fn)
+        grid, one = scale.float() * factor, factor
+    grid = expand(grid, (1, 16), *weight.shape)
+    index, values = e2m1_index(weight / grid)
+    return {codes_name: pack_pairs(index), "_scale": scale, factor_name: one}, values * grid
+
+
+def encode_fp4(weight: Tensor) -> Encoded:
+    """E2M1 codes in int8 and exponents of 32, as DeepSeek-V4's experts."""
+    raw, scale = power_of_two(block_amax(weight, (1, 32)) / 6)
+    grid = expand(scale, (1, 32), *weight.shape)
+    index, values = e2m1_index(weight / grid)
+    codes = pack_pairs(index).view(torch.int8)
+    return {"": codes, "_scale_inv": raw.view(torch.float8_e8m0fnu)}, values * grid
+
+
+def encode_mxfp4(weight: Tensor) -> Encoded:
+    """gpt-oss's experts (E, in, out): codes of the transposed matrices, in blocks of 32."""
+    experts, columns, rows = weight.shape
+    groups = weight.transpose(1, 2).reshape(experts, rows, columns // 32, 32)
+    raw, scale = power_of_two(groups.abs().amax(-1).clamp_min(1e-12) / 6)
+    index, values = e2m1_index(groups / scale[..., None])
+    plain = (values * scale[..., None]).reshape(experts, rows, columns).transpose(1, 2)
+    return {"_blocks": pack_pairs(index), "_scales": raw}, plain.contiguous()
+
+
+# Makers
+
+
+@dataclass
+class Maker:
+    """How a maker quantizes: its configuration, and what it does with which keys."""
+
+    config: dict[str, Any]
+    choose: Callable[[str], Callable[[Tensor], Encoded] | None]
+    scale_key: Callable[[str], str] | None = None
+    plain_modules: str = r"$^"
+
+    def encoder(self, key: str, tensor: Tensor) -> Callable[[Tensor], Encoded] | None:
+        """Return what quantizes a tensor; None where it stays plain."""
+        if re.search(_KEPT, key) or tensor.dim() < 2 or re.search(self.plain_modules, key):
+            return None
+        return self.choose(key)
+
+    def key(self, key: str, part: str) -> str:
+        """Return the key on disk of a part."""
+        if part == "_scale_inv" and self.scale_key is not None:
+            return self.scale_key(key)
+        return key + part
+
+
+def _fp8(options: dict[str, Any]) -> Maker:
+    """DeepSeek's block FP8; `block=None` is a scale a tensor."""
+    block = options.pop("block", (16, 24))
+    scale_dtype = options.pop("scale_dtype", torch.float32)
+    kept = options.pop("modules_to_not_convert", None)
+    config = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": None if block is None else list(block),
+        "modules_to_not_convert": kept,
+    }
+    if scale_dtype == "e8m0":
+        config["scale_fmt"] = "ue8m0"
+
+    def choose(key: str) -> Any:
+        return lambda w: encode_fp8(w, block or tuple(w.shape), "_scale_inv", scale_dtype)
+
+    plain = "|".join(re.escape(name) + r"\." for name in kept or ()) or r"$^"
+    return Maker(config, choose, plain_modules=plain)
+
+
+def _mxfp8(options: dict[str, Any]) -> Maker:
+    config = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
+    return Maker(
+        config,
+        lambda key: lambda w: encode_fp8(w, (1, 32), "_scale_inv", torch.uint8),
+        plain_modules=r"self_attn",
+    )
+
+
+def compressed(form: str, weights: dict[str, Any], ignore: list[str]) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors with one group."""
+    group = {
+        "targets": ["Linear"],
+        "weights": {"dynamic": False, "symmetric": True, "actorder": None, **weights},
+        "input_activations": None,
+        "output_activations": None,
+        "format": form,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "version": "0.12.2",
+    }
+
+
+_IGNORE = ["lm_head", "re:.*mlp.gate$"]
+
+
+def _compressed_fp8(options: dict[str, Any]) -> Maker:
+    strategy, block = options.pop("strategy", "channel"), options.pop("block", (16, 24))
+    weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": strategy}
+    if strategy == "block":
+        weights["block_structure"] = list(block)
+
+    def encode(weight: Tensor) -> Encoded:
+        sizes = {"channel": (1, weight.shape[1]), "tensor": tuple(weight.shape), "block": block}
+        parts, values = encode_fp8(weight, sizes[strategy], "_scale", torch.bfloat16)
+        if strategy == "tensor":
+            parts["_scale"] = parts["_scale"].reshape(1)
+        return parts, values
+
+    return Maker(compressed("float-quantized", weights, _IGNORE), lambda key: encode)
+
+
+def _int(bits: int) -> Callable[[dict[str, Any]], Maker]:
+    """Kimi-K2-Thinking's: routed experts only."""
+
+    def make(options: dict[str, Any]) -> Maker:
+        group = options.pop("group", 32)
+        weights: dict[str, Any] = {"num_bits": bits, "type": "int", "group_size": group}
+        weights["strategy"] = "group" if group else "channel"
+        ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
+        ignore += ["re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
+        return Maker(
+            compressed("pack-quantized", weights, ignore),
+            lambda key: lambda w: encode_int(w, bits, group),
+            plain_modules=r"self_attn|shared_experts|mlp\.(gate|up|down)_proj|eh_proj",
+        )
+
+    return make
+
+
+def _nvfp4(options: dict[str, Any]) -> Maker:
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    config = compressed("nvfp4-pack-quantized", weights, _IGNORE)
+    return Maker(
+        config, lambda key: lambda w: encode_nvfp4(w, "_global_scale", "_packed", divide=True)
+    )
+
+
+def _modelopt(algorithm: str) -> Callable[[dict[str, Any]], Maker]:
+    def make(options: dict[str, Any]) -> Maker:
+        weights: dict[str, Any] = {"dynamic": False, "num_bits": 8, "type": "float"}
+        if algorithm == "NVFP4":
+            weights |= {"num_bits": 4, "group_size": 16}
+        config = {
+            "quant_method": "modelopt",
+            "quant_algo": algorithm,
+            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+            "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+            "producer": {"name": "modelopt", "version": "0.33.0"},
+        }
+
+        def encode(weight: Tensor) -> Encoded:
+            if algorithm == "NVFP4":
+                parts, values = encode_nvfp4(weight, "_scale_2", "", divide=False)
+            else:
+                parts, values = encode_fp8(weight, tuple(weight.shape), "_scale")
+                parts["_scale"] = parts["_scale"].reshape(())
+            return parts, values
+
+        return Maker(config, lambda key: encode)
+
+    return make
+
+
+def _mxfp4(options: dict[str, Any]) -> Maker:
+    kept = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    return Maker(config, lambda key: encode_mxfp4 if "experts" in key else None)
+
+
+def _deepseek_v4(options: dict[str, Any]) -> Maker:
+    """FP4 experts and block FP8 for the rest, with exponents under DeepSeek's own names."""
+    block = options.pop("block", (16, 24))
+    config = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "expert_dtype": "fp4",
+        "weight_block_size": list(block),
+    }
+
+    def choose(key: str) -> Any:
+        if ".experts." in key:
+            return encode_fp4
+        return lambda w: encode_fp8(w, block, "_scale_inv", "e8m0")
+
+    return Maker(
+        config,
+        choose,
+        scale_key=lambda key: key.removesuffix(".weight") + ".scale",
+        plain_modules=r"\.ape$|tid2eid",
+    )
+
+
+METHODS: dict[str, Callable[[dict[str, Any]], Maker]] = {
+    "fp8": _fp8,
+    "mxfp8": _mxfp8,
+    "compressed-fp8": _compressed_fp8,
+    "int4": _int(4),
+    "int8": _int(8),
+    "nvfp4": _nvfp4,
+    "modelopt-nvfp4": _modelopt("NVFP4"),
+    "modelopt-fp8": _modelopt("FP8"),
+    "mxfp4": _mxfp4,
+    "deepseek-v4": _deepseek_v4,
+}
