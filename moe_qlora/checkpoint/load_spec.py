@@ -24,6 +24,7 @@ from ..packing.settings import CodecSettings
 from ..packing.shares import ExpertShare
 from .fit import own_name, settings_problem
 from .manifest import Manifest
+from .prequantized import PrequantizedCheckpoint
 from .reader import DTYPES, Checkpoint
 
 
@@ -33,7 +34,8 @@ class LoadSpec:
 
     params: dict[str, ExpertParam]  # a tied weight under each of its names
     settings: CodecSettings
-    dtypes: dict[str, torch.dtype]  # that weights would be loaded in, were they not packed
+    # that weights would be loaded in, were they not packed; of dequantized files, all tensors'
+    dtypes: dict[str, torch.dtype]
     layout: ModelLayout
     files: Checkpoint | None = None  # None where tensors are given, or files are not safetensors
     manifest: Manifest | None = None  # of a folder that this package packed
@@ -46,9 +48,15 @@ class LoadSpec:
     unpacked: set[str] = field(default_factory=set)  # that were read, and packed by no converter
     # converters of the load, each as (own, the stock one that it replaces or None)
     replaced: list[tuple[Any, Any]] = field(default_factory=list)
+    read: set[str] = field(default_factory=set)  # keys on disk that converters of the load have got
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadSpec:
         return self  # converters are copied for every parameter, and must all see one spec
+
+    @property
+    def prequantized(self) -> PrequantizedCheckpoint | None:
+        """The files, where their maker quantized them."""
+        return self.files if isinstance(self.files, PrequantizedCheckpoint) else None
 
     def rows(self, name: str) -> tuple[int, int]:
         """Return the rows `[first, last)` of its first dimension that are kept of a weight."""

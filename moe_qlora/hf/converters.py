@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ..checkpoint.load_spec import LoadSpec
-from ..checkpoint.reader import check_plain
+from ..checkpoint.reader import Checkpoint, check_plain
 from ..errors import CheckpointError, NonFiniteWeightError
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
@@ -83,10 +84,15 @@ class PackingConverter(WeightConverter):
         self, target_key: str, source_key: str, source_pattern: str, future: Any
     ) -> None:
         """Note where a tensor lies, and keep transformers from reading it ahead."""
-        if self._packed_names(target_key):
-            files = self.spec.files
-            if isinstance(future, Future) and files is not None and source_key in files:
-                future.cancel()
+        files, quantized = self.spec.files, self.spec.prequantized
+        if quantized is not None:
+            key = quantized.plain_name(source_key) or source_key
+            self.spec.read.add(source_key)
+            _cancel(future)
+            future = Deferred(key, partial(self._dequantized, quantized, key, target_key))
+        elif self._packed_names(target_key):
+            if files is not None and source_key in files:
+                _cancel(future)
             future = Deferred(source_key, future)
         super().add_tensor(target_key, source_key, source_pattern, future)
 
@@ -106,6 +112,12 @@ class PackingConverter(WeightConverter):
                 else:
                     result[name] = tensor
         return result | {name: packer.finish() for name, packer in packers.items()}
+
+    def _dequantized(self, files: Checkpoint, key: str, target_key: str) -> Tensor:
+        """Read a tensor as transformers reads it from a 16-bit folder."""
+        on_cpu = getattr(self, "force_cpu", False)
+        device = torch.device("cpu") if on_cpu else self.spec.device(target_key)
+        return files.read(key, device=device).to(self.spec.dtypes.get(target_key))
 
     def _full_name(self, layer_name: str, target: str) -> str:
         """Return the full name of a target, where `layer_name` is that of the first target."""
@@ -189,8 +201,7 @@ class PackedConverter(WeightConverter):
         if self.parts[source_pattern] == "":
             self.keys[target_key] = source_key
         if target_key in self.spec.shares:
-            if isinstance(future, Future):
-                future.cancel()
+            _cancel(future)
             future = Deferred(source_key, future)
         super().add_tensor(target_key, source_key, source_pattern, future)
 
@@ -380,7 +391,7 @@ class _Reader:
             if tensor is None:
                 raise CheckpointError(f"{item.key} is not given to this process: it is sharded.")
             return tensor
-        tensor = self.files.read(item.key, start, stop)
+        tensor = self.files.read(item.key, start, stop, self.device)
         if not tensor.is_floating_point() or tensor.element_size() == 1:
             return tensor  # refused by WeightPacker, with the weight's name
         return tensor.to(device=self.device, dtype=self.dtype)
@@ -466,6 +477,12 @@ def _keeps_rows(operation: Any) -> bool:
     if kind in ("Chunk", "Concatenate"):
         return operation.dim >= 1 and operation.num_shards_attribute is None
     return kind == "Interleave" and operation.dim >= 1
+
+
+def _cancel(future: Any) -> None:
+    """Keep transformers from reading a tensor in a thread, where it does."""
+    if isinstance(future, Future):
+        future.cancel()
 
 
 def _whole_name(leaf: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,14 @@ from .converters import LinearConverter, PackedConverter, PackingConverter
 from .distributed_config import keep_whole, mesh_of, own_device
 from .fsdp_loading import ShardedLoad, shards_model
 from .model import finish_packing
+from .prequantized import (
+    check_read,
+    describe_plain,
+    load_dtypes,
+    open_files,
+    plain_conversions,
+    take_makers_config,
+)
 
 
 @cache
@@ -63,10 +71,19 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     _checked: FolderCheck | None = None
     _mark: Mark | None = None
     _sharded: ShardedLoad | None = None
+    _makers_config: Mapping[str, Any] | None = None
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        self._makers_config = take_makers_config(quantization_config)
+        if self._makers_config is not None:
+            kwargs["pre_quantized"] = False  # what is read is 16 bit
+        super().__init__(quantization_config, **kwargs)  # type: ignore[call-arg]
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Recognise a packed folder by its config, and make transformers find its files."""
         config = super().update_attn_implementation(config)  # type: ignore[misc]
+        if self._makers_config is not None:
+            describe_plain(config)
         if CONFIG_KEY not in config.__dict__:
             return config
         self._mark = parse_mark(config.__dict__.pop(CONFIG_KEY))
@@ -116,6 +133,9 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                     f"{self._checked.folder}: {problem}: config.json is not the one it was saved "
                     "with, or files are damaged."
                 )
+        if self._spec.prequantized is not None:
+            dtypes = load_dtypes(model, dtype, self.param_needs_quantization)
+            self._spec.dtypes = dtypes | self._spec.dtypes
         # The stock method may have put lists of Linear layers in place of fused weights.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._spec.params = {n: p for n, p in self._spec.params.items() if n in names}
@@ -163,8 +183,10 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             files[:] = [str(folder / name) for name in manifest.shards]
             model.config.__dict__.pop("transformers_weights", None)
             spec = reload_spec(model, self.quantization_config, dtype, manifest, folder)
-        spec.files = safetensors_files(files)
-        if not self.pre_quantized:
+        if self.pre_quantized:
+            spec.files = safetensors_files(files)
+        else:
+            spec.files = open_files(files, self._makers_config)
             prefix = f"{model.base_model_prefix}."
             floating = {n for n, tensor in model.state_dict().items() if tensor.is_floating_point()}
             stored = spec.files or Checkpoint([])
@@ -195,7 +217,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         spec = self._spec
         if self._sharded is not None and self._mark is not None:
             return []  # names are the model's own, and what is packed is filled later
-        if spec is None or not spec.params:
+        if spec is None or not (spec.params or spec.prequantized is not None):
             return super().update_weight_conversions(weight_conversions, *model)  # type: ignore[misc]
         if spec.manifest is not None:
             # A packed folder has the model's own names: nothing to rename, nothing to merge.
@@ -208,7 +230,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         spec.replaced += [(replaced[id(c)], c) for c in converters]
         spec.replaced += [(converter, None) for converter in fused]
         conversions = [replaced.get(id(c), c) for c in weight_conversions]
-        return super().update_weight_conversions(conversions, *model) + fused  # type: ignore[misc]
+        conversions = super().update_weight_conversions(conversions, *model) + fused  # type: ignore[misc]
+        return plain_conversions(spec, conversions)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Return whether a parameter ends up packed, and so has another shape than the model's."""
@@ -285,7 +308,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         stock: Any = order[order.index(_Packing) + 1]
         quantizer = stock.__new__(stock)
         quantizer.__dict__.update(self.__dict__)
-        for name in ("_spec", "_device_map", "_checked", "_mark", "_sharded"):
+        for name in ("_spec", "_device_map", "_checked", "_mark", "_sharded", "_makers_config"):
             quantizer.__dict__.pop(name, None)
         return quantizer
 
@@ -338,6 +361,7 @@ def load_shares(model: Any, spec: LoadSpec, mesh: Any) -> dict[str, ExpertShare]
 def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     """Attach what converters packed, pack what they did not see, and mark the model quantized."""
     _restore_conversions(model, spec)
+    check_read(model, spec)
     if not spec.params:
         return
     by_codes = {id(hold(packed)): packed for packed in spec.packed.values()}

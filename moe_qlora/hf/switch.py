@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _METHODS = ("bitsandbytes_4bit", "bitsandbytes_8bit")
+_MERGE = "merge_quantization_configs"
 
 
 class Block(NamedTuple):
@@ -50,6 +51,7 @@ class Block(NamedTuple):
 
 _lock = threading.RLock()
 _replaced: dict[str, tuple[type, type]] = {}  # method -> (stock class, packing class)
+_merge: tuple[Any, Any] | None = None  # the stock class method that chooses a config, and ours
 _blocks: list[Block] = []  # those that are open
 _always = False
 
@@ -116,8 +118,10 @@ def expert_mesh() -> Any:
 
 
 def _install() -> None:
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+    global _merge
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
+    from .prequantized import preferring_bitsandbytes
     from .quantizer import packing_quantizer
 
     if _replaced:
@@ -129,10 +133,14 @@ def _install() -> None:
     for method, cls in packing.items():
         _replaced[method] = (AUTO_QUANTIZER_MAPPING[method], cls)
         AUTO_QUANTIZER_MAPPING[method] = cls
+    stock = AutoHfQuantizer.__dict__[_MERGE]
+    _merge = stock, preferring_bitsandbytes(stock, lambda: bool(_replaced))
+    setattr(AutoHfQuantizer, _MERGE, _merge[1])
 
 
 def _restore() -> None:
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+    global _merge
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
     if _always or _blocks:
         return
@@ -145,3 +153,7 @@ def _restore() -> None:
         for heir in heirs:
             heir.__bases__ = tuple(stock if base is packing else base for base in heir.__bases__)
     _replaced.clear()
+    # One that somebody else has put there since then stays; where it calls ours, ours calls stock.
+    if _merge is not None and AutoHfQuantizer.__dict__.get(_MERGE) is _merge[1]:
+        setattr(AutoHfQuantizer, _MERGE, _merge[0])
+    _merge = None

@@ -1,0 +1,199 @@
+"""Loads of folders that their makers quantized, packed into the caller's bitsandbytes format.
+
+Stock transformers lets the folder's own quantization_config win, and walks the keys on disk. Here
+the caller's config wins, on copies; keys get the names that they have in the 16-bit folder; and
+every tensor is read through the reader (checkpoint/prequantized/), which dequantizes it:
+
+    on disk     X.weight  X.weight_scale_inv                  N_blocks  N_scales
+                   |          |  `PlainNames`                    |          |
+    16 bit      X.weight   (dropped)                             N       (dropped)
+                   |                                             |
+                   v  the model's converters, and                v
+                      `PlainConverter` for the rest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.core_model_loading import WeightRenaming
+
+from ..checkpoint.load_spec import LoadSpec, kept_dtypes
+from ..checkpoint.prequantized import PrequantizedCheckpoint, maker_method, open_plain
+from ..checkpoint.prequantized.config import MakerConfig
+from ..checkpoint.quantize import own_config
+from ..checkpoint.reader import Checkpoint
+from ..errors import CheckpointError
+from .converters import Keep, PackingConverter
+
+_MAKERS_CONFIG = "_makers_quantization_config"
+COMPANION = "read_with_the_codes_that_it_belongs_to"
+
+
+def preferring_bitsandbytes(stock: Any, is_on: Callable[[], bool]) -> Any:
+    """Return a stand-in for `AutoHfQuantizer.merge_quantization_configs`, as the class holds it.
+
+    While `is_on`, it returns a copy of the caller's bitsandbytes config where one is given for a
+    folder that its maker quantized. All else is left to `stock`, the class's attribute as it was.
+
+    Raises:
+        CheckpointError: The maker's method is not read.
+    """
+
+    def merge_quantization_configs(cls: type, from_folder: Any, from_caller: Any) -> Any:
+        if is_on() and _is_bitsandbytes(from_caller):
+            makers = from_folder if isinstance(from_folder, Mapping) else from_folder.to_dict()
+            if maker_method({"quantization_config": makers}) is not None:
+                MakerConfig(makers)  # refuses what is not read, before anything is downloaded
+                config = own_config(from_caller)
+                setattr(config, _MAKERS_CONFIG, makers)
+                return config
+        return stock.__get__(None, cls)(from_folder, from_caller)
+
+    return classmethod(merge_quantization_configs)
+
+
+def _is_bitsandbytes(config: Any) -> bool:
+    if isinstance(config, Mapping):
+        return bool(config.get("load_in_4bit") or config.get("load_in_8bit"))
+    return type(config).__name__ == "BitsAndBytesConfig"
+
+
+def take_makers_config(config: Any) -> Mapping[str, Any] | None:
+    """Remove from a bitsandbytes config what it stands in for, and return it; None if nothing."""
+    makers: Mapping[str, Any] | None = getattr(config, "__dict__", {}).pop(_MAKERS_CONFIG, None)
+    return makers
+
+
+def describe_plain(config: Any) -> None:
+    """Change a load's copy of a model's config to one of the 16-bit folder.
+
+    What the maker said of its quantization goes from the parts of the config, and a dtype that is
+    none to compute in (FP8, or none at all) becomes bfloat16, which such folders stand for.
+    """
+    parts = [getattr(config, name, None) for name in config.sub_configs]
+    for part in (part for part in parts if part is not None):
+        if _makers_settings(getattr(part, "quantization_config", None)) is not None:
+            del part.quantization_config
+    for part in (config, *(part for part in parts if part is not None)):
+        dtype = getattr(part, "dtype", None)
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        if (dtype is None and part is config) or (dtype is not None and dtype.itemsize == 1):
+            part.dtype = torch.bfloat16
+
+
+def _makers_settings(settings: Any) -> str | None:
+    if settings is None:
+        return None
+    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
+    return maker_method({"quantization_config": settings})
+
+
+def open_files(
+    files: list[str] | None, makers_config: Mapping[str, Any] | None
+) -> Checkpoint | None:
+    """Return a checkpoint's files as those of the 16-bit one; None if they are not safetensors."""
+    if files and all(str(file).endswith(".safetensors") for file in files):
+        paths = [Path(file) for file in files]
+        return open_plain(paths[0].parent, paths, makers_config)
+    if makers_config is not None:
+        raise CheckpointError(
+            f"The checkpoint is quantized ({maker_method({'quantization_config': makers_config})}) "
+            "and is dequantized from safetensors files only: give a folder or a hub id with such "
+            "files."
+        )
+    return None
+
+
+def load_dtypes(
+    model: Any, dtype: torch.dtype | None, quantizes: Callable[[Any, str], bool]
+) -> dict[str, torch.dtype]:
+    """Return, by name, the dtypes that transformers casts a model's tensors to as it reads them."""
+    kept = kept_dtypes(model, dtype)
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {
+        name: kept(name) or (dtype if dtype and quantizes(model, name) else tensor.dtype)
+        for name, tensor in tensors
+    }
+
+
+class PlainNames(WeightRenaming):
+    """Gives each key on disk the name that the tensor has in the 16-bit folder.
+
+    It comes first, so that the model's own renamings and converters see plain names. Scales, shapes
+    and whatever else goes with codes get one name, which no model has.
+    """
+
+    files: PrequantizedCheckpoint
+
+    def __init__(self, files: PrequantizedCheckpoint) -> None:
+        super().__init__("on disk", "plain")
+        self.files = files
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the plain name of a key."""
+        return self.files.plain_name(source_key) or COMPANION, None
+
+
+class AsNamed(Keep):
+    """The operation of a tensor that is the whole of a parameter."""
+
+    def convert(self, input_dict: dict[str, Any], **context: Any) -> dict[str, Any]:
+        """Return the one tensor, under the parameter's full name."""
+        names = {**context, "target_patterns": [context["full_layer_name"]]}
+        return super().convert(input_dict, **names)
+
+
+class PlainConverter(PackingConverter):
+    """Serves the keys that no other converter does; it comes last.
+
+    Without one, transformers reads such a tensor itself: its codes.
+    """
+
+    @classmethod
+    def of(cls, spec: LoadSpec) -> PlainConverter:
+        """Return one for a load."""
+        new = cls(["any key"], ["parameter"], [AsNamed()])
+        new.spec = spec
+        return new
+
+    def convert(self, layer_name: str, *args: Any, **context: Any) -> Any:
+        """Convert as others do; every model has tensors that come here."""
+        # There is nothing to report: what they belong to was read with them.
+        context["loading_info"].unexpected_keys.discard(COMPANION)
+        return super().convert(layer_name, *args, **context)
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the name as it is: every key matches."""
+        return source_key, self.source_patterns[0]
+
+
+def plain_conversions(spec: LoadSpec, conversions: list[Any]) -> list[Any]:
+    """Return conversions of a 16-bit folder as those of the folder that the spec reads.
+
+    A later save does not undo what is added: only conversions that say they were used are noted.
+    """
+    files = spec.prequantized
+    return (
+        conversions if files is None else [PlainNames(files), *conversions, PlainConverter.of(spec)]
+    )
+
+
+def check_read(model: Any, spec: LoadSpec) -> None:
+    """Check that transformers read no codes by itself: what it cannot rename, it reads as it is."""
+    files = spec.prequantized
+    if files is None:
+        return
+    for key in model.state_dict():
+        name = files.plain_name(key) if key in files.stored and key not in spec.read else None
+        if name is not None and files.is_dequantized(name):
+            raise CheckpointError(
+                f"{key} was read without being dequantized, since transformers' conversions of a "
+                f"{type(model).__name__} lead to no parameter of it: load the 16-bit checkpoint."
+            )
