@@ -124,6 +124,11 @@ def _what_is_there(folder: Path, files: list[Path]) -> str:
     """Say why a folder's safetensors files are no checkpoint."""
     if files:
         return f"{len(files)} safetensors files and no index that says which belong together"
+    ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs:
+        return (
+            f"no safetensors file but {ggufs[0].name}, and GGUF is not read: name the 16-bit model"
+        )
     pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
     if not pickles:
         return "no safetensors file"

@@ -1,14 +1,15 @@
 """What a `quantization_config` says of each weight: its scheme, or that it is not converted.
 
-Sources: transformers' utils/quantization_config.py (fp8, mxfp8, mxfp4),
-https://github.com/vllm-project/compressed-tensors (config groups, targets, ignore),
-https://github.com/NVIDIA/Model-Optimizer, modelopt/torch/export/convert_hf_config.py.
+Sources: transformers' utils/quantization_config.py and should_convert_module (fp8, mxfp8, mxfp4),
+https://github.com/vllm-project/compressed-tensors, quantization/quant_config.py and utils/match.py
+(config groups, targets, ignore), https://github.com/NVIDIA/Model-Optimizer,
+modelopt/torch/export/convert_hf_config.py (quant_algo, exclude_modules, quantized_layers).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,11 +20,15 @@ FP8, MXFP8, MXFP4 = "fp8", "mxfp8", "mxfp4"
 COMPRESSED, MODELOPT = "compressed-tensors", "modelopt"
 METHODS = (FP8, MXFP8, MXFP4, COMPRESSED, MODELOPT)
 
+FLOAT, INT = "float", "int"
+
 Block = tuple[int | None, int | None]
 TENSOR: Block = (None, None)
 CHANNEL: Block = (1, None)
 
-_ADVICE = "name the model's 16-bit checkpoint instead"
+Groups = Iterator[tuple[tuple[str, ...], "Scheme"]]
+
+ADVICE = "name the model's 16-bit checkpoint instead"
 
 
 @dataclass(frozen=True)
@@ -31,16 +36,18 @@ class Scheme:
     """How a group of weights is stored.
 
     Attributes:
-        kind: "float" or "int".
+        kind: `FLOAT` or `INT`.
         bits: Of a code.
         blocks: Rows and columns that share a scale, any of these; None is the whole dimension.
-        setting: The key of the configuration that says so, for messages.
+        setting: What the configuration says, for messages.
+        nested: Whether scales are FP8 and have a scale of their own, as in NVFP4.
     """
 
     kind: str
     bits: int
     blocks: tuple[Block, ...]
     setting: str
+    nested: bool = False
 
 
 def maker_method(config: Mapping[str, Any]) -> str | None:
@@ -49,31 +56,26 @@ def maker_method(config: Mapping[str, Any]) -> str | None:
     None for a 16-bit checkpoint and for bitsandbytes, whose folders are read elsewhere.
     """
     own = maker_config(config)
-    if own is None:
-        return None
-    method = own.get("quant_method")
-    if not method:
-        if own.get("load_in_4bit") or own.get("load_in_8bit"):
-            return None
-        from_modelopt = "quant_algo" in own or own.get("quant_library") == MODELOPT
-        return MODELOPT if from_modelopt else "an unnamed method"
-    method = str(method).lower()
-    if method.startswith("bitsandbytes"):
-        return None
-    return MODELOPT if method.startswith(MODELOPT) else method
+    return None if own is None else _method(own)
 
 
 def maker_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the `quantization_config` of a config.json, or that of its text model."""
     for place in (config, config.get("text_config")):
         if isinstance(place, Mapping) and place.get("quantization_config"):
-            own = place["quantization_config"]
-            if not isinstance(own, Mapping):
-                raise CheckpointError(
-                    f"quantization_config is {own!r:.80} in config.json, which is no JSON object."
-                )
-            return own
+            return _mapping(place["quantization_config"], "quantization_config")
     return None
+
+
+def _method(own: Mapping[str, Any]) -> str | None:
+    method = str(own.get("quant_method") or "").lower()
+    if method.startswith("bitsandbytes") or own.get("load_in_4bit") or own.get("load_in_8bit"):
+        return None
+    if method.startswith(MODELOPT):  # modelopt_fp4 and others are names of vLLM
+        return MODELOPT
+    if not method and ("quant_algo" in own or own.get("quant_library") == MODELOPT):
+        return MODELOPT
+    return method or "no quant_method"
 
 
 class MakerConfig:
@@ -84,29 +86,41 @@ class MakerConfig:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.method = maker_method({"quantization_config": config}) or "bitsandbytes"
+        self.method = _method(config) or "bitsandbytes"
         if self.method not in METHODS:
             raise CheckpointError(
-                f"quantization_config says quant_method {self.method}, which is not read here "
-                f"(read are {', '.join(METHODS)}): {_ADVICE}."
+                f"quantization_config says {self.method}, which is not read here (read are "
+                f"{', '.join(METHODS)}): {ADVICE}."
             )
-        self.ignored = tuple(
-            str(name)
-            for key in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
-            for name in config.get(key) or ()
-        )
-        self.groups: list[tuple[tuple[str, ...], Scheme]] = []
+        inner = config.get("quantization")
+        inner = config if inner is None else _mapping(inner, "quantization")
+        self._ignored = tuple(_names({**config, **inner}))
+        self._by_name: dict[str, Scheme] = {}
+        self._by_pattern: list[tuple[re.Pattern[str], Scheme]] = []
+        self._default: Scheme | None = None
+        for targets, scheme in self._groups(config, inner):
+            self._add(targets, scheme)
         if self.method == COMPRESSED:
-            _check_compressed(config)
-            self.groups = [*_compressed_groups(config)]
-        elif self.method == MODELOPT:
-            self.groups = [*_modelopt_groups(config)]
-        elif self.method != MXFP4:
-            self.groups = [((), _fp8_scheme(config, self.method))]
+            self._ignored_patterns = [_pattern(n) for n in self._ignored if n.startswith("re:")]
 
-    def is_ignored(self, module: str) -> bool:
-        """Whether the configuration says that a module is not converted."""
-        return any(self._matches(module, pattern) for pattern in self.ignored)
+    def _groups(self, config: Mapping[str, Any], inner: Mapping[str, Any]) -> Groups:
+        if self.method == COMPRESSED:
+            return _compressed_groups(config)
+        if self.method == MODELOPT:
+            return _modelopt_groups(inner)
+        if self.method == MXFP4:
+            return iter(())
+        return iter([((), _fp8_scheme(config, self.method))])
+
+    def _add(self, targets: tuple[str, ...], scheme: Scheme) -> None:
+        """Note a group: modules by name, by pattern, or all, which is what a class stands for."""
+        for target in targets or ("Linear",):
+            if target.startswith("re:"):
+                self._by_pattern.append((_pattern(target), scheme))
+            elif re.fullmatch(r"[A-Z]\w*", target):
+                self._default = self._default or scheme
+            else:
+                self._by_name.setdefault(target, scheme)
 
     def scheme(self, module: str) -> Scheme | None:
         """Return the scheme of a module's weights; None where no group is for it.
@@ -114,45 +128,54 @@ class MakerConfig:
         A group that names the module goes before one whose pattern it matches, and that before one
         of a class, such as Linear, which modules on disk are not told by.
         """
-        ranked = [
-            (rank, number)
-            for number, (targets, _) in enumerate(self.groups)
-            if (rank := _rank(module, targets)) is not None
-        ]
-        return self.groups[min(ranked)[1]][1] if ranked else None
+        if module in self._by_name:
+            return self._by_name[module]
+        matches = (scheme for pattern, scheme in self._by_pattern if pattern.match(module))
+        return next(matches, self._default)
 
-    def _matches(self, module: str, pattern: str) -> bool:
+    def is_ignored(self, module: str) -> bool:
+        """Whether the configuration says that a module is not converted."""
         if self.method == COMPRESSED:
-            return _matches_name(module, pattern)
+            return module in self._ignored or any(p.match(module) for p in self._ignored_patterns)
         if self.method == MODELOPT:
-            return fnmatchcase(module, pattern) or module.startswith(f"{pattern}.")
-        # As transformers' should_convert_module: from the start or as the end of a name.
-        boundary = r"(?:(?<=\.)|(?=\.|$))"
-        try:
-            start = re.match(rf"(?:{pattern}){boundary}", module)
-        except re.error:
-            start = None
-        return start is not None or module.endswith(pattern)
+            return any(
+                fnmatchcase(module, name) or module.startswith(f"{name}.") for name in self._ignored
+            )
+        return any(_skips(name, module) for name in self._ignored)
 
 
-def _matches_name(module: str, target: str) -> bool:
-    """Whether a name or `re:` pattern of compressed-tensors is for a module."""
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), module) is not None
-    return target == module
+def _names(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a configuration says is not converted, under whatever key."""
+    for key in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules"):
+        names = config.get(key) or ()
+        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+            raise CheckpointError(f"quantization_config has {key} {names!r:.80}, no list of names.")
+        yield from names
 
 
-def _rank(module: str, targets: Iterable[str]) -> int | None:
-    ranks = [
-        1 if target.startswith("re:") else 0 for target in targets if _matches_name(module, target)
-    ]
-    if not ranks and (not targets or any(_is_class(target) for target in targets)):
-        ranks = [2]
-    return min(ranks, default=None)
+def _skips(name: str, module: str) -> bool:
+    """Whether transformers takes a name as one of a module, from its start or at its end."""
+    if module.endswith(name):
+        return True
+    try:
+        return re.match(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", module) is not None
+    except re.error:
+        return False
 
 
-def _is_class(target: str) -> bool:
-    return re.fullmatch(r"[A-Z]\w*", target) is not None
+def _pattern(target: str) -> re.Pattern[str]:
+    try:
+        return re.compile(target.removeprefix("re:"))
+    except re.error as error:
+        raise CheckpointError(
+            f"quantization_config has {target!r:.80}, which is no regular expression: {error}."
+        ) from error
+
+
+def _mapping(value: Any, place: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{place} is {value!r:.80} in config.json, which is no JSON object.")
+    return value
 
 
 def _size(value: Any, setting: str) -> int:
@@ -171,50 +194,49 @@ def _pair(value: Any, setting: str) -> Block:
     return _size(value[0], setting), _size(value[1], setting)
 
 
+def _unread(setting: str, value: Any) -> CheckpointError:
+    return CheckpointError(
+        f"quantization_config says {setting} {value!r:.80}, which is not read here: {ADVICE}."
+    )
+
+
+# fp8 and mxfp8
+
+
 def _fp8_scheme(config: Mapping[str, Any], method: str) -> Scheme:
-    default = [1, 32] if method == MXFP8 else None
-    size = config.get("weight_block_size", default)
+    size = config.get("weight_block_size", [1, 32] if method == MXFP8 else None)
     blocks = (TENSOR, CHANNEL) if size is None else (_pair(size, "weight_block_size"),)
-    return Scheme("float", 8, blocks, f"weight_block_size {size}")
+    return Scheme(FLOAT, 8, blocks, f"weight_block_size {size}")
 
 
-def _check_compressed(config: Mapping[str, Any]) -> None:
-    sparsity = config.get("sparsity_config") or {}
+# compressed-tensors
+
+
+def _compressed_groups(config: Mapping[str, Any]) -> Groups:
+    sparsity = _mapping(config.get("sparsity_config") or {}, "sparsity_config")
     if sparsity.get("format") not in (None, "dense"):
-        raise CheckpointError(
-            f"quantization_config says sparsity_config.format {sparsity['format']}, which is not "
-            f"read here: {_ADVICE}."
-        )
-    if (config.get("transform_config") or {}).get("config_groups"):
-        raise CheckpointError(
-            "quantization_config has a transform_config, whose rotations are not undone here: "
-            f"{_ADVICE}."
-        )
-
-
-def _compressed_groups(
-    config: Mapping[str, Any],
-) -> Iterable[tuple[tuple[str, ...], Scheme]]:
-    for name, group in (config.get("config_groups") or {}).items():
-        weights = group.get("weights")
+        raise _unread("sparsity_config.format", sparsity["format"])
+    transforms = _mapping(config.get("transform_config") or {}, "transform_config")
+    if transforms.get("config_groups"):
+        raise _unread("transform_config.config_groups", sorted(transforms["config_groups"]))
+    groups = _mapping(config.get("config_groups") or {}, "config_groups")
+    for name, group in groups.items():
+        place = f"config_groups.{name}"
+        weights = _mapping(group, place).get("weights")
         if weights:
-            place = f"config_groups.{name}.weights"
-            yield tuple(group.get("targets") or ()), _compressed_scheme(weights, place)
+            targets = group.get("targets") or ()
+            scheme = _compressed_scheme(_mapping(weights, place), f"{place}.weights")
+            yield tuple(str(target) for target in targets), scheme
 
 
 def _compressed_scheme(weights: Mapping[str, Any], place: str) -> Scheme:
-    kind, bits = str(weights.get("type", "int")).lower(), weights.get("num_bits", 8)
-    for key, bad in (("symmetric", (False,)), ("actorder", ("group", "dynamic", True))):
-        if key in weights and weights[key] in bad:
-            raise CheckpointError(
-                f"quantization_config says {place}.{key} {weights[key]}, which is not read here: "
-                f"{_ADVICE}."
-            )
-    if (kind, bits) not in (("float", 8), ("float", 4), ("int", 8), ("int", 4)):
-        raise CheckpointError(
-            f"quantization_config says {place}: {bits} bits of type {kind}, which is not read here "
-            f"(read are 4 and 8 bits of float and int): {_ADVICE}."
-        )
+    kind, bits = str(weights.get("type", INT)).lower(), weights.get("num_bits", 8)
+    if weights.get("symmetric") is False:
+        raise _unread(f"{place}.symmetric", False)
+    if weights.get("actorder") in ("group", "dynamic", True):  # "weight" stores columns in order
+        raise _unread(f"{place}.actorder", weights["actorder"])
+    if kind not in (FLOAT, INT) or bits not in (4, 8):
+        raise _unread(f"{place}.num_bits", f"{bits} of type {kind}")
     group, strategy = weights.get("group_size"), weights.get("strategy")
     if strategy is None:
         strategy = "tensor" if group is None else "channel" if group == -1 else "group"
@@ -222,18 +244,18 @@ def _compressed_scheme(weights: Mapping[str, Any], place: str) -> Scheme:
         size = weights.get("block_structure")
         if isinstance(size, str):
             size = [int(n) if n.isdigit() else n for n in size.split("x")]
-        blocks: Block = _pair(size, f"{place}.block_structure")
+        block = _pair(size, f"{place}.block_structure")
     elif strategy in ("group", "tensor_group"):
-        blocks = (1, _size(group, f"{place}.group_size"))
+        block = (1, _size(group, f"{place}.group_size"))
     elif strategy in ("channel", "tensor"):
-        blocks = CHANNEL if strategy == "channel" else TENSOR
+        block = CHANNEL if strategy == "channel" else TENSOR
     else:
-        raise CheckpointError(
-            f"quantization_config says {place}.strategy {strategy}, which is not read here: "
-            f"{_ADVICE}."
-        )
-    return Scheme(kind, bits, (blocks,), place)
+        raise _unread(f"{place}.strategy", strategy)
+    setting = f"{place} ({kind}, {bits} bits, {strategy} {'' if group is None else group}".rstrip()
+    return Scheme(kind, bits, (block,), f"{setting})", strategy == "tensor_group")
 
+
+# modelopt
 
 _FP8_ALGORITHMS: dict[str, tuple[Block, ...]] = {
     "FP8": (TENSOR, CHANNEL),
@@ -242,31 +264,25 @@ _FP8_ALGORITHMS: dict[str, tuple[Block, ...]] = {
     "FP8_PB_WO": ((128, 128),),
     "MXFP8": ((1, 32),),
 }
-_FP4_ALGORITHMS = {"NVFP4": 16, "NVFP4_W4A16": 16, "W4A16_NVFP4": 16}
+_FP4_ALGORITHMS = ("NVFP4", "NVFP4_W4A16", "W4A16_NVFP4")
 
 
-def _modelopt_groups(
-    config: Mapping[str, Any],
-) -> Iterable[tuple[tuple[str, ...], Scheme]]:
-    inner = config.get("quantization") or config
-    layers = inner.get("quantized_layers") or {}
-    for module, entry in layers.items():
-        yield (module,), _modelopt_scheme(entry.get("quant_algo"), entry, f"{module}: quant_algo")
-    algorithm = inner.get("quant_algo")
-    if str(algorithm).upper() == "MIXED_PRECISION" and layers:
-        return
-    yield (), _modelopt_scheme(algorithm, inner, "quant_algo")
+def _modelopt_groups(config: Mapping[str, Any]) -> Groups:
+    layers = _mapping(config.get("quantized_layers") or {}, "quantized_layers")
+    for module, layer in layers.items():
+        place = f"quantized_layers.{module}"
+        entry = _mapping(layer, place)
+        yield (module,), _modelopt_scheme(entry.get("quant_algo"), entry, f"{place}.quant_algo")
+    algorithm = config.get("quant_algo")
+    if not layers or str(algorithm).upper() != "MIXED_PRECISION":
+        yield (), _modelopt_scheme(algorithm, config, "quant_algo")
 
 
 def _modelopt_scheme(algorithm: Any, entry: Mapping[str, Any], place: str) -> Scheme:
     name = str(algorithm).upper()
     if name in _FP4_ALGORITHMS:
-        size = _size(entry.get("group_size") or _FP4_ALGORITHMS[name], f"{place}, group_size")
-        return Scheme("float", 4, ((1, size),), f"{place} {name}")
+        size = _size(entry.get("group_size") or 16, f"{place}, group_size")
+        return Scheme(FLOAT, 4, ((1, size),), f"{place} {name}", nested=True)
     if name in _FP8_ALGORITHMS:
-        return Scheme("float", 8, _FP8_ALGORITHMS[name], f"{place} {name}")
-    known = ", ".join([*_FP8_ALGORITHMS, *_FP4_ALGORITHMS])
-    raise CheckpointError(
-        f"quantization_config of modelopt says {place} {algorithm}, which is not read here (read "
-        f"are {known}): {_ADVICE}."
-    )
+        return Scheme(FLOAT, 8, _FP8_ALGORITHMS[name], f"{place} {name}")
+    raise _unread(place, algorithm)

@@ -15,6 +15,7 @@ https://github.com/NVIDIA/Model-Optimizer, modelopt/torch/quantization/qtensor/n
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -23,11 +24,13 @@ from ...errors import CheckpointError
 from ..reader import TensorInfo
 from .config import Scheme
 from .decode import CODES, DIVISOR, FACTOR, SCALE, Quantized
-from .fp8 import check_dims, find_block
+from .fp8 import check_dims, described, find_block
 from .nibbles import unpack_nibbles
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the 16 codes: sign, two bits of exponent, one of mantissa."""
+MXFP4_SCALES = (torch.uint8, torch.float8_e8m0fnu)
+NVFP4_SCALES = (torch.float8_e4m3fn,)
 
 
 def unpack_e2m1(codes: Tensor) -> Tensor:
@@ -40,13 +43,13 @@ def plan_mxfp4(name: str, stored: Mapping[str, TensorInfo]) -> Quantized:
     blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
     if len(blocks.shape) != 4 or blocks.dtype != torch.uint8 or 0 in blocks.shape:
         raise CheckpointError(
-            f"{name}_blocks is {blocks.dtype} of shape {blocks.shape}: MXFP4 codes are bytes of "
-            "shape (experts, rows, groups, 16); copy the file again."
+            f"{name}_blocks is {described(blocks)}: MXFP4 codes are bytes of shape (experts, "
+            "rows, groups, 16); copy the file again."
         )
     experts, rows, groups, half = blocks.shape
-    if scales.shape != blocks.shape[:3] or scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+    if scales.shape != blocks.shape[:3] or scales.dtype not in MXFP4_SCALES:
         raise CheckpointError(
-            f"{name}_scales is {scales.dtype} of shape {scales.shape}: wanted are bytes of shape "
+            f"{name}_scales is {described(scales)}: wanted are bytes of shape "
             f"{blocks.shape[:3]}, one for each group of {name}_blocks; copy both files again."
         )
     parts = {CODES: f"{name}_blocks", SCALE: f"{name}_scales"}
@@ -57,21 +60,33 @@ def plan_mxfp4(name: str, stored: Mapping[str, TensorInfo]) -> Quantized:
 def plan_fp4(
     key: str, name: str, scale: str, stored: Mapping[str, TensorInfo], scheme: Scheme
 ) -> Quantized:
-    """Return how bytes of codes `key`, their scales and a scale of these make a plain tensor."""
+    """Return how bytes of codes and their scales make a plain tensor twice as wide.
+
+    Args:
+        key: Of the codes.
+        name: That keys of scales begin with.
+        scale: Key of the scales.
+        stored: What lies on disk.
+        scheme: Of the codes; where it is nested, the scales have a scale.
+    """
     codes = stored[key]
     check_dims(key, codes.shape)
     shape = (*codes.shape[:-1], codes.shape[-1] * 2)
-    block, one = find_block(key, shape, scale, stored[scale], scheme)
+    dtypes = NVFP4_SCALES if scheme.nested else MXFP4_SCALES
+    block, one = find_block(key, shape, scale, stored[scale], scheme, dtypes)
     parts = {CODES: key, SCALE: scale}
-    for role, other in ((DIVISOR, f"{name}_global_scale"), (FACTOR, f"{name}_scale_2")):
-        if other in stored:
-            if stored[other].shape not in ((), (1,), (1, 1)):
-                raise CheckpointError(
-                    f"{other} has shape {stored[other].shape}: one value belongs to {key}."
-                )
-            parts[role] = other
-    needs = stored[scale].dtype == torch.float8_e4m3fn
-    if needs and len(parts) != 3:
-        kind = f"{name}_scale_2" if key == name else f"{name}_global_scale"
-        raise CheckpointError(f"{kind} is missing, without which {key} cannot be read.")
+    if scheme.nested:
+        role, other = (
+            (FACTOR, f"{name}_scale_2") if key == name else (DIVISOR, f"{name}_global_scale")
+        )
+        if other not in stored:
+            raise CheckpointError(
+                f"{other} is missing, without which {key} cannot be read: copy the whole folder."
+            )
+        if prod(stored[other].shape) != 1 or stored[other].dtype != torch.float32:
+            raise CheckpointError(
+                f"{other} is {described(stored[other])}, and one value of float32 belongs to {key}: "
+                "copy both files again."
+            )
+        parts[role] = other
     return Quantized(parts, shape, block, unpack_e2m1, one_scale=one)

@@ -25,18 +25,21 @@ from .config import Block, Scheme
 from .decode import CODES, SCALE, Quantized
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-SCALE_DTYPES = (
-    *(torch.float32, torch.bfloat16, torch.float16),
-    *(torch.float8_e8m0fnu, torch.uint8),
-)
+FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
+FP8_SCALES = (*FLOAT_SCALES, torch.float8_e8m0fnu, torch.uint8)
 
 
 def plan_fp8(key: str, scale: str, stored: Mapping[str, TensorInfo], scheme: Scheme) -> Quantized:
     """Return how codes of 8 bits and their scales make a plain tensor of the codes' shape."""
     shape = stored[key].shape
     check_dims(key, shape)
-    block, one = find_block(key, shape, scale, stored[scale], scheme)
+    block, one = find_block(key, shape, scale, stored[scale], scheme, FP8_SCALES)
     return Quantized({CODES: key, SCALE: scale}, shape, block, Tensor.float, one_scale=one)
+
+
+def described(info: TensorInfo) -> str:
+    """Return what a stored tensor is, for messages."""
+    return f"{dtype_name(info.dtype)} of shape {info.shape}"
 
 
 def check_dims(key: str, shape: tuple[int, ...]) -> None:
@@ -49,7 +52,12 @@ def check_dims(key: str, shape: tuple[int, ...]) -> None:
 
 
 def find_block(
-    key: str, shape: tuple[int, ...], scale: str, info: TensorInfo, scheme: Scheme
+    key: str,
+    shape: tuple[int, ...],
+    scale: str,
+    info: TensorInfo,
+    scheme: Scheme,
+    dtypes: tuple[torch.dtype, ...],
 ) -> tuple[tuple[int, int], bool]:
     """Return the block that a grid of scales belongs to, and whether one scale is for all.
 
@@ -59,14 +67,17 @@ def find_block(
         scale: Key of the scales.
         info: Of the scales.
         scheme: Of which one of the blocks must fit.
+        dtypes: That scales of such codes are stored in.
 
     Raises:
-        CheckpointError: The grid does not belong to any of the scheme's blocks.
+        CheckpointError: The grid does not belong to any of the scheme's blocks, or the dtype does
+            not.
     """
-    if info.dtype not in (*SCALE_DTYPES, *FP8_DTYPES):
+    if info.dtype not in dtypes:
         raise CheckpointError(
-            f"{scale} is {dtype_name(info.dtype)}, which scales of {key} are never stored in: "
-            "copy the file again."
+            f"{scale} is {described(info)}, and scales of {key} are "
+            f"{' or '.join(map(dtype_name, dtypes))} by {scheme.setting} of quantization_config: "
+            "copy both files again, or put the maker's config.json back."
         )
     rows, columns = shape[-2:]
     stack = shape[:-2]

@@ -18,7 +18,7 @@ from ...errors import CheckpointError
 from ..reader import TensorInfo
 from .config import Scheme
 from .decode import CODES, SCALE, SHAPE, Quantized
-from .fp8 import find_block
+from .fp8 import FLOAT_SCALES, check_dims, described, find_block
 from .nibbles import unpack_nibbles
 
 INT4 = tuple(float(code - 8) for code in range(16))
@@ -42,16 +42,38 @@ def plan_int(
     name: str,
     stored: Mapping[str, TensorInfo],
     scheme: Scheme,
-    shape: tuple[int, ...],
+    shape_of: Callable[[str], tuple[int, ...]],
 ) -> Quantized:
-    """Return how words of codes and their scales make a plain tensor of `shape`."""
-    words, scale = stored[key], f"{name}_scale"
-    per = 32 // scheme.bits
-    if words.dtype != torch.int32 or words.shape != (*shape[:-1], -(-shape[-1] // per)):
+    """Return how words of codes and their scales make a plain tensor.
+
+    Its columns are those of all groups, which spares reading thousands of shapes from disk; they
+    are read (`shape_of`) where there are no groups. `check_shape` compares them when a tensor is
+    read.
+    """
+    words, scale, said = stored[key], f"{name}_scale", f"{name}_shape"
+    check_dims(key, words.shape)
+    group, per = scheme.blocks[0][1], 32 // scheme.bits
+    if group is None:
+        shape = shape_of(said)
+    else:
+        columns = stored[scale].shape[-1] * group if stored[scale].shape else 0
+        shape = (*words.shape[:-1], columns)
+    wanted = (*shape[:-1], -(-shape[-1] // per)) if shape else ()
+    if words.dtype != torch.int32 or words.shape != wanted:
+        source = f"{said} has" if group is None else f"{scale} and groups of {group} have"
         raise CheckpointError(
-            f"{key} is {words.dtype} of shape {words.shape}, which does not hold {scheme.bits} "
-            f"bits for each of {shape} as {name}_shape has it: copy both files again."
+            f"{key} is {described(words)}, and {scheme.bits} bits for each of {shape}, as {source} "
+            f"it, take int32 of shape {wanted}: copy the files again."
         )
-    block, one = find_block(key, shape, scale, stored[scale], scheme)
-    parts = {CODES: key, SCALE: scale, SHAPE: f"{name}_shape"}
+    block, one = find_block(key, shape, scale, stored[scale], scheme, FLOAT_SCALES)
+    parts = {CODES: key, SCALE: scale, SHAPE: said}
     return Quantized(parts, shape, block, _UNPACK[scheme.bits], one_scale=one)
+
+
+def check_shape(tensor: Quantized, shape: tuple[int, ...]) -> None:
+    """Refuse a stored shape that the codes do not have."""
+    if shape != tensor.shape:
+        raise CheckpointError(
+            f"{tensor.parts[SHAPE]} says {shape}, and {tensor.parts[CODES]} and its scales are of "
+            f"{tensor.shape}: copy the files again."
+        )

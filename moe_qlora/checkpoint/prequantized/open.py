@@ -15,7 +15,6 @@ from ..integrity import open_checkpoint
 from ..manifest import CONFIG
 from ..reader import Checkpoint, inside
 from .config import MODELOPT, maker_config, maker_method
-from .fp8 import FP8_DTYPES
 from .reader import PrequantizedCheckpoint
 
 MODELOPT_CONFIG = "hf_quant_config.json"
@@ -50,8 +49,9 @@ def open_plain(
     own = quantization_config or maker_config(config) or _modelopt_config(folder)
     checkpoint = Checkpoint(files) if files is not None else open_checkpoint(folder)
     try:
+        if own is None:
+            _check_unnamed(checkpoint)
         if own is None or maker_method({"quantization_config": own}) is None:
-            _check_unnamed(folder, checkpoint, own)
             return checkpoint
         return PrequantizedCheckpoint(checkpoint, own, dtype or _dtype(config))
     except CheckpointError as error:
@@ -68,14 +68,20 @@ def _modelopt_config(folder: Path) -> Mapping[str, Any] | None:
     return {**inner, "quant_method": MODELOPT} if isinstance(inner, dict) and inner else None
 
 
-def _check_unnamed(folder: Path, checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> None:
+def _check_unnamed(checkpoint: Checkpoint) -> None:
     """Refuse codes that no configuration says the meaning of."""
-    strange = next((key for key in checkpoint if checkpoint.info(key).dtype in FP8_DTYPES), None)
-    if config is None and strange is not None:
-        raise CheckpointError(
-            f"{strange} is {dtype_name(checkpoint.info(strange).dtype)}, and {CONFIG} has no "
-            "quantization_config that says how it was quantized: put the maker's back."
+    for key in checkpoint:
+        dtype = checkpoint.info(key).dtype
+        is_float8 = dtype.is_floating_point and dtype.itemsize == 1
+        base = key.removesuffix("_blocks").removesuffix("_packed")
+        is_packed = base != key and (
+            f"{base}_scales" in checkpoint or f"{base}_scale" in checkpoint
         )
+        if is_float8 or is_packed:
+            raise CheckpointError(
+                f"{key} is {dtype_name(dtype)}, and {CONFIG} has no quantization_config that says "
+                "how it was quantized: put the maker's back."
+            )
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:

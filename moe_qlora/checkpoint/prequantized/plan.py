@@ -9,7 +9,7 @@ import torch
 from ...errors import CheckpointError
 from ...layout import dtype_name
 from ..reader import TensorInfo
-from .config import COMPRESSED, FP8, MODELOPT, MXFP4, MakerConfig, Scheme
+from .config import ADVICE, COMPRESSED, FLOAT, FP8, INT, MODELOPT, MXFP4, MakerConfig, Scheme
 from .decode import Quantized
 from .fp4 import plan_fp4, plan_mxfp4
 from .fp8 import FP8_DTYPES, plan_fp8
@@ -18,11 +18,11 @@ from .int4 import plan_int
 ShapeOf = Callable[[str], tuple[int, ...]]
 """Reads a stored `weight_shape`."""
 
-_ACTIVATIONS = (
+_ACTIVATIONS = {
     *("input_scale", "input_global_scale", "input_zero_point", "activation_scale"),
-    *("output_scale", "qscale_act", "k_scale", "v_scale", "q_scale", "k_zero_point"),
-    *("v_zero_point", "prob_output_scale"),
-)
+    *("output_scale", "output_zero_point", "qscale_act", "q_scale", "k_scale", "v_scale"),
+    *("q_zero_point", "k_zero_point", "v_zero_point", "prob_output_scale"),
+}
 """Last names of tensors for activations or the KV cache, which weights do without."""
 _ACTIVATION_ENDS = ("_input_scale", "_activation_scale")
 _REFUSED = {
@@ -30,9 +30,9 @@ _REFUSED = {
     "g_idx": "columns are reordered by activation",
     "qweight": "codes are packed as GPTQ and AWQ do",
     "qzeros": "codes are packed as GPTQ and AWQ do",
-    "pre_quant_scale": "columns are scaled as AWQ does",
+    "pre_quant_scale": "inputs are scaled as AWQ does",
 }
-_ORPHANS = {
+_OWNERS = {
     "_scale_inv": "",
     "weight_scale": "weight",
     "weight_scale_2": "weight",
@@ -42,7 +42,8 @@ _ORPHANS = {
     "qscale_weight": "weight",
     "_scales": "_blocks",
 }
-_FP4_SCHEME = Scheme("float", 4, ((1, 32),), "FP4 codes in groups of 32 (expert_dtype fp4)")
+"""Ends of keys of scales and their like, and what their codes have in that place."""
+_FP4 = Scheme(FLOAT, 4, ((1, 32),), "expert_dtype fp4, groups of 32")
 
 
 def plan_tensors(
@@ -50,14 +51,18 @@ def plan_tensors(
 ) -> tuple[dict[str, Quantized], list[str]]:
     """Return the quantized tensors by their plain names, and the keys of tensors that are plain.
 
+    What lies on disk decides: codes with their scales are decoded, tensors of 16 bits or more are
+    read as they are, whatever the configuration lists. It says how codes are laid out, and of which
+    modules bytes are no codes and a tensor called scale is a weight.
+
     Raises:
         CheckpointError: A part is missing, belongs to nothing, or has the wrong shape.
     """
     tensors: dict[str, Quantized] = {}
     for key, info in stored.items():
-        found = _plan(key, info, stored, config, shape_of)
-        if found is not None:
-            name, tensor = found
+        entry = _plan(key, info, stored, config, shape_of)
+        if entry is not None:
+            name, tensor = entry
             if name in tensors or (name in stored and name != key):
                 raise CheckpointError(f"{name} is stored twice, once as {key}: remove one.")
             tensors[name] = tensor
@@ -65,7 +70,7 @@ def plan_tensors(
     plain = [
         key
         for key, info in stored.items()
-        if key not in used and not _is_companion(key, info, tensors, config)
+        if key not in used and _is_plain(key, info, tensors, config)
     ]
     return tensors, plain
 
@@ -81,8 +86,7 @@ def _plan(
     module, _, last = key.rpartition(".")
     if last in _REFUSED:
         raise CheckpointError(
-            f"{key} says that {_REFUSED[last]}, which is not read here ({config.method}): name the "
-            "model's 16-bit checkpoint instead."
+            f"{key} says that {_REFUSED[last]}, which is not read here ({config.method}): {ADVICE}."
         )
     if config.method == MXFP4:
         if not key.endswith("_blocks"):
@@ -90,37 +94,37 @@ def _plan(
         name = key.removesuffix("_blocks")
         _need(f"{name}_scales", key, stored)
         return name, plan_mxfp4(name, stored)
-    if last.endswith("_packed") and config.method == COMPRESSED:
+    if config.method == COMPRESSED and last.endswith("_packed"):
         return _plan_packed(key, stored, config, shape_of)
     if info.dtype not in (*FP8_DTYPES, torch.int8, torch.uint8):
         return None
     scale = _scale_of(key, stored)
     if scale is None:
         return None
-    if info.dtype in FP8_DTYPES or config.method == COMPRESSED:
-        return key, plan_fp8(key, scale, stored, _scheme(key, module, config, 8))
-    if config.method == FP8:
-        return key, plan_fp4(key, key, scale, stored, _FP4_SCHEME)
-    if config.method == MODELOPT and info.dtype == torch.uint8:
-        return key, plan_fp4(key, key, scale, stored, _scheme(key, module, config, 4))
+    if info.dtype in FP8_DTYPES:
+        return key, plan_fp8(key, scale, stored, _scheme(key, module, config, FLOAT, 8))
+    if info.dtype == torch.int8 and config.method == COMPRESSED:
+        return key, plan_fp8(key, scale, stored, _scheme(key, module, config, INT, 8))
+    if info.dtype == torch.int8 and config.method == FP8:
+        return key, plan_fp4(key, key, scale, stored, _FP4)
+    if info.dtype == torch.uint8 and config.method == MODELOPT:
+        return key, plan_fp4(key, key, scale, stored, _scheme(key, module, config, FLOAT, 4))
     return None
 
 
 def _plan_packed(
     key: str, stored: Mapping[str, TensorInfo], config: MakerConfig, shape_of: ShapeOf
 ) -> tuple[str, Quantized]:
+    """Return the plain tensor of codes that compressed-tensors packed."""
     name = key.removesuffix("_packed")
     _need(f"{name}_scale", key, stored)
-    scheme = _scheme(key, name.rpartition(".")[0], config, None)
-    if scheme.kind == "float":
-        if scheme.bits != 4 or stored[key].dtype != torch.uint8:
-            raise CheckpointError(
-                f"{key} is {dtype_name(stored[key].dtype)}, and {scheme.setting} says "
-                f"{scheme.bits} bits of float, which are packed in bytes, two in each."
-            )
-        return name, plan_fp4(key, name, f"{name}_scale", stored, scheme)
+    module = name.rpartition(".")[0]
+    if stored[key].dtype == torch.uint8:
+        return name, plan_fp4(
+            key, name, f"{name}_scale", stored, _scheme(key, module, config, FLOAT, 4)
+        )
     _need(f"{name}_shape", key, stored)
-    return name, plan_int(key, name, stored, scheme, shape_of(f"{name}_shape"))
+    return name, plan_int(key, name, stored, _scheme(key, module, config, INT), shape_of)
 
 
 def _need(part: str, key: str, stored: Mapping[str, TensorInfo]) -> None:
@@ -130,14 +134,17 @@ def _need(part: str, key: str, stored: Mapping[str, TensorInfo]) -> None:
         )
 
 
-def _scheme(key: str, module: str, config: MakerConfig, bits: int | None) -> Scheme:
-    """Return the scheme of a tensor that is stored as codes of so many bits."""
+def _scheme(
+    key: str, module: str, config: MakerConfig, kind: str, bits: int | None = None
+) -> Scheme:
+    """Return the scheme of codes, which are of this kind and have so many bits."""
     scheme = config.scheme(module)
-    if scheme is None or (bits is not None and scheme.bits != bits):
-        said = "no group of it is for" if scheme is None else f"{scheme.setting} is not of"
+    if scheme is None or scheme.kind != kind or scheme.bits not in (bits or scheme.bits,):
+        said = "no group of it is for them" if scheme is None else f"it says {scheme.setting}"
+        what = kind if bits is None else f"{kind}, {bits} bits"
         raise CheckpointError(
-            f"{key} holds codes, and the quantization_config ({config.method}) does not say how: "
-            f"{said} them; put the maker's config.json back."
+            f"{key} holds codes ({what}) that quantization_config ({config.method}) does not tell "
+            f"of: {said}; put the maker's config.json back."
         )
     return scheme
 
@@ -150,29 +157,31 @@ def _scale_of(key: str, stored: Mapping[str, TensorInfo]) -> str | None:
     return next((name for name in names if name in stored), None)
 
 
-def _is_companion(
+def _is_plain(
     key: str, info: TensorInfo, tensors: Mapping[str, Quantized], config: MakerConfig
 ) -> bool:
-    """Whether a tensor without a part goes with a quantized one; False where it is plain."""
+    """Whether a tensor that is no part is a plain one; False for what weights do without.
+
+    Raises:
+        CheckpointError: It holds codes without scales, or scales without codes.
+    """
     module, _, last = key.rpartition(".")
     if last in _ACTIVATIONS or last.endswith(_ACTIVATION_ENDS):
-        return True
-    if last.endswith("_zero_point") and key.removesuffix("_zero_point") in tensors:
-        return True  # of a symmetric scheme, where it is zero
-    if config.is_ignored(module) and info.dtype not in FP8_DTYPES:
         return False
-    if info.dtype in FP8_DTYPES or (
-        info.dtype in (torch.int8, torch.uint8) and last in ("weight", "weight_packed")
-    ):
+    if last.endswith("_zero_point") and key.removesuffix("_zero_point") in tensors:
+        return False  # of a symmetric scheme, where it is zero
+    owner = next((end for end in _OWNERS if last.endswith(end)), None)
+    is_float8 = info.dtype.is_floating_point and info.dtype.itemsize == 1
+    is_bytes = info.dtype in (torch.int8, torch.uint8) and len(info.shape) > 1
+    if owner is not None and (is_float8 or not config.is_ignored(module)):
         raise CheckpointError(
-            f"{key} is {dtype_name(info.dtype)}, and {key}_scale_inv or {key}_scale is missing, "
-            "without which it cannot be read: copy the whole folder."
+            f"{key} belongs to codes that are not there: {key.removesuffix(owner)}{_OWNERS[owner]} "
+            "is missing or is not quantized; copy the whole folder."
         )
-    for end, owner in _ORPHANS.items():
-        if last.endswith(end):
-            codes = key.removesuffix(end) + owner
-            raise CheckpointError(
-                f"{key} belongs to codes that are not there: {codes} is missing or is not "
-                "quantized; copy the whole folder."
-            )
-    return False
+    if is_float8 or (is_bytes and not config.is_ignored(module)):
+        raise CheckpointError(
+            f"{key} is {dtype_name(info.dtype)}, and no scale that {config.method} stores beside "
+            f"such codes is there ({key}_scale_inv, {key}_scale): copy the whole folder, or "
+            f"{ADVICE}."
+        )
+    return True

@@ -15,6 +15,8 @@ from ...errors import CheckpointError
 from ..reader import Checkpoint, TensorInfo
 from .config import MakerConfig
 from .decode import CODES, SHAPE, Quantized, dequantize
+from .fp8 import described
+from .int4 import check_shape
 from .plan import plan_tensors
 
 
@@ -37,12 +39,12 @@ class PrequantizedCheckpoint(Checkpoint):
         self, checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
         super().__init__(())
-        maker = MakerConfig(config)
-        self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
-        self._disk = checkpoint
         self.stored: Mapping[str, TensorInfo] = MappingProxyType(
             {key: checkpoint.info(key) for key in checkpoint}
         )
+        maker = _read_config(config, self.stored)
+        self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
+        self._disk = checkpoint
         self._tensors, plain = plan_tensors(self.stored, maker, self._stored_shape)
         self._names = {key: key for key in plain}
         self._names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
@@ -52,6 +54,11 @@ class PrequantizedCheckpoint(Checkpoint):
                 self._infos[name] = self._plain_info(name, info)
 
     def _stored_shape(self, key: str) -> tuple[int, ...]:
+        info = self.stored[key]
+        if info.dtype not in (torch.int32, torch.int64) or info.shape not in ((2,), (3,)):
+            raise CheckpointError(
+                f"{key} is {described(info)}, which is no shape of a weight: copy the file again."
+            )
         return tuple(int(size) for size in self._disk.read(key).tolist())
 
     def _plain_info(self, name: str, info: TensorInfo) -> TensorInfo:
@@ -82,6 +89,8 @@ class PrequantizedCheckpoint(Checkpoint):
             return self._disk.read(key, start, stop, device)
         start, stop, _ = slice(start, stop).indices(tensor.shape[0])
         stop = max(start, stop)
+        if SHAPE in tensor.parts:
+            check_shape(tensor, self._stored_shape(tensor.parts[SHAPE]))
         parts = {
             role: self._disk.read(part, *self._rows(tensor, role, start, stop), device)
             for role, part in tensor.parts.items()
@@ -118,3 +127,18 @@ class PrequantizedCheckpoint(Checkpoint):
         """Close the files."""
         self._disk.close()
         super().close()
+
+
+def _read_config(config: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> MakerConfig:
+    """Return what a configuration says; an error names one of the tensors that it is about."""
+    try:
+        return MakerConfig(config)
+    except CheckpointError as error:
+        codes = (
+            key
+            for key, info in stored.items()
+            if not info.dtype.is_floating_point or info.dtype.itemsize == 1
+        )
+        example = next(codes, None)
+        about = "" if example is None else f"; {example} is one of its tensors"
+        raise CheckpointError(f"{str(error).removesuffix('.')}{about}.") from error
