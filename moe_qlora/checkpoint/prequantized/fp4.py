@@ -24,7 +24,7 @@ from ...errors import CheckpointError
 from ..reader import TensorInfo
 from .config import Scheme
 from .decode import CODES, DIVISOR, FACTOR, SCALE, Quantized
-from .fp8 import check_dims, described, find_block
+from .fp8 import FLOAT_SCALES, check_dims, described, find_block
 from .nibbles import unpack_nibbles
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -83,10 +83,10 @@ def plan_fp4(
             raise CheckpointError(
                 f"{other} is missing, without which {key} cannot be read: copy the whole folder."
             )
-        if prod(stored[other].shape) != 1 or stored[other].dtype != torch.float32:
+        if prod(stored[other].shape) != 1 or stored[other].dtype not in FLOAT_SCALES:
             raise CheckpointError(
-                f"{other} is {described(stored[other])}, and one value of float32 belongs to {key}: "
-                "copy both files again."
+                f"{other} is {described(stored[other])}, and one floating-point value belongs to "
+                f"{key}: copy both files again."
             )
         parts[role] = other
     return Quantized(parts, shape, block, unpack_e2m1, one_scale=one)

@@ -1,0 +1,173 @@
+"""The reader against those who define the formats: transformers, and compressed-tensors.
+
+Both decode whole tensors. transformers' operations are compared where they are right: FP8 whose
+sizes are multiples of the block. compressed-tensors quantizes and decodes by itself; where it is
+not installed, its tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from prequantized import compressed, write_case, write_folder, write_shards
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+
+from moe_qlora.checkpoint.prequantized import open_plain
+from moe_qlora.errors import CheckpointError
+
+SQUARE = {"block": (8, 8)}
+WHOLE = {
+    "qwen3_moe": ("qwen3_moe", "fp8", {}, SQUARE),
+    "deepseek_v3 e8m0": ("deepseek_v3", "fp8", {}, {**SQUARE, "scale_dtype": "e8m0"}),
+    "qwen3_moe mxfp8": ("qwen3_moe", "mxfp8", {"moe_intermediate_size": 96}, {}),
+    "deepseek_v4": ("deepseek_v4", "deepseek-v4", {"moe_intermediate_size": 96}, SQUARE),
+    "gpt_oss": ("gpt_oss", "mxfp4", {}, {}),
+}
+
+
+def as_plain(folder: Path, to: Path) -> Path:
+    """The 16-bit folder that a folder stands for, written by way of the reader."""
+    to.mkdir()
+    with open_plain(folder) as checkpoint:
+        tensors = {key: checkpoint.read(key) for key in checkpoint}
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_model_is_the_one_that_transformers_dequantizes(name, tmp_path):
+    model_type, method, overrides, options = WHOLE[name]
+    folder, _ = write_folder(tmp_path / "base", model_type, method, overrides=overrides, **options)
+    config = FineGrainedFP8Config(dequantize=True, weight_block_size=(8, 8))
+    if method == "mxfp4":
+        config = Mxfp4Config(dequantize=True)
+    load = AutoModelForCausalLM.from_pretrained
+    stock = load(folder, quantization_config=config, dtype=torch.bfloat16)
+    ours = load(as_plain(folder, tmp_path / "plain"), dtype=torch.bfloat16)
+    parameters = dict(stock.named_parameters())
+    assert parameters.keys() == dict(ours.named_parameters()).keys()
+    for key, value in ours.named_parameters():
+        assert torch.equal(parameters[key], value), key
+
+
+def test_transformers_fails_where_blocks_are_cut_off(tmp_path):
+    """When this passes no longer, transformers has learnt it, and may serve as reference."""
+    folder, _ = write_case(tmp_path / "base", "deepseek_v3 fp8")
+    config = FineGrainedFP8Config(dequantize=True, weight_block_size=(16, 24))
+    with pytest.raises(RuntimeError, match="automatic conversion"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    with open_plain(folder) as checkpoint:
+        assert checkpoint.read("model.layers.0.self_attn.kv_a_proj_with_mqa.weight").shape[0] == 40
+
+
+SCHEMES = {
+    "int4 group": (
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+    ),
+    "int4 channel": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}),
+    "int8 group": (
+        "pack-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 16},
+    ),
+    "int8 plain": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+    "fp8 channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "fp8 tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    "fp8 group": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32},
+    ),
+    "fp8 block": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]},
+    ),
+    "mxfp8": (
+        "mxfp8-quantized",
+        {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "group",
+            "group_size": 32,
+            "scale_dtype": "torch.uint8",
+        },
+    ),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    ),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "group",
+            "group_size": 32,
+            "scale_dtype": "torch.uint8",
+        },
+    ),
+}
+
+
+def compressed_parts(form, weights, weight):
+    """What compressed-tensors stores for a weight, and what it decodes that to."""
+    library = pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = QuantizationArgs(**weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
+    rows, columns = weight.shape
+    high, wide = args.block_structure or (1, args.group_size or columns)
+    if args.strategy == "tensor":
+        high, wide = rows, columns
+    tiles = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % high))
+    tiles = tiles.view(tiles.shape[0] // high, high, tiles.shape[1] // wide, wide)
+    state = {"weight": weight}
+    if args.strategy == "tensor_group":
+        state["weight_global_scale"] = (448 * 6 / weight.abs().max().float()).reshape(1)
+    scale, _ = calculate_qparams(
+        tiles.amin((1, 3)), tiles.amax((1, 3)), args, global_scale=state.get("weight_global_scale")
+    )
+    state["weight_scale"] = scale.reshape(1) if args.strategy == "tensor" else scale
+    compressor = BaseCompressor.get_value_from_registry(form)
+    stored = compressor.compress(state, scheme)
+    assert library.__version__
+    return stored, compressor.decompress(dict(stored), scheme)["weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_weight_is_the_one_that_compressed_tensors_decodes(name, dtype, tmp_path):
+    form, weights = SCHEMES[name]
+    generator = torch.Generator().manual_seed(7)
+    rows = 48 if "block" not in name else 56
+    weight = torch.randn(rows, 96, generator=generator).to(dtype)
+    stored, decoded = compressed_parts(form, weights, weight)
+    tensors = {f"model.layers.0.mlp.up_proj.{key}": t.contiguous() for key, t in stored.items()}
+    config = {"quantization_config": compressed(form, weights, []), "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_shards(tmp_path, tensors)
+    with open_plain(tmp_path) as checkpoint:
+        assert list(checkpoint) == ["model.layers.0.mlp.up_proj.weight"]
+        assert checkpoint.method == "compressed-tensors"
+        value = checkpoint.read("model.layers.0.mlp.up_proj.weight")
+    torch.testing.assert_close(value, weight.float(), rtol=0.2, atol=0.5)
+    assert torch.equal(value.to(decoded.dtype), decoded)
+
+
+def test_asymmetric_codes_of_compressed_tensors_are_refused(tmp_path):
+    weights = {**SCHEMES["int4 group"][1], "symmetric": False}
+    config = {"quantization_config": compressed("pack-quantized", weights, [])}
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_shards(tmp_path, {"a.weight_packed": torch.zeros(2, 4, dtype=torch.int32)})
+    with pytest.raises(CheckpointError, match=r"weights\.symmetric False.*a\.weight_packed"):
+        open_plain(tmp_path)
