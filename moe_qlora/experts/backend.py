@@ -62,6 +62,12 @@ def read_call(module: Any, x: Tensor) -> Call:
     return Call(names, x, weights, lora, autocast)
 
 
+def stored_transposed(module: Any, weight: PackedWeight | PackedOperand | None) -> bool:
+    """Whether a weight is stored `(E, in, out)`: as its parameter is, or the other way round."""
+    swapped = weight is not None and weight.stored_transposed
+    return bool(module.is_transposed) != swapped
+
+
 def choose_backend(module: Any, call: Call) -> Backend:
     """Return what computes a call of this module, and why."""
     if call.weights[0] is None and call.weights[1] is None:
@@ -111,6 +117,9 @@ def fused_obstacle(module: Any, call: Call) -> Obstacle:
             obstacle = _weight_obstacle(name, weight, x.device, dtype, call.autocast)
         if obstacle is not None:
             return obstacle
+    first, second = (stored_transposed(module, weight) for weight in call.weights)
+    if first != second:
+        return "{} and {} are stored in different orientations", call.names
     return None
 
 

@@ -45,7 +45,15 @@ from torch.utils.checkpoint import checkpoint
 from ..detection.detect import dispatches
 from . import fused
 from .activation import find_gate
-from .backend import FUSED, UNPACKED, Call, choose_backend, kernels_run, read_call
+from .backend import (
+    FUSED,
+    UNPACKED,
+    Call,
+    choose_backend,
+    kernels_run,
+    read_call,
+    stored_transposed,
+)
 from .operators import register_operators
 from .projection import Inputs, Projection
 
@@ -183,7 +191,7 @@ def _project(
     name, weight, lora = call.names[which], call.weights[which], call.lora[which]
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     projection = Projection(
-        transposed=bool(module.is_transposed),
+        transposed=stored_transposed(module, weight),
         top_k=routing.top_k,
         gathers=which == 0,
         scatters=scale is not None,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.weights import PackedWeight
 from .activation import find_gate
-from .backend import Call, layer_kernels
+from .backend import Call, layer_kernels, stored_transposed
 from .derivatives import first_order
 from .lora_source import LoraFactors
 from .projection import no_autocast
@@ -32,7 +32,8 @@ def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tens
     x = call.x.to(call.autocast or call.x.dtype).contiguous()
     routing_weights, index = routing_weights.contiguous(), index.contiguous()
     gate: Any = find_gate(module)
-    transposed, partial = bool(module.is_transposed), bool(module._is_expert_parallel)
+    transposed = stored_transposed(module, packed[0])
+    partial = bool(module._is_expert_parallel)
     out: Tensor
     if torch.compiler.is_compiling():
         act, gated, interleaved, limit, alpha, shift = gate

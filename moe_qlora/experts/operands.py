@@ -17,24 +17,24 @@ from torch import Tensor
 from ..kernels.weights import NestedAbsmax, PackedWeight, WeightSpec
 from ..packing import parametrize
 from ..packing.decoders import ShardableStatistics
-from ..packing.format import NESTED_BLOCK
 
-_KINDS = ("nf4", "fp4", "int8")
+_KINDS = ("nf4", "fp4", "int8", "mxfp4")
 
 
 class PackedOperand(NamedTuple):
     """A packed weight as tensors and constants."""
 
-    # Codes and the bits of the row scales for int8; else codes, absmax, table and, with double
-    # quantization, offset, nested absmax and nested table
+    # Codes and the bits of the row scales for int8; else codes, absmax, table and, with a second
+    # level of statistics, offset, nested absmax and nested table
     tensors: list[Tensor]
     spec: WeightSpec  # What kernels are chosen by; its device is not told here
     dtype: torch.dtype  # Dtype of the weight that was packed
     compute_dtype: torch.dtype | None  # What the user's config asks to compute in, or None
+    stored_transposed: bool = False  # As `PackedWeight` has it
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the decoded weight."""
+        """Shape of the weight as it is stored."""
         return self.spec.shape
 
     @property
@@ -59,11 +59,11 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
     first, codes = chain[0], chain.original
     if isinstance(first, ShardableStatistics):
         parts = first.parts()
-        nested = NESTED_BLOCK if first.double_quant else 0
-        shape = tuple(first.weight_shape)
-        spec = WeightSpec(shape, first.kind, first.blocksize, nested, -1)
+        swapped = first.stored_transposed
+        shape = _stored_shape(first.weight_shape, swapped)
+        spec = WeightSpec(shape, first.kind, first.blocksize, first.nested_blocksize, -1)
         tensors = [part for part in (codes, *parts) if part is not None]
-        return PackedOperand(tensors, spec, first.weight_dtype, first.compute_dtype)
+        return PackedOperand(tensors, spec, first.weight_dtype, first.compute_dtype, swapped)
     if hasattr(first, "scale_bits"):
         spec = WeightSpec(tuple(first.weight_shape), "int8", 0, 0, -1)
         return PackedOperand([codes, first.scale_bits], spec, first.weight_dtype, None)
@@ -73,8 +73,18 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
     if state.nested:
         tensors += [state.offset, state.state2.absmax, state.state2.code]
         nested = state.state2.blocksize
-    spec = WeightSpec(tuple(state.shape), state.quant_type, state.blocksize, nested, -1)
-    return PackedOperand(tensors, spec, state.dtype, getattr(first, "compute_dtype", None))
+    compute, swapped = getattr(first, "compute_dtype", None), _is_stored_transposed(first)
+    shape = _stored_shape(state.shape, swapped)
+    spec = WeightSpec(shape, state.quant_type, state.blocksize, nested, -1)
+    return PackedOperand(tensors, spec, state.dtype, compute, swapped)
+
+
+def _is_stored_transposed(decoder: Any) -> bool:
+    return bool(getattr(decoder, "stored_transposed", False))  # bitsandbytes' own has it not
+
+
+def _stored_shape(shape: Sequence[int], swapped: bool) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2]) if swapped else tuple(shape)
 
 
 def packed_weight(

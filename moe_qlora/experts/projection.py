@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
 class Projection(NamedTuple):
     """What is constant of one call of one projection."""
 
-    transposed: bool  # Whether the weight is stored `(E, in, out)`
+    transposed: bool  # Whether the weight is stored `(E, in, out)`, whatever its parameter's shape
     top_k: int  # k, assignments of a token
     gathers: bool  # Whether x holds tokens `(T, in)`, else sorted rows `(R, in)`
     scatters: bool  # Whether the result is summed to tokens `(T, out)`, else rows `(R, out)`
@@ -84,11 +84,12 @@ class Projection(NamedTuple):
         """Return the module of `kernels` that computes it from packed codes, and its operands."""
         # As in Linear4bit, whose product runs in autocast's dtype whatever it cast its input to.
         dtype = self.autocast or packed.compute_dtype or inputs.x.dtype
+        stored = packed.as_stored()
         operands = self._operands(
-            inputs, packed.shape, dtype, lambda i, j: unpack_range(packed, i, j, dtype=dtype)
+            inputs, stored.shape, dtype, lambda i, j: unpack_range(stored, i, j, dtype=dtype)
         )
         dtypes = tuple(each.dtype for each in operands.lora)
-        grouped = runs_grouped(packed.shape, inputs.x, dtype, dtypes)
+        grouped = runs_grouped(stored.shape, inputs.x, dtype, dtypes)
         return projection if grouped else reference, operands
 
     def _operands(

@@ -57,7 +57,7 @@ _DEFAULTS = {
 
 
 def _key(packed: PackedWeight, dtype: torch.dtype, tile: int, back: bool) -> str:
-    _, n, k = packed.shape
+    _, n, k = packed.spec.shape
     way = "back" if back else "out"
     return f"{packed.kind}-{n}x{k}-{way}-{str(dtype).removeprefix('torch.')}-{tile}"
 
@@ -146,7 +146,7 @@ def _try(
     if config.hopper and not (tile >= 64 and on_hopper(packed.spec, x.dtype, back=back)):
         return None
     room = None if config.direct or packed.nested is None else absmax
-    span = 0, packed.shape[2 if back else 1]
+    span = 0, packed.spec.shape[2 if back else 1]
 
     def run() -> Tensor:
         return launch(
@@ -176,7 +176,7 @@ def _problem(packed: PackedWeight, dtype: torch.dtype, tile: int, back: bool) ->
     experts = packed.experts
     device = packed.device
     each = tile * 3 // 4
-    x = torch.randn(experts * each, packed.shape[1 if back else 2], device=device, dtype=dtype)
+    x = torch.randn(experts * each, packed.spec.shape[1 if back else 2], device=device, dtype=dtype)
     first = torch.arange(experts + 1, device=device, dtype=torch.int32)
     tiles = torch.stack([first[:-1], first[:-1] * each], 1).contiguous()
     absmax = torch.empty(packed.absmax.shape, device=device, dtype=torch.float32)
@@ -187,7 +187,7 @@ def _is_right(
     x: Tensor, y: Tensor, packed: PackedWeight, expert_offsets: Tensor, back: bool
 ) -> bool:
     """Compare the first, a middle and the last expert with their decoded product."""
-    experts, n, k = packed.shape
+    experts, n, k = packed.spec.shape
     each = x.shape[0] // experts
     for expert in {0, experts // 2, experts - 1}:
         weight = torch.empty(1, n, k, device=x.device, dtype=x.dtype)

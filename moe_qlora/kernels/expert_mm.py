@@ -41,7 +41,7 @@ class ExpertMatmul(NamedTuple):
     @property
     def features(self) -> int:
         """Features that come out."""
-        return self.packed.shape[1 if self.by_rows else 2]
+        return self.packed.spec.shape[1 if self.by_rows else 2]
 
     @property
     def _beside(self) -> tuple[Tensor | None, Tensor | None]:
@@ -103,7 +103,7 @@ def slices(
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """Yield `multiply` by slices of features: (first, end), and `(R, end - first)`."""
     tiles, tile = routing.cut(wide)
-    experts, n_rows, n_cols = matmul.packed.shape
+    experts, n_rows, n_cols = matmul.packed.spec.shape
     inner = (n_cols if matmul.by_rows else n_rows) + matmul.rank
     # What comes out may be half of the cap: in backward it stands beside two others of its kind.
     dequantized = 0 if matmul.on_quantized else experts * inner
@@ -133,7 +133,7 @@ def _whole(matmul: ExpertMatmul, routing: Routing, name: str) -> Tensor:
     """Return the operand `(E, K + r, N)` of a grouped matmul, as a view of the workspace."""
     # Both lie beside the weight: what the forward dequantized serves backward as well.
     right, below = matmul._beside
-    experts, n_rows, n_cols = matmul.packed.shape
+    experts, n_rows, n_cols = matmul.packed.spec.shape
     device = routing.ints.device
     owner = owner_of(matmul.packed, routing)
     width = n_cols + matmul.rank
@@ -158,7 +158,7 @@ def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int] | None:
 
 def _slice(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int]) -> Tensor:
     """Return the columns `span` of `_whole`, dequantized apart."""
-    experts, n_rows, n_cols = matmul.packed.shape
+    experts, n_rows, n_cols = matmul.packed.spec.shape
     first, width = span[0], span[1] - span[0]
     right, below = matmul._beside
     if matmul.by_rows:

@@ -80,13 +80,14 @@ def supports_fused(
 
 def supports_quantized(kind: str, columns: int, blocksize: int) -> bool:
     """Whether the quantized matmul takes a weight: its blocks lie within rows of `columns`."""
-    return kind == "int8" or (blocksize % 64 == 0 and columns % blocksize == 0)
+    return kind == "int8" or (blocksize % 32 == 0 and columns % blocksize == 0)
 
 
 def supports_hopper(kind: str, inner: int) -> bool:
     """Whether Hopper's own kernel sums over so many features: whole steps of 64."""
     # two at least: Triton 3.6 fails on the loop of a single step
-    return kind != "int8" and inner % 64 == 0 and inner >= 128
+    # a thread there looks up a block of 64 weights: those of 32 go to the portable kernel
+    return kind in ("nf4", "fp4") and inner % 64 == 0 and inner >= 128
 
 
 def few_rows(rows: int, experts: int, *, hopper: bool = False) -> bool:

@@ -65,7 +65,7 @@ class Layer(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """E, H, P, I."""
-        experts, a, b = self.first.shape
+        experts, a, b = self.first.spec.shape
         width, hidden = (b, a) if self.transposed else (a, b)
         return experts, hidden, width, width // 2 if self.gate.gated else width
 

@@ -144,8 +144,17 @@ def _weights(
         BLOCKS: tl.constexpr = COLS // BLOCKSIZE
         block = col // BLOCKSIZE
         spots = expert * (ROWS * BLOCKS) + row * stride_r + block * stride_b
-        scale = block_absmax(absmax, table2, absmax2, offset, spots, inside, NESTED)[:, None]
-        if C > BLOCKSIZE:  # the tile's second block
+        if BLOCKSIZE < 64:  # all of the tile's blocks at once
+            MANY: tl.constexpr = C // BLOCKSIZE
+            more = tl.arange(0, MANY)
+            live = inside[:, None] & (block + more < BLOCKS)[None, :]
+            at = spots[:, None] + more[None, :] * stride_b
+            each = block_absmax(absmax, table2, absmax2, offset, at, live, NESTED)[:, :, None]
+            each = tl.broadcast_to(each, (each.shape[0], MANY, BLOCKSIZE // 2))
+            scale = tl.reshape(each, (each.shape[0], C // 2))
+        else:
+            scale = block_absmax(absmax, table2, absmax2, offset, spots, inside, NESTED)[:, None]
+        if C > BLOCKSIZE and BLOCKSIZE >= 64:  # the tile's second block
             more = inside & (block + 1 < BLOCKS)
             spots += stride_b
             second = block_absmax(absmax, table2, absmax2, offset, spots, more, NESTED)[:, None]

@@ -26,15 +26,25 @@ TABLES = {
         0.0, -0.0052083334885537624, -0.6666666865348816, -1.0,
         -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
     ),
+    "mxfp4": (
+        0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0,
+        -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
+    ),
 }  # fmt: skip
-"""The codes' values, as bitsandbytes' `get_4bit_type` gives them."""
+"""The codes' values: nf4 and fp4 as bitsandbytes' `get_4bit_type` gives them, mxfp4 is E2M1."""
+
+MX_BLOCK = 32
+"""Weights in a block of MXFP4, which share one scale."""
+
+ALL_BLOCKS = 2**30
+"""Block size of a second level that has a single block, however long the first level is."""
 
 
 class WeightSpec(NamedTuple):
     """What the choice and the compiled form of a kernel depend on of a packed weight."""
 
     shape: tuple[int, ...]  # `(E, rows, cols)`, of the weight as it is stored
-    kind: str  # "nf4", "fp4" or "int8"
+    kind: str  # "nf4", "fp4", "mxfp4" or "int8"
     blocksize: int  # Weights in a block
     nested: int  # Block size of the second level, 0 without one
     device: int  # Index of the CUDA device, -1 for the CPU
@@ -49,6 +59,18 @@ class NestedAbsmax(NamedTuple):
     blocksize: int  # First-level absmax in a block
 
 
+def power_scales(device: torch.device | str) -> NestedAbsmax:
+    """Return the second level under which uint8 absmax are e8m0 bytes: i stands for 2**(i - 127).
+
+    It is constant, with an outer scale of 1 for all blocks and no offset. Byte 255 is NaN.
+    """
+    target = torch.device(device)
+    powers = torch.pow(2.0, torch.arange(-127, 129, dtype=torch.float64))
+    powers[255] = torch.nan
+    table, outer, offset = powers.float(), torch.ones(1), torch.zeros(())
+    return NestedAbsmax(table.to(target), outer.to(target), offset.to(target), ALL_BLOCKS)
+
+
 @dataclass(eq=False)
 class PackedWeight:
     """One packed weight, such as all experts' gate_up projections: codes and their statistics."""
@@ -56,14 +78,15 @@ class PackedWeight:
     # 4-bit: `(bytes / itemsize, 1)` in the storage dtype, two codes to a byte, the first in the
     # high half; int8: int8 in the weight's own shape
     codes: Tensor
-    # 4-bit: fp32 or, with double quantization, uint8, one a block; int8: fp32, one a row of the
-    # last dimension
+    # 4-bit: fp32 or, with double quantization, uint8, one a block; mxfp4: the e8m0 scales' bytes;
+    # int8: fp32, one a row of the last dimension
     absmax: Tensor
     table: Tensor | None  # `(16,)` fp32 values of the 4-bit codes; None for int8
     blocksize: int  # Weights in a block, a power of two; 0 for int8
-    nested: NestedAbsmax | None  # The second level; None without double quantization
+    # The second level; None without double quantization; mxfp4: `power_scales`
+    nested: NestedAbsmax | None
     shape: tuple[int, ...]  # Shape of the decoded weight: `(E, rows, cols)` for experts
-    kind: str  # "nf4", "fp4" or "int8"
+    kind: str  # "nf4", "fp4", "mxfp4" or "int8"
     dtype: torch.dtype  # Dtype of the weight that was packed, which `unpack` gives again
     # What the user's config asks to compute in; None leaves it to activations
     compute_dtype: torch.dtype | None = None
@@ -78,6 +101,9 @@ class PackedWeight:
     # Reads the weight anew where an engine takes its tensors away after the forward: ZeRO-3, which
     # gathers them into other memory for backward
     again: Callable[[], PackedWeight] | None = field(default=None, repr=False)
+    # Whether codes and blocks run along the decoded weight's columns: its last two dimensions are
+    # stored the other way round, as `stored_shape` has them
+    stored_transposed: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -93,6 +119,12 @@ class PackedWeight:
     def experts(self) -> int:
         """E."""
         return self.shape[0]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape in whose row-major order codes are stored: what kernels know as the weight's."""
+        shape = tuple(self.shape)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.stored_transposed else shape
 
     @property
     def is_share(self) -> bool:
@@ -122,7 +154,13 @@ class PackedWeight:
         """What kernels are chosen and launched by."""
         nested = 0 if self.nested is None else self.nested.blocksize
         device = self.codes.get_device()
-        return WeightSpec(tuple(self.shape), self.kind, self.blocksize, nested, device)
+        return WeightSpec(self.stored_shape, self.kind, self.blocksize, nested, device)
+
+    def as_stored(self) -> PackedWeight:
+        """Return the weight whose decoded shape is this one's stored shape."""
+        if not self.stored_transposed:
+            return self
+        return replace(self, shape=self.stored_shape, stored_transposed=False)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
         """Return this weight with every tensor changed, and held by no module."""
@@ -147,7 +185,7 @@ class PackedWeight:
         """Whether `dequantize.decode` takes it: whole groups of 8 weights in each row and block."""
         nested = self.spec.nested
         return (
-            self.shape[2] % 8 == 0
+            self.spec.shape[2] % 8 == 0
             and (self.kind == "int8" or whole_blocks(self.blocksize))
             and self.codes.data_ptr() % 8 == 0
             and nested & (nested - 1) == 0

@@ -126,7 +126,7 @@ def pack(model: Any, config: Any, *, linears: bool, expert_ranks: int = 1) -> Me
     parts = tuple(packed_parts(model))
     meta = MetaModel(model, model, layout, parts, blocks_of(model, parts))
     model.is_loaded_in_8bit = meta.kind == "int8"
-    model.is_loaded_in_4bit = meta.kind in ("nf4", "fp4")
+    model.is_loaded_in_4bit = meta.kind in ("nf4", "fp4", "mxfp4")
     return meta
 
 

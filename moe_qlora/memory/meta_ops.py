@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..experts.backend import stored_transposed
 from ..experts.lora_source import active_lora
 from ..kernels.weights import PackedWeight
 from .experts import Adapter, ExpertsCall, kept_nbytes, working_nbytes
@@ -162,7 +163,7 @@ def fake_experts(module: Any, down: PackedWeight, *, dispatched_rows: bool = Fal
         "hidden": hidden,
         "intermediate": intermediate,
         "gated": bool(module.has_gate),
-        "transposed": bool(module.is_transposed),
+        "transposed": stored_transposed(module, down),
         "weight_itemsize": down.dtype.itemsize,
         "kind": down.kind,
         "blocksize": down.blocksize,

@@ -3,7 +3,8 @@
 A weight of two or more dimensions, `(E, out, in)` or any other, is packed in row-major order as
 bitsandbytes packs one tensor (format.py has the format). Codes and statistics equal, bit for bit,
 what `bitsandbytes.functional.quantize_4bit` and `int8_vectorwise_quant` give for the whole tensor.
-Unlike these, packing goes chunk by chunk, so that it costs little more than the packed form
+Weights that keep a checkpoint's own codes (kept.py) are only decoded here, in plain torch. Unlike
+bitsandbytes, packing goes chunk by chunk, so that it costs little more than the packed form
 (bitsandbytes' own CPU path holds about 20 bytes a weight), and so that a tensor may hold more than
 2**31 - 1 weights, where bitsandbytes' int32 counts overflow.
 
@@ -30,10 +31,18 @@ from torch import Tensor
 
 from ..errors import QuantizationError, UnsupportedWeightError
 from ..kernels.limits import cdiv
-from ..kernels.weights import NestedAbsmax, PackedWeight
+from ..kernels.weights import (
+    ALL_BLOCKS,
+    MX_BLOCK,
+    TABLES,
+    NestedAbsmax,
+    PackedWeight,
+    power_scales,
+)
 from .format import (
     ABSMAX,
     CODES,
+    EXPONENTS,
     NESTED_ABSMAX,
     NESTED_BLOCK,
     NESTED_TABLE,
@@ -210,8 +219,8 @@ def restore(
     """Return the packed weight that a state dict's tensors hold; copy nothing.
 
     `tensors` are by their key's end: "" for the codes, ".absmax" or ".SCB". `dtype` is that of the
-    decoded weight, which the record of a 4-bit one must name; None leaves it to that. A ValueError
-    says, to follow the weight's name, what is not of this shape and these settings.
+    decoded weight, which a record must name where there is one; None leaves it to that. A
+    ValueError says, to follow the weight's name, what is not of this shape and these settings.
     """
     problem = next(problems(tensors, shape, settings, dtype), None)
     if problem is not None:
@@ -221,6 +230,9 @@ def restore(
     if settings.kind == "int8":
         assert dtype is not None
         return PackedWeight(codes, stats[SCALES], None, 0, None, shape, "int8", dtype)
+    if settings.kind == "mxfp4":
+        assert dtype is not None
+        return microscaled(codes, stats[EXPONENTS], shape, dtype, settings)
     said = read_record(stats[RECORD + settings.kind])
     nested = None
     if settings.double_quant:
@@ -229,6 +241,21 @@ def restore(
     return PackedWeight(
         codes, stats[ABSMAX], stats[TABLE], settings.blocksize, nested, shape, settings.kind,
         getattr(torch, said["dtype"]), settings.compute_dtype,
+    )  # fmt: skip
+
+
+def microscaled(
+    codes: Tensor,
+    exponents: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    settings: CodecSettings,
+) -> PackedWeight:
+    """Return the MXFP4 weight of these codes and e8m0 bytes (format.py), which are not copied."""
+    table = torch.tensor(TABLES["mxfp4"], device=codes.device)
+    return PackedWeight(
+        codes, exponents, table, MX_BLOCK, power_scales(codes.device), torch.Size(shape), "mxfp4",
+        dtype, settings.compute_dtype, stored_transposed=settings.stored_transposed,
     )  # fmt: skip
 
 
@@ -244,19 +271,21 @@ def unpack_range(
 
     The result equals, bit for bit, the same slice of the whole dequantized weight, then cast to
     `dtype` (None: the packed weight's own), also where blocks straddle the ends. It never waits for
-    the device.
+    the device. Of a weight that is stored transposed it is a transposed view.
     """
     if not 0 <= start <= stop <= packed.shape[0]:
         raise IndexError(f"rows [{start}, {stop}) are not within the shape {tuple(packed.shape)}")
     require_whole(packed)
+    if packed.stored_transposed and len(packed.shape) > 2:
+        return unpack_range(packed.as_stored(), start, stop, dtype=dtype).transpose(-1, -2)
     shape, dtype = (stop - start, *packed.shape[1:]), dtype or packed.dtype
     row = packed.numel // packed.shape[0]
     first, last = start * row, stop * row
-    int8 = packed.kind == "int8"
-    decode, unit = (_decode_int8, packed.shape[-1]) if int8 else (_decode_4bit, packed.blocksize)
+    by_bnb = packed.kind in ("nf4", "fp4")
+    decode, unit = _DECODERS[packed.kind], packed.blocksize or packed.shape[-1]
     chunk = _chunk_elements(packed.device)
-    # int8 decodes by way of two fp32 copies, which only a chunk may cost.
-    limit = (chunk if int8 else MAX_ELEMENTS) - 2 * unit
+    # int8 and mxfp4 decode by way of two fp32 copies, which only a chunk may cost.
+    limit = (MAX_ELEMENTS if by_bnb else chunk) - 2 * unit
     with torch.no_grad():
         if last - first <= limit:
             return decode(packed, first, last).view(shape).to(dtype)
@@ -319,6 +348,8 @@ def first_level_absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
 
 def decode_absmax(codes: Tensor, nested: NestedAbsmax, begin: int, end: int) -> Tensor:
     """Return the fp32 absmax [begin, end) of uint8 ones, decoded by their second level."""
+    if nested.blocksize == ALL_BLOCKS:  # larger than bitsandbytes' kernels take
+        return nested.table[codes[begin:end].int()] * nested.absmax + nested.offset
     first, last = begin // nested.blocksize, cdiv(end, nested.blocksize)
     start = first * nested.blocksize
     absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
@@ -332,6 +363,19 @@ def decode_absmax(codes: Tensor, nested: NestedAbsmax, begin: int, end: int) -> 
     return cast(Tensor, absmax[begin - start : end - start])
 
 
+def _decode_mxfp4(packed: PackedWeight, first: int, last: int) -> Tensor:
+    """Decode the weights [first, last) of the flattened weight, rounded once, to its own dtype."""
+    begin, end = first // MX_BLOCK, cdiv(last, MX_BLOCK)
+    half = MX_BLOCK // 2
+    codes = packed.codes.detach().view(-1)[begin * half : end * half]
+    table = cast(Tensor, packed.table)
+    pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], 1)  # of each byte
+    values = pairs[codes.int()].view(-1, MX_BLOCK)
+    values *= first_level_absmax(packed, begin, end)[:, None]
+    flat = values.to(packed.dtype).view(-1)
+    return flat[first - begin * MX_BLOCK : last - begin * MX_BLOCK]
+
+
 def _decode_int8(packed: PackedWeight, first: int, last: int) -> Tensor:
     """Decode the weights [first, last) of the flattened weight; both are whole rows."""
     columns = packed.shape[-1]
@@ -339,6 +383,14 @@ def _decode_int8(packed: PackedWeight, first: int, last: int) -> Tensor:
     scales = packed.absmax[first // columns : last // columns]
     decoded = torch.ops.bitsandbytes.int8_vectorwise_dequant.default(rows, scales)
     return cast(Tensor, decoded.to(packed.dtype)).view(-1)
+
+
+_DECODERS = {
+    "nf4": _decode_4bit,
+    "fp4": _decode_4bit,
+    "mxfp4": _decode_mxfp4,
+    "int8": _decode_int8,
+}
 
 
 def _chunk_elements(device: torch.device) -> int:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from ..errors import QuantizationError
 from ..kernels.weights import NestedAbsmax, PackedWeight
 from .codec import unpack
-from .format import NESTED_BLOCK
 from .quant_state import from_quant_state, to_quant_state
 
 bnb: Any = bitsandbytes.nn  # no type annotations to check against
@@ -49,6 +48,7 @@ class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
         super().__init__(cast(Any, codes).quant_state)
         self.compute_dtype, self.serial = compute_dtype, next(_serials)
         self.storage_dtype: torch.dtype = codes.dtype
+        self.stored_transposed = bool(self.quant_state.__dict__.get("stored_transposed"))
         self._codes = weakref.ref(codes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Packed4bit:
@@ -118,7 +118,8 @@ class ShardableStatistics(nn.Module):
     """The statistics of a 4-bit weight, as uint8 parameters that an engine shards and none casts.
 
         absmax   `(blocks,)` with double quantization, else `(4 blocks,)`, the bits of fp32 absmax
-        nested   with double quantization: the bits of fp32 offset, three zeros, nested absmax
+        nested   with double quantization: the bits of fp32 offset, three zeros, nested absmax;
+                 mxfp4, whose absmax are e8m0 bytes, has it with the one outer scale 1
         tables   buffer that is not saved: the bits of the fp32 code tables
 
     The zeros let each part start at a multiple of 16 bytes, which the kernels want. Between its
@@ -134,7 +135,9 @@ class ShardableStatistics(nn.Module):
         self.weight_shape, self.weight_dtype = torch.Size(packed.shape), packed.dtype
         self.kind, self.blocksize = packed.kind, packed.blocksize
         self.compute_dtype, self.storage_dtype = packed.compute_dtype, packed.codes.dtype
-        self.double_quant, self.serial = packed.nested is not None, next(_serials)
+        self.stored_transposed, self.serial = packed.stored_transposed, next(_serials)
+        self.double_quant = packed.nested is not None
+        self.nested_blocksize = 0 if packed.nested is None else packed.nested.blocksize
         tables = [cast(Tensor, packed.table)]
         absmax = packed.absmax
         if packed.nested is not None:
@@ -175,16 +178,17 @@ class ShardableStatistics(nn.Module):
             raw = torch.empty((0, 1), dtype=self.storage_dtype, device=codes.device)
             if self.double_quant:
                 bits = self.nested.detach()
-                nested = NestedAbsmax(self.tables, bits, bits, NESTED_BLOCK)
+                nested = NestedAbsmax(self.tables, bits, bits, self.nested_blocksize)
         else:
             absmax, table, offset, inner, inner_table = self.parts()
             if offset is not None and inner is not None and inner_table is not None:
-                nested = NestedAbsmax(inner_table, inner, offset, NESTED_BLOCK)
+                nested = NestedAbsmax(inner_table, inner, offset, self.nested_blocksize)
             if self.storage_dtype != torch.uint8:
                 raw = raw.view(-1).view(self.storage_dtype).unsqueeze(1)
         return PackedWeight(
             raw, absmax, table, self.blocksize, nested, self.weight_shape, self.kind,
             self.weight_dtype, self.compute_dtype, owner,
+            stored_transposed=self.stored_transposed,
         )  # fmt: skip
 
     @property

@@ -1,7 +1,8 @@
 """The format of a packed weight: the tensors that hold it, by the end of their key.
 
-It is bitsandbytes' format, as a packed Linear layer has it in a state dict. For n weights under the
-key `<name>`, where a block is 64 weights:
+Those of nf4, fp4 and int8 are bitsandbytes' format, as a packed Linear layer has it in a state
+dict; mxfp4 has the codes and scales of the checkpoint that the weight came from. For n weights
+under the key `<name>`, where a block is 64 weights:
 
     nf4, fp4   <name>                 storage dtype (n / 2 / itemsize, 1)   two codes in a byte
                .absmax                float32   (n / 64,)                   one a block
@@ -14,8 +15,19 @@ key `<name>`, where a block is 64 weights:
                and in the record, the offset (float32) that was taken off the absmax
     int8       <name>                 int8      as the weight               one code a weight
                .SCB                   float32   (rows,)                     one scale a row
+    mxfp4      <name>                 uint8     (n / 2, 1)                  two codes in a byte
+               .exponents             uint8     (n / 32,)                   one a block of 32: e8m0
 
-All divisions round up. That is 0.5625 bytes a weight in 4 bit, or 0.5159 with double quantization.
+    kind       code table             blocks          order of weights      value of a weight
+    nf4, fp4   bitsandbytes' (16,)    64 of all       the decoded weight's  table[code] * absmax
+    mxfp4      E2M1 (16,)             32 of a row     the decoded weight's, table[code] *
+                                                      or, stored            2**(exponent - 127)
+                                                      transposed, that of
+                                                      its transpose
+    int8       none                   a row           the decoded weight's  code * scale / 127
+
+The first of the two codes in a byte is in the byte's high half. All divisions round up. That is
+0.5625 bytes a weight in 4 bit, 0.5159 with double quantization, and 0.53125 for mxfp4.
 Packing, blank weights on meta, key names, checks of folders and byte counts all follow from
 `packed_tensors`. Decoding trusts tensors: whatever comes from outside passes `problems` first.
 """
@@ -32,7 +44,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.limits import cdiv
-from ..kernels.weights import TABLES
+from ..kernels.weights import MX_BLOCK, TABLES
 from ..layout import dtype_name
 from .settings import FLOAT_DTYPES, CodecSettings
 
@@ -43,6 +55,7 @@ TABLE = ".quant_map"
 NESTED_TABLE = ".nested_quant_map"
 RECORD = ".quant_state.bitsandbytes__"  # and the kind
 SCALES = ".SCB"
+EXPONENTS = ".exponents"  # e8m0: byte i stands for 2**(i - 127), and 255 is NaN
 NESTED_BLOCK = 256
 """Blocks whose absmax share one second-level absmax in double quantization."""
 
@@ -73,6 +86,11 @@ def packed_tensors(shape: Sequence[int], settings: CodecSettings) -> dict[str, T
             CODES: TensorSpec(torch.int8, tuple(shape)),
             SCALES: TensorSpec(torch.float32, (rows,)),
         }
+    if settings.kind == "mxfp4":
+        return {
+            CODES: TensorSpec(torch.uint8, (cdiv(numel, 2), 1)),
+            EXPONENTS: TensorSpec(torch.uint8, (cdiv(numel, MX_BLOCK),)),
+        }
     blocks = cdiv(numel, settings.blocksize)
     storage, double = settings.storage_dtype, settings.double_quant
     tensors = {
@@ -89,8 +107,11 @@ def packed_tensors(shape: Sequence[int], settings: CodecSettings) -> dict[str, T
 
 def packed_nbytes(shape: Sequence[int], settings: CodecSettings) -> int:
     """Return the bytes of a packed weight in memory: codes, statistics and code tables together."""
-    offset = torch.float32.itemsize if settings.double_quant else 0
-    return offset + sum(spec.nbytes for spec in packed_tensors(shape, settings).values())
+    constants = 1 if settings.double_quant else 0  # the offset
+    if settings.kind == "mxfp4":
+        constants = 16 + 256 + 2  # both tables, the second level's scale and its offset
+    stored = sum(spec.nbytes for spec in packed_tensors(shape, settings).values())
+    return stored + constants * torch.float32.itemsize
 
 
 def key_ends(settings: CodecSettings) -> tuple[str, ...]:
@@ -128,6 +149,10 @@ def why_not_packed(
     numel = math.prod(shape)
     if len(shape) < 2 or numel == 0:
         return f"has the shape {tuple(shape)}: a weight has two or more dimensions and no empty one"
+    if settings.kind == "mxfp4":
+        row = shape[-2] if settings.stored_transposed else shape[-1]
+        if row % MX_BLOCK:
+            return f"has stored rows of {row} weights, which are no whole blocks of {MX_BLOCK}"
     nbytes = cdiv(numel, 2)
     if settings.kind != "int8" and nbytes % settings.storage_dtype.itemsize:
         return (
@@ -182,7 +207,11 @@ def value_problems(
             if bool(wrong.any()):
                 first = int(wrong.nonzero()[0])
                 yield f"has the {name} {float(scales[first])} at {first}, not finite and 0 or more"
-    if settings.kind == "int8":
+    if settings.kind == "mxfp4" and EXPONENTS in tensors:
+        nan = tensors[EXPONENTS] == 255
+        if bool(nan.any()):
+            yield f"has the exponent 255, which stands for NaN, at {int(nan.nonzero()[0])}"
+    if not settings.has_record:
         return
     for end, table in ((TABLE, torch.tensor(TABLES[settings.kind])), (NESTED_TABLE, _dynamic())):
         # Computed anew by each version and machine: the last bit may differ, and does no harm.

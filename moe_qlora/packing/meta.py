@@ -13,10 +13,12 @@ from torch import nn
 from ..kernels.weights import NestedAbsmax, PackedWeight
 from ..layout import ExpertParam
 from . import parametrize
+from .codec import microscaled
 from .decoders import bnb, hold
 from .format import (
     ABSMAX,
     CODES,
+    EXPONENTS,
     NESTED_ABSMAX,
     NESTED_BLOCK,
     NESTED_TABLE,
@@ -40,6 +42,8 @@ def blank_weight(
     codes = blank[CODES]
     if settings.kind == "int8":
         return PackedWeight(codes, blank[SCALES], None, 0, None, size, "int8", dtype)
+    if settings.kind == "mxfp4":
+        return microscaled(codes, blank[EXPONENTS], size, dtype, settings)
     nested = None
     if settings.double_quant:
         offset = torch.empty((), dtype=torch.float32, device="meta")

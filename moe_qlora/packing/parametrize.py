@@ -308,8 +308,9 @@ def _load(
             continue
         packed = read_packed(module, name)
         if state_dict.get(key) is not None:
-            dtype = packed.dtype if packed.kind == "int8" else None
-            loaded = take(state_dict, key, packed.shape, dtype, CodecSettings.of(packed), errors)
+            settings = CodecSettings.of(packed)
+            dtype = None if settings.has_record else packed.dtype
+            loaded = take(state_dict, key, packed.shape, dtype, settings, errors)
         elif not is_shardable(decoder) and is_shardable_entry(state_dict, own):
             loaded = take_shardable(state_dict, own, packed)
         else:

@@ -1,6 +1,7 @@
 """Converts between packed weights and bitsandbytes' `QuantState`, in this one place.
 
-A `PackedWeight` holds plain tensors. bitsandbytes' own classes (`Params4bit`, its parametrization,
+A `PackedWeight` holds plain tensors. Of a kind that bitsandbytes does not know, its `QuantState` is
+only what holds and moves the tensors. bitsandbytes' own classes (`Params4bit`, its parametrization,
 its state-dict keys) want a `QuantState`; both then share the same tensors.
 """
 
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.weights import NestedAbsmax, PackedWeight
-from .format import SCALES
+from .format import EXPONENTS, SCALES
 
 # bitsandbytes has no type annotations to check against.
 QuantState: Any = cast(Any, bitsandbytes.functional).QuantState
+_TRANSPOSED = "stored_transposed"
 
 
 def from_quant_state(
@@ -32,7 +34,7 @@ def from_quant_state(
         nested = NestedAbsmax(inner.code, inner.absmax, state.offset, inner.blocksize)
     return PackedWeight(
         codes, state.absmax, state.code, state.blocksize, nested, state.shape, state.quant_type,
-        state.dtype, compute_dtype, owner,
+        state.dtype, compute_dtype, owner, stored_transposed=bool(state.__dict__.get(_TRANSPOSED)),
     )  # fmt: skip
 
 
@@ -42,7 +44,7 @@ def to_quant_state(packed: PackedWeight) -> Any:
     if packed.nested is not None:
         table, absmax, offset, blocksize = packed.nested
         inner = QuantState(absmax=absmax, code=table, blocksize=blocksize, dtype=torch.float32)
-    return QuantState(
+    state = QuantState(
         absmax=packed.absmax,
         shape=torch.Size(packed.shape),
         code=packed.table,
@@ -52,6 +54,9 @@ def to_quant_state(packed: PackedWeight) -> Any:
         offset=offset,
         state2=inner,
     )
+    if packed.stored_transposed:
+        setattr(state, _TRANSPOSED, True)
+    return state
 
 
 def state_tensors(state: Any) -> list[Tensor]:
@@ -66,6 +71,8 @@ def state_dict_entries(packed: PackedWeight) -> dict[str, Tensor]:
     """Return what a state dict holds beside the codes, by the end of its key, such as ".absmax"."""
     if packed.kind == "int8":
         return {SCALES: packed.absmax}
+    if packed.kind == "mxfp4":
+        return {EXPONENTS: packed.absmax}
     return {
         f".{part}": value for part, value in to_quant_state(packed).as_dict(packed=True).items()
     }

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..kernels.weights import PackedWeight
+from ..kernels.weights import MX_BLOCK, PackedWeight
 from ..layout import dtype_name
 
-KINDS = ("nf4", "fp4", "int8")
+KINDS = ("nf4", "fp4", "int8")  # that bitsandbytes packs
+KEPT_KINDS = ("mxfp4",)  # of checkpoints whose own codes are kept
 BLOCKSIZES = tuple(2**power for power in range(5, 13))  # those of bitsandbytes' kernels
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
@@ -27,12 +28,14 @@ _STORAGE_NAMES = {dtype_name(dtype): dtype for dtype in (torch.int8, *STORAGE_DT
 
 @dataclass(frozen=True)
 class CodecSettings:
-    """What of a `BitsAndBytesConfig` decides how a weight is packed.
+    """How a weight is packed: what of a `BitsAndBytesConfig` decides it, or a checkpoint's codes.
 
     `storage_dtype` is what the 4-bit codes are viewed in; it holds bytes, not numbers, and is
     always torch.int8 for int8. `compute_dtype` is what this package computes in; None leaves it to
     the activations, and it never changes the dtype of a decoded tensor. `blocksize` counts the
     weights of a first-level block; `double_quant` quantizes the 4-bit statistics as well.
+    `stored_transposed`, of kinds that a checkpoint brings along, says that codes and blocks run
+    along the columns of the decoded weight; its last two dimensions are swapped in storage.
     """
 
     kind: str
@@ -41,10 +44,12 @@ class CodecSettings:
     compute_dtype: torch.dtype | None = None
     blocksize: int = 64
     skip_modules: tuple[str, ...] = ()
+    stored_transposed: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind is {self.kind!r}; expected one of {', '.join(KINDS)}")
+        if self.kind not in KINDS + KEPT_KINDS:
+            known = ", ".join(KINDS + KEPT_KINDS)
+            raise ValueError(f"kind is {self.kind!r}; expected one of {known}")
         for pattern in self.skip_modules:
             try:
                 re.compile(f"(?:{pattern})")
@@ -55,6 +60,20 @@ class CodecSettings:
         if self.kind == "int8":
             object.__setattr__(self, "double_quant", False)
             object.__setattr__(self, "storage_dtype", torch.int8)
+        if self.kind == "mxfp4":
+            object.__setattr__(self, "double_quant", False)
+            object.__setattr__(self, "storage_dtype", torch.uint8)
+            object.__setattr__(self, "blocksize", MX_BLOCK)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the codes are a checkpoint's own, and not packed by bitsandbytes."""
+        return self.kind in KEPT_KINDS
+
+    @property
+    def has_record(self) -> bool:
+        """Whether a stored weight has bitsandbytes' record, which tells the decoded dtype."""
+        return self.kind in ("nf4", "fp4")
 
     @classmethod
     def from_config(cls, config: Any) -> CodecSettings:
@@ -116,6 +135,13 @@ class CodecSettings:
         """Return how this weight was packed, so that another can be packed the same way."""
         if packed.kind == "int8":
             return cls("int8", compute_dtype=packed.compute_dtype)
+        if packed.kind in KEPT_KINDS:
+            return cls(
+                packed.kind,
+                compute_dtype=packed.compute_dtype,
+                blocksize=packed.blocksize,
+                stored_transposed=packed.stored_transposed,
+            )
         return cls(
             packed.kind,
             double_quant=packed.nested is not None,
@@ -149,18 +175,21 @@ class CodecSettings:
             "blocksize": self.blocksize,
             "storage_dtype": dtype_name(self.storage_dtype),
             "compute_dtype": None if compute is None else dtype_name(compute),
+            **({"stored_transposed": self.stored_transposed} if self.is_kept else {}),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CodecSettings:
         """Read what `to_dict` gave, or raise ValueError; the two dtypes may be left out."""
         options: dict[str, tuple[Any, ...]] = {
-            "kind": KINDS,
+            "kind": KINDS + KEPT_KINDS,
             "double_quant": (False, True),
             "storage_dtype": tuple(_STORAGE_NAMES),
             "compute_dtype": (None, *_FLOAT_NAMES),
+            "stored_transposed": (False, True),
         }
-        values = {"storage_dtype": "uint8", "compute_dtype": None, **values}
+        absent = {"storage_dtype": "uint8", "compute_dtype": None, "stored_transposed": False}
+        values = {**absent, **values}
         missing = [key for key in ("blocksize", *options) if key not in values]
         if missing:
             raise ValueError(f"{missing[0]} is missing")
@@ -176,7 +205,10 @@ class CodecSettings:
             )
         compute_dtype = None if compute is None else _FLOAT_NAMES[compute]
         storage = _STORAGE_NAMES[values["storage_dtype"]]
-        return cls(values["kind"], values["double_quant"], storage, compute_dtype, blocksize)
+        return cls(
+            values["kind"], values["double_quant"], storage, compute_dtype, blocksize,
+            stored_transposed=values["stored_transposed"],
+        )  # fmt: skip
 
 
 def _dtype(get: Callable[..., Any], field: str, allowed: Sequence[torch.dtype]) -> torch.dtype:

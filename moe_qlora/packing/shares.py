@@ -25,12 +25,13 @@ from torch import Tensor, distributed, nn
 
 from ..errors import UnsupportedWeightError
 from ..kernels.limits import cdiv
-from ..kernels.weights import NestedAbsmax, PackedWeight
+from ..kernels.weights import ALL_BLOCKS, NestedAbsmax, PackedWeight
 from ..layout import unwrapped
 from .codec import decode_absmax, first_level_absmax, nest_absmax
 from .format import (
     ABSMAX,
     CODES,
+    EXPONENTS,
     NESTED_ABSMAX,
     NESTED_BLOCK,
     NESTED_TABLE,
@@ -150,7 +151,8 @@ def cut(packed: PackedWeight, first: int, last: int) -> PackedWeight:
     if nested is None or is_exact(packed.shape, first, last, settings):
         absmax = packed.absmax[begin:end].clone()
         if nested is not None:
-            outer = nested.absmax[begin // NESTED_BLOCK : cdiv(end, NESTED_BLOCK)].clone()
+            size = nested.blocksize
+            outer = nested.absmax[begin // size : cdiv(end, size)].clone()
             nested = nested._replace(absmax=outer)
     else:
         absmax, nested = nest_absmax(first_level_absmax(packed, begin, end), nested.offset)
@@ -175,6 +177,9 @@ def cut_tensors(
     weights = math.prod(shape) // shape[0]
     blocks, size = weights // settings.blocksize, 2 * settings.storage_dtype.itemsize
     begin, end = first * blocks, last * blocks
+    if settings.kind == "mxfp4":
+        codes = read(CODES, first * weights // size, last * weights // size)
+        return {CODES: codes, EXPONENTS: read(EXPONENTS, begin, end)}
     record = RECORD + settings.kind
     tensors = {
         CODES: read(CODES, first * weights // size, cdiv(last * weights, size)),
@@ -216,10 +221,11 @@ def join(parts: Sequence[PackedWeight]) -> PackedWeight:
     first = parts[0]
     shape = torch.Size((sum(part.shape[0] for part in parts), *first.shape[1:]))
     codes = torch.cat([part.codes.detach() for part in parts])
-    if first.nested is None or first.absmax.numel() % NESTED_BLOCK == 0:
+    constant = first.nested is not None and first.nested.blocksize == ALL_BLOCKS
+    if constant or first.nested is None or first.absmax.numel() % NESTED_BLOCK == 0:
         absmax = torch.cat([part.absmax for part in parts])
         nested = first.nested
-        if nested is not None:
+        if nested is not None and not constant:
             nested = nested._replace(absmax=torch.cat([p.nested.absmax for p in parts if p.nested]))
     else:
         scales = [first_level_absmax(part, 0, part.absmax.numel()) for part in parts]

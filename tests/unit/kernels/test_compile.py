@@ -136,6 +136,8 @@ def main() -> None:
 
     from moe_qlora.kernels import launch, moe_layer, row_launches, workspace
     from moe_qlora.kernels.weights import NestedAbsmax, PackedWeight
+    from moe_qlora.packing.codec import microscaled
+    from moe_qlora.packing.settings import CodecSettings
 
     def packed(shape: tuple[int, int, int], kind: str, nested: bool) -> PackedWeight:
         numel = shape[0] * shape[1] * shape[2]
@@ -143,6 +145,10 @@ def main() -> None:
             codes = torch.empty(numel, dtype=torch.int8)
             scales = torch.empty(numel // shape[2])
             return PackedWeight(codes, scales, None, 0, None, shape, kind, torch.bfloat16)
+        if kind == "mxfp4":
+            codes = torch.empty(numel // 2, dtype=torch.uint8)
+            exponents = torch.empty(numel // 32, dtype=torch.uint8)
+            return microscaled(codes, exponents, shape, torch.bfloat16, CodecSettings(kind))
         outer = torch.empty(numel // 2**14 + 1)
         second = NestedAbsmax(torch.empty(256), outer, torch.empty(()), 256) if nested else None
         absmax = torch.empty(numel // 64, dtype=torch.uint8 if nested else torch.float32)
@@ -191,6 +197,7 @@ def main() -> None:
     layer_of(gates("gelu_tanh"), "nf4", True, False, False, 8, False, 16, torch.float16)
     layer_of(clamped, "fp4", False, True, True, 4, True, 180, torch.float16)
     layer_of(gates("gelu"), "int8", False, True, False, 8, False, 64)
+    layer_of(clamped, "mxfp4", True, False, True, 16, False, 64)
     workspace.set_workspace_cap(1)
     layer_of(gates("relu"), "nf4", True, False, False, 16, False, 1024)
     on_hopper(packed)

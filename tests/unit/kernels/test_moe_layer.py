@@ -10,6 +10,7 @@ import torch
 from moe_qlora.experts import activation, operators
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
+from tests.helpers.mxfp4 import mxfp4_weight
 
 triton = pytest.importorskip("triton")
 from moe_qlora.kernels import (  # noqa: E402
@@ -35,12 +36,20 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def stack_of(shape, kind, double, dtype=torch.float32):
+    if kind == "mxfp4":
+        return mxfp4_weight(*shape, dtype=dtype)
     storage = torch.int8 if kind == "int8" else torch.uint8
     return codec.pack(torch.randn(shape).to(dtype) * 0.2, CodecSettings(kind, double, storage))
 
 
-@pytest.mark.parametrize(("kind", "double"), KINDS)
-@pytest.mark.parametrize("shape", [(3, 24, 40), (4, 64, 128), (2, 17, 8)])
+@pytest.mark.parametrize(
+    ("kind", "double", "shape"),
+    [
+        *((*kind, shape) for kind in KINDS for shape in [(3, 24, 40), (4, 64, 128), (2, 17, 8)]),
+        ("mxfp4", False, (3, 17, 96)),
+        ("mxfp4", False, (5, 24, 32)),
+    ],
+)
 @pytest.mark.parametrize("apart", [0, 24])
 def test_decode_equals_the_codec(kind, double, shape, apart):
     torch.manual_seed(0)
@@ -112,6 +121,14 @@ CASES = {
     "few-int8": Case(tokens=20, experts=3, hidden=48, inner=72, kind=("int8", False)),
     "few-int8-transposed": Case(experts=3, hidden=72, inner=136, transposed=True,
                                 kind=("int8", False)),
+    # sizes in whole blocks of 32 and not of 64
+    "mxfp4": Case(hidden=32, inner=96, gate=OSS, biased=True, kind=("mxfp4", False)),
+    "few-mxfp4": Case(experts=3, hidden=96, inner=32, gate=OSS, biased=True, ranks=(3, 5),
+                      kind=("mxfp4", False)),
+    "few-mxfp4-transposed": Case(experts=3, hidden=64, inner=160, transposed=True, partial=True,
+                                 kind=("mxfp4", False)),
+    "few-mxfp4-wide-tiles": Case(tokens=150, experts=3, hidden=64, inner=96, ranks=(2, 0),
+                                 kind=("mxfp4", False)),
     "few-plain-absmax": Case(tokens=1, experts=2, hidden=128, inner=64, kind=("nf4", False)),
 }  # fmt: skip
 
@@ -212,11 +229,15 @@ def check_layer(case):
 
 
 # Those whose stacks are cut into slices; and two of smaller ones, whose rows are cut into pieces.
-SLICED = ["tanh", "partial", "int8", "few-transposed", "interleaved", "no-lora"]
+SLICED = ["mxfp4", "tanh", "partial", "int8", "few-transposed", "interleaved", "no-lora"]
 
 
 @pytest.mark.parametrize(
-    ("name", "few"), [*((name, False) for name in SLICED), ("few", True), ("few-transposed", True)]
+    ("name", "few"),
+    [
+        *((name, False) for name in SLICED),
+        *((name, True) for name in ("few", "few-transposed", "few-mxfp4")),
+    ],
 )
 def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
     case = CASES[name]
@@ -269,6 +290,8 @@ CONFIGS = [quantized_mm.Config(128, 64, 2, 4, True), quantized_mm.Config(64, 128
         ("few", CONFIGS[0]),
         ("few-partial", CONFIGS[1]),
         ("few-plain-absmax", CONFIGS[1]),
+        *(("few-mxfp4", config) for config in CONFIGS),
+        *(("few-mxfp4-transposed", config) for config in CONFIGS),
     ],
 )
 def test_few_tokens_in_every_configuration(name, config, monkeypatch):

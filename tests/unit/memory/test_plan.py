@@ -189,8 +189,10 @@ def test_fused_layers_by_hand():
     assert experts.workspace_nbytes(few, checkpointing=True) == (statistics,)
     assert experts.workspace_nbytes(replace(few, nested=False), checkpointing=True) == ()
     plain = [128 * 1536 * 2048 * 2, 128 * 2048 * 768 * 2]
-    small_blocks = replace(few, blocksize=32)  # the quantized matmul wants 64
-    assert experts.workspace_nbytes(small_blocks, checkpointing=True) == tuple(plain)
+    small_blocks = replace(few, blocksize=32)
+    assert experts.workspace_nbytes(small_blocks, checkpointing=True) == (2 * statistics,)
+    large_blocks = replace(few, blocksize=4096)  # they do not lie within rows
+    assert experts.workspace_nbytes(large_blocks, checkpointing=True) == tuple(plain)
     single = replace(few, itemsize=4)
     assert experts.workspace_nbytes(single, checkpointing=True) == ()
     # float32 adapters take the same path; their gradients are as wide as they are

@@ -1,0 +1,210 @@
+"""gpt-oss's experts on the MXFP4 codes of their checkpoint: stored transposed, interleaved, biased.
+
+The 16-bit model beside them has the dequantized weights as plain parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import moe_qlora
+from moe_qlora.experts import backend, lora_source
+from moe_qlora.experts import forward as experts
+from moe_qlora.packing import codec, parametrize
+from tests.helpers.mxfp4 import keep, mxfp4_weight, random_mxfp4, slow_decode
+from tests.helpers.small_models import IDS, SMALL, fill, lora_config
+
+E, H, INNER, K, T = 3, 32, 96, 2, 11
+NAMES = ("gate_up_proj", "down_proj")
+
+
+def stored(seed: int):
+    """Blocks and scales of both projections, `(E, out, in)`."""
+    shapes = ((E, 2 * INNER, H), (E, H, INNER))
+    return [random_mxfp4(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
+
+
+def plain_model(dtype: torch.dtype = torch.float32):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gpt_oss", **SMALL | {"hidden_size": H, "num_attention_heads": 4, "num_key_value_heads": 4},
+        num_local_experts=E, intermediate_size=INNER, head_dim=8,
+        layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for index, layer in enumerate(model.model.layers):
+        for name, (blocks, scales) in zip(NAMES, stored(10 * index), strict=True):
+            weight = getattr(layer.mlp.experts, name)
+            weight.data = slow_decode(blocks, scales).transpose(1, 2).to(dtype).contiguous()
+        for name in NAMES:
+            nn.init.normal_(getattr(layer.mlp.experts, f"{name}_bias"), std=0.3)
+    model.set_experts_implementation("eager")
+    return model.eval().requires_grad_(False)
+
+
+def kept_model(dtype: torch.dtype = torch.float32):
+    model = plain_model(dtype)
+    for index, layer in enumerate(model.model.layers):
+        for name, (blocks, scales) in zip(NAMES, stored(10 * index), strict=True):
+            packed = keep(blocks, scales, transposed=True, dtype=dtype)
+            assert packed.shape == getattr(layer.mlp.experts, name).shape
+            parametrize.attach(layer.mlp.experts, name, packed)
+    names = [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert experts.activate(model, names) == ()
+    return model
+
+
+def gradients(model):
+    """Logits, and the gradient of every adapter's weight."""
+    logits = model(input_ids=IDS).logits
+    seed = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)).to(logits.dtype)
+    model.zero_grad()
+    logits.backward(seed)
+    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    return logits.detach(), grads
+
+
+def close(ours, theirs, tolerance):
+    assert ours.shape == theirs.shape
+    assert error(ours, theirs) < tolerance, error(ours, theirs)
+
+
+def adapted(model):
+    model = moe_qlora.get_peft_model(model, lora_config(target_modules=["q_proj", "o_proj"]))
+    fill(model)
+    return gradients(model)
+
+
+def error(ours, theirs):
+    difference = (ours - theirs).detach().double().norm()
+    return float(difference / theirs.detach().double().norm().clamp_min(1e-12))
+
+
+def test_trains_as_the_plain_model_of_the_dequantized_weights():
+    logits, grads = adapted(kept_model())
+    right, expected = adapted(plain_model())
+    close(logits, right, 1e-5)
+    assert set(grads) == set(expected) and any(".experts." in name for name in grads)
+    for name, grad in grads.items():
+        assert grad.abs().sum() > 0
+        close(grad, expected[name], 1e-5)
+
+
+def test_bf16_is_as_near_to_fp32_as_the_plain_model_in_stock_peft():
+    logits, grads = adapted(kept_model(torch.bfloat16))
+    right, expected = adapted(plain_model())
+    stock, stock_grads = adapted(plain_model(torch.bfloat16))
+    assert error(logits, right) < min(0.03, error(stock, right))
+    for name, grad in grads.items():
+        assert error(grad, expected[name]) < 1.5 * error(stock_grads[name], expected[name])
+
+
+def test_counts_copies_and_state_dicts():
+    model, plain = kept_model(), plain_model()
+    again = copy.deepcopy(model)
+    state = model.state_dict()
+    key = "model.layers.1.mlp.experts.down_proj"
+    assert {key, f"{key}.exponents"} <= set(state)
+    for layer in again.model.layers:
+        for name in NAMES:
+            codes = parametrize.original_of(layer.mlp.experts, name)
+            codes.data.zero_()
+    with torch.no_grad():
+        expected = plain(input_ids=IDS).logits
+        close(model(input_ids=IDS).logits, expected, 1e-5)
+        assert (again(input_ids=IDS).logits - expected).norm() > 0.1 * expected.norm()
+        again.load_state_dict(state)
+        close(again(input_ids=IDS).logits, expected, 1e-5)
+
+
+class Provider:
+    """LoRA of ranks 3 and 5, in fp16."""
+
+    def __init__(self):
+        def term(rank, out, into):
+            generator = torch.Generator().manual_seed(rank)
+            shapes = (E * rank, into), (out, rank * E)
+            a, b = (torch.randn(*shape, generator=generator) * 0.1 for shape in shapes)
+            leaves = [t.half().requires_grad_() for t in (a, b)]
+            return lora_source.LoraFactors(*leaves, 0.5)
+
+        self.all = {NAMES[0]: (term(3, 2 * INNER, H),), NAMES[1]: (term(5, H, INNER),)}
+
+    def active_lora(self, name):
+        return self.all[name]
+
+    def leaves(self):
+        return [leaf for terms in self.all.values() for term in terms for leaf in (term.a, term.b)]
+
+
+@pytest.fixture
+def layer():
+    """An fp16 experts module on MXFP4 codes with LoRA, and x, index, weights."""
+    module = kept_model(torch.float16).model.layers[0].mlp.experts
+    provider = Provider()
+    lora_source.set_lora_source(module, provider)
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(T, H, generator=generator).half().requires_grad_()
+    weights = torch.rand(T, K, generator=generator).half().requires_grad_()
+    index = torch.rand(T, E, generator=generator).topk(K, -1).indices
+    return module, provider, (x, index, weights)
+
+
+def of_layer(run, provider, parts):
+    out = run(*parts)
+    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return [out, *torch.autograd.grad(out, [parts[0], parts[2], *provider.leaves()], seed)]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_the_kernels_equal_the_projections_eager_and_compiled(layer, few, monkeypatch):
+    triton = pytest.importorskip("triton")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("a GPU is there, and with it the compiled kernels")
+    from moe_qlora.kernels import expert_mm
+
+    module, provider, parts = layer
+    slow = of_layer(module, provider, parts)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    graph = of_layer(compiled, provider, parts)  # projection by projection
+    for mine, other in zip(graph, slow, strict=True):
+        close(mine, other, 4e-3)
+    torch.compiler.reset()
+    monkeypatch.setattr(backend, "kernels_run", lambda device: True)
+    if not few:
+        monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
+    call = backend.read_call(module, parts[0])
+    assert backend.choose_backend(module, call) == backend.FUSED
+    eager = of_layer(module, provider, parts)
+    for mine, other in zip(eager, slow, strict=True):
+        close(mine, other, 4e-3)
+    graph = of_layer(torch.compile(module, fullgraph=True, backend="aot_eager"), provider, parts)
+    for mine, other in zip(graph, eager, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_weights_in_two_orientations_run_projection_by_projection(layer, monkeypatch):
+    module, provider, parts = layer
+    expected = of_layer(module, provider, parts)
+    weight = codec.unpack(parametrize.read_packed(module, "down_proj"))
+    parametrize.detach(module, "down_proj")
+    other = mxfp4_weight(E, INNER, H, dtype=torch.float16)  # in the parameter's own orientation
+    parametrize.attach(module, "down_proj", other)
+    monkeypatch.setattr(backend, "kernels_run", lambda device: True)
+    call = backend.read_call(module, parts[0])
+    choice = backend.choose_backend(module, call)
+    assert choice.name == "reference loop"
+    assert choice.reason == "gate_up_proj and down_proj are stored in different orientations"
+    assert other.shape == weight.shape
+    found = of_layer(module, provider, parts)
+    assert (found[0] - expected[0]).norm() > 0.1 * expected[0].norm()
+    parametrize.detach(module, "down_proj", weight)
+    for mine, right in zip(of_layer(module, provider, parts), expected, strict=True):
+        close(mine, right, 4e-3)

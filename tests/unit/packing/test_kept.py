@@ -1,0 +1,201 @@
+"""MXFP4 weights kept as their checkpoint has them: decode, device moves, shares, state dicts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from moe_qlora.errors import UnsupportedWeightError
+from moe_qlora.packing import codec, parametrize, shares
+from moe_qlora.packing.format import packed_nbytes
+from moe_qlora.packing.kept import KeptPacker, mxfp4_blocks
+from moe_qlora.packing.meta import blank_weight
+from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.packing.sharding import prepare_sharding
+from tests.helpers.mxfp4 import keep, mxfp4_weight, random_mxfp4, slow_decode
+
+BOTH = pytest.mark.parametrize("transposed", [False, True])
+SHAPE = (3, 7, 96)  # as stored: an odd number of experts, and rows of three blocks
+
+
+def whole(blocks, scales, transposed):
+    decoded = slow_decode(blocks, scales)
+    return decoded.transpose(-1, -2) if transposed else decoded
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [SHAPE, (5, 40, 32), (1, 3, 160)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_decodes_to_what_the_definition_says(shape, transposed, dtype):
+    blocks, scales = random_mxfp4(*shape, spread=9)
+    packed = keep(blocks, scales, transposed=transposed, dtype=dtype)
+    expected = whole(blocks, scales, transposed).to(dtype)
+    assert packed.shape == expected.shape and packed.stored_shape == shape
+    decoded = codec.unpack(packed)
+    assert decoded.dtype == dtype and torch.equal(decoded, expected)
+    for start, stop in [(0, 1), (shape[0] - 1, shape[0]), (0, 0)]:
+        part = codec.unpack_range(packed, start, stop, dtype=torch.float32)
+        assert torch.equal(part, whole(blocks, scales, transposed)[start:stop])
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 126, 127, 250, 254])
+def test_every_scale_down_to_subnormal_numbers(exponent):
+    blocks = torch.arange(16, dtype=torch.uint8).mul(17).view(1, 1, 1, 16)
+    scales = torch.full((1, 1, 1), exponent, dtype=torch.uint8)
+    packed = keep(blocks, scales, transposed=False)
+    assert torch.equal(codec.unpack(packed), slow_decode(blocks, scales))
+
+
+def test_decodes_in_chunks_as_at_once(monkeypatch):
+    packed = mxfp4_weight(5, 33, 64, transposed=True)
+    expected = codec.unpack(packed)
+    monkeypatch.setattr(codec, "_CPU_CHUNK", 96)
+    assert torch.equal(codec.unpack(packed), expected)
+
+
+@BOTH
+def test_the_codes_come_back_as_they_were(transposed):
+    blocks, scales = random_mxfp4(*SHAPE)
+    again = mxfp4_blocks(keep(blocks, scales, transposed=transposed))
+    assert torch.equal(again[0], blocks) and torch.equal(again[1], scales)
+
+
+def test_experts_may_arrive_one_at_a_time():
+    blocks, scales = random_mxfp4(*SHAPE)
+    packer = KeptPacker((3, 96, 7), torch.bfloat16, "cpu", CodecSettings("mxfp4",
+                        stored_transposed=True))  # fmt: skip
+    packer.add(blocks[:1], scales[:1])
+    with pytest.raises(UnsupportedWeightError, match=r"came for 1 experts; .* has 3"):
+        packer.finish()
+    packer.add(blocks[1:], scales[1:].view(torch.float8_e8m0fnu))
+    expected = keep(blocks, scales, transposed=True)
+    assert torch.equal(packer.finish().codes, expected.codes)
+    with pytest.raises(UnsupportedWeightError, match="4 experts or more"):
+        packer.add(blocks[:1], scales[:1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b, s: (b[..., :8], s), r"blocks are torch.uint8 of shape \(3, 7, 3, 8\)"),
+        (lambda b, s: (b.float(), s), "blocks are torch.float32"),
+        (lambda b, s: (b, s[..., :2]), r"scales are .* has bytes of shape \(3, 7, 3\)"),
+        (lambda b, s: (b, s.clone().fill_(255)), "Expert 0 has an MXFP4 scale that is NaN"),
+    ],
+)
+def test_what_is_no_such_weight_is_named(change, message):
+    blocks, scales = change(*random_mxfp4(*SHAPE))
+    packer = KeptPacker(SHAPE, torch.bfloat16, "cpu", CodecSettings("mxfp4"))
+
+    def give():
+        packer.add(blocks, scales)
+        packer.finish()
+
+    with pytest.raises(UnsupportedWeightError, match=message):
+        give()
+
+
+def test_rows_of_no_whole_blocks_are_refused():
+    with pytest.raises(UnsupportedWeightError, match="stored rows of 40 weights"):
+        KeptPacker((2, 40, 64), torch.bfloat16, "cpu",
+                   CodecSettings("mxfp4", stored_transposed=True))  # fmt: skip
+
+
+def test_bytes():
+    packed = mxfp4_weight(2, 64, 128)
+    settings = CodecSettings.of(packed)
+    assert packed.nbytes == packed_nbytes(packed.shape, settings)
+    constants = 4 * (16 + 256 + 2)
+    assert packed.nbytes - constants == 2 * 64 * 128 * 17 / 32
+    assert blank_weight((2, 64, 128), torch.bfloat16, settings).nbytes == packed.nbytes
+
+
+@BOTH
+def test_settings_survive_json(transposed):
+    settings = CodecSettings.of(mxfp4_weight(*SHAPE, transposed=transposed))
+    assert settings.stored_transposed == transposed
+    assert CodecSettings.from_dict(settings.to_dict()) == settings
+    with pytest.raises(ValueError, match="stored_transposed is 1"):
+        CodecSettings.from_dict(settings.to_dict() | {"stored_transposed": 1})
+    assert "stored_transposed" not in CodecSettings("nf4").to_dict()
+
+
+class Host(nn.Module):
+    def __init__(self, packed):
+        super().__init__()
+        parametrize.attach(self, "weight", packed)
+
+
+@BOTH
+def test_sits_on_a_module(transposed):
+    blocks, scales = random_mxfp4(*SHAPE)
+    expected = whole(blocks, scales, transposed)
+    host = Host(keep(blocks, scales, transposed=transposed))
+    assert torch.equal(host.weight, expected)
+    again = copy.deepcopy(host)
+    state = host.state_dict()
+    assert set(state) == {"weight", "weight.exponents"}
+    assert torch.equal(again.weight, expected)
+    assert parametrize.read_packed(again, "weight").stored_transposed == transposed
+    other = Host(keep(*random_mxfp4(*SHAPE, seed=1), transposed=transposed))
+    assert not torch.equal(other.weight, expected)
+    other.load_state_dict(state)
+    assert torch.equal(other.weight, expected)
+    other.to("meta").to_empty(device="cpu")
+    other.load_state_dict(state, assign=True)
+    assert torch.equal(other.weight, expected)
+    assert torch.equal(host.bfloat16().weight, expected)  # codes are no numbers to cast
+
+
+def test_a_state_dict_of_another_weight_is_refused():
+    host = Host(mxfp4_weight(*SHAPE))
+    state = host.state_dict()
+    state["weight.exponents"] = state["weight.exponents"][:-1]
+    with pytest.raises(RuntimeError, match=r"has uint8 of shape \(62,\) as its .exponents"):
+        host.load_state_dict(state)
+    state["weight.exponents"] = torch.full((63,), 255, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="the exponent 255, which stands for NaN, at 0"):
+        host.load_state_dict(state)
+
+
+@BOTH
+def test_the_shardable_layout(transposed):
+    blocks, scales = random_mxfp4(*SHAPE)
+    expected = whole(blocks, scales, transposed)
+    host = Host(keep(blocks, scales, transposed=transposed))
+    compact = host.state_dict()
+    prepare_sharding(host)
+    assert torch.equal(host.weight, expected)
+    assert all(p.dtype == torch.uint8 for p in host.parameters())
+    packed = parametrize.read_packed(host, "weight")
+    assert packed.stored_transposed == transposed
+    assert torch.equal(codec.unpack_range(packed, 1, 3), expected[1:3])
+    state = host.state_dict()
+    other = Host(keep(*random_mxfp4(*SHAPE, seed=1), transposed=transposed))
+    other.load_state_dict(state)
+    assert torch.equal(other.weight, expected)
+    prepare_sharding(other)
+    other.load_state_dict(compact)
+    assert torch.equal(other.weight, expected)
+
+
+@BOTH
+def test_shares_are_cut_and_joined_exactly(transposed):
+    packed = mxfp4_weight(6, 5, 64, transposed=transposed)
+    expected = codec.unpack(packed)
+    settings = CodecSettings.of(packed)
+    parts = [shares.cut(packed, first, first + 2) for first in (0, 2, 4)]
+    assert shares.is_exact(packed.shape, 2, 4, settings)
+    for first, part in zip((0, 2, 4), parts, strict=True):
+        assert torch.equal(codec.unpack(part), expected[first : first + 2])
+    joined = shares.join(parts)
+    assert torch.equal(codec.unpack(joined), expected)
+    assert torch.equal(joined.absmax, packed.absmax) and joined.nbytes == packed.nbytes
+    stored = {"": packed.codes, ".exponents": packed.absmax}
+    read = lambda end, start, stop: stored[end][start:stop]  # noqa: E731
+    tensors = shares.cut_tensors(read, packed.shape, 2, 4, settings)
+    part = codec.restore(tensors, parts[1].shape, torch.float32, settings)
+    assert torch.equal(codec.unpack(part), expected[2:4])
