@@ -48,6 +48,12 @@ def one_line(kind: str, message: object) -> str:
     return f"{kind}: {' '.join(words)}\n"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's error, without its full stop, to quote it."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
 class MoeQloraError(Exception):
     """Base of every exception that this package raises on purpose."""
 

@@ -138,7 +138,7 @@ def _packed_parts(
 def fill_packed(target: PackedTarget, read: Rows, device: torch.device) -> None:
     """Pack this rank's share of one weight from the rows that it lies in; all ranks call it."""
     packer = SharePacker(
-        target.shape, target.dtype, device, target.settings, target.codes_shape,
+        target.name, target.shape, target.dtype, device, target.settings, target.codes_shape,
         ranks_of(target.codes()),
     )  # fmt: skip
     first, last = packer.rows

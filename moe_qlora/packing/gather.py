@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
-from ..errors import CheckpointError, MoeQloraError
+from ..errors import CheckpointError, MoeQloraError, first_line
 from ..kernels.weights import PackedWeight
 from . import parametrize, shares
 from .decoders import PackedInt8, read
@@ -316,14 +316,9 @@ class _Calls:
             self.lost = True
             raise CheckpointError(
                 f"{self.what} failed on rank {distributed.get_rank()} while it gathered tensors "
-                f"from all ranks ({_first_line(error)}): every rank must take part to the end."
+                f"from all ranks ({first_line(error)}): every rank must take part to the end."
             ) from error
 
 
 def _as_error(what: str, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{what} failed on rank 0: {type(error).__name__}: {_first_line(error)}")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    return CheckpointError(f"{what} failed on rank 0: {type(error).__name__}: {first_line(error)}")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from ..errors import MoeQloraError, QuantizationError
+from ..errors import MoeQloraError, QuantizationError, first_line
 from ..kernels.limits import cdiv
 from ..kernels.weights import NestedAbsmax, PackedWeight
 from .codec import Packer, bnb, nest_absmax
@@ -64,6 +64,7 @@ class SharePacker:
 
     def __init__(
         self,
+        name: str,
         shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
@@ -72,6 +73,7 @@ class SharePacker:
         ranks: Ranks,
     ) -> None:
         """`codes_shape` is that of the parameter of the whole weight's codes, uint8 or int8."""
+        self.name = name
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
         self.settings, self.ranks, self._codes_shape = settings, ranks, torch.Size(codes_shape)
         self._int8 = settings.kind == "int8"
@@ -162,17 +164,26 @@ class SharePacker:
             if not failed:
                 mine[: told[self.ranks.rank]] = scales[: told[self.ranks.rank]]
             parts = [torch.empty_like(mine) for _ in told]
-            distributed.all_gather(parts, mine, group=self.ranks.group)
+            self._all_gather(parts, mine)
             scales = torch.cat([part[:count] for part, count in zip(parts, told, strict=True)])
             failed = bool(torch.stack([part[-1] for part in parts]).any())
         if self._error is not None:
             raise self._error
         if failed:
             raise QuantizationError(
-                f"Another rank could not pack its share of a weight of shape {tuple(self.shape)}: "
-                "see its error."
+                f"Another rank could not pack its share of {self.name}: see its error."
             )
         return scales
+
+    def _all_gather(self, parts: list[Tensor], mine: Tensor) -> None:
+        try:
+            distributed.all_gather(parts, mine, group=self.ranks.group)
+        except RuntimeError as error:
+            raise QuantizationError(
+                f"Packing {self.name} failed on rank {distributed.get_rank()} while it gathered "
+                f"absmax from all ranks ({first_line(error)}): every rank must take part to the "
+                "end; load the model again."
+            ) from error
 
     def _share(self, whole: Tensor) -> Tensor:
         first, last = self.ranks.span(len(whole))

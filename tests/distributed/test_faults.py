@@ -139,6 +139,24 @@ def save_adapter(model: Any, rank: int, folder: Path, victim: int | None, count:
     return "saved"
 
 
+def load(model: Any, rank: int, folder: Path, victim: int | None) -> str:
+    stock, calls = distributed.all_gather, []
+
+    def all_gather(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2 and rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stock(*args, **kwargs)
+
+    distributed.all_gather = all_gather
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    loaded = moe_qlora.load_sharded(folder, config, dtype=torch.float32)
+    assert len(calls) > 2
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        return f"loaded, loss {loaded(input_ids=ids, labels=ids).loss.item():.6f}"
+
+
 def save_without_one(model: Any, rank: int, folder: Path) -> str:
     sharded(model)
     if rank == 1:
@@ -232,6 +250,22 @@ def test_a_rank_killed_while_a_model_is_saved(
     check_folder(folder)
     assert content(folder) != before
     assert left_behind(folder) == []
+
+
+def test_a_rank_killed_while_a_model_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", **SIZES).save_pretrained(tmp_path)
+    codes, texts, seconds = ranks.run(load, tmp_path, 1)
+    assert codes == [1, KILLED, 1]
+    for rank in (0, 2):
+        assert texts[rank].startswith("QuantizationError: Packing model.layers.0.")
+        assert f"failed on rank {rank} while it gathered absmax from all ranks" in texts[rank]
+        assert texts[rank].endswith("every rank must take part to the end; load the model again.")
+        assert len(texts[rank].splitlines()) == 1
+    assert seconds < 6 * TIMEOUT
+    codes, texts, _ = ranks.run(load, tmp_path, None)
+    assert codes == [0] * WORLD, texts
+    assert texts[0].startswith("loaded, loss 5.")
+    assert len(set(texts)) == 1
 
 
 def test_a_rank_killed_while_an_adapter_is_saved(ranks: Ranks, tmp_path: Path) -> None:
