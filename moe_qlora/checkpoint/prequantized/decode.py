@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -82,19 +81,16 @@ def dequantize(
 
     Every value is made in fp32 and rounded once; at most `PIECE` values are in fp32 at a time.
     """
-    rows, columns = tensor.matrix
-    experts, rows, first = (stop - start, rows, 0) if tensor.stacked else (1, stop - start, start)
-    codes = parts[CODES].reshape(
-        experts, rows, prod(parts[CODES].shape[2 if tensor.stacked else 1 :])
-    )
-    scale = parts[SCALE]
-    if not scale.is_floating_point() or scale.dtype == torch.float8_e8m0fnu:
-        scale = scale.view(torch.uint8)
-    scale = scale.reshape(1 if tensor.one_scale else experts, -1, tensor.grid[1])
+    if start == stop:
+        return torch.empty((0, *tensor.shape[1:]), dtype=dtype, device=parts[CODES].device)
+    height, columns = tensor.matrix
+    experts, rows, first = (stop - start, height, 0) if tensor.stacked else (1, stop - start, start)
+    codes = parts[CODES].reshape(experts, rows, -1)
+    scale = parts[SCALE].reshape(1 if tensor.one_scale else experts, -1, tensor.grid[1])
     shape = (experts, columns, rows) if tensor.transposed else (experts, rows, columns)
     plain = torch.empty(shape, dtype=dtype, device=codes.device)
     target = plain.transpose(1, 2) if tensor.transposed else plain
-    step = max(1, PIECE // max(columns, 1))
+    step = max(1, PIECE // columns)
     for expert in range(experts):
         own = scale[0 if tensor.one_scale else expert]
         for begin in range(0, rows, step):

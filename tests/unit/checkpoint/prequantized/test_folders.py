@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 from folders import same
-from prequantized import CASES, write_case
+from prequantized import CASES
 
 from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint, open_plain
-
-
-@pytest.fixture(scope="module")
-def folders(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, tuple[Path, dict[str, torch.Tensor]]]:
-    root = tmp_path_factory.mktemp("makers")
-    return {name: write_case(root / name.replace(" ", "_"), name) for name in CASES}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,141 @@
+"""Rows that are read alone: their values, what is read from disk for them, and the memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from folders import same
+from prequantized import CASES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_qlora.checkpoint.prequantized import decode, open_plain
+from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.errors import CheckpointError
+
+
+def ranges(rows: int) -> list[tuple[int, int | None]]:
+    """Rows that begin and end within blocks, at their edges, one row, none, and too many."""
+    odd = [(1, 2), (3, rows - 1), (rows - 1, None), (0, 1), (15, 17), (16, 32), (17, rows + 9)]
+    return [*odd, (0, rows), (rows // 2, rows // 2), (rows, None)]
+
+
+@pytest.mark.parametrize("piece", [1 << 22, 50])
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_those_of_the_whole(folders, name, piece, monkeypatch):
+    with open_plain(folders[name][0]) as checkpoint:
+        shapes = {checkpoint.info(key).shape: key for key in checkpoint}
+        wholes = {key: checkpoint.read(key) for key in shapes.values()}
+        monkeypatch.setattr(decode, "PIECE", piece)  # 50 values: less than a row, or one
+        for key, whole in wholes.items():
+            if piece == 50 and whole.numel() > 1 << 16:
+                continue
+            for start, stop in ranges(whole.shape[0]):
+                rows = checkpoint.read(key, start, stop)
+                assert same(rows, whole[start:stop].contiguous()), (key, start, stop)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_the_rows_that_are_needed_are_read(folders, name, monkeypatch):
+    """Bytes of codes and scales, not counting the last block, of which all rows share a scale."""
+    read, counted = Checkpoint.read, []
+
+    def count(self, key, *args, **kwargs):
+        tensor = read(self, key, *args, **kwargs)
+        counted.append((key, tensor.nbytes, tensor.shape[:1]))
+        return tensor
+
+    with open_plain(folders[name][0]) as checkpoint:
+        names = [key for key in checkpoint if checkpoint.is_dequantized(key)]
+        monkeypatch.setattr(Checkpoint, "read", count)
+        for key in names[:40]:
+            rows, parts = checkpoint.info(key).shape[0], checkpoint.parts(key)
+            counted.clear()
+            checkpoint.read(key, 1, 2)
+            sizes = {part: (nbytes, shape) for part, nbytes, shape in counted}
+            for role, part in parts.items():
+                nbytes, shape = sizes[part]
+                whole = checkpoint.stored[part].nbytes
+                if role == "codes":
+                    assert nbytes * rows == whole, part
+                elif role == "scale" and checkpoint.stored[part].shape[:1] not in ((), (1,)):
+                    assert tuple(shape) == (1,), part
+                    assert nbytes < whole, part
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest fp32 tensor and the most bytes of tensors that operations made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float32 = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.float32 = max(self.float32, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_piece_is_in_fp32_at_a_time(folders, name, monkeypatch):
+    monkeypatch.setattr(decode, "PIECE", 1024)
+    with open_plain(folders[name][0]) as checkpoint:
+        for key in checkpoint:
+            info = checkpoint.info(key)
+            if not checkpoint.is_dequantized(key) or len(info.shape) * info.nbytes < 8192:
+                continue
+            with Largest() as largest:
+                checkpoint.read(key)
+            # words and bytes are unpacked whole, which may be a little more than the columns
+            assert 0 < largest.float32 <= max(1024, 2 * max(info.shape[-2:])) + 256, key
+
+
+def test_codes_travel_and_are_decoded_on_the_device(folders):
+    """On the device "meta" nothing is computed: what arrives there are codes and scales."""
+    with open_plain(folders["qwen3_moe nvfp4"][0]) as checkpoint:
+        for key in checkpoint:
+            value = checkpoint.read(key, 1, 3, device="meta")
+            assert value.device.type == "meta"
+            assert value.shape == (2, *checkpoint.info(key).shape[1:])
+            assert value.dtype == torch.bfloat16
+            assert same(checkpoint.read(key, 1, 3, device="cpu"), checkpoint.read(key, 1, 3))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_stored_is_known_by_its_plain_name(folders, name):
+    with open_plain(folders[name][0]) as checkpoint:
+        names = [checkpoint.plain_name(key) for key in checkpoint.stored]
+        plain = [key for key in names if key is not None]
+        assert sorted(plain) == sorted(checkpoint)
+        assert len(plain) == len(set(plain)) < len(names)
+        for key in checkpoint:
+            parts = checkpoint.parts(key)
+            assert checkpoint.plain_name(parts["codes"]) == key
+            others = [part for role, part in parts.items() if role != "codes"]
+            assert all(checkpoint.plain_name(part) is None for part in others)
+            assert bool(others) is checkpoint.is_dequantized(key)
+            checkpoint.expect([key], 1, 2)
+            checkpoint.expect([key])
+        assert checkpoint.plain_name("nothing") is None
+
+
+def test_bytes_are_those_of_tensors_that_are_plain(folders):
+    with open_plain(folders["deepseek_v3 fp8"][0]) as checkpoint:
+        norm = checkpoint.read("model.norm.weight").view(torch.uint8)
+        assert torch.equal(checkpoint.read_bytes("model.norm.weight", 2, 8), norm[2:8])
+        key = "model.layers.0.self_attn.o_proj.weight"
+        with pytest.raises(CheckpointError, match=rf"{key} is stored as codes \(fp8\)"):
+            checkpoint.read_bytes(key, 0, 1)
+        for missing in ("model.nothing", f"{key}_scale_inv"):
+            with pytest.raises(CheckpointError, match=f"no tensor {missing}"):
+                checkpoint.read(missing)
+            assert missing not in checkpoint
+
+
+def test_it_is_a_mapping_and_closes(folders):
+    checkpoint = open_plain(folders["gpt_oss mxfp4"][0])
+    assert len(checkpoint) == len(list(checkpoint))
+    assert checkpoint.method == "mxfp4"
+    checkpoint.close()
+    checkpoint.close()
