@@ -24,8 +24,9 @@ from ..packing import codec
 from .conversion import Disk, DiskLayout, Group, blank, revert, same_bits
 from .fingerprint import SAMPLED_ROWS
 from .fit import model_problems, packed_names, parts_of
-from .integrity import check_folder, open_checkpoint, open_shards, warn_of_changes
+from .integrity import check_folder, open_shards, warn_of_changes
 from .manifest import Manifest
+from .prequantized import open_plain
 from .reader import SINGLE, Checkpoint, header_bytes
 from .writer import plan_shards
 
@@ -81,11 +82,17 @@ def _check_same(group: Group, first: Mapping[str, Tensor], again: Mapping[str, T
 
 
 class PlainBase(Base):
-    """A 16-bit folder in its original layout; `model` is its model on meta."""
+    """A 16-bit folder in its original layout, or one that its maker quantized, as the 16-bit one.
 
-    def __init__(self, folder: Path, model: nn.Module) -> None:
+    `model` is its model on meta; `makers_config`, the quantization_config, where the caller's model
+    says another one than config.json.
+    """
+
+    def __init__(
+        self, folder: Path, model: nn.Module, makers_config: Mapping[str, Any] | None = None
+    ) -> None:
         self.folder = folder
-        self.checkpoint = open_checkpoint(folder)
+        self.checkpoint = open_plain(folder, quantization_config=makers_config)
         infos = {key: self.checkpoint.info(key) for key in self.checkpoint}
         self.disk = {key: (info.shape, info.dtype) for key, info in infos.items()}
         self.layout = DiskLayout(model, self.disk)

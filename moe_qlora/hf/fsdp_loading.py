@@ -2,7 +2,8 @@
 
 transformers shards the model on meta by its own plan, and then reads what is not packed, a share
 on each rank. What is packed it must not see: 16-bit weights belong to no parameter of the model.
-Here such weights are made blank before the sharding, hidden from the load, and filled after it.
+Here such weights are made blank before the sharding, hidden from the load, and filled after it; and
+so is whatever a maker's codes stand for, packed or not.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from torch import nn
 from ..checkpoint.base import PlainBase
 from ..checkpoint.integrity import open_shards
 from ..checkpoint.load_spec import LoadSpec, kept_dtypes
+from ..checkpoint.prequantized import PrequantizedCheckpoint
 from ..checkpoint.rows import CheckpointRows
 from ..distributed.filling import ShardedWeights, targets_of
 from ..distributed.fsdp import allocate, shards_integers
 from ..packing import parametrize
 from .distributed_config import keep_whole
 from .load_sharded import BlankModel, StoredWeights, aliases_of, device_of, pack_blanks
+from .prequantized import COMPANION
 
 _UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
 
@@ -32,7 +35,13 @@ class ShardedLoad:
     """One load of a sharded model: what of it is packed, and how it is filled."""
 
     def __init__(
-        self, model: Any, spec: LoadSpec, config: Any, folder: Path, dtype: torch.dtype | None
+        self,
+        model: Any,
+        spec: LoadSpec,
+        config: Any,
+        folder: Path,
+        dtype: torch.dtype | None,
+        makers_config: Mapping[str, Any] | None = None,
     ) -> None:
         """Pack a model on meta, whose Linear layers are bitsandbytes', with blank weights."""
         linears = {
@@ -45,9 +54,14 @@ class ShardedLoad:
         for name, module in linears.items():
             dtypes[name] = kept(name) or dtype or module.weight.dtype
         aliases = aliases_of(model)
+        self.prequantized: PrequantizedCheckpoint | None = None
+        dequantized: set[str] = set()
         self._fill: Callable[[ShardedWeights, torch.device], None]
         if spec.manifest is None:
-            base = PlainBase(folder, model)
+            base = PlainBase(folder, model, makers_config)
+            if isinstance(base.checkpoint, PrequantizedCheckpoint):
+                self.prequantized = base.checkpoint
+                dequantized = _dequantized(base, base.checkpoint)
             # Conv1D, which bitsandbytes replaces as well, stores `(in, out)`.
             kinds = {
                 name: getattr(module, "source_cls", nn.Linear) for name, module in linears.items()
@@ -65,19 +79,25 @@ class ShardedLoad:
         settings, layout = spec.settings, spec.layout
         pack_blanks(BlankModel(model, config, settings, layout, tuple(params.values()), dtypes))
         self.weights = targets_of(model, settings, dtypes)
-        self.weights.plain.clear()  # transformers loads them
-        self._hide(model, [*spec.params, *linears])
+        # transformers loads what is neither packed nor dequantized
+        self.weights.plain = {
+            name: target
+            for name, target in self.weights.plain.items()
+            if dequantized & {name, *aliases.get(name, ())}
+        }
+        self._hide(model, [*spec.params, *linears, *self.weights.plain])
         keep_whole(model, _shard_by_plan)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedLoad:
         return self  # transformers copies its quantizer for every tensor
 
     def _hide(self, model: Any, names: list[str]) -> None:
-        """Keep the load from looking for packed weights, and from initializing them."""
+        """Keep the load from looking for what is filled later, and from initializing it."""
         own = set()
         for target in self.weights.packed.values():
             held = [target.codes(), *target.statistics.parameters()]
             own |= {id(tensor) for tensor in held}
+        own |= {id(target.tensor()) for target in self.weights.plain.values()}
         hidden = {name for name, tensor in model.named_parameters() if id(tensor) in own}
 
         def hide(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -90,6 +110,7 @@ class ShardedLoad:
             model.get_submodule(name)._is_hf_initialized = True
         patterns = {rf"^{re.escape(name)}($|\.)" for name in names}
         patterns |= {rf"^{re.escape(name)}\.(SCB|weight_format)$" for name in modules}
+        patterns.add(f"^{COMPANION}$")
         self._before = model.__dict__.get(_UNEXPECTED)
         setattr(model, _UNEXPECTED, set(getattr(model, _UNEXPECTED) or ()) | patterns)
 
@@ -108,6 +129,12 @@ class ShardedLoad:
             self._fill(self.weights, device)
         finally:
             self._files.close()
+
+
+def _dequantized(base: PlainBase, files: PrequantizedCheckpoint) -> set[str]:
+    """Return the names of the parameters that are made from codes."""
+    groups = base.layout.by_name.items()
+    return {name for name, group in groups if any(map(files.is_dequantized, group.keys))}
 
 
 def shards_model(config: Any) -> bool:

@@ -35,6 +35,7 @@ from .distributed_config import keep_whole, mesh_of, own_device
 from .fsdp_loading import ShardedLoad, shards_model
 from .model import finish_packing
 from .prequantized import (
+    PlainNames,
     check_read,
     describe_plain,
     load_dtypes,
@@ -139,7 +140,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         # The stock method may have put lists of Linear layers in place of fused weights.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._spec.params = {n: p for n, p in self._spec.params.items() if n in names}
-        if shards_model(getattr(config, "distributed_config", None)) and self._spec.params:
+        filled_later = self._spec.params or self._spec.prequantized is not None
+        if shards_model(getattr(config, "distributed_config", None)) and filled_later:
             self._shard(model, files, dtype)
             return
         if mesh is not None:
@@ -157,7 +159,9 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         spec.files.close()
         model.hf_quantizer = self
         folder = Path(files[0]).parent
-        self._sharded = ShardedLoad(model, spec, self.quantization_config, folder, dtype)
+        self._sharded = ShardedLoad(
+            model, spec, self.quantization_config, folder, dtype, self._makers_config
+        )
 
     def _add_skips(self, model: Any) -> None:
         """Add the switch's skip patterns to a copy of the config."""
@@ -218,7 +222,9 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if self._sharded is not None and self._mark is not None:
             return []  # names are the model's own, and what is packed is filled later
         if spec is None or not (spec.params or spec.prequantized is not None):
-            return super().update_weight_conversions(weight_conversions, *model)  # type: ignore[misc]
+            stock = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[misc]
+            quantized = None if self._sharded is None else self._sharded.prequantized
+            return stock if quantized is None else [PlainNames(quantized), *stock]
         if spec.manifest is not None:
             # A packed folder has the model's own names: nothing to rename, nothing to merge.
             packed = [PackedConverter(leaf, spec) for leaf in spec.leaves()]

@@ -68,6 +68,23 @@ def write_case(path: Path, name: str, **changes: Any) -> tuple[Path, Stored]:
     return write_folder(path, case.model_type, case.method, **options)
 
 
+def write_both(path: Path, name: str, **changes: Any) -> Path:
+    """Write such a folder as `maker`, and the 16-bit folder it stands for as `plain`."""
+    folder, plain = write_case(path / "maker", name, **changes)
+    write_plain(path / "plain", folder, plain)
+    return path
+
+
+def write_plain(path: Path, folder: Path, plain: Stored) -> None:
+    """Write the 16-bit folder that another stands for."""
+    path.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    tensors = {key: tensor.contiguous() for key, tensor in plain.items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
 def write_folder(
     path: Path,
     model_type: str,

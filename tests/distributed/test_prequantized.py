@@ -1,0 +1,134 @@
+"""Folders that their makers quantized, loaded a share at a time: as their 16-bit folders are.
+
+Two processes serve every case.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.distributed import DistributedConfig
+
+import moe_qlora
+from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.testing import run_distributed
+from tests.helpers.prequantized import write_both
+
+FP8, MXFP4, NVFP4 = "deepseek_v3 fp8", "gpt_oss mxfp4", "qwen3_moe modelopt nvfp4"
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nf4": NF4,
+    "int8": {"load_in_8bit": True},
+    # parameters that are dequantized, and sharded as they are
+    "skips": {**NF4, "llm_int8_skip_modules": ["self_attn", "layers.1.mlp", "lm_head"]},
+}
+CASES = (  # the folder, how its model is divided, the settings
+    (FP8, "fsdp", "skips"),
+    (MXFP4, "fsdp", "skips"),
+    (NVFP4, "fsdp", "int8"),
+    (FP8, "by config", "nf4"),
+    (MXFP4, "experts", "nf4"),
+    (NVFP4, "experts", "nf4"),
+)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer of this rank."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {
+        name: (tensor._local_tensor if hasattr(tensor, "placements") else tensor).detach().clone()
+        for name, tensor in named
+    }
+
+
+class CountedReads:
+    """Counts the bytes on disk that a rank reads of expert weights, codes and scales."""
+
+    def __init__(self) -> None:
+        self.total, self._stock = 0, Checkpoint.read
+
+    def __enter__(self) -> CountedReads:
+        def read(files: Checkpoint, key: str, *args: Any, **named: Any) -> torch.Tensor:
+            tensor = self._stock(files, key, *args, **named)
+            self.total += tensor.nbytes if ".experts." in key else 0
+            return tensor
+
+        Checkpoint.read = read  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        Checkpoint.read = self._stock  # type: ignore[method-assign]
+
+
+def load(folder: Path, way: str, kind: str, ranks: int) -> dict[str, Any]:
+    config = BitsAndBytesConfig(**SETTINGS[kind])
+    mesh = init_device_mesh("cpu", (ranks,)) if way == "experts" else None
+    arguments: dict[str, Any] = {}
+    if way != "experts":
+        sizes = {"fsdp_size": ranks, **({"ep_size": ranks} if way == "by config" else {})}
+        arguments["distributed_config"] = DistributedConfig(**sizes)
+    with moe_qlora.enabled(expert_mesh=mesh), CountedReads() as reads:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=config, output_loading_info=True, **arguments
+        )
+    return {
+        "tensors": tensors_of(model),
+        "read": reads.total,
+        "info": {name: sorted(keys) for name, keys in info.items()},
+        "is_sharded": isinstance(model, FSDPModule),
+        "config": model.config.quantization_config.to_dict(),
+    }
+
+
+def run_cases(rank: int, world: int, root: Path) -> dict[Any, Any]:
+    return {
+        (*case, name): load(root / case[0] / name, *case[1:], world)
+        for case in CASES
+        for name in ("maker", "plain")
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("makers")
+    for folder in (FP8, MXFP4, NVFP4):
+        write_both(path / folder, folder)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(root: Path) -> Any:
+    return run_distributed(run_cases, 2, root)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shares_are_those_of_the_plain_folder(ranks: Any, case: tuple[str, str, str]) -> None:
+    for rank in ranks:
+        maker, plain = rank[*case, "maker"], rank[*case, "plain"]
+        assert maker["tensors"].keys() == plain["tensors"].keys()
+        for name, tensor in plain["tensors"].items():
+            seen = maker["tensors"][name]
+            assert (seen.dtype, seen.shape) == (tensor.dtype, tensor.shape), name
+            left, right = (t.contiguous().flatten().view(torch.uint8) for t in (seen, tensor))
+            assert torch.equal(left, right), name
+        assert maker["info"] == plain["info"]
+        assert maker["config"] == plain["config"]
+        assert maker["is_sharded"] == plain["is_sharded"] == (case[1] == "fsdp")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_reads_its_share_of_codes_alone(
+    ranks: Any, root: Path, case: tuple[str, str, str]
+) -> None:
+    with Checkpoint(sorted((root / case[0] / "maker").glob("*.safetensors"))) as files:
+        keys = [key for key in files if ".experts." in key and "layers.2." not in key]
+        stored = sum(files.info(key).nbytes for key in keys)
+    for rank in ranks:
+        assert rank[*case, "maker"]["read"] < 0.65 * stored
