@@ -10,8 +10,8 @@
     whole     the same, of a model that was built whole on each GPU first
     ep        expert parallelism, its other weights under DDP
 
-Experts are packed to nf4 with double quantization, other weights stay in bf16; LoRA is on attention
-and experts. Each engine runs in processes of its own, one after the other, on the same machine.
+Experts are packed to nf4 with double quantization. Other weights stay in bf16; with `--linears` (not
+for fsdp2) bitsandbytes packs Linear layers too. LoRA is on attention and experts. Each engine runs in processes of its own, one after the other, on the same machine.
 Every rank trains its own micro-batch: tokens/s are those of all ranks together.
 """
 
@@ -76,6 +76,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=None, help="largest norm of gradients")
     parser.add_argument("--memory", type=float, default=None, help="GiB that each GPU may use")
     parser.add_argument("--profile", type=Path, help="folder for a table of one step's kernels")
+    parser.add_argument("--linears", action="store_true", help="pack Linear layers too")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--port", type=int, default=29650)
@@ -89,6 +90,8 @@ def _options() -> argparse.Namespace:
     unknown = set(options.engines) - set(ENGINES)
     if unknown:
         parser.error(f"--engines {', '.join(sorted(unknown))}: expected some of {ENGINES}")
+    if options.linears and "fsdp2" in options.engines:
+        parser.error("--linears is not for the engine fsdp2: it fills Linear layers in bf16")
     return options
 
 
@@ -200,21 +203,38 @@ def _adapt(model: Any, options: argparse.Namespace) -> Any:
     return whole_model.adapt("ours", model, options)
 
 
-def _built(config: Any, device: torch.device) -> Any:
+def _built(config: Any, options: argparse.Namespace, device: torch.device) -> Any:
     """Return the whole model on the device, each expert weight packed as soon as it is made."""
     packer = whole_model._Packer("ours", config)
     model = whole_model.build(config, device, packer.visit)
+    if options.linears:
+        _pack_linears(model, device)
     whole_model.pack(model, device, None)
     return model
 
 
+def _pack_linears(model: nn.Module, device: torch.device) -> None:
+    """Put bitsandbytes' packed layers in place of Linear layers, but for the output head."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear and n != "lm_head"}
+    while linears:
+        name, plain = linears.popitem()
+        size = (plain.in_features, plain.out_features)
+        with torch.device("meta"):
+            packed = Linear4bit(*size, compute_dtype=torch.bfloat16, quant_type="nf4")
+        weight = Params4bit(plain.weight.data, requires_grad=False, quant_type="nf4", module=packed)
+        packed.weight, packed.bias = weight.to(device), plain.bias
+        model.set_submodule(name, packed)
+
+
 def _single(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    model = _adapt(_built(config, device), options)
+    model = _adapt(_built(config, options, device), options)
     return model, model
 
 
 def _ddp(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    model = _adapt(_built(config, device), options)
+    model = _adapt(_built(config, options, device), options)
     return model, _in_ddp(model, device)
 
 
@@ -229,7 +249,7 @@ def _whole(config: Any, options: argparse.Namespace, device: torch.device) -> tu
 
     from moe_qlora.distributed.fsdp import shard_model
 
-    model = _adapt(_built(config, device), options)
+    model = _adapt(_built(config, options, device), options)
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     shard_model(model, mesh, reshard_after_forward=not options.keep)
     return model, model
@@ -260,6 +280,8 @@ def _ep(config: Any, options: argparse.Namespace, device: torch.device) -> tuple
         layout = moe_qlora.detect(model_class(config.model_type)._from_config(config))
     model = whole_model.build(config, device, visit)
     expert_parallel.divide(model, layout, mesh)
+    if options.linears:
+        _pack_linears(model, device)
     whole_model.pack(model, device, None)
     adapted = _adapt(model, options)
     return adapted, _in_ddp(adapted, device)
@@ -312,6 +334,8 @@ def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any)
     row |= {"layers": config.get_text_config().num_hidden_layers}
     row |= {"micro_batch": options.micro_batch}
     row |= {"note": f"LoRA r={options.rank} {','.join(options.lora)}"}
+    if options.linears:
+        row["note"] += ", Linear layers packed"
     if options.memory:
         row["note"] += f", each GPU held to {options.memory:g} GiB"
     row |= {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in figures.items()}
