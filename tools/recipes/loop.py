@@ -34,9 +34,10 @@ model = moe_qlora.get_peft_model(model, lora_config, experts=True).train()
 if "--ddp" in sys.argv:
     model = DistributedDataParallel(model)
 else:
-    for layer in model.get_base_model().model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    with moe_qlora.shards_integers():  # torch before 2.13 shards no packed weights by itself
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        fully_shard(model)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
 torch.manual_seed(rank)  # other rows on each rank: put your data here
 rows = torch.randint(0, 100, (2, 32), device="cuda" if gpus else "cpu")

@@ -49,5 +49,6 @@ trainer = SFTTrainer(
     peft_config=lora_config,
     train_dataset=Dataset.from_dict({"input_ids": rows}),
 )
-trainer.train()
+with moe_qlora.shards_integers():  # torch before 2.13 shards no packed weights by itself
+    trainer.train()
 trainer.save_model(out)
