@@ -30,7 +30,9 @@ def shards_integers() -> Iterator[None]:
             fully_shard(model, mesh=mesh)
 
     torch before 2.13 asks gradients of each shard that it makes, and "only Tensors of floating
-    point dtype can require gradients". Where torch is right, nothing is changed.
+    point dtype can require gradients"; and a mixed precision policy casts codes as it gathers
+    them, which destroys them. Parameters that are sharded in the block are gathered as they are,
+    afterwards too. Where torch is right, nothing is changed.
     """
     import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 
@@ -38,12 +40,25 @@ def shards_integers() -> Iterator[None]:
     if _takes_integers():
         yield
         return
-    stock = module.nn
-    module.nn = _NeuralNetworks(stock)
+    stock, sharded = module.nn, module.FSDPParam
+    build = sharded.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        if not self.sharded_param.is_floating_point():
+            self.init_dtype_attrs = types.MethodType(_keep_dtype, self)
+
+    module.nn, sharded.__init__ = _NeuralNetworks(stock), init
     try:
         yield
     finally:
-        module.nn = stock
+        module.nn, sharded.__init__ = stock, build
+
+
+def _keep_dtype(self: Any, mp_policy: Any) -> None:
+    """Set what `FSDPParam.init_dtype_attrs` sets, for a parameter that no policy casts."""
+    self.orig_dtype = self.sharded_param.dtype
+    self.param_dtype = self.reduce_dtype = None
 
 
 def _takes_integers() -> bool:
