@@ -2,14 +2,22 @@
 
     python tools/bench/loading.py --experts-gib 1                # CPU, memory of the process
     python tools/bench/loading.py --layers 32 --device cuda      # one GPU, memory of the device
+    python tools/bench/loading.py --layers 24 --maker fp8 --device cuda
+    python tools/bench/loading.py --model gpt-oss-20b --layers 24 --maker mxfp4 --device cuda
 
-A checkpoint of the shape of Qwen3-30B-A3B (per-expert keys, bf16, random weights) is written, then
-loaded, each way in a process of its own, with the files' pages dropped from the page cache before:
+A checkpoint of the shape of Qwen3-30B-A3B (per-expert keys) or gpt-oss-20b (fused), bf16, random
+weights, is written, then loaded, each way in a process of its own, with the files' pages dropped
+from the page cache before:
 
     plain          bf16, as transformers loads it
     load-then-pack bf16 experts first, then `quantize_experts`
     streaming      `from_pretrained` under `moe_qlora.enabled()`
     reload         the folder that the streamed model's `save_pretrained` wrote
+
+With `--maker` the same model is also written as its makers ship it, other random numbers, and:
+
+    maker          that folder with a BitsAndBytesConfig under `moe_qlora.enabled()`
+    maker-stock    transformers' own dequantize=True, then `quantize_experts`
 
 "over" is what a load takes at its peak beyond the model that it leaves: on the CPU anonymous memory
 (RssAnon, sampled), on a GPU `torch.cuda.max_memory_allocated`.
@@ -21,75 +29,81 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import RESULTS, Rows, environment
 from safetensors.torch import save_file
+from shapes import whole_config
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
 
 import moe_qlora
 
+MODELS = ("qwen3-30b-a3b", "gpt-oss-20b")
 WAYS = ("plain", "load-then-pack", "streaming", "reload")
+MAKER_WAYS = ("maker", "maker-stock")
 GIB = 2**30
 SAMPLE_SECONDS = 0.002
+FP8_BLOCK = 128
+MAKERS: dict[str, dict[str, Any]] = {
+    "fp8": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
+    },
+    "mxfp4": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
+            *("model.embed_tokens", "lm_head"),
+        ],
+    },
+}
+Encode = Callable[[str, tuple[int, ...], str], dict[str, torch.Tensor]]
 
 
-def config(layers: int, experts: int) -> Qwen3MoeConfig:
-    """Qwen3-30B-A3B's configuration with fewer layers or experts."""
-    return Qwen3MoeConfig(
-        num_hidden_layers=layers,
-        num_experts=experts,
-        hidden_size=2048,
-        moe_intermediate_size=768,
-        intermediate_size=6144,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        dtype="bfloat16",
-        architectures=["Qwen3MoeForCausalLM"],
-    )
+def config(model: str, layers: int, experts: int | None) -> Any:
+    """Return a model's configuration with fewer layers, or other experts."""
+    settings = whole_config(model, layers=layers)
+    if experts is not None:
+        settings.num_experts = experts
+    settings.dtype = torch.bfloat16
+    settings.architectures = [type(meta_model(settings)).__name__]
+    return settings
 
 
-def write(folder: Path, settings: Qwen3MoeConfig, device: str) -> int:
-    """Write the checkpoint layer by layer, per-expert keys; returns its bytes."""
+def meta_model(settings: Any) -> Any:
+    """Return the model on meta, in bf16."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+
+
+def write(folder: Path, settings: Any, device: str, encode: Encode) -> int:
+    """Write a checkpoint of random weights layer by layer; return its bytes."""
     folder.mkdir(parents=True)
     settings.save_pretrained(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {n: tuple(t.shape) for n, t in meta_model(settings).state_dict().items()}
     weight_map: dict[str, str] = {}
     total = 0
-    groups: dict[str, dict[str, torch.Tensor]] = {}
+    groups: dict[str, list[str]] = {}
     for name in shapes:
-        group = name.split(".")[2] if ".layers." in name else "rest"
-        groups.setdefault(group, {})
-    for index, group in enumerate(groups):
+        groups.setdefault(name.split(".")[2] if ".layers." in name else "rest", []).append(name)
+    for index, names in enumerate(groups.values()):
         tensors: dict[str, torch.Tensor] = {}
-        for name, shape in shapes.items():
-            if (name.split(".")[2] if ".layers." in name else "rest") != group:
-                continue
-            if ".experts." not in name:
-                tensors[name] = random(shape, device)
-                continue
-            parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
-            stem = name.rpartition(".")[0]
-            single = (shape[1] // len(parts), shape[2])
-            for expert in range(shape[0]):
-                for part in parts:
-                    tensors[f"{stem}.{expert}.{part}.weight"] = random(single, device)
+        for name in names:
+            for key, shape in keys_on_disk(settings.model_type, name, shapes[name]):
+                tensors |= encode(key, shape, device)
         file = f"model-{index:05d}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
@@ -99,9 +113,47 @@ def write(folder: Path, settings: Qwen3MoeConfig, device: str) -> int:
     return total
 
 
-def random(shape: tuple[int, ...], device: str) -> torch.Tensor:
-    """bf16 weights of a standard deviation of 0.02, on the CPU."""
-    return torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02).cpu()
+def keys_on_disk(
+    model_type: str, name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the keys and shapes of a parameter in a 16-bit checkpoint."""
+    stem, _, leaf = name.rpartition(".")
+    if not stem.endswith(".experts") or model_type == "gpt_oss":  # whose experts are stored fused
+        yield name, shape
+        return
+    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+    for expert in range(shape[0]):
+        for part in parts:
+            yield f"{stem}.{expert}.{part}.weight", (shape[1] // len(parts), shape[2])
+
+
+def encode_bf16(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
+    """Make bf16 weights of a standard deviation of 0.02."""
+    return {key: torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02).cpu()}
+
+
+def encode_fp8(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
+    """Make e4m3 codes and a scale for each block of 128 x 128, where a matrix is projected."""
+    if not key.endswith("_proj.weight"):
+        return encode_bf16(key, shape, device)
+    codes = torch.randn(shape, device=device).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    grid = tuple(math.ceil(size / FP8_BLOCK) for size in shape)
+    scales = torch.rand(grid, device=device).add_(0.5).mul_(2e-4)
+    return {key: codes.cpu(), f"{key}_scale_inv": scales.cpu()}
+
+
+def encode_mxfp4(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
+    """Make FP4 codes along the input, and an exponent for each 32 of them, of expert weights."""
+    if len(shape) != 3:
+        return encode_bf16(key, shape, device)
+    experts, inputs, rows = shape
+    size = (experts, rows, inputs // 32)
+    codes = torch.randint(256, (*size, 16), dtype=torch.uint8, device=device)
+    scales = torch.randint(118, 122, size, dtype=torch.uint8, device=device)
+    return {f"{key}_blocks": codes.cpu(), f"{key}_scales": scales.cpu()}
+
+
+ENCODE: dict[str, Encode] = {"bf16": encode_bf16, "fp8": encode_fp8, "mxfp4": encode_mxfp4}
 
 
 def forget(folder: Path) -> None:
@@ -153,8 +205,10 @@ def measure(way: str, folder: Path, device: str, save_to: Path | None) -> dict[s
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
     arguments: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": device}}
-    if way in ("streaming", "load-then-pack"):
+    if way in ("streaming", "load-then-pack", "maker"):
         arguments["quantization_config"] = quantization
+    if way == "maker-stock":
+        arguments["quantization_config"] = dequantizing_config(folder)
     warm_up(device)
     forget(folder)
     gc.collect()
@@ -162,13 +216,16 @@ def measure(way: str, folder: Path, device: str, save_to: Path | None) -> dict[s
     on_gpu = device.startswith("cuda")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    switch = moe_qlora.enabled() if way in ("streaming", "reload") else contextlib.nullcontext()
+    packs = way in ("streaming", "reload", "maker")
+    switch = moe_qlora.enabled() if packs else contextlib.nullcontext()
     with Anonymous() as anonymous:
         start = time.perf_counter()
         with switch:
             model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
         if way == "load-then-pack":
             moe_qlora.quantize_experts(model)
+        if way == "maker-stock":
+            moe_qlora.quantize_experts(model, quantization)
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -188,6 +245,15 @@ def measure(way: str, folder: Path, device: str, save_to: Path | None) -> dict[s
         model.save_pretrained(save_to)
         result["save_seconds"] = time.perf_counter() - start
     return result
+
+
+def dequantizing_config(folder: Path) -> Any:
+    """Return the configuration by which transformers itself dequantizes a maker's folder."""
+    from transformers import FineGrainedFP8Config, Mxfp4Config
+
+    stored = json.loads((folder / "config.json").read_text())["quantization_config"]
+    kind = FineGrainedFP8Config if stored["quant_method"] == "fp8" else Mxfp4Config
+    return kind(dequantize=True)
 
 
 def warm_up(device: str) -> None:
@@ -213,34 +279,49 @@ def warm_up(device: str) -> None:
 
 def ways(arguments: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[str, float], int]]:
     """Write the checkpoint and load it each way: `(way, figures, bytes on disk)`."""
-    settings = config(arguments.layers, arguments.num_experts)
-    folder, packed = work / "bf16", work / "packed"
-    total = write(folder, settings, arguments.device)
+    settings = config(arguments.model, arguments.layers, arguments.num_experts)
+    folders = {"bf16": work / "bf16", "reload": work / "packed", "maker": work / "maker"}
+    write(folders["bf16"], settings, arguments.device, encode_bf16)
+    if arguments.maker:
+        settings.quantization_config = MAKERS[arguments.maker]
+        write(folders["maker"], settings, arguments.device, ENCODE[arguments.maker])
     for way in arguments.ways.split(","):
-        source = packed if way == "reload" else folder
+        source = folders.get(way.partition("-")[0], folders["bf16"])
         size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
         command = [sys.executable, __file__, "--measure", way, "--folder", str(source)]
         command += ["--device", arguments.device]
         if way == "streaming" and "reload" in arguments.ways:
-            command += ["--save-to", str(packed)]
+            command += ["--save-to", str(folders["reload"])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{way} failed:\n{done.stderr[-3000:]}")
-        yield way, json.loads(done.stdout.splitlines()[-1]), size if way == "reload" else total
+        yield way, json.loads(done.stdout.splitlines()[-1]), size
+
+
+def describe(arguments: argparse.Namespace) -> str:
+    """Return the setting of a row."""
+    experts = arguments.num_experts or (32 if arguments.model == "gpt-oss-20b" else 128)
+    model = "" if arguments.model == MODELS[0] else f"{arguments.model} "
+    maker = f" {arguments.maker}" if arguments.maker else ""
+    return f"{model}layers={arguments.layers} experts={experts} nf4+double{maker}"
 
 
 def main() -> None:
     """Measure and record."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--model", choices=("qwen3-30b-a3b", "gpt-oss-20b"), default="qwen3-30b-a3b"
+    )
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--num-experts", type=int, default=128)
+    parser.add_argument("--num-experts", type=int, help="of the Qwen model, 128 by default")
+    parser.add_argument("--maker", choices=tuple(MAKERS), help="also as its makers quantize it")
     parser.add_argument("--experts-gib", type=float, help="instead of both: about so much of bf16")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", help="default: those that the other options allow")
     parser.add_argument("--work", type=Path, help="where to write; a temporary folder by default")
     parser.add_argument("--out", type=Path, default=RESULTS / "loading.csv")
     parser.add_argument("--commit")
-    parser.add_argument("--measure", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=WAYS + MAKER_WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--save-to", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -248,6 +329,7 @@ def main() -> None:
         figures = measure(arguments.measure, arguments.folder, arguments.device, arguments.save_to)
         print(json.dumps(figures))
         return
+    arguments.ways = arguments.ways or ",".join(WAYS + (MAKER_WAYS if arguments.maker else ()))
     if arguments.experts_gib is not None:
         expert = 3 * 2048 * 768 * 2
         arguments.layers = 2
@@ -255,7 +337,7 @@ def main() -> None:
     where = environment(torch.device(arguments.device), arguments.commit)
     with tempfile.TemporaryDirectory(dir=arguments.work) as work:
         for way, figures, size in ways(arguments, Path(work)):
-            setting = f"layers={arguments.layers} experts={arguments.num_experts} nf4+double"
+            setting = describe(arguments)
             rows = Rows(arguments.out, where, f"load {way}", setting)
             rows.add("bytes on disk", "bytes", size)
             rows.add("time", "s", figures["seconds"])
