@@ -10,8 +10,9 @@
     whole     the same, of a model that was built whole on each GPU first
     ep        expert parallelism, its other weights under DDP
 
-Experts are packed to nf4 with double quantization. Other weights stay in bf16; with `--linears` (not
-for fsdp2) bitsandbytes packs Linear layers too. LoRA is on attention and experts. Each engine runs in processes of its own, one after the other, on the same machine.
+Experts are packed to nf4 with double quantization. Other weights stay in bf16; with `--linears`,
+which is not for fsdp2, bitsandbytes packs Linear layers too. LoRA is on attention and experts. Each
+engine runs in processes of its own, one after the other, on the same machine.
 Every rank trains its own micro-batch: tokens/s are those of all ranks together.
 """
 
