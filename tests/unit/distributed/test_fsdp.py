@@ -54,9 +54,7 @@ def logits(mesh: DeviceMesh) -> Tensor:
     return result.detach()
 
 
-def test_codes_are_gathered_as_they_are(
-    mesh: DeviceMesh, request: pytest.FixtureRequest
-) -> None:
+def test_codes_are_gathered_as_they_are(mesh: DeviceMesh, request: pytest.FixtureRequest) -> None:
     wanted = logits(mesh)
     request.getfixturevalue("older_torch")
     stock = fsdp_param.FSDPParam.__init__
