@@ -29,6 +29,8 @@ from .nibbles import unpack_nibbles
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the 16 codes: sign, two bits of exponent, one of mantissa."""
+GROUP, HALF_GROUP = 32, 16
+"""Values of MXFP4 that share a scale, and their bytes."""
 MXFP4_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 NVFP4_SCALES = (torch.float8_e4m3fn,)
 
@@ -41,20 +43,21 @@ def unpack_e2m1(codes: Tensor) -> Tensor:
 def plan_mxfp4(name: str, stored: Mapping[str, TensorInfo]) -> Quantized:
     """Return how `name`_blocks and `name`_scales of gpt-oss make the plain (E, in, out)."""
     blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
-    if len(blocks.shape) != 4 or blocks.dtype != torch.uint8 or 0 in blocks.shape:
+    is_blocks = len(blocks.shape) == 4 and blocks.shape[3] == HALF_GROUP
+    if not is_blocks or blocks.dtype != torch.uint8 or 0 in blocks.shape:
         raise CheckpointError(
             f"{name}_blocks is {described(blocks)}: MXFP4 codes are bytes of shape (experts, "
             "rows, groups, 16); copy the file again."
         )
-    experts, rows, groups, half = blocks.shape
+    experts, rows, groups = blocks.shape[:3]
     if scales.shape != blocks.shape[:3] or scales.dtype not in MXFP4_SCALES:
         raise CheckpointError(
             f"{name}_scales is {described(scales)}: wanted are bytes of shape "
             f"{blocks.shape[:3]}, one for each group of {name}_blocks; copy both files again."
         )
     parts = {CODES: f"{name}_blocks", SCALE: f"{name}_scales"}
-    shape = (experts, groups * half * 2, rows)
-    return Quantized(parts, shape, (1, half * 2), unpack_e2m1, transposed=True)
+    shape = (experts, groups * GROUP, rows)
+    return Quantized(parts, shape, (1, GROUP), unpack_e2m1, transposed=True)
 
 
 def plan_fp4(

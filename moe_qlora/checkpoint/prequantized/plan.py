@@ -7,12 +7,22 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ...errors import CheckpointError
-from ...layout import dtype_name
 from ..reader import TensorInfo
-from .config import ADVICE, COMPRESSED, FLOAT, FP8, INT, MODELOPT, MXFP4, MakerConfig, Scheme
-from .decode import Quantized
+from .config import (
+    ADVICE,
+    COMPRESSED,
+    FLOAT,
+    FP8,
+    INT,
+    MODELOPT,
+    MXFP4,
+    MXFP8,
+    MakerConfig,
+    Scheme,
+)
+from .decode import CODES, SCALE, Quantized
 from .fp4 import plan_fp4, plan_mxfp4
-from .fp8 import FP8_DTYPES, plan_fp8
+from .fp8 import FP8_DTYPES, described, plan_fp8
 from .int4 import plan_int
 
 ShapeOf = Callable[[str], tuple[int, ...]]
@@ -32,17 +42,11 @@ _REFUSED = {
     "qzeros": "codes are packed as GPTQ and AWQ do",
     "pre_quant_scale": "inputs are scaled as AWQ does",
 }
-_OWNERS = {
-    "_scale_inv": "",
-    "weight_scale": "weight",
-    "weight_scale_2": "weight",
-    "weight_global_scale": "weight_packed",
-    "weight_shape": "weight_packed",
-    "weight_zero_point": "weight_packed",
-    "qscale_weight": "weight",
-    "_scales": "_blocks",
-}
-"""Ends of keys of scales and their like, and what their codes have in that place."""
+_SCALES = (
+    *("_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_shape"),
+    *("weight_zero_point", "qscale_weight", "_scales"),
+)
+"""Ends of keys of scales and their like."""
 _FP4 = Scheme(FLOAT, 4, ((1, 32),), "expert_dtype fp4, groups of 32")
 
 
@@ -67,12 +71,19 @@ def plan_tensors(
                 raise CheckpointError(f"{name} is stored twice, once as {key}: remove one.")
             tensors[name] = tensor
     used = {key for tensor in tensors.values() for key in tensor.parts.values()}
-    plain = [
-        key
-        for key, info in stored.items()
-        if key not in used and _is_plain(key, info, tensors, config)
-    ]
-    return tensors, plain
+    rest = {key: info for key, info in stored.items() if key not in used}
+    rest = {key: info for key, info in rest.items() if not _is_idle(key, tensors)}
+    for key, info in rest.items():
+        if _holds_codes(key, info, config):
+            raise _without_scale(key, info, stored, tensors, config)
+    for key, info in rest.items():
+        if _is_scale(key, info, config):
+            codes = _like(key, CODES, tensors) or "the tensor it belongs to"
+            raise CheckpointError(
+                f"{key} is a part of a quantized weight, and {codes} is missing or holds no codes: "
+                "copy the whole folder."
+            )
+    return tensors, list(rest)
 
 
 def _plan(
@@ -157,31 +168,61 @@ def _scale_of(key: str, stored: Mapping[str, TensorInfo]) -> str | None:
     return next((name for name in names if name in stored), None)
 
 
-def _is_plain(
-    key: str, info: TensorInfo, tensors: Mapping[str, Quantized], config: MakerConfig
-) -> bool:
-    """Whether a tensor that is no part is a plain one; False for what weights do without.
-
-    Raises:
-        CheckpointError: It holds codes without scales, or scales without codes.
-    """
+def _like(key: str, role: str, tensors: Mapping[str, Quantized]) -> str | None:
+    """Return the key of a part beside `key`, as whole tensors of the folder have it."""
     module, _, last = key.rpartition(".")
+    for tensor in tensors.values():
+        if any(part.rpartition(".")[2] == last for part in tensor.parts.values()):
+            return f"{module}.{tensor.parts[role].rpartition('.')[2]}"
+    return None
+
+
+def _is_idle(key: str, tensors: Mapping[str, Quantized]) -> bool:
+    """Whether a tensor that is no part is for activations, or the zero points of 0 of codes."""
+    last = key.rpartition(".")[2]
     if last in _ACTIVATIONS or last.endswith(_ACTIVATION_ENDS):
+        return True
+    return last.endswith("_zero_point") and key.removesuffix("_zero_point") in tensors
+
+
+def _holds_codes(key: str, info: TensorInfo, config: MakerConfig) -> bool:
+    """Whether a tensor that is no part holds codes all the same."""
+    if info.dtype == torch.float8_e8m0fnu:
         return False
-    if last.endswith("_zero_point") and key.removesuffix("_zero_point") in tensors:
-        return False  # of a symmetric scheme, where it is zero
-    owner = next((end for end in _OWNERS if last.endswith(end)), None)
-    is_float8 = info.dtype.is_floating_point and info.dtype.itemsize == 1
+    if info.dtype.is_floating_point:
+        return info.dtype.itemsize == 1
+    module, _, last = key.rpartition(".")
+    is_packed = last.endswith(("_packed", "_blocks"))
     is_bytes = info.dtype in (torch.int8, torch.uint8) and len(info.shape) > 1
-    if owner is not None and (is_float8 or not config.is_ignored(module)):
-        raise CheckpointError(
-            f"{key} belongs to codes that are not there: {key.removesuffix(owner)}{_OWNERS[owner]} "
-            "is missing or is not quantized; copy the whole folder."
+    is_scale = last.endswith(_SCALES)
+    return (is_packed or (is_bytes and not is_scale)) and not config.is_ignored(module)
+
+
+def _is_scale(key: str, info: TensorInfo, config: MakerConfig) -> bool:
+    """Whether a tensor that is no part holds scales all the same."""
+    module, _, last = key.rpartition(".")
+    if info.dtype == torch.float8_e8m0fnu:
+        return True
+    return last.endswith(_SCALES) and not config.is_ignored(module)
+
+
+def _without_scale(
+    key: str,
+    info: TensorInfo,
+    stored: Mapping[str, TensorInfo],
+    tensors: Mapping[str, Quantized],
+    config: MakerConfig,
+) -> CheckpointError:
+    """Return the error for codes that nothing decodes."""
+    scale = _scale_of(key, stored)
+    if scale is not None:
+        return CheckpointError(
+            f"{key} is {described(info)} beside {scale}, and {config.method} stores no such codes: "
+            f"copy the whole folder, or {ADVICE}."
         )
-    if is_float8 or (is_bytes and not config.is_ignored(module)):
-        raise CheckpointError(
-            f"{key} is {dtype_name(info.dtype)}, and no scale that {config.method} stores beside "
-            f"such codes is there ({key}_scale_inv, {key}_scale): copy the whole folder, or "
-            f"{ADVICE}."
-        )
-    return True
+    end = "_scale_inv" if config.method in (FP8, MXFP8) else "_scale"
+    wanted = _like(key, SCALE, tensors) or f"{key}{end}"
+    return CheckpointError(
+        f"{key} is {described(info)}, which are codes, and {wanted}, without which they cannot be "
+        f"read, is missing: copy the whole folder, or {ADVICE}."
+    )
