@@ -32,10 +32,11 @@ from ..layout import dtype_name
 from ..packing import parametrize
 from ..packing.decoders import Params4bit
 from ..packing.gather import (
+    NOT_GIVEN,
     WholeTensor,
     gather_to_first,
     is_divided,
-    own_state_dict,
+    state_dict_to_save,
     whole_shape,
     whole_tensors,
 )
@@ -67,7 +68,7 @@ def save_pretrained(
     self: Any,
     save_directory: str | os.PathLike[str],
     is_main_process: bool = True,
-    state_dict: dict[str, Any] | None = None,
+    state_dict: Any = NOT_GIVEN,
     push_to_hub: bool = False,
     max_shard_size: int | str = "5GB",
     variant: str | None = None,
@@ -90,7 +91,8 @@ def save_pretrained(
         save_directory: The folder.
         is_main_process: False writes nothing, as does any but the first process of a distributed
             run.
-        state_dict: What to save instead of `self.state_dict()`.
+        state_dict: What to save instead of `self.state_dict()`; a dictionary, or None, which under
+            ZeRO-3 says that the first rank was given one.
         push_to_hub: Upload what was written, when all of it is.
         max_shard_size: Bytes, or such as "5GB".
         variant: Not supported.
@@ -104,14 +106,17 @@ def save_pretrained(
         ConfigError: `variant` or `distributed_checkpoint` is asked for.
     """
     if getattr(self, "_hf_peft_config_loaded", False):
-        options = (is_main_process, state_dict, push_to_hub, max_shard_size, variant, token)
+        stock_dict = None if state_dict is NOT_GIVEN else state_dict
+        options = (is_main_process, stock_dict, push_to_hub, max_shard_size, variant, token)
         type(self).save_pretrained(self, save_directory, *options, **kwargs)
         return
     unsupported = {"variant": variant, "distributed": kwargs.get("distributed_checkpoint")}
     for name, value in unsupported.items():
         if value:
             raise ConfigError(f"{name}={value!r} is not supported for a model with packed experts.")
-    state_dict = own_state_dict(self) if state_dict is None else state_dict
+    state_dict = state_dict_to_save(self, state_dict)
+    if state_dict is None:
+        return
     first = not distributed.is_initialized() or distributed.get_rank() == 0
     if not is_divided(self, state_dict) and not (first and is_main_process):
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from ..kernels.weights import PackedWeight
 from ..packing import codec, parametrize
+from ..packing.decoders import PackedCodes
 from ..packing.settings import CodecSettings
 
 Product = tuple[Tensor, Tensor, float]
@@ -55,4 +57,6 @@ def restore_packed(module: nn.Module, name: str, packed: PackedWeight) -> None:
     old: Any = parametrize.original_of(module, name) if was_packed else module._parameters[name]
     replace_parameter(module, name, torch.empty(0, device=old.device), None)
     moved = packed if packed.device == old.device else packed.to(old.device)
+    if isinstance(moved.owner, PackedCodes):  # of the other layout, which is for sharding
+        moved = replace(moved, owner=None)
     parametrize.attach(module, name, moved)

@@ -19,9 +19,10 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..errors import AdapterError, ConfigError
 from ..experts import restore
-from ..packing.sharding import prepare_sharding, runs_distributed
+from ..layout import unwrapped, unwrapped_name
+from ..packing.sharding import prepare_sharding, restore_linear, runs_distributed
 from ..packing.shares import first_share, keep_from_ddp
 from .combine import SingleExpert, concatenate, stored_factors
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
@@ -132,7 +133,20 @@ def connect_adapters(model: PeftModel) -> PeftModel:
         keep_from_ddp(model)
     replicate_adapters(tuner.model)
     model.__dict__["save_pretrained"] = MethodType(save_pretrained, model)
+    model.__dict__["load_adapter"] = MethodType(_load_adapter, model)
     return model
+
+
+def _load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load as `PeftModel.load_adapter` does; refuse where ZeRO-3 has partitioned the model."""
+    for name, parameter in self.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise AdapterError(
+                f"Loading {model_id} needs whole tensors, and {unwrapped_name(name)} is "
+                "partitioned by DeepSpeed ZeRO-3, whose optimizer has a copy of each: load "
+                "adapters before the engine is made, or go on from a checkpoint of the engine."
+            )
+    return type(self).load_adapter(self, model_id, *args, **kwargs)
 
 
 def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
@@ -200,7 +214,8 @@ class LoraModel(StockLoraModel):
     def unmerge_adapter(self) -> None:
         """Undo `merge_adapter`."""
         check_unsharded(self.model, "Unmerging", _OFFLINE)
-        super().unmerge_adapter()
+        with self._stock_linears():
+            super().unmerge_adapter()
 
     @contextmanager
     def _merging(self, dtype: torch.dtype | None, repack: bool) -> Iterator[None]:
@@ -210,10 +225,21 @@ class LoraModel(StockLoraModel):
         for wrapper in wrappers:
             wrapper.merge_dtype, wrapper.merge_repack = dtype, repack
         try:
-            yield
+            with self._stock_linears():
+                yield
         finally:
             for wrapper in wrappers:
                 wrapper.merge_dtype, wrapper.merge_repack = None, False
+
+    @contextmanager
+    def _stock_linears(self) -> Iterator[None]:
+        """Give adapted Linear layers bitsandbytes' own layout, the only one that PEFT merges."""
+        for module in self.model.modules():
+            if isinstance(module, LoraLayer):
+                restore_linear(unwrapped(module))
+        yield
+        if runs_distributed():
+            prepare_sharding(self.model)
 
     def add_weighted_adapter(
         self,

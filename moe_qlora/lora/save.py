@@ -25,11 +25,12 @@ from ..errors import AdapterError
 from ..layout import unwrapped_name
 from ..packing.decoders import is_share
 from ..packing.gather import (
+    NOT_GIVEN,
     WholeTensor,
     gather_to_first,
     is_divided,
-    own_state_dict,
     plain_tensor,
+    state_dict_to_save,
 )
 
 _CARD = "README.md"
@@ -68,9 +69,9 @@ def save_pretrained(
         stock(save_directory, is_main_process=is_main_process)
         return
     folder = absolute(os.fspath(save_directory))
-    state_dict = kwargs.pop("state_dict", None)
+    state_dict = state_dict_to_save(self, kwargs.pop("state_dict", NOT_GIVEN))
     if state_dict is None:
-        state_dict = own_state_dict(self)
+        return
     tensors: dict[str, WholeTensor] = {}
     if is_divided(self, state_dict):
         names = selected_adapters or list(self.peft_config)

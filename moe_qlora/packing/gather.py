@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -29,6 +29,9 @@ from .quant_state import state_dict_entries
 from .settings import CodecSettings
 
 _Result = TypeVar("_Result")
+
+NOT_GIVEN: Final[Any] = object()
+"""Stands for a `state_dict` that a caller left out, which is not the same as None."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,26 @@ def is_divided(model: nn.Module, state_dict: Mapping[str, Any]) -> bool:
     """Whether ranks hold different parts of this state dict of the model."""
     sharded = any(_is_sharded(tensor) for tensor in state_dict.values())
     return sharded or shares.first_share(model) is not None
+
+
+def state_dict_to_save(model: nn.Module, given: Any) -> Mapping[str, Any] | None:
+    """Return what a save writes: the state dict that it was given, or the model's own.
+
+    None means that this rank takes no part. Under ZeRO-3, accelerate, Trainer and DeepSpeed gather
+    a state dict for the first rank, and all others save with `state_dict=None`.
+
+    Raises:
+        CheckpointError: The first rank of a model under ZeRO-3 was given None as well.
+    """
+    if given is None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        if distributed.get_rank() != 0:
+            return None
+        raise CheckpointError(
+            "state_dict=None was given to save_pretrained on rank 0 for a model that DeepSpeed "
+            "ZeRO-3 has partitioned, where the other ranks then take no part: leave the argument "
+            "out, and call save_pretrained on all ranks."
+        )
+    return own_state_dict(model) if given is None or given is NOT_GIVEN else given
 
 
 def own_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -75,9 +98,9 @@ def whole(tensor: Tensor) -> Tensor:
     if not _is_sharded(tensor):
         return tensor
     if hasattr(tensor, "ds_id"):
-        from deepspeed.zero import GatheredParameters  # type: ignore[import-not-found]
+        import deepspeed  # type: ignore[import-not-found]
 
-        with GatheredParameters([tensor]):
+        with deepspeed.zero.GatheredParameters([tensor]):
             copied: Tensor = tensor.detach().as_subclass(Tensor).clone()
             return copied
     sharded: Any = tensor.detach()

@@ -28,9 +28,10 @@ from .decoders import (
     bnb,
     is_shardable,
     is_share,
+    params4bit,
     read,
 )
-from .quant_state import from_quant_state
+from .quant_state import from_quant_state, to_quant_state
 
 
 def runs_distributed() -> bool:
@@ -141,9 +142,13 @@ class ShardableLinear4bit(bnb.Linear4bit):
             x = x.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         _require_gathered(self)
+        return _product(self, x, bias).to(dtype)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute by bitsandbytes, whose gradient function holds on to the codes."""
         state = self.statistics.quant_state
         out: Tensor = bnb_matmul_4bit(x, self.weight, bias=bias, quant_state=state)
-        return out.to(dtype)
+        return out
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # Not bitsandbytes' keys, which no engine finds as parameters: statistics save themselves.
@@ -158,17 +163,25 @@ class ShardableLinear8bit(bnb.Linear8bitLt):
     def forward(self, x: Tensor) -> Tensor:
         """Compute `x` `(..., in)` times the dequantized weight, plus the bias."""
         _require_gathered(self)
+        return _product(self, x, None if self.bias is None else self.bias.to(x.dtype))
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute by bitsandbytes, whose gradient function holds on to the codes."""
         state = MatmulLtState()
         state.threshold, state.has_fp16_weights = self.state.threshold, False
         state.is_training = self.training
         state.CB = self.weight.detach()
         state.SCB = self.statistics.scale_bits.detach().view(torch.float32)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
         out: Tensor = bnb_matmul_8bit(x, self.weight, bias=bias, state=state)
         return out
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
+
+
+def _product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a layer's product."""
+    return cast(Tensor, module.product(x, bias))
 
 
 def _require_gathered(module: ShardableLinear4bit | ShardableLinear8bit) -> None:
@@ -191,6 +204,27 @@ def _prepare_8bit(module: Any) -> None:
     module.__class__ = ShardableLinear8bit
     module.weight, module.statistics = nn.Parameter(codes, requires_grad=False), statistics
     state.CB = state.SCB = None
+
+
+def restore_linear(module: nn.Module) -> None:
+    """Undo `prepare_sharding` for one bitsandbytes Linear layer, whose tensors are whole here.
+
+    PEFT merges adapters into stock layers only. Any other module is left alone.
+    """
+    if not isinstance(module, (ShardableLinear4bit, ShardableLinear8bit)):
+        return
+    layer: Any = module
+    packed = read(layer.weight, layer.statistics)
+    require_whole(packed)
+    del layer.statistics
+    if isinstance(module, ShardableLinear8bit):
+        layer.__class__ = bnb.Linear8bitLt
+        codes, scales = packed.codes, packed.absmax
+        layer.weight = bnb.Int8Params(codes, requires_grad=False, CB=codes, SCB=scales)
+        return
+    layer.__class__ = bnb.Linear4bit
+    layer.weight = params4bit(packed.codes, to_quant_state(packed))
+    layer.weight.module, layer.quant_state = layer, layer.weight.quant_state
 
 
 def _scales_as_parameter(decoder: PackedInt8) -> None:

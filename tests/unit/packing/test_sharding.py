@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Linear8bitLt, Params4bit
+from peft import LoraConfig
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import QuantizationError
@@ -165,6 +168,35 @@ def test_linear_layers_of_8_bit() -> None:
     assert torch.equal(out, expected)
     gradients = [torch.autograd.grad(each.sum(), x)[0] for each in (expected, out)]
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_adapters_merge_as_in_a_single_process(tmp_path: Path, settings: str) -> None:
+    tiny_model("qwen3_moe", hidden_size=64, moe_intermediate_size=40).save_pretrained(tmp_path)
+    options = SETTINGS[settings]
+    config = BitsAndBytesConfig(**{"load_in_4bit": "load_in_8bit" not in options, **options})
+    results = []
+    for prepare in (False, True):
+        with moe_qlora.enabled():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                tmp_path, quantization_config=config, dtype=torch.float32
+            )
+        torch.manual_seed(1)
+        adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = moe_qlora.get_peft_model(model, adapters, experts=True)
+        if prepare:
+            moe_qlora.prepare_sharding(model)
+        before = logits(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # rounding, of stock PEFT
+            model.merge_adapter()
+            merged = logits(model)
+            model.unmerge_adapter()
+            whole = model.merge_and_unload()
+        results.append((before, merged, logits(whole)))
+    for single, shardable in zip(*results, strict=True):
+        assert torch.equal(single, shardable)
+    assert not torch.equal(results[0][0], results[0][1])
 
 
 def test_tied_weights_stay_tied() -> None:

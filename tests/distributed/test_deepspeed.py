@@ -1,0 +1,415 @@
+"""Packed models under DeepSpeed's ZeRO-2 and ZeRO-3, against one process.
+
+They run where deepspeed is installed (0.19.8 was tried). One group of processes runs all cases.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from peft import LoraConfig
+from safetensors.torch import load_file
+from torch import Tensor, distributed, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+import moe_qlora
+from moe_qlora.errors import MoeQloraError
+from moe_qlora.packing.gather import whole
+from moe_qlora.testing import run_distributed, tiny_model
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed here"
+)
+
+STEPS = 10
+SIZES = {
+    "hidden_size": 64,
+    "moe_intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_experts": 3,
+    "vocab_size": 256,
+}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nf4": NF4,
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+    "bf16 storage": {**NF4, "bnb_4bit_quant_storage": torch.bfloat16},
+}
+# ZeRO-3 keeps parameters below this size whole, by default nearly all of a model as small as this.
+ALL = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+ZERO: dict[str, dict[str, Any]] = {"zero2": {"stage": 2}, "zero3": {"stage": 3, **ALL}}
+CASES: dict[str, dict[str, Any]] = {
+    "zero2": {"stage": 2},
+    "zero2, int8": {"stage": 2, "settings": "int8", "steps": 3},
+    "zero3": {"stage": 3, **ALL},
+    "zero3, small ones whole": {"stage": 3, "steps": 3},
+    "zero3, fp4": {"stage": 3, **ALL, "settings": "fp4", "steps": 3},
+    "zero3, int8": {"stage": 3, **ALL, "settings": "int8", "steps": 3},
+    "zero3, bf16 storage": {"stage": 3, **ALL, "settings": "bf16 storage", "steps": 3},
+    "zero3, reentrant": {"stage": 3, **ALL, "reentrant": True, "steps": 3},
+    "zero3, non-reentrant": {"stage": 3, **ALL, "reentrant": False, "steps": 3},
+    "accelerate, zero2": {"stage": 2, "accelerate": True},
+    "accelerate, zero3": {"stage": 3, **ALL, "accelerate": True},
+}
+
+
+def loaded(folder: Path, settings: str = "nf4") -> Any:
+    """A model of packed experts and packed Linear layers."""
+    config = BitsAndBytesConfig(**SETTINGS[settings])
+    with moe_qlora.enabled():
+        return AutoModelForCausalLM.from_pretrained(
+            folder / "plain", quantization_config=config, dtype=torch.float32
+        )
+
+
+def adapted(model: Any) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    return peft_model
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def started(model: Any, **zero: Any) -> Any:
+    """The model's DeepSpeed engine."""
+    import deepspeed  # type: ignore[import-not-found]
+
+    config = {"train_micro_batch_size_per_gpu": 6, "zero_optimization": zero}
+    optimizer = adamw(model) if any(p.requires_grad for p in model.parameters()) else None
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def prepared(model: Any, **zero: Any) -> tuple[Any, Accelerator]:
+    """The same by way of accelerate."""
+    AcceleratorState._reset_state(True)
+    config = {"train_micro_batch_size_per_gpu": 6, "zero_optimization": zero}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    engine, _ = accelerator.prepare(model, adamw(model))
+    return engine, accelerator
+
+
+def train(model: Any, steps: int = STEPS) -> list[float]:
+    """Mean losses over all ranks; of a DeepSpeed engine where there is a process group."""
+    ranked = distributed.is_initialized()
+    rank, world = (distributed.get_rank(), distributed.get_world_size()) if ranked else (0, 1)
+    optimizer = None if ranked else adamw(model)
+    losses = []
+    model.train()
+    for step in range(steps):
+        ids = torch.randint(5, 248, (12, 8), generator=torch.Generator().manual_seed(step))
+        own = ids.chunk(world)[rank]
+        loss = model(input_ids=own, labels=own).loss
+        if optimizer is None:
+            model.backward(loss)
+            model.step()
+        else:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if ranked:
+            distributed.all_reduce(mean)
+        losses.append(float(mean) / world)
+    return losses
+
+
+def packed_bytes(model: nn.Module) -> dict[str, Tensor]:
+    """Codes and statistics by name, gathered."""
+    return {
+        name: whole(parameter).detach().as_subclass(Tensor).clone()
+        for name, parameter in model.named_parameters()
+        if not parameter.is_floating_point()
+    }
+
+
+def run_case(folder: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
+    case = dict(case)
+    settings, steps = case.pop("settings", "nf4"), case.pop("steps", STEPS)
+    reentrant, by_accelerate = case.pop("reentrant", None), case.pop("accelerate", False)
+    model = adapted(loaded(folder, settings))
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    before = packed_bytes(model)
+    engine = prepared(model, **case)[0] if by_accelerate else started(model, **case)
+    result: dict[str, Any] = {"losses": train(engine, steps)}
+    after = packed_bytes(model)
+    result["intact"] = before.keys() == after.keys() and all(
+        torch.equal(value, after[key]) for key, value in before.items()
+    )
+    result["partitioned"] = [
+        key for key, parameter in model.named_parameters()
+        if hasattr(parameter, "ds_tensor") and parameter.numel() == 0 and key in before
+    ]  # fmt: skip
+    model.save_pretrained(folder / "trained" / name)
+    return result
+
+
+def trainer(folder: Path, name: str, world: int, zero: dict[str, Any]) -> Trainer:
+    AcceleratorState._reset_state(True)
+    options: dict[str, Any] = {"use_cpu": True}
+    if zero:  # accelerate takes DeepSpeed without use_cpu alone
+        auto = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
+        options = {"deepspeed": {**auto, "zero_optimization": zero}}
+    arguments = TrainingArguments(
+        output_dir=str(folder / name),
+        per_device_train_batch_size=12 // world,
+        max_steps=4,
+        save_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        report_to=[],
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        **options,
+    )
+    model = adapted(loaded(folder))  # after the arguments, which tell transformers of ZeRO-3
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(5, 248, (8,), generator=generator) for _ in range(24)]
+    return Trainer(model, arguments, train_dataset=[{"input_ids": r, "labels": r} for r in rows])
+
+
+def logged(trained: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+
+
+def run_trainer(folder: Path, name: str, world: int, zero: dict[str, Any]) -> dict[str, Any]:
+    first = trainer(folder, name, world, zero)
+    first.train()
+    first.save_model(str(folder / name / "saved"))
+    first.model.save_pretrained(folder / name / "adapter")
+    again = trainer(folder, f"{name}, again", world, zero)
+    again.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
+    return {"losses": logged(first), "resumed": logged(again)}
+
+
+def said(call: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        call(*args, **kwargs)
+    except MoeQloraError as error:
+        return str(error)
+    return ""
+
+
+def run_saves(folder: Path, name: str, zero: dict[str, Any]) -> dict[str, Any]:
+    """Save what was not trained, which is bit for bit that of one process."""
+    results: dict[str, Any] = {}
+    for settings in ("nf4", "int8", "bf16 storage"):
+        packed = started(loaded(folder, settings), **zero).module
+        packed.save_pretrained(folder / name / settings / "packed", max_shard_size="20KB")
+        full = moe_qlora.full_state_dict(packed)
+        if full:
+            torch.save(full, folder / name / settings / "full.pt")
+    model = adapted(loaded(folder))
+    engine, accelerator = prepared(model, **zero)
+    model.save_pretrained(folder / name / "adapter")
+    model.save_pretrained(folder / name / "adapter")  # into a folder that holds one
+    # as in the examples of accelerate and PEFT
+    accelerator.unwrap_model(engine).save_pretrained(
+        folder / name / "given",
+        is_main_process=accelerator.is_main_process,
+        state_dict=accelerator.get_state_dict(engine),
+    )
+    distributed.barrier()
+    full = moe_qlora.full_state_dict(model)
+    results["full"] = len(full)
+    if full:
+        torch.save(full, folder / name / "full.pt")
+    if zero["stage"] != 3:
+        return results
+    calls = {
+        "merge_adapter": (model.merge_adapter,),
+        "merge_and_unload": (model.merge_and_unload,),
+        "unmerge_adapter": (model.unmerge_adapter,),
+        "add_weighted_adapter": (model.add_weighted_adapter, ["default"], [1.0], "sum"),
+        "add_adapter": (model.load_adapter, folder / name / "adapter", "second"),
+        "load_adapter": (model.load_adapter, folder / name / "adapter", "default"),
+        "state_dict": (partial(model.save_pretrained, state_dict=None), folder / name / "none"),
+    }
+    results["refusals"] = {key: said(call, *args) for key, (call, *args) in calls.items()}
+    return results
+
+
+def take_deepspeed_on_cpus() -> None:
+    """Let accelerate count the processes; it takes DeepSpeed on GPUs, or for one on a CPU."""
+    stock = PartialState.__init__
+
+    def init(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        stock(self, cpu=True, **kwargs)
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            self.distributed_type = DistributedType.DEEPSPEED
+
+    PartialState.__init__ = init  # type: ignore[method-assign]
+
+
+def all_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    # An extension for shared memory, which would be compiled for a minute. By its module's name,
+    # since deepspeed.comm.torch is torch itself.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    take_deepspeed_on_cpus()
+    results: dict[str, Any] = {}
+    for name, case in CASES.items():
+        results[name] = run_case(folder, name, case)
+    for name, zero in ZERO.items():
+        results[f"{name}, saves"] = run_saves(folder, f"{name}, saves", zero)
+        results[f"{name}, trainer"] = run_trainer(folder, f"{name}, trainer", world, zero)
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    tiny_model("qwen3_moe", **SIZES).save_pretrained(folder / "plain")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    return run_distributed(all_cases, 2, folder)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path) -> dict[str, list[float]]:
+    """Losses of one process, whose adapters are saved."""
+    losses = {}
+    for settings in SETTINGS:
+        model = adapted(loaded(folder, settings))
+        losses[settings] = train(model)
+        model.save_pretrained(folder / "trained" / settings)
+    return losses
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_one(
+    results: list[dict[str, Any]], single: dict[str, list[float]], case: str
+) -> None:
+    expected = single[CASES[case].get("settings", "nf4")][: CASES[case].get("steps", STEPS)]
+    for result in results:
+        assert result[case]["losses"] == pytest.approx(expected, abs=1e-5)
+        assert result[case]["intact"]
+        assert bool(result[case]["partitioned"]) == (CASES[case]["stage"] == 3)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("results", "single")
+def test_trained_adapters_are_those_of_one_process(folder: Path, case: str) -> None:
+    if CASES[case].get("steps", STEPS) != STEPS:
+        pytest.skip("trained for fewer steps than one process was")
+    assert_close(folder / "trained" / case, folder / "trained" / CASES[case].get("settings", "nf4"))
+
+
+def assert_close(folder: Path, expected: Path) -> None:
+    saved = load_file(folder / "adapter_model.safetensors")
+    single = load_file(expected / "adapter_model.safetensors")
+    assert saved.keys() == single.keys()
+    for key, tensor in single.items():
+        assert torch.allclose(saved[key], tensor, atol=1e-4), key
+
+
+@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize("settings", ["nf4", "int8", "bf16 storage"])
+@pytest.mark.usefixtures("results")
+def test_packed_models_are_saved_as_one_process_does(
+    folder: Path, name: str, settings: str
+) -> None:
+    model = loaded(folder, settings)
+    expected = folder / "packed" / name / settings
+    model.save_pretrained(expected, max_shard_size="20KB")
+    saved = folder / f"{name}, saves" / settings
+    assert content(saved / "packed") == content(expected)
+    assert_equal(torch.load(saved / "full.pt"), model.state_dict())
+
+
+def assert_equal(full: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(full) == list(expected)
+    for key, tensor in expected.items():
+        assert full[key].dtype == tensor.dtype
+        # as bytes: codes that are stored as floating-point numbers may be NaN
+        assert torch.equal(
+            full[key].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        ), key
+
+
+@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize("how", ["adapter", "given"])
+def test_adapters_are_saved_as_one_process_does(
+    results: list[dict[str, Any]], folder: Path, name: str, how: str
+) -> None:
+    model = adapted(loaded(folder))
+    expected = folder / "expected" / name / how
+    model.save_pretrained(expected)
+    single, several = content(expected), content(folder / f"{name}, saves" / how)
+    configs = [json.loads(files.pop("adapter_config.json")) for files in (single, several)]
+    for config in configs:
+        config["target_modules"].sort()  # a set, in any order
+    assert configs[0] == configs[1]
+    assert "adapter_model.safetensors" in single
+    assert several == single
+    assert_equal(torch.load(folder / f"{name}, saves" / "full.pt"), model.state_dict())
+    assert [result[f"{name}, saves"]["full"] > 0 for result in results] == [True, False]
+
+
+def test_what_zero3_cannot_do_is_refused(results: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        refusals = result["zero3, saves"]["refusals"]
+        for call in (
+            "merge_adapter",
+            "merge_and_unload",
+            "unmerge_adapter",
+            "add_weighted_adapter",
+        ):
+            assert "model.embed_tokens.weight is sharded over ranks" in refusals[call]
+            assert "moe-qlora merge" in refusals[call]
+        for call in ("add_adapter", "load_adapter"):
+            assert "is partitioned by DeepSpeed ZeRO-3" in refusals[call]
+            assert "before the engine is made, or go on from a checkpoint" in refusals[call]
+        # all but the first take no part, as hosts want it that give the first one a state dict
+        assert ("leave the argument out" in refusals["state_dict"]) == (rank == 0)
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> list[float]:
+    """Losses of Trainer in one process, whose adapter is saved."""
+    trained = trainer(folder, "single", 1, {})
+    trained.train()
+    trained.save_model(str(folder / "single" / "saved"))
+    return logged(trained)
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_trainer(
+    results: list[dict[str, Any]], trained: list[float], folder: Path, name: str
+) -> None:
+    for result in results:
+        assert result[f"{name}, trainer"]["losses"] == pytest.approx(trained, abs=1e-5)
+        assert result[f"{name}, trainer"]["resumed"] == pytest.approx(trained, abs=1e-5)
+    for how in ("saved", "adapter"):
+        assert_close(folder / f"{name}, trainer" / how, folder / "single" / "saved")
+    assert (folder / f"{name}, trainer" / "checkpoint-2" / "adapter_model.safetensors").is_file()
