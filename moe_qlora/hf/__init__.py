@@ -4,6 +4,7 @@ A `from_pretrained` call with a bitsandbytes config goes in, a model with packed
 Open switch.py first, which draws the path of one load:
 
 switch.py              which quantizer class serves bitsandbytes configs, and back
+prequantized.py        folders that their makers quantized: which config wins, names, reading
 quantizer.py           that class: what transformers asks a quantizer while it loads a model
 distributed_config.py  loads in a distributed run: experts divided over ranks
 fsdp_loading.py        loads that transformers shards by FSDP2

@@ -1,10 +1,12 @@
 """The switch: while it is on, every `from_pretrained` with a bitsandbytes config packs experts.
 
-It changes one thing only: which classes transformers' quantizer mapping names for bitsandbytes
-configs. Turning it off puts back exactly what was there. The path of one load:
+It changes two things only: which classes transformers' quantizer mapping names for bitsandbytes
+configs, and that such a config wins over the one in a folder that its maker quantized. Turning it
+off puts back exactly what was there. The path of one load:
 
     with enabled(): from_pretrained(path, quantization_config=...)
       |
+      |  AutoHfQuantizer.merge_quantization_configs  ->  prequantized.preferring_bitsandbytes
       |  AUTO_QUANTIZER_MAPPING[...]  ->  quantizer.packing_quantizer: the stock class, and on top
       v
     update_attn_implementation    is config.json that of a packed folder? then check the folder
@@ -14,11 +16,14 @@ configs. Turning it off puts back exactly what was there. The path of one load:
       |                           which experts of it this rank keeps
       |                             16-bit checkpoint  packing_spec   by the user's config
       |                             packed folder      reload_spec    by the folder's manifest
+      |                           its files are those of a 16-bit checkpoint: what a maker quantized
+      |                           is dequantized as it is read (checkpoint/prequantized/)
       v
     update_weight_conversions     replace transformers' converters of those weights:
       |                             16-bit checkpoint  PackingConverter   reads and packs an expert
       |                                                                   at a time
       |                             packed folder      PackedConverter    joins codes, statistics
+      |                           and of a maker's folder, rename its keys (hf/prequantized.py)
       v
     (transformers reads the files; converters leave a parameter of codes on the module and the
       |                           packed weight in the spec)
