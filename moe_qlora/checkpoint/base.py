@@ -151,7 +151,7 @@ class PackedWeights:
         if self._last is not None and self._last[0] == name:
             return self._last[1]
         shape, entry = self.shape(name), self._manifest.experts.get(name)
-        settings = self._manifest.settings
+        settings = self._manifest.settings_of(name)
         dtype = getattr(torch, entry.dtype) if entry else None
         if settings.kind == "int8" and dtype is None:
             dtype = self._plain[name].dtype

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..layout import dtype_name
 from ..packing.format import (
     ABSMAX,
+    EXPONENTS,
     NESTED_ABSMAX,
     NESTED_TABLE,
     RECORD,
@@ -28,7 +29,7 @@ from .manifest import Manifest
 from .reader import DTYPES
 
 INT8_FORMAT = ".weight_format"  # of bitsandbytes' Linear layers, beside their weight
-_ENDS = (ABSMAX, NESTED_ABSMAX, TABLE, NESTED_TABLE, SCALES, INT8_FORMAT)
+_ENDS = (ABSMAX, EXPONENTS, NESTED_ABSMAX, TABLE, NESTED_TABLE, SCALES, INT8_FORMAT)
 
 
 def own_name(model: Any, name: str, names: Container[str]) -> str | None:
@@ -75,7 +76,7 @@ def form_problems(
         entry = manifest.tensors[key]
         return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
 
-    yield from problems(parts_of(name, keys, blank), shape, manifest.settings)
+    yield from problems(parts_of(name, keys, blank), shape, manifest.settings_of(name))
 
 
 def settings_problem(manifest: Manifest, settings: CodecSettings) -> str | None:

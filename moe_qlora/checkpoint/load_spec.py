@@ -42,6 +42,8 @@ class LoadSpec:
     device_map: Any = None  # as transformers settled it
     # the experts that this rank keeps of a weight, by each of its names; all where it has no entry
     shares: dict[str, ExpertShare] = field(default_factory=dict)
+    # how weights are packed that keep their checkpoint's own codes, by each of their names
+    kept: dict[str, CodecSettings] = field(default_factory=dict)
     # bytes, once loaded, of each of the model's blocks and of the layers outside them, in order
     unit_nbytes: tuple[float, ...] = ()
     packed: dict[str, PackedWeight] = field(default_factory=dict)
@@ -70,7 +72,11 @@ class LoadSpec:
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of what is kept of a weight, packed."""
-        return packed_nbytes(self.kept_shape(name), self.settings)
+        return packed_nbytes(self.kept_shape(name), self.settings_of(name))
+
+    def settings_of(self, name: str) -> CodecSettings:
+        """Return how a weight is packed."""
+        return self.kept.get(name, self.settings)
 
     def device(self, name: str) -> torch.device:
         """Return the device that a weight is loaded to."""
@@ -141,7 +147,12 @@ def reload_spec(
     problem = settings_problem(manifest, settings) if params else None
     if problem is not None:
         raise CheckpointError(f"{folder}: {problem}: one of them is not of this save.")
-    return LoadSpec(params, settings, _dtypes(model, layout, dtype), layout, manifest=manifest)
+    spec = LoadSpec(params, settings, _dtypes(model, layout, dtype), layout, manifest=manifest)
+    for name in manifest.experts:
+        own, how = own_name(model, name, by_name), manifest.settings_of(name)
+        if own is not None and how.is_kept:
+            spec.kept |= dict.fromkeys(by_name[own].names, how)
+    return spec
 
 
 def _packed_params(

@@ -40,7 +40,11 @@ from .reader import (
 
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
-FORMAT_VERSION = 2
+FORMAT_VERSION, KEPT_VERSION = 2, 3
+"""Of folders that bitsandbytes' codec alone has packed; of those with weights that keep their own.
+
+A reader of version 2 would take the second for damaged ones.
+"""
 SENTENCE = (
     "The experts in this folder are packed by moe_qlora: pip install moe-qlora, and load it inside "
     "`with moe_qlora.enabled():`."
@@ -65,13 +69,23 @@ def _check_codec(codec: dict[str, Any]) -> dict[str, Any]:
     return codec
 
 
+def _check_kept_codec(codec: dict[str, Any] | None) -> dict[str, Any] | None:
+    if codec is not None and not CodecSettings.from_dict(_check_codec(codec)).is_kept:
+        raise ValueError("expected one that keeps a checkpoint's own codes")
+    return codec
+
+
 @dataclass(frozen=True, slots=True, config=_EXACT)
 class PackedEntry:
-    """A packed expert weight: its decoded shape and dtype ("bfloat16"), and its tied names."""
+    """A packed expert weight: its decoded shape and dtype ("bfloat16"), and its tied names.
+
+    `codec` is of a weight that keeps its checkpoint's own codes; None for the manifest's codec.
+    """
 
     shape: Annotated[tuple[_Positive, ...], Field(min_length=2, max_length=64)]
     dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
     aliases: tuple[str, ...] = ()
+    codec: Annotated[dict[str, Any] | None, AfterValidator(_check_kept_codec)] = None
 
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
@@ -129,6 +143,18 @@ class Manifest:
         """`codec` as the settings that packed the weights."""
         return CodecSettings.from_dict(self.codec)
 
+    def settings_of(self, name: str) -> CodecSettings:
+        """Return how a packed weight is packed, an expert's or a Linear layer's."""
+        entry = self.experts.get(name)
+        own = None if entry is None else entry.codec
+        return self.settings if own is None else CodecSettings.from_dict(own)
+
+    @property
+    def version(self) -> int:
+        """Return the version of the format that the folder needs."""
+        kept = any(entry.codec is not None for entry in self.experts.values())
+        return KEPT_VERSION if kept else FORMAT_VERSION
+
     @property
     def entry(self) -> str:
         """Return the first shard's name, to which config.json sends transformers."""
@@ -136,7 +162,10 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
-        value = {"format_version": FORMAT_VERSION, **asdict(self)}
+        value = {"format_version": self.version, **asdict(self)}
+        for entry in value["experts"].values():
+            if entry["codec"] is None:
+                del entry["codec"]
         if self.source is None:
             del value["source"]
         return (json.dumps(value, indent=1) + "\n").encode()
@@ -150,7 +179,7 @@ class Manifest:
         """Return the content of config.json, which names this manifest."""
         mark = Mark(self.id, self.file_name, self.entry)
         ours = {
-            CONFIG_KEY: {"format_version": FORMAT_VERSION, **asdict(mark)},
+            CONFIG_KEY: {"format_version": self.version, **asdict(mark)},
             "transformers_weights": SENTENCE,
         }
         return (json.dumps(self.config | ours, indent=2, sort_keys=True) + "\n").encode()
@@ -170,10 +199,15 @@ def manifest_name(content: bytes) -> str:
     return f"moe_qlora-{hashlib.sha256(content).hexdigest()[:16]}.json"
 
 
-def manifest_id(tensors: Mapping[str, TensorEntry], codec: Mapping[str, Any]) -> str:
+def manifest_id(
+    tensors: Mapping[str, TensorEntry],
+    codec: Mapping[str, Any],
+    experts: Mapping[str, PackedEntry],
+) -> str:
     """Return the id of a save: equal for equal tensors under equal names that were packed alike."""
     table = {key: [t.dtype, list(t.shape), t.sha256] for key, t in tensors.items()}
-    return _digest({"tensors": table, "codec": dict(codec)})
+    own = {name: entry.codec for name, entry in experts.items() if entry.codec is not None}
+    return _digest({"tensors": table, "codec": dict(codec), **({"experts": own} if own else {})})
 
 
 def shard_names(identity: str, shards: Sequence[ShardEntry]) -> list[str]:
@@ -271,12 +305,19 @@ def has_manifest(folder: Path) -> bool:
 def _parse(kind: type[_T], value: dict[str, Any], file: Path, prefix: str = "") -> _T:
     """Build a mark or manifest from JSON, having checked its format version and every field."""
     version = value.pop("format_version", None)
-    if version != FORMAT_VERSION or isinstance(version, bool):
+    if version not in (FORMAT_VERSION, KEPT_VERSION) or isinstance(version, bool):
         raise CheckpointError(
             f"{file} has {prefix}format_version {version!r:.80}, and this version of moe_qlora "
-            f"reads {FORMAT_VERSION}: pack the model again, or install the version that wrote it."
+            f"reads {FORMAT_VERSION} and {KEPT_VERSION}: pack the model again, or install the "
+            "version that wrote it."
         )
-    return parse_fields(kind, value, file, prefix)
+    parsed = parse_fields(kind, value, file, prefix)
+    if isinstance(parsed, Manifest) and version != parsed.version:
+        raise CheckpointError(
+            f"{file} is damaged: its format_version is {version}, and what it lists is of version "
+            f"{parsed.version}."
+        )
+    return parsed
 
 
 def _check(folder: Path, file: Path, manifest: Manifest) -> None:
@@ -296,5 +337,5 @@ def _check(folder: Path, file: Path, manifest: Manifest) -> None:
             raise CheckpointError(
                 f"{file} is damaged: {other} is a tensor, and an alias of the packed weight {name}."
             )
-    if manifest.id != manifest_id(manifest.tensors, manifest.codec):
+    if manifest.id != manifest_id(manifest.tensors, manifest.codec, manifest.experts):
         raise CheckpointError(f"{file} is damaged: id is not that of its tensors and codec.")

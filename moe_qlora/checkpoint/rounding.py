@@ -46,9 +46,11 @@ class Rounding:
     experts: frozenset[str]
     linears: frozenset[str]
     base: Fingerprint | None = field(default=None, compare=False)  # the model; None in old notes
+    # of the experts, those that keep their checkpoint's own codes, which nothing has rounded
+    kept: Mapping[str, CodecSettings] = field(default_factory=dict, compare=False)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.experts or name in self.linears
+        return (name in self.experts and name not in self.kept) or name in self.linears
 
     def packer(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU
@@ -80,10 +82,28 @@ def from_packed(model: nn.Module) -> Rounding | None:
     packed = list(parametrize.iter_packed(model))
     if not packed:
         return None
-    _, module, leaf = packed[0]
-    experts = frozenset(unwrapped_name(f"{owner}.{name}".lstrip(".")) for owner, _, name in packed)
-    settings = CodecSettings.of(parametrize.read_packed(module, leaf))
-    return Rounding(settings, experts, _packed_linears(model), of_model(model))
+    how = {
+        unwrapped_name(f"{owner}.{name}".lstrip(".")): CodecSettings.of(
+            parametrize.read_packed(module, name)
+        )
+        for owner, module, name in packed
+    }
+    kept = {name: settings for name, settings in how.items() if settings.is_kept}
+    rounded = (settings for settings in how.values() if not settings.is_kept)
+    settings = next(rounded, None) or _of_linears(model)
+    return Rounding(settings, frozenset(how), _packed_linears(model), of_model(model), kept)
+
+
+def _of_linears(model: nn.Module) -> CodecSettings:
+    """Return how the first of bitsandbytes' Linear layers is packed; nf4 where there is none."""
+    for module in model.modules():
+        if parametrize.is_packed_linear(module):
+            host: Any = module
+            state = getattr(host.weight, "quant_state", None)
+            if state is None:
+                return CodecSettings("int8")
+            return CodecSettings(state.quant_type, state.nested, blocksize=state.blocksize)
+    return CodecSettings("nf4")
 
 
 def _packed_linears(model: nn.Module) -> frozenset[str]:
@@ -112,7 +132,7 @@ def write_note(folder: Path, packed: Rounding) -> None:
     note = {
         "format_version": NOTE_VERSION,
         "codec": {key: settings[key] for key in ("kind", "double_quant", "blocksize")},
-        "experts": sorted(packed.experts),
+        "experts": sorted(packed.experts - packed.kept.keys()),
         "linears": sorted(packed.linears),
     }
     if packed.base is not None:

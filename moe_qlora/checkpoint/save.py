@@ -332,7 +332,7 @@ def finish_packed(
     """
     codec = settings.to_dict()
     tensors = manifests.tensor_entries(files)
-    identity = manifests.manifest_id(tensors, codec)
+    identity = manifests.manifest_id(tensors, codec, experts)
     shards = [manifests.shard_entry(file) for file in files]
     names = manifests.shard_names(identity, shards)
     new_name = {file.name: name for file, name in zip(files, names, strict=True)}
@@ -376,7 +376,11 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
         names.setdefault(key, []).append(name)
         weights[key] = parametrize.read_packed(module, leaf)
         shapes[key] = whole_shape(module, weights[key])
-        settings.setdefault(CodecSettings.of(weights[key]), name)
+        own = CodecSettings.of(weights[key])
+        if not own.is_kept:
+            settings.setdefault(own, name)
+    if not settings:
+        settings[_config_settings(model)] = ""
     (first, _), *others = settings.items()
     if others:
         other, name = others[0]
@@ -386,11 +390,19 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
         )
     entries = {}
     for key, tied in names.items():
-        dtype = dtype_name(weights[key].dtype)
+        dtype, own = dtype_name(weights[key].dtype), CodecSettings.of(weights[key])
         for name in tied:
             aliases = tuple(other for other in tied if other != name)
-            entries[name] = PackedEntry(shapes[key], dtype, aliases)
+            codec = own.to_dict() if own.is_kept else None
+            entries[name] = PackedEntry(shapes[key], dtype, aliases, codec)
     return entries, first
+
+
+def _config_settings(model: Any) -> CodecSettings:
+    """Return how a model's config asks for weights to be packed."""
+    return replace(
+        CodecSettings.from_config(model.hf_quantizer.quantization_config), skip_modules=()
+    )
 
 
 def _plain_linears(model: Any) -> list[str]:

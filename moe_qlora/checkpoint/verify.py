@@ -181,7 +181,8 @@ def _verify_packed(
         tell(len(steps), len(steps), "")
         report = VerifyReport(
             folder,
-            str(manifest.codec["kind"]),
+            ", ".join(sorted({manifest.settings_of(n).kind for n in manifest.experts}))
+            or str(manifest.codec["kind"]),
             len(checkpoint.files),
             len(checkpoint),
             len(manifest.experts),
@@ -225,7 +226,7 @@ def _packed_problems(
             record = parts.get(RECORD + manifest.settings.kind)
             shape = tuple(parts[CODES].shape if record is None else read_record(record)["shape"])
         dtype = getattr(torch, entry.dtype) if entry else None
-        reasons = list(problems(parts, shape, manifest.settings, dtype))
+        reasons = list(problems(parts, shape, manifest.settings_of(name), dtype))
     except (ValueError, KeyError, TypeError) as error:
         reasons = [f"has parts that cannot be read ({error})"]
     return [f"{where} {reason}." for reason in reasons]

@@ -187,7 +187,8 @@ class PackedConverter(WeightConverter):
     keys: dict[str, str]
 
     def __init__(self, leaf: str, spec: LoadSpec) -> None:
-        self.parts = {_whole_name(leaf + end): end for end in key_ends(spec.settings)}
+        ends = (end for how in (spec.settings, *spec.kept.values()) for end in key_ends(how))
+        self.parts = {_whole_name(leaf + end): end for end in dict.fromkeys(ends)}
         super().__init__(list(self.parts), [leaf], [AsOnDisk()])
         self.spec, self.keys = spec, {}
 
@@ -225,14 +226,15 @@ class PackedConverter(WeightConverter):
         if codes is None:
             raise CheckpointError(f"{layer_name}: the checkpoint has statistics, but no codes.")
         shape, dtype = spec.kept_shape(layer_name), spec.dtypes[layer_name]
-        if spec.manifest is not None and spec.settings.kind != "int8":
+        settings = spec.settings_of(layer_name)
+        if spec.manifest is not None and settings.kind != "int8":
             dtype = getattr(torch, spec.manifest.experts[self.keys[layer_name]].dtype)
-        stored = spec.settings.storage_dtype
+        stored = settings.storage_dtype
         if codes.dtype != stored and spec.files is not None and layer_name not in spec.shares:
             # transformers before 5.22 casts codes that are stored as floats: read them again
             codes = spec.files.read(self.keys[layer_name]).to(codes.device)
         try:
-            packed = restore({"": codes, **tensors}, shape, dtype, spec.settings)
+            packed = restore({"": codes, **tensors}, shape, dtype, settings)
         except ValueError as error:
             raise CheckpointError(f"{layer_name} {error}.") from error
         spec.keep(layer_name, packed)
@@ -244,7 +246,7 @@ class PackedConverter(WeightConverter):
         items = {self.parts[pattern]: one for pattern, [one] in collected.items()}
         self.collected_tensors.clear()
         files, device = self.spec.files, self.spec.device(name)
-        missing = set(self.parts.values()) - items.keys()
+        missing = set(key_ends(self.spec.settings_of(name))) - items.keys()
         if missing or files is None:
             raise CheckpointError(f"{name}: the checkpoint has no {min(missing) or 'codes'}.")
 
@@ -252,7 +254,7 @@ class PackedConverter(WeightConverter):
             return files.read(items[end].key, start, stop).to(device)
 
         whole = tuple(self.spec.params[name].shape)
-        return cut_tensors(read, whole, *self.spec.rows(name), self.spec.settings)
+        return cut_tensors(read, whole, *self.spec.rows(name), self.spec.settings_of(name))
 
 
 class WeightPacker:

@@ -357,7 +357,7 @@ def load_shares(model: Any, spec: LoadSpec, mesh: Any) -> dict[str, ExpertShare]
     for entry in expert_parallel.modules_to_divide(model, spec.layout, ranks):
         share = expert_parallel.make_share(entry.num_experts, mesh, mesh.size())
         for param in entry.parameters:
-            reason = shares.why_not_cut(param.shape, ranks, spec.settings)
+            reason = shares.why_not_cut(param.shape, ranks, spec.settings_of(param.name))
             if reason is not None and param.name in spec.params:
                 raise UnsupportedWeightError(f"{param.name} {reason}. Nothing was loaded.")
             found |= dict.fromkeys(param.names, share)

@@ -46,6 +46,7 @@ def blank_packed_model(
     with named.quiet():
         packed = rounding.from_config(new(), asked)
     names: Collection[str] = packed.experts
+    manifest = None
     if not isinstance(model, PretrainedConfig) and Path(model).is_dir():
         manifest = read_manifest(model)
         names = names if manifest is None else manifest.experts
@@ -56,6 +57,7 @@ def blank_packed_model(
         module, leaf = parametrize.owner_of(built, name)
         weight = module._parameters.get(leaf)
         if weight is not None:
-            blank = blank_weight(tuple(weight.shape), weight.dtype, packed.settings)
+            how = packed.settings if manifest is None else manifest.settings_of(name)
+            blank = blank_weight(tuple(weight.shape), weight.dtype, how)
             parametrize.attach(module, leaf, blanks.setdefault(weight, blank))
     return built, packed
