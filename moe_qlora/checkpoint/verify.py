@@ -63,7 +63,7 @@ class VerifyReport:
     """What `verify` found."""
 
     folder: Path
-    kind: str = "plain"  # or "nf4", "fp4", "int8", "unknown"
+    kind: str = "plain"  # or experts': "nf4", "fp4", "int8", "mxfp4"; "unknown"
     files: int = 0  # safetensors files that belong to the checkpoint
     tensors: int = 0
     experts: int = 0  # packed expert weights

@@ -35,6 +35,7 @@ from ..packing.decoders import hold
 from ..packing.format import SCALES, key_ends, problems
 from ..packing.settings import CodecSettings
 from ..packing.shares import cut_tensors
+from .kept import keep_codes
 
 # Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this.
 _SLICE_BYTES = 8 << 20
@@ -98,6 +99,10 @@ class PackingConverter(WeightConverter):
 
     def convert(self, layer_name: str, model: Any = None, config: Any = None, **rest: Any) -> Any:
         """Convert as `WeightConverter` does, with packed parameters for the spec's weights."""
+        if layer_name in self.spec.kept:
+            [[item]] = self.collected_tensors.values()
+            self.collected_tensors.clear()
+            return {layer_name: keep_codes(layer_name, item.key, self.spec)}
         packers = {n: WeightPacker(n, self.spec) for n in self._packed_names(layer_name)}
         if not packers:
             return super().convert(layer_name, model=model, config=config, **rest)

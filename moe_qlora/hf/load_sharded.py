@@ -52,6 +52,7 @@ from ..packing.parametrize import is_packed_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from ..packing.sharding import prepare_sharding
+from .kept import refuse_to_shard
 from .model import finish_packing
 
 if TYPE_CHECKING:
@@ -350,6 +351,8 @@ class StoredWeights:
     """The weights of a packed folder by the names that the model, plain on meta, has for them."""
 
     def __init__(self, model: Any, manifest: Manifest, files: Checkpoint) -> None:
+        kept = [name for name, entry in manifest.experts.items() if entry.codec is not None]
+        refuse_to_shard(kept, "load it whole and call fully_shard")
         self._settings, self._files = manifest.settings, files
         self._aliases, self._packed = aliases_of(model), _packed_keys(model, manifest)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}

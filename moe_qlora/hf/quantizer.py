@@ -33,6 +33,7 @@ from ..packing.shares import ExpertShare
 from .converters import LinearConverter, PackedConverter, PackingConverter
 from .distributed_config import keep_whole, mesh_of, own_device
 from .fsdp_loading import ShardedLoad, shards_model
+from .kept import refuse_to_shard, weights_to_keep
 from .model import finish_packing
 from .prequantized import (
     PlainNames,
@@ -50,12 +51,14 @@ def packing_quantizer(
     stock: type,
     extra_skip_modules: Callable[[], Sequence[str]],
     expert_mesh: Callable[[], Any] = lambda: None,
+    keeps_codes: Callable[[], bool] = lambda: False,
 ) -> type:
     """Derive the class that packs experts from the one that serves bitsandbytes configs now."""
     members = {
         "__module__": __name__,
         "_extra_skip_modules": staticmethod(extra_skip_modules),
         "_expert_mesh": staticmethod(expert_mesh),
+        "_keeps_codes": staticmethod(keeps_codes),
     }
     return type(f"Packing{stock.__name__}", (_Packing, stock), members)
 
@@ -67,6 +70,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     quantization_config: Any
     _extra_skip_modules: Callable[[], Sequence[str]]
     _expert_mesh: Callable[[], Any]
+    _keeps_codes: Callable[[], bool]
     _spec: LoadSpec | None = None
     _device_map: Any = None
     _checked: FolderCheck | None = None
@@ -140,6 +144,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         # The stock method may have put lists of Linear layers in place of fused weights.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._spec.params = {n: p for n, p in self._spec.params.items() if n in names}
+        if self._mark is None and self._keeps_codes():
+            self._spec.kept = weights_to_keep(model, self._spec)
         filled_later = self._spec.params or self._spec.prequantized is not None
         if shards_model(getattr(config, "distributed_config", None)) and filled_later:
             self._shard(model, files, dtype)
@@ -156,6 +162,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 "A model that is sharded while it loads is read from safetensors files: give a "
                 "folder or a hub id with such files."
             )
+        refuse_to_shard(spec.kept, "fully_shard the model after it is loaded")
         spec.files.close()
         model.hf_quantizer = self
         folder = Path(files[0]).parent

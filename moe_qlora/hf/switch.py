@@ -52,6 +52,7 @@ class Block(NamedTuple):
 
     skip_modules: tuple[str, ...]  # patterns of what stays unpacked
     expert_mesh: Any  # a `DeviceMesh` that divides experts, or None
+    keep_codes: bool  # whether experts keep codes of their checkpoint that can be computed with
 
 
 _lock = threading.RLock()
@@ -83,7 +84,10 @@ def disable() -> None:
 
 @contextmanager
 def enabled(
-    *, skip_modules: Sequence[str] = (), expert_mesh: DeviceMesh | None = None
+    *,
+    skip_modules: Sequence[str] = (),
+    expert_mesh: DeviceMesh | None = None,
+    keep_codes: bool = False,
 ) -> Iterator[None]:
     """Pack experts while loading, within the block.
 
@@ -96,8 +100,12 @@ def enabled(
             where the caller does not reach it.
         expert_mesh: A `DeviceMesh` as `expert_parallel` takes it: each rank reads, packs and keeps
             its own experts only.
+        keep_codes: Let experts keep the 4-bit codes that their checkpoint holds, where the package
+            computes with these: gpt-oss's MXFP4, with 4.25 bits a weight and no error beside the
+            maker's. All else is dequantized and packed by the caller's config, Linear layers and
+            experts in another form.
     """
-    block = Block(tuple(skip_modules), expert_mesh)
+    block = Block(tuple(skip_modules), expert_mesh, keep_codes)
     with _lock:
         _install()
         _blocks.append(block)
@@ -122,6 +130,12 @@ def expert_mesh() -> Any:
     return meshes[-1] if meshes else None
 
 
+def keeps_codes() -> bool:
+    """Whether an open block asks to keep the codes of checkpoints."""
+    with _lock:
+        return any(block.keep_codes for block in _blocks)
+
+
 def _install() -> None:
     global _merge
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
@@ -132,7 +146,9 @@ def _install() -> None:
     if _replaced:
         return
     packing = {
-        method: packing_quantizer(AUTO_QUANTIZER_MAPPING[method], extra_skip_modules, expert_mesh)
+        method: packing_quantizer(
+            AUTO_QUANTIZER_MAPPING[method], extra_skip_modules, expert_mesh, keeps_codes
+        )
         for method in _METHODS
     }
     for method, cls in packing.items():

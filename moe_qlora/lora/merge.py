@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import AdapterError
 from ..kernels.weights import PackedWeight
+from ..layout import unwrapped_name
 from ..packing import codec, parametrize
 from ..packing.decoders import PackedCodes
-from ..packing.settings import CodecSettings
+from ..packing.settings import KEPT_KINDS, CodecSettings
 
 Product = tuple[Tensor, Tensor, float]
 """`left` `(E, rows, r)`, `right` `(E, r, columns)` in the weight's layout, and their scaling."""
@@ -37,6 +39,18 @@ def merged_weight(
                 total.addmm_(left[expert], right[expert], alpha=scaling)
             out[expert].copy_(total)
     return out
+
+
+def check_repack(model: nn.Module) -> None:
+    """Raise where merged weights could not be packed the way that the model's are."""
+    for module_name, module, leaf in parametrize.iter_packed(model):
+        kind = parametrize.read_packed(module, leaf).kind
+        if kind in KEPT_KINDS:
+            raise AdapterError(
+                f"{unwrapped_name(f'{module_name}.{leaf}')} keeps the {kind} codes of its "
+                "checkpoint, in which most of an adapter would be rounded away: merge it without "
+                "repack=True."
+            )
 
 
 def replace_parameter(

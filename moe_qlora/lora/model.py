@@ -29,6 +29,7 @@ from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
 from .divided import check_whole
 from .inject import check_connected, upgrade_wrappers
 from .layer import ParamWrapper
+from .merge import check_repack
 from .names import as_set, packed_parameters
 from .replicated import check_copies, replicate_adapters
 from .save import check_unsharded, save_pretrained
@@ -221,6 +222,8 @@ class LoraModel(StockLoraModel):
     def _merging(self, dtype: torch.dtype | None, repack: bool) -> Iterator[None]:
         check_whole(self.model, "Merging")
         check_unsharded(self.model, "Merging", _OFFLINE)
+        if repack:
+            check_repack(self.model)
         wrappers = [module for module in self.model.modules() if isinstance(module, ParamWrapper)]
         for wrapper in wrappers:
             wrapper.merge_dtype, wrapper.merge_repack = dtype, repack

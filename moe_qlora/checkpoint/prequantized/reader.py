@@ -98,6 +98,12 @@ class PrequantizedCheckpoint(Checkpoint):
         }
         return dequantize(tensor, parts, start, stop, self.dtype)
 
+    def read_stored(
+        self, key: str, start: int = 0, stop: int | None = None, device: Any = None
+    ) -> Tensor:
+        """Read a tensor on disk, or its rows [start, stop), as it is: codes, or what goes with."""
+        return self._disk.read(key, start, stop, device)
+
     def _rows(self, tensor: Quantized, role: str, start: int, stop: int) -> tuple[int, int | None]:
         rows = tensor.rows(role, start, stop)
         return (0, None) if rows is None else rows

@@ -1,0 +1,110 @@
+"""Loads of folders whose experts' own codes are kept: nothing is dequantized and packed anew.
+
+Kept is what packing/kept.py can compute with: MXFP4 as gpt-oss has it, `N_blocks` and `N_scales`
+for the whole of a fused parameter N. Experts that the folder holds in another form are dequantized
+and packed as those of any other folder.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..checkpoint.fit import own_name
+from ..checkpoint.load_spec import LoadSpec
+from ..checkpoint.prequantized.decode import CODES, SCALE
+from ..errors import CheckpointError, UnsupportedWeightError
+from ..kernels.weights import MX_BLOCK
+from ..layout import ExpertParam
+from ..packing.decoders import hold
+from ..packing.kept import KeptPacker
+from ..packing.settings import CodecSettings
+
+# Least size of a slice of codes: an expert, or as many small ones as fit in this.
+_SLICE_BYTES = 8 << 20
+
+
+def weights_to_keep(model: Any, spec: LoadSpec) -> dict[str, CodecSettings]:
+    """Return how the expert weights of a load are packed whose codes can be kept, by name."""
+    files, kept = spec.prequantized, {}
+    if files is not None and files.method == "mxfp4":
+        settings = replace(spec.settings, kind="mxfp4", skip_modules=(), stored_transposed=True)
+        kept = {
+            name: settings
+            for name, param in spec.params.items()
+            if any(_is_whole(spec, key, param) for key in _keys(model, name, spec))
+        }
+    if not kept:
+        warnings.warn(
+            "keep_codes=True: the checkpoint holds no experts in MXFP4 as gpt-oss has it, so that "
+            f"all experts are packed to {spec.settings.kind}.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return kept
+
+
+def _keys(model: Any, name: str, spec: LoadSpec) -> list[str]:
+    """Return the plain key that a parameter has in the files, if they hold it as a whole."""
+    files = spec.prequantized
+    key = None if files is None else own_name(model, name, files)
+    return [] if key is None else [key]
+
+
+def _is_whole(spec: LoadSpec, key: str, param: ExpertParam) -> bool:
+    """Whether a plain key's blocks and scales are those of the parameter, stored transposed."""
+    files = spec.prequantized
+    if files is None or files.parts(key).keys() != {CODES, SCALE}:
+        return False
+    blocks = files.stored[files.parts(key)[CODES]].shape
+    if len(blocks) != 4 or blocks[3] != MX_BLOCK // 2:
+        return False
+    experts, rows, groups, _ = blocks
+    return (experts, groups * MX_BLOCK, rows) == tuple(param.shape)
+
+
+def refuse_to_shard(kept: Collection[str], advice: str) -> None:
+    """Raise where a load that gives each rank its share at once meets weights with own codes."""
+    if kept:
+        raise CheckpointError(
+            f"{min(kept)} keeps the MXFP4 codes of its checkpoint, which are not sharded while "
+            f"they are read: {advice}, or load the checkpoint without keep_codes=True."
+        )
+
+
+def keep_codes(name: str, key: str, spec: LoadSpec) -> nn.Parameter:
+    """Read one weight's codes, some experts at a time; return the parameter that holds them.
+
+    Args:
+        name: Of the parameter.
+        key: Plain key in the files.
+        spec: Of the load, which gets the packed weight.
+
+    Raises:
+        CheckpointError: Codes or scales are not of this weight, or a scale is NaN.
+    """
+    files = spec.prequantized
+    assert files is not None
+    parts, device = files.parts(key), spec.device(name)
+    first, last = spec.rows(name)
+    try:
+        packer = KeptPacker(
+            spec.kept_shape(name), spec.dtypes[name], device, spec.settings_of(name)
+        )
+        info = files.stored[parts[CODES]]
+        step = max(_SLICE_BYTES * info.shape[0] // max(info.nbytes, 1), 1)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            blocks, scales = (
+                files.read_stored(parts[role], start, stop, device) for role in (CODES, SCALE)
+            )
+            packer.add(blocks, scales)
+        packed = packer.finish()
+    except UnsupportedWeightError as error:
+        raise CheckpointError(f"{name}: {error} Copy the files again.") from error
+    spec.keep(name, packed)
+    return hold(packed)

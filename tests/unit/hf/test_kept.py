@@ -1,0 +1,324 @@
+"""gpt-oss folders whose experts keep their MXFP4 codes: load, save, reload, merge, train."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.checkpoint.manifest import read_manifest
+from moe_qlora.checkpoint.verify import verify
+from moe_qlora.errors import AdapterError, CheckpointError
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing.kept import mxfp4_blocks
+from moe_qlora.testing import tiny_inputs, tiny_model
+from tests.helpers.mxfp4 import random_mxfp4, slow_decode
+
+SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": 3}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+NF4 |= {"bnb_4bit_compute_dtype": torch.bfloat16}
+
+
+def expert_keys(state: dict[str, Tensor]) -> list[str]:
+    return [key for key in state if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """`maker`, as gpt-oss is shipped, and `plain`, the bf16 folder that it stands for."""
+    root = tmp_path_factory.mktemp("gpt_oss")
+    model: Any = tiny_model("gpt_oss", dtype=torch.bfloat16, **SIZES)
+    model.save_pretrained(root / "plain")
+    plain = load_file(root / "plain" / "model.safetensors")
+    stored = dict(plain)
+    for number, key in enumerate(sorted(expert_keys(plain))):
+        experts, inner, out = plain[key].shape
+        blocks, scales = random_mxfp4(experts, out, inner, seed=number)
+        stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        del stored[key]
+        plain[key] = slow_decode(blocks, scales).transpose(1, 2).contiguous().bfloat16()
+    save_file(plain, root / "plain" / "model.safetensors", {"format": "pt"})
+    shutil.copytree(root / "plain", root / "maker")
+    save_file(stored, root / "maker" / "model.safetensors", {"format": "pt"})
+    file = root / "maker" / "config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    file.write_text(json.dumps(config))
+    return root
+
+
+def load(folder, **kwargs):
+    with moe_qlora.enabled(keep_codes=kwargs.pop("keep_codes", True)):
+        config = kwargs.pop("config", None)
+        given = {} if config is None else {"quantization_config": config}
+        return AutoModelForCausalLM.from_pretrained(folder, **given, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def kept(folders):
+    return load(folders / "maker", config=BitsAndBytesConfig(**NF4))
+
+
+@pytest.fixture(scope="module")
+def plain(folders):
+    """The same Linear layers packed, and the experts left in bf16."""
+    skips = [r"model.layers.\d+.mlp", "lm_head"]
+    config = BitsAndBytesConfig(**NF4, llm_int8_skip_modules=skips)
+    return AutoModelForCausalLM.from_pretrained(folders / "plain", quantization_config=config)
+
+
+@pytest.fixture(scope="module")
+def saved(kept, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "packed"
+    kept.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def packed_of(model) -> dict[str, Any]:
+    return {
+        f"{module_name}.{name}": parametrize.read_packed(module, name)
+        for module_name, module, name in parametrize.iter_packed(model)
+    }
+
+
+def test_codes_are_those_of_the_folder(folders, kept):
+    stored = load_file(folders / "maker" / "model.safetensors")
+    expected = load_file(folders / "plain" / "model.safetensors")
+    weights = packed_of(kept)
+    assert weights.keys() == set(expert_keys(expected))
+    for name, packed in weights.items():
+        assert packed.kind == "mxfp4" and packed.stored_transposed
+        blocks, scales = mxfp4_blocks(packed)
+        assert torch.equal(blocks, stored[f"{name}_blocks"])
+        assert torch.equal(scales, stored[f"{name}_scales"])
+        assert torch.equal(codec.unpack(packed), expected[name])
+        assert torch.equal(kept.get_parameter(f"{name}_bias"), expected[f"{name}_bias"])
+    assert kept.quantization_method == "bitsandbytes" and kept.is_loaded_in_4bit
+    assert kept.config.quantization_config.bnb_4bit_quant_type == "nf4"
+
+
+@torch.no_grad()
+def test_computes_what_the_dequantized_weights_compute(kept, plain):
+    inputs = tiny_inputs(kept)
+    ours, theirs = kept(**inputs).logits.float(), plain(**inputs).logits.float()
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_experts_are_read_in_slices(folders, kept, monkeypatch):
+    from moe_qlora.hf import kept as loading
+
+    monkeypatch.setattr(loading, "_SLICE_BYTES", 1)
+    again = packed_of(load(folders / "maker", config=BitsAndBytesConfig(**NF4)))
+    for name, packed in packed_of(kept).items():
+        assert torch.equal(packed.codes, again[name].codes)
+        assert torch.equal(packed.absmax, again[name].absmax)
+
+
+@pytest.fixture(scope="module")
+def nf4(folders):
+    return load(folders / "maker", config=BitsAndBytesConfig(**NF4), keep_codes=False)
+
+
+def test_without_keep_codes_everything_is_packed_anew(nf4):
+    assert {packed.kind for packed in packed_of(nf4).values()} == {"nf4"}
+
+
+def test_a_folder_without_such_codes_is_packed_and_says_so(folders):
+    with pytest.warns(UserWarning, match="keep_codes=True: the checkpoint holds no experts in MX"):
+        model = load(folders / "plain", config=BitsAndBytesConfig(**NF4))
+    assert {packed.kind for packed in packed_of(model).values()} == {"nf4"}
+
+
+def test_damaged_scales_are_named(folders, tmp_path):
+    folder = tmp_path / "broken"
+    shutil.copytree(folders / "maker", folder)
+    stored = load_file(folder / "model.safetensors")
+    key = "model.layers.0.mlp.experts.down_proj"
+    stored[f"{key}_scales"][2, 3, 1] = 255
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{key}: Expert 2 has an MXFP4 scale that is NaN"):
+        load(folder, config=BitsAndBytesConfig(**NF4))
+
+
+def test_counts_and_bytes(kept, plain, nf4):
+    assert kept.num_parameters() == plain.num_parameters()
+    weights = packed_of(kept).values()
+    numel = sum(packed.numel for packed in weights)
+    constants = 4 * (16 + 256 + 2) * len(weights)
+    experts = sum(packed.nbytes for packed in weights)
+    assert experts == numel * 17 // 32 + constants
+    others = nf4.get_memory_footprint() - sum(p.nbytes for p in packed_of(nf4).values())
+    assert kept.get_memory_footprint() == others + experts
+    plan = moe_qlora.plan(kept, search=False)
+    assert plan.resident == kept.get_memory_footprint()
+
+
+def test_a_copy_and_a_state_dict(kept):
+    again = copy.deepcopy(kept)
+    state = kept.state_dict()
+    key = "model.layers.0.mlp.experts.down_proj"
+    packed = packed_of(again)[key]
+    packed.codes.zero_()
+    assert not torch.equal(again.state_dict()[key], state[key])
+    again.load_state_dict(state)
+    for name, packed in packed_of(again).items():
+        assert torch.equal(codec.unpack(packed), codec.unpack(packed_of(kept)[name]))
+
+
+def test_saves_and_reloads_bit_for_bit(kept, saved):
+    manifest = read_manifest(saved)
+    assert manifest.version == 3 and manifest.codec["kind"] == "nf4"
+    config = json.loads((saved / "config.json").read_text())
+    assert config["moe_qlora"]["format_version"] == 3
+    with moe_qlora.enabled():
+        again = AutoModelForCausalLM.from_pretrained(saved)
+    ours, theirs = kept.state_dict(), again.state_dict()
+    assert ours.keys() == theirs.keys()
+    for key, tensor in ours.items():
+        assert tensor.dtype == theirs[key].dtype and torch.equal(tensor, theirs[key]), key
+    for name, packed in packed_of(again).items():
+        assert packed.kind == "mxfp4" and packed.dtype == torch.bfloat16
+        assert packed.stored_transposed, name
+    report = verify(saved)
+    assert report.good and report.kind == "mxfp4"
+    inputs = tiny_inputs(kept)
+    with torch.no_grad():
+        assert torch.equal(kept(**inputs).logits, again(**inputs).logits)
+
+
+def test_its_errors_against_the_plain_folder_are_none(folders, saved):
+    report = verify(saved, against=folders / "plain")
+    experts = [weight for weight in report.errors if weight.expert]
+    assert len(experts) == 4 and all(weight.relative == 0 for weight in experts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(format_version=2), "format_version is 2, .* is of version 3"),
+        (lambda m: first(m)["codec"].update(blocksize=64), "codec"),
+        (lambda m: first(m)["codec"].update(kind="nf4"), "codec"),
+        (lambda m: first(m)["codec"].update(stored_transposed=False), "id is not that"),
+        (lambda m: first(m).pop("codec"), "id is not that"),
+    ],
+)
+def test_a_changed_manifest_is_refused(saved, tmp_path, change, message):
+    from moe_qlora.checkpoint.manifest import manifest_name
+
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    file = next(folder.glob("moe_qlora-*.json"))
+    manifest = json.loads(file.read_text())
+    change(manifest)
+    content = json.dumps(manifest).encode()
+    file.unlink()
+    (folder / manifest_name(content)).write_bytes(content)
+    config = json.loads((folder / "config.json").read_text())
+    config["moe_qlora"]["manifest"] = manifest_name(content)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        read_manifest(folder)
+
+
+def first(manifest):
+    return next(iter(manifest["experts"].values()))
+
+
+LORA = {
+    "target_modules": ["q_proj", "o_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "r": 3,
+    "lora_alpha": 7,
+}
+
+
+def trained(model, steps: int = 2):
+    """Return the model with LoRA after some steps, and its losses."""
+    torch.manual_seed(0)
+    peft_model = moe_qlora.get_peft_model(model, LoraConfig(**LORA))
+    for name, parameter in peft_model.named_parameters():
+        if ".lora_B" in name:
+            generator = torch.Generator().manual_seed(len(name))
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+    optimizer = torch.optim.SGD([p for p in peft_model.parameters() if p.requires_grad], lr=0.05)
+    inputs = tiny_inputs(model)
+    inputs["labels"] = inputs["input_ids"]
+    losses = []
+    for _ in range(steps):
+        loss = peft_model(**inputs).loss
+        loss.backward()
+        assert all(p.grad is not None for p in peft_model.parameters() if p.requires_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return peft_model, losses
+
+
+@pytest.fixture(scope="module")
+def adapter(kept, tmp_path_factory):
+    """An adapter trained on the kept codes, its folder, and its losses."""
+    folder = tmp_path_factory.mktemp("adapter") / "lora"
+    peft_model, losses = trained(copy.deepcopy(kept))
+    peft_model.save_pretrained(folder)
+    return peft_model, folder, losses
+
+
+def test_trains_as_with_the_dequantized_experts(plain, adapter):
+    _, losses = trained(copy.deepcopy(plain))
+    assert losses[1] < losses[0]
+    assert adapter[2] == pytest.approx(losses, rel=2e-3)
+
+
+@pytest.mark.parametrize("like_training", [False, True])
+def test_merges_from_the_packed_folder(folders, saved, adapter, tmp_path, like_training):
+    peft_model, lora, _ = adapter
+    out = tmp_path / "merged"
+    moe_qlora.merge_adapter(saved, lora, out, like_training=like_training)
+    merged = load_file(out / "model.safetensors")
+    base = load_file(folders / "plain" / "model.safetensors")
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert merged.keys() == base.keys()
+    for key in expert_keys(base):
+        module = peft_model.base_model.model.get_submodule(key.rpartition(".")[0])
+        expected = added(module, key.rpartition(".")[2], base[key])
+        # rounded once, from sums in another order
+        assert (merged[key] != expected).float().mean() < 0.01, key
+        assert torch.allclose(merged[key].float(), expected.float(), rtol=2**-7, atol=1e-6)
+        assert not torch.equal(merged[key], base[key])
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+
+
+def added(wrapper, leaf, weight):
+    """W + s B A of each expert, by hand in fp32."""
+    while wrapper.parameter_name != leaf:
+        wrapper = wrapper.base_layer
+    a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+    experts = len(weight)
+    a = a.detach().float().view(experts, -1, a.shape[1])
+    b = b.detach().float().view(b.shape[0], -1, experts)
+    total = weight.float()
+    for expert in range(experts):
+        total[expert] += (b[:, :, expert] @ a[expert]).t() * wrapper.scaling["default"]
+    return total.bfloat16()
+
+
+@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit linear")
+def test_merging_in_memory(folders, adapter):
+    peft_model = copy.deepcopy(adapter[0])
+    with pytest.raises(AdapterError, match=r"keeps the mxfp4 codes .* without repack=True"):
+        peft_model.merge_adapter(repack=True)
+    peft_model.merge_adapter()
+    peft_model.unmerge_adapter()
+    stored = load_file(folders / "maker" / "model.safetensors")
+    for module_name, module, name in parametrize.iter_packed(peft_model):
+        key = module_name.removeprefix("base_model.model.").split(".base_layer")[0] + f".{name}"
+        blocks, _ = mxfp4_blocks(parametrize.read_packed(module, name))
+        assert torch.equal(blocks, stored[f"{key}_blocks"])
