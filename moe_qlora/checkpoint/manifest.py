@@ -177,9 +177,8 @@ class Manifest:
 
     def config_bytes(self) -> bytes:
         """Return the content of config.json, which names this manifest."""
-        mark = Mark(self.id, self.file_name, self.entry)
         ours = {
-            CONFIG_KEY: {"format_version": self.version, **asdict(mark)},
+            CONFIG_KEY: asdict(Mark(self.id, self.file_name, self.entry, self.version)),
             "transformers_weights": SENTENCE,
         }
         return (json.dumps(self.config | ours, indent=2, sort_keys=True) + "\n").encode()
@@ -187,11 +186,12 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
 class Mark:
-    """What config.json says under `moe_qlora`: the manifest's id, file name and first shard."""
+    """What config.json says under `moe_qlora`: of the manifest, and its first shard."""
 
     id: str
     manifest: Annotated[str, Field(pattern=f"^{MANIFEST_NAME.pattern}$")]
     entry: Annotated[str, Field(pattern=f"^{SHARD_NAME.pattern}$")]
+    format_version: int = FORMAT_VERSION
 
 
 def manifest_name(content: bytes) -> str:
@@ -202,11 +202,11 @@ def manifest_name(content: bytes) -> str:
 def manifest_id(
     tensors: Mapping[str, TensorEntry],
     codec: Mapping[str, Any],
-    experts: Mapping[str, PackedEntry],
+    experts: Mapping[str, PackedEntry] | None = None,
 ) -> str:
     """Return the id of a save: equal for equal tensors under equal names that were packed alike."""
     table = {key: [t.dtype, list(t.shape), t.sha256] for key, t in tensors.items()}
-    own = {name: entry.codec for name, entry in experts.items() if entry.codec is not None}
+    own = {name: entry.codec for name, entry in (experts or {}).items() if entry.codec is not None}
     return _digest({"tensors": table, "codec": dict(codec), **({"experts": own} if own else {})})
 
 
@@ -284,6 +284,11 @@ def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | No
         raise CheckpointError(f"{file} is damaged: its name is not that of its content.")
     manifest = _parse(Manifest, parse_json(file, raw), file)
     _check(folder, file, manifest)
+    if mark.format_version != manifest.version:
+        raise CheckpointError(
+            f"{folder / CONFIG} has {CONFIG_KEY}.format_version {mark.format_version}, and "
+            f"{mark.manifest} is of version {manifest.version}: copy the whole folder again."
+        )
     if (mark.id, mark.entry) != (manifest.id, manifest.entry):
         raise CheckpointError(
             f"{folder / CONFIG}: {CONFIG_KEY} has the id {mark.id!r:.80} and the entry "
@@ -311,10 +316,12 @@ def _parse(kind: type[_T], value: dict[str, Any], file: Path, prefix: str = "") 
             f"reads {FORMAT_VERSION} and {KEPT_VERSION}: pack the model again, or install the "
             "version that wrote it."
         )
+    if kind is Mark:
+        value["format_version"] = version
     parsed = parse_fields(kind, value, file, prefix)
     if isinstance(parsed, Manifest) and version != parsed.version:
         raise CheckpointError(
-            f"{file} is damaged: its format_version is {version}, and what it lists is of version "
+            f"{file} is damaged: it has format_version {version}, and what it lists is of version "
             f"{parsed.version}."
         )
     return parsed

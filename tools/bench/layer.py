@@ -3,6 +3,7 @@
     python tools/bench/layer.py                         qwen3-30b-a3b, 4096 and 16384 tokens
     python tools/bench/layer.py --shape mixtral-8x7b --tokens 16,256,4096
     python tools/bench/layer.py --shape qwen2_moe       any model type, at its default size
+    python tools/bench/layer.py --shape gpt-oss-20b --peers ours,mxfp4    on kept MXFP4 codes too
     python tools/bench/layer.py --part gate_up          the first projection's forward alone
     python tools/bench/layer.py --tiny --device cpu     whether it runs at all
 
@@ -50,18 +51,19 @@ def main() -> None:
     for tokens in options.tokens:
         for peer in options.peers:
             cap = "" if options.cap is None else f" cap={options.cap}"
-            cap += " tuned" if options.tune and peer == "ours" else ""
+            cap += " tuned" if options.tune and peer in ("ours", "mxfp4") else ""
             words = f"tokens={tokens} r={options.rank} peer={peer}"
             print(f"\n{name} {words}{part}", flush=True)
             release_workspace()
             try:
-                setting = f"{words}{part} nf4+double bf16{cap}{versions(peer)}"
+                packed = "mxfp4" if peer == "mxfp4" else "nf4+double"
+                setting = f"{words}{part} {packed} bf16{cap}{versions(peer)}"
                 rows = Rows(options.out, where, name, setting)
                 run(peer, options, tokens, device, rows)
             except UnavailableError as error:
                 print(f"skipped: {error}")
             except Exception as error:
-                if peer == "ours":
+                if peer in ("ours", "mxfp4"):
                     raise
                 rows.fail(error)
             release(device)
@@ -87,7 +89,7 @@ def _options() -> argparse.Namespace:
     options.tokens = [32] if options.tiny else [int(n) for n in options.tokens.split(",")]
     known = PEERS if whole else gate_up.PEERS
     options.peers = options.peers.split(",") if options.peers else list(known)
-    unknown = set(options.peers) - set(known)
+    unknown = set(options.peers) - {*known, *(["mxfp4"] if whole else [])}
     if unknown:
         parser.error(f"--peers {', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
     return options

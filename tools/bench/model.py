@@ -10,6 +10,7 @@
     frozen      bf16 experts, transformers' grouped_mm; LoRA on attention alone
     peft        bf16 experts, transformers' grouped_mm; PEFT's LoRA as `--lora` says
     bnb         experts packed by bitsandbytes' parametrization; LoRA on attention alone
+    mxfp4       ours, on random experts in MXFP4 as a checkpoint's are kept: `--peers ours,mxfp4`
 
 Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains the adapters. A
 model is made on the device one module at a time, and an expert stack packed as soon as it is made,
@@ -31,12 +32,15 @@ from typing import Any
 
 import torch
 from common import RESULTS, Rows, allocated, environment, release, release_workspace, synchronize
+from mxfp4 import BLOCK, random_mxfp4
 from shapes import name_of, whole_config
 from torch import Tensor, nn
 
 import moe_qlora
 
 PEERS = ("ours", "frozen", "peft", "bnb")
+OURS = ("ours", "mxfp4")
+"""This package's, the second only where it is asked for."""
 LORA_RATE = 1e-4
 
 Each = Callable[[str, nn.Module], None]
@@ -67,7 +71,7 @@ def main() -> None:
         except UnavailableError as error:
             print(f"skipped: {error}")
         except Exception as error:
-            if peer == "ours":
+            if peer in OURS:
                 raise
             rows.fail(error)
         release_workspace()
@@ -103,21 +107,23 @@ def _options() -> argparse.Namespace:
     options.peers = options.peers.split(",")
     if not set(options.lora) <= {"attention", "experts"}:
         parser.error(f"--lora {','.join(options.lora)}: expected experts, attention or both")
-    unknown = set(options.peers) - set(PEERS)
+    unknown = set(options.peers) - {*PEERS, *OURS}
     if unknown:
-        parser.error(f"--peers {', '.join(sorted(unknown))}: expected some of {', '.join(PEERS)}")
+        parser.error(
+            f"--peers {', '.join(sorted(unknown))}: expected some of {', '.join(PEERS)}, mxfp4"
+        )
     if options.warmup < 1 or options.steps < 1:
         parser.error("--warmup and --steps: expected 1 or more")
     return options
 
 
 def _lora(peer: str, options: argparse.Namespace) -> list[str]:
-    wanted: list[str] = options.lora if peer in ("ours", "peft") else ["attention"]
+    wanted: list[str] = options.lora if peer in (*OURS, "peft") else ["attention"]
     return wanted
 
 
 def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
-    packed = "nf4+double" if peer in ("ours", "bnb") else "bf16"
+    packed = {"ours": "nf4+double", "bnb": "nf4+double", "mxfp4": "mxfp4"}.get(peer, "bf16")
     return (
         f"layers={layers} lora={','.join(_lora(peer, options))} r={options.rank} "
         f"seq={options.seq} batch={options.micro_batch} "
@@ -140,7 +146,7 @@ def run(
     loss_of = _loss(options, device)
     rows.add("allocated before", "bytes", allocated(device))
     start = time.perf_counter()
-    early = peer == "bnb" or (peer == "ours" and options.pack == "building")
+    early = peer in ("bnb", "mxfp4") or (peer == "ours" and options.pack == "building")
     packer = _Packer(peer, config) if early else None
     model = build(config, device, None if packer is None else packer.visit)
     synchronize(device)
@@ -152,7 +158,7 @@ def run(
         rows.add("packing time", "s", packer.seconds)
     if device.type == "cuda":
         rows.add("peak while building", "bytes", torch.cuda.max_memory_allocated(device))
-    if peer == "ours":
+    if peer in OURS:
         pack(model, device, rows if packer is None else None)
     else:
         model.set_experts_implementation("grouped_mm")
@@ -231,7 +237,7 @@ class _Packer:
             self.before += weight.nbytes
             synchronize(device)
             start = time.perf_counter()
-            if self.peer == "ours":
+            if self.peer in OURS:
                 self._ours(module, parameter, weight)
             else:
                 self._theirs(module, parameter)
@@ -243,7 +249,13 @@ class _Packer:
         from moe_qlora.packing import codec, parametrize
         from moe_qlora.packing.settings import CodecSettings
 
-        packed = codec.pack(weight, CodecSettings.from_config(quantization()))
+        if self.peer == "mxfp4":
+            packed = random_mxfp4(weight.shape, bool(module.is_transposed), weight.device)
+            if packed is None:
+                shape = tuple(weight.shape)
+                raise UnavailableError(f"{parameter} {shape} has no whole blocks of {BLOCK}")
+        else:
+            packed = codec.pack(weight, CodecSettings.from_config(quantization()))
         self.after += packed.nbytes
         parametrize.attach(module, parameter, packed)
 
@@ -320,10 +332,10 @@ def adapt(peer: str, model: Any, options: argparse.Namespace) -> Any:
     model.config.get_text_config().use_cache = False
     wanted = _lora(peer, options)
     experts = [param.name for param in moe_qlora.detect(model)]
-    if peer == "ours":
+    if peer in OURS:
         experts = moe_qlora.target_parameters(model)
     config = lora_config(model, experts, wanted, options)
-    get = moe_qlora.get_peft_model if peer == "ours" else peft.get_peft_model
+    get = moe_qlora.get_peft_model if peer in OURS else peft.get_peft_model
     return get(model, config, autocast_adapter_dtype=options.adapters == "fp32")
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from mxfp4 import BLOCK, random_mxfp4
 from shapes import SHAPES, TINY
 from torch import Tensor, nn
 
@@ -100,8 +101,8 @@ def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStac
         UnavailableError: The peer cannot run here.
     """
     holder.experts.config._experts_implementation = "grouped_mm"
-    if peer == "ours":
-        return _ours(options, holder)
+    if peer in ("ours", "mxfp4"):
+        return _ours(peer, options, holder)
     if peer in ("bnb", "axolotl"):
         _pack_by_bitsandbytes(holder.experts)
     if peer == "axolotl":
@@ -115,7 +116,7 @@ def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStac
     return [p for p in holder.parameters() if p.requires_grad]
 
 
-def _ours(options: argparse.Namespace, holder: Any) -> list[Tensor]:
+def _ours(peer: str, options: argparse.Namespace, holder: Any) -> list[Tensor]:
     from moe_qlora.experts import forward as forward_
     from moe_qlora.experts import lora_source
     from moe_qlora.packing import codec, parametrize
@@ -128,7 +129,12 @@ def _ours(options: argparse.Namespace, holder: Any) -> list[Tensor]:
         weight = getattr(module, name)
         out, inp = (2, 1) if module.is_transposed else (1, 2)
         shape = weight.shape
-        packed = codec.pack(weight.data, CodecSettings("nf4", True, torch.uint8))
+        if peer == "mxfp4":
+            packed = random_mxfp4(shape, bool(module.is_transposed), weight.device)
+            if packed is None:
+                raise UnavailableError(f"{name} {tuple(shape)} has no whole blocks of {BLOCK}")
+        else:
+            packed = codec.pack(weight.data, CodecSettings("nf4", True, torch.uint8))
         parametrize.attach(module, name, packed)
         if options.tune:
             tune(packed)

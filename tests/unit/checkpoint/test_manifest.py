@@ -180,7 +180,7 @@ MARKS = {
     "text": ("x", "moe_qlora is 'x', and no object"),
     "nothing": ({}, "moe_qlora.format_version None, and this version of moe_qlora reads 2"),
     "older": ({"format_version": 1, "id": "x"}, "format_version 1, and .* pack the model again"),
-    "newer": ({"format_version": 3}, "format_version 3"),
+    "newer": ({"format_version": 4}, "format_version 4"),
     "version as truth": ({"format_version": True}, "format_version True"),
     "no id": ({"format_version": 2, "manifest": "m", "entry": "e"}, "moe_qlora.id is missing"),
     "id of another": ({"id": "0" * 64}, "the id '0000"),
@@ -208,7 +208,8 @@ def test_a_mark_that_does_not_fit_is_refused_by_its_key(tmp_path, name):
 
 
 RESIGNED = {
-    "version": (lambda v: v.update(format_version=3), "format_version 3"),
+    "version": (lambda v: v.update(format_version=4), "format_version 4"),
+    "other version": (lambda v: v.update(format_version=3), "3, and what it lists is of version 2"),
     "version as truth": (lambda v: v.update(format_version=True), "format_version True"),
     "no shards": (lambda v: v.update(shards={}), r"shards is \{\}"),
     "shards as list": (lambda v: v.update(shards=[]), r"shards is \[\]"),

@@ -39,6 +39,21 @@ def of_peer(rows, peer):
     return {row["metric"]: row for row in rows if f"peer={peer}" in row["setting"].split()}
 
 
+def test_kept_mxfp4_codes_beside_nf4(tmp_path, monkeypatch):
+    out = tmp_path / "model.csv"
+    arguments = ["--model", "gpt_oss", "--peers", "ours,mxfp4", "--steps", 1, "--warmup", 1]
+    called(monkeypatch, "model", *arguments, "--out", out)
+    rows = rows_of(out)
+    ours, kept = (of_peer(rows, peer) for peer in ("ours", "mxfp4"))
+    assert " mxfp4 " in kept["step"]["setting"] and " nf4+double " in ours["step"]["setting"]
+    weights = float(kept["experts before"]["p50"]) / 2
+    stacks = 4  # two of each of two layers, with tables and constants
+    assert float(kept["experts packed"]["p50"]) == weights * 17 / 32 + stacks * 4 * (16 + 256 + 2)
+    assert kept["trained weights"]["p50"] == ours["trained weights"]["p50"]
+    called(monkeypatch, "layer", "--peers", "mxfp4", "--repeat", 2, "--out", tmp_path / "layer.csv")
+    assert "step, checkpointed" in of_peer(rows_of(tmp_path / "layer.csv"), "mxfp4")
+
+
 def test_a_tiny_model_beside_its_peers_and_its_plot(tmp_path, monkeypatch):
     out = tmp_path / "model.csv"
     called(monkeypatch, "model", "--steps", 3, "--warmup", 1, "--out", out)

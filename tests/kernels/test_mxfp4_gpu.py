@@ -1,0 +1,204 @@
+"""On a CUDA device: experts that keep MXFP4 codes, from decoding to a module's gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from moe_qlora.experts import backend, lora_source
+from moe_qlora.experts import forward as experts
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.testing import tiny_config
+from tests.helpers.mxfp4 import keep, random_mxfp4, slow_decode
+
+pytestmark = pytest.mark.gpu
+
+HALVES = [torch.bfloat16, torch.float16]
+NAMES = ("gate_up_proj", "down_proj")
+OSS = 2880  # gpt-oss-20b's hidden and intermediate sizes: whole blocks of 32, and steps of 64
+
+
+def weight(*shape: int, transposed: bool = False, dtype: torch.dtype = torch.bfloat16, seed=0):
+    """A packed weight on the device, and its decoded values as stored, on the CPU."""
+    blocks, scales = random_mxfp4(*shape, seed=seed)
+    packed = keep(blocks, scales, transposed=transposed, dtype=dtype)
+    return packed.to("cuda"), slow_decode(blocks, scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("shape", [(5, 24, 32), (3, 200, 1440), (2, 17, 96), (2, 320, OSS)])
+def test_decode_equals_the_definition(dtype, shape):
+    from moe_qlora.kernels import dequantize
+
+    packed, expected = weight(*shape, dtype=dtype)
+    out = torch.full(shape, float("nan"), device="cuda", dtype=dtype)
+    dequantize.decode(packed, out)
+    assert torch.equal(out.cpu(), expected.to(dtype))
+    assert torch.equal(codec.unpack(packed).cpu(), expected.to(dtype))
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("shape", [(4, 192, 320), (4, 200, 96), (4, 320, OSS), (4, OSS, 320)])
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
+    """Sizes of whole blocks of 32 and not of 64, whose last step is half empty, among them."""
+    from moe_qlora.kernels import autotune, quantized_mm
+    from moe_qlora.kernels import routing as routing_
+    from moe_qlora.kernels.routing import _tiles_launch
+
+    quantized_mm.prepare(torch.device("cuda", 0))
+    count, rows, columns = shape
+    packed, decoded = weight(*shape)
+    assert packed.dequantizes() and quantized_mm.supports(packed.spec)
+    inner, outer = (rows, columns) if back else (columns, rows)
+    torch.manual_seed(0)
+    index = torch.randint(count - 1, (count * 90, 1), device="cuda")  # the last has no rows
+    routing = routing_.route(index, count)
+    x = torch.randn(len(index), inner + 16, device="cuda", dtype=torch.bfloat16)
+    factor = torch.randn(count, outer, 16, device="cuda", dtype=torch.bfloat16)
+    offsets = routing.expert_offsets[: count + 1].tolist()
+    right = torch.empty(len(index), outer, device="cuda", dtype=torch.float64)
+    for e in range(count):
+        some = x[offsets[e] : offsets[e + 1]].double()
+        matrix = decoded[e].cuda().double()
+        base = some[:, :inner] @ (matrix if back else matrix.t())
+        right[offsets[e] : offsets[e + 1]] = base + some[:, inner:] @ factor[e].double().t()
+    number = len(x) // tile + count
+    tiles = torch.empty(2 * number, dtype=torch.int32, device="cuda")
+    _tiles_launch(count, tile, (number, 0), 0)(routing.expert_offsets, tiles, tiles, number, 0)
+    chosen = autotune.chosen(packed, x.dtype, tile, back=back)
+    fits = [
+        config
+        for config in autotune._CANDIDATES
+        if not config.hopper
+        and (config.features if back else config.step) <= 128
+        and tile * config.features <= 128 * (128 if config.warps == 4 else 256)
+    ]
+    few = fits[:: max(len(fits) // 6, 1)]
+    for config in [chosen, *few]:
+        room = None if config.direct else torch.empty(packed.absmax.shape, device="cuda")
+        for span in ((0, outer), (64, min(128, outer))):
+            found = quantized_mm.launch(
+                x, packed, factor, room, routing.expert_offsets, tiles, tile, config, back=back,
+                span=span,
+            )  # fmt: skip
+            expected = right[:, slice(*span)]
+            assert (found.double() - expected).norm() < 3e-3 * expected.norm(), config
+
+
+class Provider:
+    """LoRA of ranks 5 and 16."""
+
+    def __init__(self, count: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+        def term(rank, out, into):
+            a = torch.randn(count * rank, into, device="cuda") * into**-0.5
+            b = torch.randn(out, rank * count, device="cuda") * 0.1
+            leaves = [t.to(dtype).requires_grad_() for t in (a, b)]
+            return lora_source.LoraFactors(*leaves, 0.5)
+
+        first, second = term(5, 2 * inner, hidden), term(16, hidden, inner)
+        self.all = {NAMES[0]: (first,), NAMES[1]: (second,)}
+
+    def active_lora(self, name):
+        return self.all[name]
+
+    def leaves(self):
+        return [leaf for terms in self.all.values() for term in terms for leaf in (term.a, term.b)]
+
+
+def layer(hidden: int, inner: int, count: int, dtype: torch.dtype):
+    """gpt-oss's experts on kept codes, and the same with the dequantized weights in fp64."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = copy.deepcopy(tiny_config("gpt_oss"))
+    config.hidden_size, config.intermediate_size = hidden, inner
+    config.num_local_experts = count
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        module = GptOssExperts(config).to(dtype)
+    module.requires_grad_(False)
+    for name in NAMES:
+        nn.init.normal_(getattr(module, f"{name}_bias"), std=0.3)
+        nn.init.zeros_(getattr(module, name))
+    wide = copy.deepcopy(module).double()
+    host = nn.Module()
+    host.config, host.experts = config, module
+    for seed, (name, shape) in enumerate(
+        zip(NAMES, ((count, 2 * inner, hidden), (count, hidden, inner)), strict=True)
+    ):
+        packed, stored = weight(*shape, transposed=True, dtype=dtype, seed=seed)
+        parametrize.attach(module, name, packed)
+        getattr(wide, name).data = stored.transpose(1, 2).double().cuda()
+    experts.activate(host, ["experts"])
+    return module, wide
+
+
+def added(wide: nn.Module, provider: Provider, count: int) -> list[torch.Tensor]:
+    """Put the sum of base and LoRA into the plain module; return the factors that it is made of."""
+    leaves = []
+    for name in NAMES:
+        [factors] = provider.all[name]
+        a, b = (t.detach().double().requires_grad_() for t in (factors.a, factors.b))
+        leaves += [a, b]
+        products = torch.einsum(
+            "ore,eri->eio", b.view(b.shape[0], -1, count), a.view(count, -1, a.shape[1])
+        )
+        base = getattr(wide, name).detach()
+        del wide._parameters[name]
+        setattr(wide, name, base + products * factors.scaling)
+    return leaves
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("tokens", "few"), [(40, True), (700, True), (700, False)])
+@pytest.mark.parametrize(("hidden", "inner", "count"), [(96, 160, 5), (OSS, OSS, 3)])
+def test_a_layer_in_both_directions(hidden, inner, count, tokens, few, dtype, monkeypatch):
+    from moe_qlora.kernels import dequantize, expert_mm, workspace
+
+    module, wide = layer(hidden, inner, count, dtype)
+    provider = Provider(count, hidden, inner, dtype)
+    lora_source.set_lora_source(module, provider)
+    x = (torch.randn(tokens, hidden, device="cuda") * 0.3).to(dtype).requires_grad_()
+    index = torch.rand(tokens, count, device="cuda").topk(2, -1).indices
+    weights = torch.rand(tokens, 2, device="cuda").to(dtype).requires_grad_()
+    assert backend.choose_backend(module, backend.read_call(module, x)) == backend.FUSED
+    decoded = []
+    real = dequantize.decode
+    monkeypatch.setattr(dequantize, "decode", lambda *a, **k: decoded.append(1) or real(*a, **k))
+    monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: few)
+    workspace.release_workspace()
+    out = module(x, index, weights)
+    seed = torch.randn(out.shape, device="cuda").to(dtype)
+    grads = torch.autograd.grad(out, [x, weights, *provider.leaves()], seed)
+    assert bool(decoded) != few
+    leaves = added(wide, provider, count)
+    wide_x, wide_weights = (t.detach().double().requires_grad_() for t in (x, weights))
+    right = plain(wide, wide_x, index, wide_weights)
+    expected = torch.autograd.grad(right, [wide_x, wide_weights, *leaves], seed.double())
+    limit = 2e-2 if dtype == torch.bfloat16 else 3e-3
+    for mine, other in zip([out, *grads], [right, *expected], strict=True):
+        error = (mine.detach().double() - other.detach()).norm() / other.detach().norm()
+        assert error < limit, float(error)
+
+
+def plain(wide: nn.Module, x, index, weights):
+    """Token by token's sum over its experts, expert by expert."""
+    out = torch.zeros_like(x)
+    for e in range(len(wide.gate_up_proj)):
+        token, slot = (index == e).nonzero(as_tuple=True)
+        pre = x[token] @ wide.gate_up_proj[e] + wide.gate_up_proj_bias[e]
+        y = wide._apply_gate(pre) @ wide.down_proj[e] + wide.down_proj_bias[e]
+        out = out.index_add(0, token, y * weights[token, slot][:, None])
+    return out
+
+
+def test_decodes_gpt_oss_at_its_size_by_the_slice():
+    """The foreign read of a whole weight is the transposed view of what is stored."""
+    packed, stored = weight(2, 2 * OSS, OSS, transposed=True)
+    whole = codec.unpack(packed)
+    assert whole.shape == (2, OSS, 2 * OSS) and not whole.is_contiguous()
+    assert torch.equal(whole.cpu(), stored.transpose(1, 2).bfloat16())
