@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from ..kernels.weights import PackedWeight
 from ..layout import unwrapped_name
 from . import parametrize
-from .codec import require_whole
+from .codec import require_whole, unpack
 from .decoders import (
     PackedCodes,
     PackedInt8,
@@ -180,8 +180,35 @@ class ShardableLinear8bit(bnb.Linear8bitLt):
 
 
 def _product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a layer's product."""
+    """Compute a layer's product, so that nothing gathered outlives it under ZeRO-3."""
+    if hasattr(module.weight, "ds_id"):
+        return cast(Tensor, _ReadAgain.apply(x, bias, module))
     return cast(Tensor, module.product(x, bias))
+
+
+class _ReadAgain(torch.autograd.Function):
+    """A Linear layer's product whose backward reads the codes anew.
+
+    ZeRO-3 gathers codes into new memory for forward and for backward. bitsandbytes' functions keep
+    those of the forward, where checkpointing does not see them: all layers' until the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, module: Any) -> Tensor:
+        ctx.module = module
+        return cast(Tensor, module.product(x, bias))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        module = ctx.module
+        _require_gathered(module)
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            weight = unpack(read(module.weight, module.statistics))
+            grad_x = grad @ weight.to(grad.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        return grad_x, grad_bias, None
 
 
 def _require_gathered(module: ShardableLinear4bit | ShardableLinear8bit) -> None:

@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import moe_qlora
@@ -262,6 +263,33 @@ def take_deepspeed_on_cpus() -> None:
     PartialState.__init__ = init  # type: ignore[method-assign]
 
 
+def held_after_forward(folder: Path) -> dict[str, list[str]]:
+    """Packed weights whose gathered tensors are there between forward and backward."""
+    held = {}
+    never = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    for settings in ("nf4", "int8"):
+        model = adapted(loaded(folder, settings))
+        engine = started(model, stage=3, stage3_prefetch_bucket_size=0, **never, **ALL)
+        gathered: list[tuple[str, StorageWeakRef]] = []
+
+        def note(module: nn.Module, args: Any, gathered: Any = gathered) -> None:
+            for name, parameter in module.named_parameters():
+                if not parameter.is_floating_point() and parameter.numel():
+                    gathered.append((name, StorageWeakRef(parameter.data.untyped_storage())))
+
+        for module in model.modules():
+            if hasattr(module, "parametrizations") or hasattr(module, "statistics"):
+                module.register_forward_pre_hook(note)
+        ids = torch.randint(5, 248, (6, 8))
+        engine.train()
+        loss = engine(input_ids=ids, labels=ids).loss
+        assert gathered
+        held[settings] = [name for name, storage in gathered if not storage.expired()]
+        engine.backward(loss)
+        engine.step()
+    return held
+
+
 def all_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -270,7 +298,7 @@ def all_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
     # since deepspeed.comm.torch is torch itself.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     take_deepspeed_on_cpus()
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"held": held_after_forward(folder)}
     for name, case in CASES.items():
         results[name] = run_case(folder, name, case)
     for name, zero in ZERO.items():
@@ -315,6 +343,11 @@ def test_two_ranks_train_as_one(
         assert result[case]["losses"] == pytest.approx(expected, abs=1e-5)
         assert result[case]["intact"]
         assert bool(result[case]["partitioned"]) == (CASES[case]["stage"] == 3)
+
+
+def test_nothing_that_is_gathered_stays_until_the_backward(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["held"] == {"nf4": [], "int8": []}
 
 
 @pytest.mark.parametrize("case", CASES)
