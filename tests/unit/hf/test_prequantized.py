@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 from collections.abc import Callable
@@ -26,7 +27,10 @@ from transformers import (
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
 import moe_qlora
+from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint
 from moe_qlora.errors import CheckpointError
+from moe_qlora.hf import converters
+from moe_qlora.hf.prequantized import PlainConverter
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs
 from tests.helpers.prequantized import CASES, encode_fp8, write_both, write_plain, write_shards
@@ -271,6 +275,36 @@ def test_a_method_that_is_not_read_is_refused_before_files_are(
     with pytest.raises(CheckpointError, match=rf"quant_method {method}, which is not read") as seen:
         load(tmp_path / "maker")
     assert str(seen.value).count("\n") == 0
+
+
+@pytest.mark.parametrize("kind", [MXFP4, FP8])
+def test_no_more_than_an_expert_is_decoded_at_a_time(
+    kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converters, "_SLICE_BYTES", 1)
+    stock, sizes = PrequantizedCheckpoint.read, []
+
+    def read(files: Any, key: str, *rows: Any, **device: Any) -> Tensor:
+        tensor = stock(files, key, *rows, **device)
+        if ".experts." in key and files.is_dequantized(key):
+            sizes.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(PrequantizedCheckpoint, "read", read)
+    model = load(folders(kind) / "maker")
+    shapes = [
+        parametrize.read_packed(m, name).shape for _, m, name in parametrize.iter_packed(model)
+    ]
+    assert sum(sizes) == sum(map(math.prod, shapes))
+    assert max(sizes) <= max(math.prod(shape[1:]) for shape in shapes)
+
+
+def test_codes_that_transformers_would_read_by_itself_are_refused(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlainConverter, "rename_source_key", lambda self, key: (key, None))
+    with pytest.raises(CheckpointError, match=r"proj\.weight was read without being dequantized"):
+        load(folders(FP8) / "maker")
 
 
 def test_tensors_instead_of_files_are_refused(folders: Folders) -> None:
