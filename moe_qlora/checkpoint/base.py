@@ -1,7 +1,8 @@
 """The two kinds of base that an adapter is merged into: a 16-bit folder, and a packed one.
 
 Both give a model's parameters slice by slice, and say what files the merged folder holds: for a
-16-bit base the files that it has, for a packed one those that transformers would save.
+16-bit base the files that it has, for a packed one those that transformers would save. A folder
+that its maker quantized is read as the 16-bit folder it stands for, whose files are cut anew.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import dot_natural_key
 
+from ..build import named
 from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
 from ..packing import codec
@@ -26,7 +28,12 @@ from .fingerprint import SAMPLED_ROWS
 from .fit import model_problems, packed_names, parts_of
 from .integrity import check_folder, open_shards, warn_of_changes
 from .manifest import Manifest
-from .prequantized import open_plain
+from .prequantized import (
+    PrequantizedCheckpoint,
+    describe_plain,
+    is_described_as_quantized,
+    open_plain,
+)
 from .reader import SINGLE, Checkpoint, header_bytes
 from .writer import plan_shards
 
@@ -48,6 +55,7 @@ class Base(ABC):
     disk: Disk  # of the plain folder
     layout: DiskLayout  # how its tensors make the model's parameters
     checkpoint: Checkpoint  # the base's own files
+    keeps_files: bool  # whether the merged folder has the base's files
 
     @abstractmethod
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
@@ -81,23 +89,53 @@ def _check_same(group: Group, first: Mapping[str, Tensor], again: Mapping[str, T
         )
 
 
-class PlainBase(Base):
-    """A 16-bit folder in its original layout, or one that its maker quantized, as the 16-bit one.
+def planned_files(
+    disk: Disk, dtypes: Mapping[str, torch.dtype], max_shard_size: int | str
+) -> list[OutFile]:
+    """Return new files for tensors in their order, as transformers names and cuts them."""
+    sizes = {key: math.prod(shape) * dtypes[key].itemsize for key, (shape, _) in disk.items()}
+    files = []
+    shards = plan_shards(sizes, max_shard_size)
+    for number, keys in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        # The format wants tensors aligned to their dtype: the widest first.
+        order = tuple(sorted(keys, key=lambda key: -dtypes[key].itemsize))
+        files.append(OutFile(SINGLE if len(shards) == 1 else name, order, {"format": "pt"}))
+    return files
 
-    `model` is its model on meta; `makers_config`, the quantization_config, where the caller's model
-    says another one than config.json.
+
+class PlainBase(Base):
+    """A 16-bit folder in its original layout, or one that its maker quantized, dequantized.
+
+    Args:
+        folder: Of the checkpoint.
+        model: Its model on meta.
+        makers_config: The quantization_config, where the model's says another one than config.json.
+        device: Where a maker's codes are decoded; tensors of groups that have some arrive there.
+        max_shard_size: Of new files, where the folder's own cannot be kept.
     """
 
     def __init__(
-        self, folder: Path, model: nn.Module, makers_config: Mapping[str, Any] | None = None
+        self,
+        folder: Path,
+        model: nn.Module,
+        makers_config: Mapping[str, Any] | None = None,
+        *,
+        device: torch.device | None = None,
+        max_shard_size: int | str = "5GB",
     ) -> None:
-        self.folder = folder
-        self.checkpoint = open_plain(folder, quantization_config=makers_config)
-        infos = {key: self.checkpoint.info(key) for key in self.checkpoint}
+        self.folder, self._device, self._limit = folder, device, max_shard_size
+        self.checkpoint = makers = open_plain(folder, quantization_config=makers_config)
+        self._makers = makers if isinstance(makers, PrequantizedCheckpoint) else None
+        self.keeps_files = self._makers is None
+        keys = self.checkpoint if self.keeps_files else sorted(self.checkpoint, key=dot_natural_key)
+        infos = {key: self.checkpoint.info(key) for key in keys}
         self.disk = {key: (info.shape, info.dtype) for key, info in infos.items()}
         self.layout = DiskLayout(model, self.disk)
 
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
+        if not self.keeps_files:
+            return planned_files(self.disk, dtypes, self._limit)
         by_file: dict[Path, list[str]] = {file: [] for file in self.checkpoint.files}
         for key in self.disk:
             by_file[self.checkpoint.info(key).file].append(key)
@@ -111,7 +149,10 @@ class PlainBase(Base):
     def _tensors(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
         last = stop if group.unit == "row" else None
         first = start if last is not None else 0
-        return {k: self.checkpoint.read(k, first, last) for k in group.part(start, stop)}
+        keys, makers = group.part(start, stop), self._makers
+        decodes = makers is not None and any(makers.is_dequantized(key) for key in keys)
+        device = self._device if decodes else None  # codes travel, not what they are decoded to
+        return {key: self.checkpoint.read(key, first, last, device) for key in keys}
 
     def values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
         parts, read = group.part(start, stop), self._tensors(group, start, stop)
@@ -170,7 +211,7 @@ class PackedBase(Base):
     def __init__(self, folder: Path, model: nn.Module, max_shard_size: int | str) -> None:
         self.manifest = check_folder(folder)
         warn_of_changes(folder, self.manifest)
-        self._limit = max_shard_size
+        self._limit, self.keeps_files = max_shard_size, False
         self.checkpoint = open_shards(folder, self.manifest)
         self._folder = folder
         self._model: Any = model
@@ -215,17 +256,7 @@ class PackedBase(Base):
         return params
 
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
-        sizes = {
-            key: math.prod(shape) * dtypes[key].itemsize for key, (shape, _) in self.disk.items()
-        }
-        files = []
-        shards = plan_shards(sizes, self._limit)
-        for number, keys in enumerate(shards, 1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            # The format wants tensors aligned to their dtype: the widest first.
-            order = tuple(sorted(keys, key=lambda key: -dtypes[key].itemsize))
-            files.append(OutFile(SINGLE if len(shards) == 1 else name, order, {"format": "pt"}))
-        return files
+        return planned_files(self.disk, dtypes, self._limit)
 
     def values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
         values = {name: self._rows(name, start, stop) for name in group.shapes}
@@ -241,12 +272,18 @@ class PackedBase(Base):
         return codec.unpack_range(weight, start, weight.shape[0] if stop is None else stop)
 
 
-def refuse_quantized(folder: Path, config: Any, wanted: str) -> None:
-    """Raise where a model's config says that its weights are quantized."""
-    quantized: Any = getattr(config, "quantization_config", None)
+def resolve_plain(folder: Path, wanted: str, trust_remote_code: bool) -> named.Source:
+    """Return the source of a 16-bit folder's model; of one that its maker quantized, dequantized.
+
+    What bitsandbytes quantized is refused; `wanted` says what to name instead. Makers' methods are
+    left to the reader, which refuses what it does not read.
+    """
+    source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
+    if is_described_as_quantized(source.config):
+        describe_plain(source.config)
+    quantized: Any = getattr(source.config, "quantization_config", None)
     if quantized is not None:
         settings = quantized if isinstance(quantized, Mapping) else quantized.to_dict()
-        raise CheckpointError(
-            f"{folder} is quantized ({settings.get('quant_method') or 'bitsandbytes'}); "
-            f"name {wanted}."
-        )
+        method = settings.get("quant_method") or "bitsandbytes"
+        raise CheckpointError(f"{folder} is quantized ({method}); name {wanted}.")
+    return source

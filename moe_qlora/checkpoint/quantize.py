@@ -1,4 +1,6 @@
-"""Packing of a 16-bit checkpoint into a packed folder, parameter by parameter.
+"""Packing of a checkpoint into a packed folder, parameter by parameter.
+
+The checkpoint is in 16 bits, or its maker quantized it, and rows are dequantized as they are read.
 
 The folder equals what a load under `enabled()` and `save_pretrained` would write, but for where
 shards are cut. A shard counts as done once it has its name; an interrupted run goes on after the
@@ -34,7 +36,7 @@ from ..packing.format import SCALES, key_ends, packed_nbytes
 from ..packing.quant_state import state_dict_entries
 from ..progress import Progress, reporting
 from . import save
-from .base import PlainBase, refuse_quantized
+from .base import PlainBase, resolve_plain
 from .conversion import Group
 from .fit import INT8_FORMAT
 from .load_spec import LoadSpec, kept_dtypes, packing_spec
@@ -58,14 +60,15 @@ def quantize_checkpoint(
     progress: bool | Progress | None = None,
     trust_remote_code: bool = False,
 ) -> Manifest:
-    """Pack a 16-bit checkpoint into a new folder, which loads under `enabled()`.
+    """Pack a checkpoint into a new folder, which loads under `enabled()`.
 
     Memory holds one parameter at a time, and of a fused expert weight a few experts and the packed
     form. When it is interrupted, what is done is kept beside the destination, and the same call
     goes on there.
 
     Args:
-        source: Folder of the 16-bit checkpoint, safetensors.
+        source: Folder of a 16-bit checkpoint, safetensors, or of one that its maker quantized in a
+            way that `checkpoint/prequantized/` reads.
         destination: New folder; nothing is overwritten.
         quantization_config: `BitsAndBytesConfig` or its dict.
         dtype: Of what is not packed, and of decoded weights; None is the checkpoint's own.
@@ -79,8 +82,8 @@ def quantize_checkpoint(
         The manifest of the new folder.
 
     Raises:
-        CheckpointError: The source is no 16-bit checkpoint or is damaged, parameters are missing,
-            or the destination exists.
+        CheckpointError: The source is quantized in a way that is not read, or is damaged,
+            parameters are missing, or the destination exists.
         ConfigError: The config cannot be followed.
         NonFiniteWeightError: An expert weight holds NaN or inf.
         UnsupportedWeightError: An expert weight cannot be packed.
@@ -144,8 +147,7 @@ def build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool
     """Build the checkpoint's model on meta."""
     if is_packed(folder):
         raise CheckpointError(f"{folder} is packed already: name the 16-bit checkpoint.")
-    source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
-    refuse_quantized(folder, source.config, "the 16-bit checkpoint")
+    source = resolve_plain(folder, "the 16-bit checkpoint", trust_remote_code)
     if dtype is not None:
         source.config.dtype = dtype
         for name in source.config.sub_configs:
@@ -175,7 +177,7 @@ class PackingJob:
         }
         self.transposed = {n for n, kind in replaced.items() if not issubclass(kind, nn.Linear)}
         self.dtypes = own | dict.fromkeys(linears & own.keys(), dtype)
-        self.base = PlainBase(folder, model)
+        self.base = PlainBase(folder, model, device=device)
         self.tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         self.steps = self._steps(model)
 
@@ -297,7 +299,7 @@ class PackingJob:
                         packers[name] = self.packed.packer(name, shape, dtype, self.device)
                     self._add(packers[name], name, value, start)
                 else:
-                    plain.setdefault(name, []).append(value.to(self.dtype(name)))
+                    plain.setdefault(name, []).append(value.to("cpu", self.dtype(name)))
         for name in names:
             if name in packers:
                 yield from self._packed(name, packers.pop(name).finish())

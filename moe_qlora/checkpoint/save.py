@@ -55,6 +55,7 @@ from .manifest import (
     Source,
     read_manifest,
 )
+from .prequantized.plain_config import MODELOPT_CONFIG
 from .reader import INDEX_SUFFIX, SINGLE, check_link
 from .staging import absolute, discard, flush, rename_new, staging
 from .writer import ShardWriter, plan_shards
@@ -447,7 +448,7 @@ _FOLDERS = ("additional_chat_templates",)
 
 
 def auxiliary_files(source: Path) -> list[Path]:
-    """Return everything but config.json, weights in any format, adapters and hidden files.
+    """Return everything but configurations, weights in any format, adapters and hidden files.
 
     A link that leads out of the folder is a `CheckpointError`: what it leads to is not the model's.
     """
@@ -458,7 +459,7 @@ def auxiliary_files(source: Path) -> list[Path]:
             files += [file, *sorted(file.rglob("*"))] if name in _FOLDERS else []
         elif not (
             name.startswith((".", "adapter_"))
-            or name == CONFIG
+            or name in (CONFIG, MODELOPT_CONFIG)
             or MANIFEST_NAME.fullmatch(name)
             or name.lower().endswith(_WEIGHTS + _NEVER)
         ):

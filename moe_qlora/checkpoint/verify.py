@@ -2,10 +2,11 @@
 
     packed folder   manifest, config.json, checksums, shapes, and what no checksum can tell: whether
                     the statistics of every packed weight are such as bitsandbytes writes
-    plain folder    index, headers, and that all weights are finite
+    plain folder    index, headers, and that all weights are finite; of a folder that its maker
+                    quantized, that every weight has its parts and is finite once dequantized
 
-Given the 16-bit source, each packed weight is decoded and compared with the one that it was packed
-from, a few experts at a time.
+Given the source, in 16 bits or as its maker quantized it, each packed weight is decoded and
+compared with the one that it was packed from, a few experts at a time.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from ..packing import codec
 from ..packing.format import CODES, RECORD, problems, read_record
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from ..progress import Progress
-from .base import PackedWeights, PlainBase
+from .base import PackedWeights, PlainBase, resolve_plain
 from .conversion import Group
 from .fit import model_problems, packed_names, parts_of, settings_problem
 from .integrity import check_folder, open_checkpoint, open_shards
 from .manifest import CONFIG, Manifest, has_manifest, is_packed
+from .prequantized import PrequantizedCheckpoint, maker_method, open_plain, unread_method
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside
 from .save import is_save_file
 from .staging import left_behind
@@ -72,6 +74,8 @@ class VerifyReport:
     problems: tuple[str, ...] = ()  # what is damaged, a sentence each
     warnings: tuple[str, ...] = ()  # what is odd, and harmless
     errors: tuple[WeightError, ...] = ()  # against the source, where one was given
+    method: str = ""  # by which the folder's maker quantized it
+    dequantized: int = 0  # weights that are its codes, and are dequantized when they are read
 
     @property
     def good(self) -> bool:
@@ -99,8 +103,8 @@ def verify(
     """Check a checkpoint folder; nothing is written.
 
     Args:
-        folder: Packed by this package, or a plain one.
-        against: The 16-bit checkpoint that it was packed from.
+        folder: Packed by this package, or a plain one, or one that its maker quantized.
+        against: The checkpoint that it was packed from.
         trust_remote_code: Run model code that `against` brings.
         progress: Called with what is done, how much there is, and a name.
 
@@ -263,15 +267,19 @@ def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
             f"{folder} holds no checkpoint: neither safetensors files nor config.json."
         )
     problems: list[str] = []
-    if CONFIG in names:
-        try:
-            read_json(inside(folder, CONFIG))
-        except CheckpointError as error:
-            problems.append(str(error))
+    warnings: list[str] = []
+    method = ""
     try:
-        checkpoint = open_checkpoint(folder)
+        config = read_json(inside(folder, CONFIG)) if CONFIG in names else {}
+        method = maker_method(config) or ""
+        if unread := unread_method(folder):
+            warnings.append(f"{folder}: {unread} Its codes were not checked.")
     except CheckpointError as error:
-        return VerifyReport(folder, problems=(*problems, str(error)))
+        problems.append(str(error))
+    try:
+        checkpoint = (open_checkpoint if problems or warnings else open_plain)(folder)
+    except CheckpointError as error:
+        return VerifyReport(folder, method=method, problems=(*problems, str(error)))
     with checkpoint:
         for number, key in enumerate(checkpoint):
             tell(number, len(checkpoint), key)
@@ -279,13 +287,21 @@ def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
         tell(len(checkpoint), len(checkpoint), "")
         read = {file.name for file in checkpoint.files}
         strays = [n for n in names if n.endswith(".safetensors") and n not in read]
+        warnings += [f"{folder / name} is in no index, and is not read." for name in strays]
+        stored = {key: checkpoint.info(key) for key in checkpoint}
+        dequantized = 0
+        if isinstance(checkpoint, PrequantizedCheckpoint):
+            stored, method = dict(checkpoint.stored), checkpoint.method
+            dequantized = sum(checkpoint.is_dequantized(key) for key in checkpoint)
         return VerifyReport(
             folder,
+            method=method,
             files=len(read),
-            tensors=len(checkpoint),
-            nbytes=sum(checkpoint.info(key).nbytes for key in checkpoint),
+            tensors=len(stored),
+            dequantized=dequantized,
+            nbytes=sum(info.nbytes for info in stored.values()),
             problems=tuple(problems),
-            warnings=tuple(f"{folder / name} is in no index, and is not read." for name in strays),
+            warnings=tuple(warnings),
         )
 
 
@@ -293,13 +309,20 @@ def _value_problems(checkpoint: Checkpoint, key: str) -> list[str]:
     info = checkpoint.info(key)
     if info.dtype not in FLOAT_DTYPES or not info.nbytes:
         return []
-    tensor = checkpoint.read(key)
-    if tensor.dim() < 2:
-        # Bounds that bound nothing are infinite (gemma4's input_min), weights never are.
-        sane = not bool(tensor.isnan().any())
-    else:
-        sane = codec.first_nonfinite(tensor.reshape(1, -1)) is None
+    try:
+        if len(info.shape) < 2:
+            # Bounds that bound nothing are infinite (gemma4's input_min), weights never are.
+            sane = not bool(checkpoint.read(key).isnan().any())
+        else:
+            slices = Group((key,), {key: info.shape}).slices()
+            sane = all(_is_finite(checkpoint.read(key, *rows)) for rows in slices)
+    except CheckpointError as error:
+        return [str(error)]
     return [] if sane else [f"{info.file}: {key} holds NaN or inf."]
+
+
+def _is_finite(rows: torch.Tensor) -> bool:
+    return codec.first_nonfinite(rows.reshape(1, -1)) is None
 
 
 def _errors(
@@ -307,7 +330,7 @@ def _errors(
 ) -> Iterator[WeightError]:
     if not source.is_dir() or _is_packed(source):
         raise CheckpointError(f"{source} is no 16-bit checkpoint folder to compare with.")
-    resolved = named.resolve(str(source), trust_remote_code=trust_remote_code)
+    resolved = resolve_plain(source, "the 16-bit checkpoint", trust_remote_code)
     model: Any = named.build(resolved, trust_remote_code=trust_remote_code)
     counts = {name: param.num_experts for param in detect(model).experts for name in param.names}
     with open_shards(folder, manifest) as checkpoint, closing(PlainBase(source, model)) as base:

@@ -12,7 +12,10 @@ from .options import Float, Quant, Quiet, trust_remote_code_of
 
 def merge(
     base: Annotated[
-        str, typer.Argument(help="16-bit checkpoint folder, or one that moe-qlora has packed.")
+        str,
+        typer.Argument(
+            help="Checkpoint folder: 16-bit, as its maker quantized it, or packed by moe-qlora."
+        ),
     ],
     adapter: Annotated[str, typer.Argument(help="Folder that PEFT saved the adapter to.")],
     out: Annotated[str, typer.Argument(help="New folder; nothing is overwritten.")],

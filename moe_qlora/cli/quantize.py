@@ -1,4 +1,4 @@
-"""`moe-qlora quantize SRC DST`: a packed folder from a 16-bit checkpoint."""
+"""`moe-qlora quantize SRC DST`: a packed folder from a checkpoint of 16 bits, or its maker's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ Storage = StrEnum("Storage", ["uint8", "bfloat16", "float16", "float32"])
 
 
 def quantize(
-    src: Annotated[str, typer.Argument(help="Folder of the 16-bit checkpoint (safetensors).")],
+    src: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoint folder (safetensors), 16-bit or as its maker quantized it."
+        ),
+    ],
     dst: Annotated[str, typer.Argument(help="New folder; nothing is overwritten.")],
     quant: Annotated[Quant, typer.Option(help="What to pack to.")] = Quant.nf4,
     double_quant: Annotated[

@@ -22,12 +22,14 @@ def show(report: VerifyReport, out: Console) -> None:
     if not report.good:
         return
     what = "plain" if report.kind == "plain" else f"packed as {report.kind}"
+    if report.method:
+        what = f"quantized by its maker ({escape(report.method)})"
     held = f"{report.tensors} tensors in {report.files} files, {human_bytes(report.nbytes)}"
-    packed = f"; {report.experts} expert weights, {report.linears} Linear layers packed"
-    out.print(
-        f"[green]{escape(str(report.folder))} is whole[/]: {what}, {held}"
-        f"{'' if report.kind == 'plain' else packed}."
-    )
+    more = f"; {report.experts} expert weights, {report.linears} Linear layers packed"
+    if report.kind == "plain":
+        codes = f"; {report.dequantized} weights are codes, and are read dequantized"
+        more = codes if report.dequantized else ""
+    out.print(f"[green]{escape(str(report.folder))} is whole[/]: {what}, {held}{more}.")
 
 
 def _table(report: VerifyReport) -> Table:

@@ -19,7 +19,7 @@ def verify(
     ],
     against: Annotated[
         Path | None,
-        typer.Option(help="16-bit folder that FOLDER was packed from: show the error of packing."),
+        typer.Option(help="Folder that FOLDER was packed from: show the error of packing."),
     ] = None,
     heat_map: Annotated[
         Path | None,

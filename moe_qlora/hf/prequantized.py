@@ -68,30 +68,6 @@ def take_makers_config(config: Any) -> Mapping[str, Any] | None:
     return makers
 
 
-def describe_plain(config: Any) -> None:
-    """Change a load's copy of a model's config to one of the 16-bit folder.
-
-    What the maker said of its quantization goes from the parts of the config, and a dtype that is
-    none to compute in (FP8, or none at all) becomes bfloat16, which such folders stand for.
-    """
-    parts = [getattr(config, name, None) for name in config.sub_configs]
-    for part in (part for part in parts if part is not None):
-        if _makers_settings(getattr(part, "quantization_config", None)) is not None:
-            del part.quantization_config
-    for part in (config, *(part for part in parts if part is not None)):
-        dtype = getattr(part, "dtype", None)
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        if (dtype is None and part is config) or (dtype is not None and dtype.itemsize == 1):
-            part.dtype = torch.bfloat16
-
-
-def _makers_settings(settings: Any) -> str | None:
-    if settings is None:
-        return None
-    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
-    return maker_method({"quantization_config": settings})
-
-
 def open_files(
     files: list[str] | None, makers_config: Mapping[str, Any] | None
 ) -> Checkpoint | None:

@@ -21,6 +21,7 @@ from ..checkpoint.fit import model_problems
 from ..checkpoint.integrity import FolderCheck, warn_of_changes
 from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec, safetensors_files
 from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
+from ..checkpoint.prequantized import describe_plain
 from ..checkpoint.reader import Checkpoint, check_plain
 from ..distributed import expert_parallel
 from ..errors import CheckpointError, UnsupportedWeightError
@@ -38,7 +39,6 @@ from .model import finish_packing
 from .prequantized import (
     PlainNames,
     check_read,
-    describe_plain,
     load_dtypes,
     open_files,
     plain_conversions,

@@ -7,10 +7,20 @@ plan            which stored tensors make which plain ones
 fp8, fp4, int4  the formats: codes of 8 bits, E2M1 floats, packed integers
 decode          codes times scales, in pieces, for all of them
 nibbles         two codes in a byte
+plain_config    config.json, as that of the 16-bit folder
 """
 
 from .config import maker_method
-from .open import open_plain
+from .open import open_plain, unread_method
+from .plain_config import describe_plain, is_described_as_quantized, plain_json
 from .reader import PrequantizedCheckpoint
 
-__all__ = ["PrequantizedCheckpoint", "maker_method", "open_plain"]
+__all__ = [
+    "PrequantizedCheckpoint",
+    "describe_plain",
+    "is_described_as_quantized",
+    "maker_method",
+    "open_plain",
+    "plain_json",
+    "unread_method",
+]

@@ -14,10 +14,9 @@ from ...layout import dtype_name
 from ..integrity import open_checkpoint
 from ..manifest import CONFIG
 from ..reader import Checkpoint, inside
-from .config import MODELOPT, maker_config, maker_method
+from .config import MODELOPT, MakerConfig, maker_config, maker_method
+from .plain_config import MODELOPT_CONFIG
 from .reader import PrequantizedCheckpoint
-
-MODELOPT_CONFIG = "hf_quant_config.json"
 
 
 def open_plain(
@@ -57,6 +56,20 @@ def open_plain(
     except CheckpointError as error:
         checkpoint.close()
         raise CheckpointError(f"{folder}: {error}") from error
+
+
+def unread_method(folder: str | Path) -> str:
+    """Return why a folder's `quantization_config` is not read; "" where it is, or there is none."""
+    folder = Path(folder)
+    config = read_json(inside(folder, CONFIG)) if (folder / CONFIG).is_file() else {}
+    own = maker_config(config) or _modelopt_config(folder)
+    if own is None or maker_method({"quantization_config": own}) is None:
+        return ""
+    try:
+        MakerConfig(own)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def _modelopt_config(folder: Path) -> Mapping[str, Any] | None:

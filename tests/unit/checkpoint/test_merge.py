@@ -537,9 +537,9 @@ def test_a_weight_that_is_not_plain(folders: Path, tmp_path: Path) -> None:
     (base / "config.json").write_bytes((folders / "base" / "config.json").read_bytes())
     weights = tensors(folders / "base")
     key = "model.layers.0.self_attn.q_proj.weight"
-    weights[key] = weights[key].to(torch.float8_e4m3fn)
+    weights[key] = weights[key].to(torch.int8)
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    match = "q_proj.weight is torch.float8_e4m3fn, which an adapter"
+    match = "q_proj.weight is torch.int8, which an adapter"
     refuses(CheckpointError, match, base, folders / "adapter", tmp_path / "out")
 
 
@@ -553,13 +553,13 @@ def test_damage_is_named(folders: Path, tmp_path: Path) -> None:
     refuses(CheckpointError, "adapter_config.json", folders / "base", adapter, out)
 
 
-def test_quantized_bases_of_others_are_refused(folders: Path, tmp_path: Path) -> None:
+def test_bases_of_stock_bitsandbytes_are_refused(folders: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     config = json.loads((folders / "base" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (base / "config.json").write_text(json.dumps(config))
-    match = r"is quantized \(fp8\); name the 16-bit checkpoint"
+    match = r"is quantized \(bitsandbytes\); name the 16-bit checkpoint"
     refuses(CheckpointError, match, base, folders / "adapter", tmp_path / "out")
 
 
@@ -659,12 +659,12 @@ def test_codes_of_another_tool_are_copied_and_never_rounded(folders: Path, tmp_p
     for file in base.glob("model-*.safetensors"):
         stored = load_file(file)
         if v_proj in stored:
-            codes = stored[v_proj] = stored[v_proj].to(torch.float8_e4m3fn)
+            codes = stored[v_proj] = (stored[v_proj] * 100).to(torch.int8)
             save_file(stored, file, metadata={"format": "pt"})
-    match = rf"{v_proj} is float8_e4m3fn"
+    match = rf"{v_proj} is int8"
     refuses(UnsupportedWeightError, match, base, noted, tmp_path / "out", like_training=True)
     moe_qlora.merge_adapter(base, noted, tmp_path / "out")
-    assert torch.equal(tensors(tmp_path / "out")[v_proj].float(), codes.float())
+    assert torch.equal(tensors(tmp_path / "out")[v_proj], codes)
 
 
 @pytest.mark.parametrize("name", ["model-*.safetensors", "config.json"])

@@ -1,0 +1,483 @@
+"""Packing, merging and verifying folders that their makers quantized, beside their 16-bit twins."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from folders import same, tensors
+from prequantized import CASES, write_case, write_folder, write_shards
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from typer.testing import CliRunner
+
+import moe_qlora
+from moe_qlora.build import named
+from moe_qlora.checkpoint import base as bases
+from moe_qlora.checkpoint import conversion
+from moe_qlora.checkpoint.integrity import check_folder
+from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint, plain_json
+from moe_qlora.checkpoint.reader import INDEX
+from moe_qlora.checkpoint.rows import CheckpointRows
+from moe_qlora.checkpoint.verify import verify
+from moe_qlora.cli.app import app
+from moe_qlora.detection.detect import detect
+from moe_qlora.errors import CheckpointError
+from moe_qlora.testing import tiny_inputs
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+# One of each way to be stored, and of each way from the files to parameters.
+FEW = (
+    *("deepseek_v3 fp8", "gpt_oss mxfp4", "deepseek_v3 int4", "qwen3_moe modelopt nvfp4"),
+    "deepseek_v4 fp4",
+)
+SHARD = "40KB"
+
+
+class Twins:
+    """A folder as its maker quantized it, and the 16-bit folder that it stands for."""
+
+    def __init__(self, root: Path, write: Callable[[Path], tuple[Path, dict[str, Tensor]]]) -> None:
+        self.makers, self.tensors = write(root / "makers")
+        self.plain, self.root = root / "plain", root
+        no_weights = shutil.ignore_patterns("*.safetensors*", "config.json")
+        shutil.copytree(self.makers, self.plain, ignore=no_weights)
+        write_shards(self.plain, self.tensors)
+        config = read_json(self.makers / "config.json")
+        del config["quantization_config"]
+        (self.plain / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Twins]:
+    root, known = tmp_path_factory.mktemp("twins"), {}
+
+    def get(name: str) -> Twins:
+        if name not in known:
+            place = root / name.replace(" ", "_")
+            place.mkdir()
+            known[name] = Twins(place, lambda path: write_case(path, name))
+        return known[name]
+
+    return get
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text())
+    return content
+
+
+def pack(source: Path, out: Path, config: dict[str, Any] = NF4, **settings: Any) -> dict[str, Any]:
+    """Pack a folder; return what tells it from others: its id, and its configuration."""
+    manifest = moe_qlora.quantize_checkpoint(source, out, config, device="cpu", **settings)
+    return {"id": manifest.id, "config": manifest.config, "experts": manifest.experts}
+
+
+def assert_same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for key, tensor in left.items():
+        assert same(tensor, right[key]), key
+
+
+def says_quantized(config: Any) -> bool:
+    """Whether a part of a JSON object is a quantization_config of a maker."""
+    if not isinstance(config, dict):
+        return False
+    own = config.get("quantization_config")
+    makers = own is not None and own.get("quant_method") != "bitsandbytes"
+    return makers or any(says_quantized(value) for value in config.values())
+
+
+# Packing
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packing_equals_that_of_the_plain_folder(
+    name: str, twins: Callable[[str], Twins], tmp_path: Path
+) -> None:
+    folder = twins(name)
+    packed = pack(folder.makers, tmp_path / "makers")
+    assert packed == pack(folder.plain, tmp_path / "plain")
+    config = read_json(tmp_path / "makers" / "config.json")
+    assert config["quantization_config"]["quant_method"] == "bitsandbytes"
+    assert not says_quantized(config)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_packing_equals_a_load(name: str, twins: Callable[[str], Twins], tmp_path: Path) -> None:
+    folder = twins(name)
+    config = BitsAndBytesConfig(**NF4)
+    with moe_qlora.enabled():
+        model = AutoModelForCausalLM.from_pretrained(folder.makers, quantization_config=config)
+    model.save_pretrained(tmp_path / "loaded")
+    packed = pack(folder.makers, tmp_path / "packed")
+    loaded = check_folder(tmp_path / "loaded")
+    assert packed["id"] == loaded.id
+    assert packed["config"] == loaded.config
+    with moe_qlora.enabled():
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    inputs = tiny_inputs(model)
+    assert torch.equal(model(**inputs).logits, again(**inputs).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "settings"),
+    [
+        ("deepseek_v3 fp8", {"load_in_8bit": True}, {}),
+        ("gpt_oss mxfp4", {"load_in_4bit": True}, {"dtype": torch.float16}),
+        (
+            "deepseek_v3 int4",
+            {**NF4, "llm_int8_skip_modules": ["self_attn", "lm_head"]},
+            {"dtype": torch.float32},
+        ),
+    ],
+)
+def test_packing_with_settings(
+    name: str,
+    config: dict[str, Any],
+    settings: dict[str, Any],
+    twins: Callable[[str], Twins],
+    tmp_path: Path,
+) -> None:
+    folder = twins(name)
+    config = {"bnb_4bit_quant_type": "fp4"} | config
+    packed = pack(folder.makers, tmp_path / "makers", config, **settings)
+    assert packed == pack(folder.plain, tmp_path / "plain", config, **settings)
+
+
+def test_an_interrupted_run_goes_on(twins: Callable[[str], Twins], tmp_path: Path) -> None:
+    folder, calls = twins("gpt_oss mxfp4"), []
+
+    def stop(done: int, total: int, name: str) -> None:
+        calls.append(done)
+        if done == total // 2:
+            raise KeyboardInterrupt
+
+    settings: dict[str, Any] = {"max_shard_size": SHARD, "device": "cpu"}
+    with pytest.raises(KeyboardInterrupt):
+        moe_qlora.quantize_checkpoint(
+            folder.makers, tmp_path / "out", NF4, progress=stop, **settings
+        )
+    again: list[int] = []
+    manifest = moe_qlora.quantize_checkpoint(
+        *(folder.makers, tmp_path / "out", NF4),
+        progress=lambda done, total, name: again.append(done),
+        **settings,
+    )
+    assert again[0] > 0
+    assert manifest.id == pack(folder.makers, tmp_path / "other")["id"]
+    assert manifest.source is not None
+    files = {file.name for file in folder.makers.glob("*.safetensors")}
+    assert set(manifest.source.files) == files
+
+
+def test_codes_are_decoded_on_the_device_of_the_job(
+    twins: Callable[[str], Twins], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is plain on disk and is not packed stays where it is."""
+    devices: dict[str, Any] = {}
+    read = PrequantizedCheckpoint.read
+
+    def spy(self: Any, key: str, start: int = 0, stop: Any = None, device: Any = None) -> Tensor:
+        devices[key] = device
+        return read(self, key, start, stop, device)
+
+    monkeypatch.setattr(PrequantizedCheckpoint, "read", spy)
+    pack(twins("deepseek_v3 fp8").makers, tmp_path / "out")
+    assert devices["model.layers.1.mlp.experts.0.up_proj.weight"] == torch.device("cpu")
+    assert devices["model.layers.0.self_attn.q_b_proj.weight"] == torch.device("cpu")
+    assert devices["model.embed_tokens.weight"] is None
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3 fp8", "gpt_oss mxfp4"])
+def test_rows_by_the_names_of_parameters(name: str, twins: Callable[[str], Twins]) -> None:
+    rows = []
+    for folder in (twins(name).makers, twins(name).plain):
+        source = bases.resolve_plain(folder, "", trust_remote_code=False)
+        model = named.build(source)
+        base = bases.PlainBase(folder, model)
+        read = CheckpointRows(base, {})
+        rows.append({key: read(key, 1, 3) for key, t in model.state_dict().items() if t.dim() > 1})
+        base.close()
+    assert_same_tensors(*rows)
+
+
+def test_what_modelopt_says_beside_the_configuration(
+    twins: Callable[[str], Twins], tmp_path: Path
+) -> None:
+    """A hf_quant_config.json that came along would make a 16-bit folder an unreadable one."""
+    folder = twins("qwen3_moe modelopt nvfp4")
+    old = shutil.copytree(folder.makers, tmp_path / "makers")
+    config = read_json(old / "config.json")
+    del config["quantization_config"]
+    (old / "config.json").write_text(json.dumps(config))
+    said = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*.gate"]}
+    (old / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    packed = pack(old, tmp_path / "packed")
+    assert packed["id"] == pack(folder.plain, tmp_path / "plain")["id"]
+    adapter = adapt(folder)
+    moe_qlora.merge_adapter(old, adapter, tmp_path / "merged")
+    for name in ("packed", "merged"):
+        assert not (tmp_path / name / "hf_quant_config.json").exists()
+    assert verify(tmp_path / "merged").method == ""
+    merged(folder.plain, adapter, tmp_path / "expected")
+    assert_same_tensors(tensors(tmp_path / "merged"), tensors(tmp_path / "expected"))
+
+
+def test_settings_in_the_text_config_and_dtypes_of_codes() -> None:
+    inner = {"quantization_config": {"quant_method": "fp8"}, "dtype": "float8_e4m3fn"}
+    config = {"model_type": "x", "expert_dtype": "fp4", "text_config": {**inner, "layers": 2}}
+    before = json.dumps(config)
+    assert plain_json(config) == {
+        "model_type": "x",
+        "text_config": {"dtype": "bfloat16", "layers": 2},
+    }
+    assert json.dumps(config) == before
+
+
+def test_a_configuration_of_a_dtype_that_is_none_to_compute_in(tmp_path: Path) -> None:
+    """As DeepSeek-V4's, which also says what its experts are stored in."""
+    root = tmp_path / "folders"
+    root.mkdir()
+    twins = Twins(root, lambda path: write_case(path, "deepseek_v4 fp4"))
+    config = read_json(twins.makers / "config.json")
+    config |= {"dtype": "float8_e4m3fn", "expert_dtype": "fp4"}
+    (twins.makers / "config.json").write_text(json.dumps(config))
+    packed = pack(twins.makers, tmp_path / "makers")
+    assert packed == pack(twins.plain, tmp_path / "plain")
+    adapter = adapt(twins)
+    config = merged(twins.makers, adapter, tmp_path / "merged")
+    assert (config["dtype"], "expert_dtype" in config) == ("bfloat16", False)
+
+
+# Merging
+
+
+def adapt(folder: Twins) -> Path:
+    """A random adapter on experts and one kind of Linear layer, trained by nobody."""
+    out = folder.root / "adapter"
+    if not out.exists():
+        model: Any = AutoModelForCausalLM.from_pretrained(folder.plain)
+        leaves = sorted({param.parameter_name for param in detect(model).experts})
+        targets = ["o_proj", "o_b_proj"]
+        config: Any = peft.LoraConfig(r=2, target_modules=targets, target_parameters=leaves)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            adapted = peft.get_peft_model(model, config)
+            generator = torch.Generator().manual_seed(3)
+            for name, parameter in adapted.named_parameters():
+                if "lora_" in name:
+                    parameter.data.normal_(std=0.1, generator=generator)
+            adapted.save_pretrained(out)
+    return out
+
+
+def merged(base: Path, adapter: Path, out: Path, **settings: Any) -> dict[str, Any]:
+    moe_qlora.merge_adapter(base, adapter, out, **settings)
+    return read_json(out / "config.json")
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_merge_equals_that_into_the_plain_folder(
+    name: str, twins: Callable[[str], Twins], tmp_path: Path
+) -> None:
+    folder, out = twins(name), tmp_path / "out"
+    adapter = adapt(folder)
+    config = merged(folder.makers, adapter, out, max_shard_size=SHARD)
+    merged(folder.plain, adapter, tmp_path / "plain")
+    found = tensors(out)
+    assert_same_tensors(found, tensors(tmp_path / "plain"))
+    assert found.keys() == folder.tensors.keys()  # none of the makers' scales
+    changed = {key for key, tensor in found.items() if not same(tensor, folder.tensors[key])}
+    assert 0 < len(changed) < len(found)
+    assert not says_quantized(config)
+    assert "quantization_config" not in config
+    index = read_json(out / INDEX)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 2
+    assert {file.name for file in files} == set(index["weight_map"].values())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    for file in files:
+        held = load_file(file)
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 40_000
+    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert not info["missing_keys"]
+    assert model.dtype == torch.bfloat16
+    assert not hasattr(model, "hf_quantizer")
+    inputs = tiny_inputs(model)
+    assert torch.equal(model(**inputs).logits, reference(**inputs).logits)
+    assert verify(out).good
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3 fp8", "gpt_oss mxfp4"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"like_training": True, "quantization_config": NF4}, {"dtype": torch.float32}],
+    ids=["like training", "float32"],
+)
+def test_a_merge_with_settings(
+    name: str, settings: dict[str, Any], twins: Callable[[str], Twins], tmp_path: Path
+) -> None:
+    folder = twins(name)
+    adapter = adapt(folder)
+    config = merged(folder.makers, adapter, tmp_path / "makers", **settings)
+    expected = merged(folder.plain, adapter, tmp_path / "plain", **settings)
+    assert_same_tensors(tensors(tmp_path / "makers"), tensors(tmp_path / "plain"))
+    assert config == expected
+    assert not (tmp_path / "makers" / INDEX).exists()
+
+
+def test_a_merge_in_small_slices(
+    twins: Callable[[str], Twins], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = twins("gpt_oss mxfp4")
+    merged(folder.makers, adapt(folder), tmp_path / "whole")
+    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 1)
+    merged(folder.makers, adapt(folder), tmp_path / "slices")
+    assert_same_tensors(tensors(tmp_path / "slices"), tensors(tmp_path / "whole"))
+
+
+def test_a_merge_says_what_it_wrote(twins: Callable[[str], Twins], tmp_path: Path) -> None:
+    folder = twins("gpt_oss mxfp4")
+    report = moe_qlora.merge_adapter(folder.makers, adapt(folder), tmp_path / "makers")
+    assert report.dequantized == "mxfp4"
+    assert "quantized it (mxfp4), and all of it is written dequantized" in str(report)
+    report = moe_qlora.merge_adapter(folder.plain, adapt(folder), tmp_path / "plain")
+    assert report.dequantized == ""
+    assert "dequantized" not in str(report)
+
+
+def test_an_adapter_tells_its_base_from_another(
+    twins: Callable[[str], Twins], tmp_path: Path
+) -> None:
+    folder = twins("qwen3_moe fp8")
+    with moe_qlora.enabled():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder.makers, quantization_config=BitsAndBytesConfig(**NF4)
+        )
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted: Any = moe_qlora.get_peft_model(model, config, experts=True)
+    adapted.save_pretrained(tmp_path / "adapter")
+    for name, like in (("exact", False), ("rounded", True)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            merged(folder.makers, tmp_path / "adapter", tmp_path / name, like_training=like)
+    other, _ = write_folder(tmp_path / "other", "qwen3_moe", "fp8", seed=1)
+    with pytest.warns(UserWarning, match="has the same shapes but other weights"):
+        merged(other, tmp_path / "adapter", tmp_path / "foreign")
+
+
+# Verifying
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3 fp8", "gpt_oss mxfp4"])
+def test_the_error_of_packing(name: str, twins: Callable[[str], Twins], tmp_path: Path) -> None:
+    folder = twins(name)
+    pack(folder.makers, tmp_path / "packed")
+    report = verify(tmp_path / "packed", folder.makers)
+    assert report.errors == verify(tmp_path / "packed", folder.plain).errors
+    assert report.good
+    assert len(report.errors) > 2
+    assert all(0.01 < error.relative < 0.2 for error in report.errors)
+
+
+def test_what_a_folder_is(twins: Callable[[str], Twins]) -> None:
+    folder = twins("deepseek_v3 fp8").makers
+    stored = tensors(folder.parent / "plain")
+    raw = {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
+    report = verify(folder)
+    assert report.good
+    assert (report.kind, report.method, report.files) == ("plain", "fp8", 3)
+    assert report.tensors == len(raw)
+    assert report.dequantized == len(raw) - len(stored)  # each has one tensor of scales
+    assert report.nbytes == sum(tensor.nbytes for tensor in raw.values())
+    said = CliRunner().invoke(app, ["verify", str(folder)])
+    assert said.exit_code == 0
+    line = " ".join(said.output.split())
+    assert "is whole: quantized by its maker (fp8)" in line
+    assert f"{report.dequantized} weights are codes, and are read dequantized" in line
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
+    files = sorted(folder.glob("*.safetensors"))
+    held = {key: tensor for file in files for key, tensor in load_file(file).items()}
+    for file in files:
+        file.unlink()
+    edit(held)
+    write_shards(folder, held)
+
+
+def test_damage_of_a_folder_is_named(twins: Callable[[str], Twins], tmp_path: Path) -> None:
+    key = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+    def poison(held: dict[str, Tensor]) -> None:
+        held[f"{key}_scale_inv"][0, 0] = torch.nan
+
+    def drop(held: dict[str, Tensor]) -> None:
+        del held[f"{key}_scale_inv"]
+
+    for number, (edit, problem) in enumerate(
+        [(poison, f"{key} holds NaN or inf"), (drop, f"{key}_scale_inv")]
+    ):
+        folder = shutil.copytree(twins("deepseek_v3 fp8").makers, tmp_path / str(number))
+        change(folder, edit)
+        report = verify(folder)
+        assert report.method == "fp8"
+        [seen] = report.problems
+        assert problem in seen
+
+
+# What is not read
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_methods_that_are_not_read(
+    method: str, twins: Callable[[str], Twins], tmp_path: Path
+) -> None:
+    folder = twins("qwen3_moe fp8")
+    base = shutil.copytree(folder.plain, tmp_path / "base")
+    config = read_json(base / "config.json")
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (base / "config.json").write_text(json.dumps(config))
+    key = "model.layers.0.mlp.experts.0.up_proj"
+
+    def edit(held: dict[str, Tensor]) -> None:
+        held[f"{key}.qweight"] = held.pop(f"{key}.weight").to(torch.int32)
+
+    change(base, edit)
+    adapter = adapt(folder)
+    pack(folder.plain, tmp_path / "packed")
+    for call in (
+        lambda: pack(base, tmp_path / "out"),
+        lambda: merged(base, adapter, tmp_path / "out"),
+        lambda: verify(tmp_path / "packed", base),
+    ):
+        with pytest.raises(CheckpointError, match=f"says {method}, which is not read") as seen:
+            call()
+        assert str(seen.value).count("\n") == 0
+        assert key in str(seen.value)
+    assert not (tmp_path / "out").exists()
+    report = verify(base)
+    assert report.good  # it is whole, whoever reads it
+    assert (report.method, report.dequantized) == (method, 0)
+    [warning] = report.warnings
+    assert f"says {method}, which is not read here" in warning
+
+
+def test_codes_that_nothing_describes(twins: Callable[[str], Twins], tmp_path: Path) -> None:
+    folder = twins("qwen3_moe fp8")
+    bare = shutil.copytree(folder.makers, tmp_path / "bare")
+    shutil.copyfile(folder.plain / "config.json", bare / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json has no quantization_config"):
+        pack(bare, tmp_path / "out")
+    [problem] = verify(bare).problems
+    assert "has no quantization_config" in problem
