@@ -32,8 +32,15 @@ from moe_qlora.errors import CheckpointError
 from moe_qlora.hf import converters
 from moe_qlora.hf.prequantized import PlainConverter
 from moe_qlora.packing import parametrize
-from moe_qlora.testing import tiny_inputs
-from tests.helpers.prequantized import CASES, encode_fp8, write_both, write_plain, write_shards
+from moe_qlora.testing import model_class, tiny_inputs
+from tests.helpers.prequantized import (
+    CASES,
+    encode_fp8,
+    write_both,
+    write_folder,
+    write_plain,
+    write_shards,
+)
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 MERGE = "merge_quantization_configs"
@@ -186,6 +193,37 @@ def test_every_setting(
     expected = load(folders(kind) / "plain", quantization_config=config, **arguments)
     assert bits(model) == bits(expected)
     assert model.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("kind", [FP8, MXFP4])
+def test_what_is_offloaded_arrives_dequantized(kind: str, folders: Folders, tmp_path: Path) -> None:
+    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.rotary_emb"), "cpu")
+    places |= {"model.layers.1": "disk", "model.norm": "cpu", "lm_head": "disk"}
+    config = BitsAndBytesConfig(**NF4, llm_int8_enable_fp32_cpu_offload=True)
+    arguments = {"quantization_config": config, "device_map": places}
+    logits = {}
+    for name in ("maker", "plain"):
+        model = load(folders(kind) / name, offload_folder=tmp_path / name, **arguments)
+        logits[name] = model(**tiny_inputs(model)).logits
+    assert torch.equal(logits["maker"], logits["plain"])
+
+
+def test_a_config_within_that_of_the_text_model(tmp_path: Path) -> None:
+    folder, plain = write_folder(tmp_path / "maker", "ernie4_5_vl_moe", "fp8")
+    write_plain(tmp_path / "plain", folder, plain)
+    said = json.loads((folder / "config.json").read_text())
+    text = said["text_config"] | {"quantization_config": said["quantization_config"]}
+    set_config(folder, quantization_config=None, text_config=text)
+    cls = model_class("ernie4_5_vl_moe")
+    with moe_qlora.enabled():
+        model, expected = (
+            cls.from_pretrained(tmp_path / name, quantization_config=BitsAndBytesConfig(**NF4))
+            for name in ("maker", "plain")
+        )
+    assert packed(model) == packed(expected) != []
+    assert bits(model) == bits(expected)
+    path = {"_name_or_path": str(folder)}
+    assert model.config.to_dict() == expected.config.to_dict() | path
 
 
 @pytest.mark.parametrize("kind", FORMATS)
