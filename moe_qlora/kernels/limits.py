@@ -83,11 +83,13 @@ def supports_quantized(kind: str, columns: int, blocksize: int) -> bool:
     return kind == "int8" or (blocksize % 32 == 0 and columns % blocksize == 0)
 
 
-def supports_hopper(kind: str, inner: int) -> bool:
-    """Whether Hopper's own kernel sums over so many features: whole steps of 64."""
+def supports_hopper(kind: str, inner: int, columns: int) -> bool:
+    """Whether Hopper's own kernel sums over so many features, in rows of so many columns.
+
+    Both are whole steps of 64: a thread looks up 64 weights of a row.
+    """
     # two at least: Triton 3.6 fails on the loop of a single step
-    # a thread there looks up a block of 64 weights: those of 32 go to the portable kernel
-    return kind in ("nf4", "fp4") and inner % 64 == 0 and inner >= 128
+    return kind != "int8" and inner % 64 == 0 and inner >= 128 and columns % 64 == 0
 
 
 def few_rows(rows: int, experts: int, *, hopper: bool = False) -> bool:

@@ -28,7 +28,7 @@ from torch import Tensor
 from .dequantize import block_absmax, decode
 from .launch import Launch
 from .limits import cdiv, supports_quantized
-from .weights import TABLES, PackedWeight, WeightSpec
+from .weights import MX_BLOCK, TABLES, PackedWeight, WeightSpec
 
 
 class Config(NamedTuple):
@@ -46,6 +46,9 @@ HOPPER = Config(128, 64, 4, 4, False, True)
 
 _hopper_works: dict[int, bool] = {}
 """By CUDA device: whether the kernel for Hopper compiles there and is right."""
+
+_hopper_takes_32: dict[int, bool] = {}
+"""By CUDA device: whether it is right for blocks of 32 too."""
 
 _int8_works: dict[int, bool] = {}
 """By CUDA device: whether int8 codes are multiplied rightly."""
@@ -238,7 +241,20 @@ def takes_int8(device: torch.device) -> bool:
 
 def on_hopper(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
     """Whether the kernel for Hopper can compute this product; False before `prepare`."""
-    return _hopper_works.get(spec.device, False) and _supports_hopper(spec, dtype, back)
+    works = _hopper_works.get(spec.device, False) and _supports_hopper(spec, dtype, back)
+    return works and (spec.blocksize != 32 or _takes_32(spec.device))
+
+
+def _takes_32(index: int) -> bool:
+    """Whether the kernel for Hopper multiplies blocks of 32: found out, and waited for, once."""
+    if index not in _hopper_takes_32:
+        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return False  # the next call finds out
+        device = torch.device("cuda", index)
+        _hopper_takes_32[index] = True  # unless a launch says otherwise
+        right = all(_is_right(device, "mxfp4", tile, HOPPER) for tile in (64, 128))
+        _hopper_takes_32[index] &= right
+    return _hopper_takes_32[index]
 
 
 @lru_cache(maxsize=256)
@@ -262,14 +278,15 @@ def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> boo
     shape = 2, 192, 256  # several steps and blocks of features, the last one half full
     numel = math.prod(shape)
     codes = torch.randint(256, (numel,), device=device, generator=generator).to(torch.uint8)
-    absmax = torch.rand(numel // 64, device=device, generator=generator)
+    blocksize = MX_BLOCK if kind == "mxfp4" else 64
+    absmax = torch.rand(numel // blocksize, device=device, generator=generator)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if kind == "int8":
         codes, absmax = codes.view(torch.int8), absmax[:384].clone()
         packed = PackedWeight(codes, absmax, None, 0, None, shape, kind, dtype)
     else:
         codes, table = codes[: numel // 2].clone(), torch.tensor(TABLES[kind], device=device)
-        packed = PackedWeight(codes, absmax, table, 64, None, shape, kind, dtype)
+        packed = PackedWeight(codes, absmax, table, blocksize, None, shape, kind, dtype)
     full_rows = torch.randn(144, 256, device=device, generator=generator).to(dtype)
     expert_offsets = torch.tensor([0, 5, 144], device=device, dtype=torch.int32)
     cut = [[0, 0], *([1, first] for first in range(5, 144, tile))]
@@ -333,7 +350,8 @@ def launch(
             )  # fmt: skip
             return y
         except (RuntimeError, triton.compiler.errors.CompilationError) as error:
-            _hopper_works[x.get_device()] = False
+            works = _hopper_takes_32 if spec.blocksize == 32 else _hopper_works
+            works[x.get_device()] = False
             warnings.warn(
                 f"the kernel for Hopper does not compile for experts of shape {spec.shape} "
                 f"({type(error).__name__}); this process goes on with the slower portable kernel",

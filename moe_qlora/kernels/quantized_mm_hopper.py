@@ -2,10 +2,10 @@
 
 Triton waits for a product before it goes on, where an operand was computed in the same step. Here a
 step's product is issued and left alone; the next step's weights are looked up meanwhile and stored
-into another of three buffers. Each thread holds whole blocks of 64 weights of a row, and makes the
-16 values that a block can have (a code's value times the block's absmax, rounded as decoding does)
-once: looking up a weight is then two or three instructions, and gives what decoding gives, bit for
-bit.
+into another of three buffers. Each thread holds groups of 64 weights of a row, which are (part of)
+one block or two blocks of 32, and makes the 16 values that a block can have (a code's value times
+the block's absmax, rounded as decoding does) once: looking up a weight is then two or three
+instructions, and gives what decoding gives, bit for bit.
 
 Written in Gluon, Triton's language for what the compiler otherwise decides. `quantized_mm.py` has
 the portable kernel, which runs everywhere else.
@@ -86,12 +86,8 @@ def lookup_asm() -> str:
 
 
 @gluon.jit
-def _values(words, scale, R: gl.constexpr, TABLE: gl.constexpr, LOOKUP: gl.constexpr):
-    """Words of N blocks (N, 8) and absmax (N,) to pairs of 16-bit weights (R, 32 N / R), int32.
-
-    Blocks lie column by column: threads side by side then store rows side by side, which are in
-    different banks.
-    """
+def _lookup(words, scale, TABLE: gl.constexpr, LOOKUP: gl.constexpr):
+    """Words (N, M) of N blocks and their absmax (N,) to pairs of 16-bit weights (N, M, 2, 2)."""
     l0, l1, l2, l3, h0, h1, h2, h3 = gl.inline_asm_elementwise(
         TABLE, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,f", [scale],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
@@ -106,8 +102,34 @@ def _values(words, scale, R: gl.constexpr, TABLE: gl.constexpr, LOOKUP: gl.const
         ],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    pairs = gl.join(gl.join(a, c), gl.join(b, d))
-    NB: gl.constexpr = words.shape[0] // R
+    return gl.join(gl.join(a, c), gl.join(b, d))
+
+
+@gluon.constexpr_function
+def _half_layout(warps):
+    """A thread holds the 4 words of one block of 32."""
+    return gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _values(words, scale, second, R: gl.constexpr, BLOCKSIZE: gl.constexpr,
+            TABLE: gl.constexpr, LOOKUP: gl.constexpr):  # fmt: skip
+    """Words of N groups (N, 8) and absmax (N,) to pairs of 16-bit weights (R, 32 N / R), int32.
+
+    Where a group is two blocks, `second` is the second one's absmax. Groups lie column by column:
+    threads side by side then store rows side by side, which are in different banks.
+    """
+    N: gl.constexpr = words.shape[0]
+    NB: gl.constexpr = N // R
+    if BLOCKSIZE == 32:
+        half: gl.constexpr = _half_layout(gl.num_warps())
+        left, right = gl.split(gl.permute(gl.reshape(words, (N, 2, 4)), (0, 2, 1)))
+        left = _lookup(gl.convert_layout(left, half), scale, TABLE, LOOKUP)
+        right = _lookup(gl.convert_layout(right, half), second, TABLE, LOOKUP)
+        both = gl.join(gl.reshape(left, (N, 16)), gl.reshape(right, (N, 16)))
+        pairs = gl.permute(both, (0, 2, 1))
+    else:
+        pairs = _lookup(words, scale, TABLE, LOOKUP)
     return gl.reshape(gl.permute(gl.reshape(pairs, (NB, R, 32)), (1, 0, 2)), (R, NB * 32))
 
 
@@ -124,8 +146,8 @@ def _block(n, first, R: gl.constexpr, BACK: gl.constexpr):
 
 @gluon.jit
 def _copy(
-    left, spots, here, block, some, stride_r, stride_b, lefts, words, scales, step, stride_w,
-    BACK: gl.constexpr, BLOCKSIZE: gl.constexpr,
+    left, spots, here, block, some, stride_r, stride_b, lefts, words, scales, seconds, step,
+    stride_w, BACK: gl.constexpr, BLOCKSIZE: gl.constexpr,
 ):  # fmt: skip
     """Send for a step's rows, codes and absmax."""
     group = step * STEP
@@ -137,6 +159,10 @@ def _copy(
     hopper.async_copy.async_copy_global_to_shared(
         scales.index(step % WORDS), block + ahead, mask=some
     )
+    if BLOCKSIZE == 32:
+        hopper.async_copy.async_copy_global_to_shared(
+            seconds.index(step % WORDS), block + ahead + stride_b, mask=some
+        )
 
 
 @gluon.jit
@@ -191,20 +217,29 @@ def _product(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [WORDS, BLOCK_ROWS, 8], swizzled)
     scales = gl.allocate_shared_memory(gl.float32, [WORDS, BLOCK_ROWS], flat)
+    # Of groups that are two blocks of 32, the second ones' absmax.
+    seconds = scales
+    if BLOCKSIZE == 32:
+        seconds = gl.allocate_shared_memory(gl.float32, [WORDS, BLOCK_ROWS], flat)
+    own_layout: gl.constexpr = _half_layout(W) if BLOCKSIZE == 32 else word_layout
+    scale_layout: gl.constexpr = gl.SliceLayout(1, own_layout)
 
     STEPS: gl.constexpr = K // STEP
     for j in gl.static_range(SLOTS - 2):
         if j < STEPS:
             _copy(left, spots, here, absmax + block, some, stride_r, stride_b, lefts, words,
-                  scales, j, stride_w, BACK, BLOCKSIZE)  # fmt: skip
+                  scales, seconds, j, stride_w, BACK, BLOCKSIZE)  # fmt: skip
         hopper.async_copy.commit_group()
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BN, 16])
     total = gl.zeros([BM, BN], gl.float32, mma)
     for step in range(STEPS):
         hopper.async_copy.wait_group(SLOTS - 3)
         codes_now = words.index(step % WORDS).load(word_layout)
-        scale_now = scales.index(step % WORDS).load(block_layout)
-        values = _values(codes_now, scale_now, R, TABLE, LOOKUP)
+        scale_now = scales.index(step % WORDS).load(scale_layout)
+        second_now = scale_now
+        if BLOCKSIZE == 32:
+            second_now = seconds.index(step % WORDS).load(scale_layout)
+        values = _values(codes_now, scale_now, second_now, R, BLOCKSIZE, TABLE, LOOKUP)
         # Here all warps have waited for the product before the last, which read this buffer.
         gl.thread_barrier()
         pairs.index(step % BUFFERS).store(values)
@@ -217,7 +252,7 @@ def _product(
         coming = step + SLOTS - 2
         if coming < STEPS:
             _copy(left, spots, here, absmax + block, some, stride_r, stride_b, lefts, words,
-                  scales, coming, stride_w, BACK, BLOCKSIZE)  # fmt: skip
+                  scales, seconds, coming, stride_w, BACK, BLOCKSIZE)  # fmt: skip
         hopper.async_copy.commit_group()
         total = hopper.warpgroup_mma_wait(1, deps=(total,))
     total = hopper.warpgroup_mma_wait(0, deps=(total,))
@@ -281,7 +316,7 @@ def hopper_kernel(
 def supports(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
     """Whether the kernel takes what `quantized_mm.supports`: whole steps of 16-bit rows."""
     halves = dtype in (torch.bfloat16, torch.float16)
-    return halves and supports_hopper(spec.kind, spec.shape[1 if back else 2])
+    return halves and supports_hopper(spec.kind, spec.shape[1 if back else 2], spec.shape[2])
 
 
 @lru_cache(maxsize=256)

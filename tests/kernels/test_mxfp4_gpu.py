@@ -89,6 +89,51 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
             assert (found.double() - expected).norm() < 3e-3 * expected.norm(), config
 
 
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("shape", [(4, 192, 320), (4, OSS, 192)])
+def test_the_kernel_for_hopper_is_as_exact_as_decoding(shape, back, dtype, tile):
+    from moe_qlora.kernels import quantized_mm
+    from moe_qlora.kernels import routing as routing_
+    from moe_qlora.kernels.routing import _tiles_launch
+
+    quantized_mm.prepare(torch.device("cuda", 0))
+    packed, decoded = weight(*shape, dtype=dtype)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    assert quantized_mm.on_hopper(packed.spec, dtype, back=back)
+    count, rows, columns = shape
+    inner, outer = (rows, columns) if back else (columns, rows)
+    torch.manual_seed(0)
+    index = torch.randint(count, (count * 170, 1), device="cuda")
+    routing = routing_.route(index, count)
+    x = torch.randn(len(index), inner, device="cuda", dtype=dtype)
+    offsets = routing.expert_offsets[: count + 1].tolist()
+    matrices = decoded.cuda().double()
+    right = torch.cat(
+        [
+            x[offsets[e] : offsets[e + 1]].double() @ (matrices[e] if back else matrices[e].t())
+            for e in range(count)
+        ]
+    )
+    number = len(x) // tile + count
+    tiles = torch.empty(2 * number, dtype=torch.int32, device="cuda")
+    _tiles_launch(count, tile, (number, 0), 0)(routing.expert_offsets, tiles, tiles, number, 0)
+    room = torch.empty(packed.absmax.shape, device="cuda")
+    found = [
+        quantized_mm.launch(
+            x, packed, None, room, routing.expert_offsets, tiles, tile, quantized_mm.HOPPER,
+            back=back, span=(0, outer),
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    assert quantized_mm.on_hopper(packed.spec, dtype, back=back)  # it has compiled
+    limit = 2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
+    assert (found[0].double() - right).norm() < limit * right.norm()
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 class Provider:
     """LoRA of ranks 5 and 16."""
 

@@ -227,9 +227,11 @@ def on_hopper(packed: Any) -> None:
         (192, 128, True, 0, "nf4"),
         (128, 128, False, 16, "fp4"),
         (128, 128, True, 0, "nf4"),
+        (128, 320, False, 16, "mxfp4"),
+        (192, 128, True, 0, "mxfp4"),
     ]
     for rows, cols, back, rank, kind in cases:
-        dtype = torch.bfloat16 if kind == "nf4" else torch.float16
+        dtype = torch.float16 if kind == "fp4" else torch.bfloat16
         stack = packed((2, rows, cols), kind, False)
         assert quantized_mm.supports(stack.spec)
         assert quantized_mm_hopper.supports(stack.spec, dtype, back=back)
