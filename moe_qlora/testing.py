@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import multiprocessing
 import sys
 import tempfile
 import traceback
@@ -185,17 +186,23 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
     `fn` is a top-level function of a file, which the processes import anew; the arguments are
     picklable. Returns what each rank returned (anything that `torch.save` writes). Where a rank
     raised, the traceback of the first that did is in the text of a `RuntimeError`.
+
+    Where the system has Python's fork server, processes come from it: modules that
+    `multiprocessing.set_forkserver_preload` names are imported once for all calls, and environment
+    variables are those of the first call.
     """
     import torch
-    from torch.multiprocessing.spawn import spawn
+    from torch.multiprocessing.spawn import start_processes
 
+    methods = multiprocessing.get_all_start_methods()
+    method = "forkserver" if "forkserver" in methods else "spawn"
     with tempfile.TemporaryDirectory() as folder:
         target = (fn.__code__.co_filename, fn.__name__)
         spec = (target, world_size, folder, args)
         try:
-            spawn(_rank_main, args=spec, nprocs=world_size, join=True)
+            start_processes(_rank_main, spec, nprocs=world_size, start_method=method)
         except Exception as error:
-            # spawn reports the rank that ended first, which may be one that only lost its peer.
+            # torch reports the rank that ended first, which may be one that only lost its peer.
             failed = sorted(Path(folder).glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
             if not failed:
                 raise

@@ -1,0 +1,23 @@
+"""Ranks are forked from one process, which imports once what takes each of them six seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+multiprocessing.set_forkserver_preload(
+    [
+        "accelerate",
+        "bitsandbytes",
+        "moe_qlora.hf.load_sharded",
+        "moe_qlora.hf.switch",
+        "moe_qlora.lora.model",
+        "peft",
+        "pytest",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "transformers.distributed.expert_parallel",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "transformers.trainer",
+        "trl.trainer.sft_trainer",
+    ]
+)
