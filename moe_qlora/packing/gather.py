@@ -269,12 +269,34 @@ def _of_all(
 
     def codes() -> Tensor:
         alone = replace(packed, absmax=packed.absmax[:0], nested=None)
-        return shares.gather(alone, share).codes
+        return _joined(alone, share).codes
 
     def statistics() -> PackedWeight:
-        return shares.gather(replace(packed, codes=packed.codes[:0]), share)
+        return _joined(replace(packed, codes=packed.codes[:0]), share)
 
     return codes, statistics
+
+
+def _joined(packed: PackedWeight, share: shares.ExpertShare) -> PackedWeight:
+    """Return the whole weight of which this rank holds a share; all ranks of the group call it."""
+    ranks = distributed.get_world_size(share.group)
+
+    def all_of(tensor: Tensor) -> list[Tensor]:
+        plain = tensor.detach().contiguous()
+        parts = [torch.empty_like(plain) for _ in range(ranks)]
+        distributed.all_gather(parts, plain, group=share.group)
+        return parts
+
+    codes, absmax = all_of(packed.codes), all_of(packed.absmax)
+    outer = None if packed.nested is None else all_of(packed.nested.absmax)
+    parts = []
+    for rank in range(ranks):
+        nested = packed.nested
+        if nested is not None and outer is not None:
+            nested = nested._replace(absmax=outer[rank])
+        part = replace(packed, codes=codes[rank], absmax=absmax[rank], nested=nested, owner=None)
+        parts.append(part)
+    return shares.join(parts)
 
 
 def gather_to_first(

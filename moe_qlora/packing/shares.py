@@ -233,28 +233,6 @@ def join(parts: Sequence[PackedWeight]) -> PackedWeight:
     return replace(first, codes=codes, absmax=absmax, nested=nested, shape=shape, owner=None)
 
 
-def gather(packed: PackedWeight, share: ExpertShare) -> PackedWeight:
-    """Return the whole weight of which this rank holds a share; all ranks of the group call it."""
-    ranks = distributed.get_world_size(share.group)
-
-    def all_of(tensor: Tensor) -> list[Tensor]:
-        plain = tensor.detach().contiguous()
-        parts = [torch.empty_like(plain) for _ in range(ranks)]
-        distributed.all_gather(parts, plain, group=share.group)
-        return parts
-
-    codes, absmax = all_of(packed.codes), all_of(packed.absmax)
-    outer = None if packed.nested is None else all_of(packed.nested.absmax)
-    parts = []
-    for rank in range(ranks):
-        nested = packed.nested
-        if nested is not None and outer is not None:
-            nested = nested._replace(absmax=outer[rank])
-        part = replace(packed, codes=codes[rank], absmax=absmax[rank], nested=nested, owner=None)
-        parts.append(part)
-    return join(parts)
-
-
 class LocalNames:
     """The names of `local_tensors`, found anew whenever they are asked for: adapters come later."""
 
