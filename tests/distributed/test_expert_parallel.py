@@ -28,6 +28,8 @@ from moe_qlora.errors import MoeQloraError
 from moe_qlora.packing import parametrize, shares
 from moe_qlora.packing.codec import unpack
 from moe_qlora.testing import run_distributed, tiny_inputs, tiny_model
+from tests.helpers import training
+from tests.helpers.training import adamw, whole, whole_gradients
 
 STEPS = 10
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -92,32 +94,17 @@ def train(
     """Losses of all steps, the first step's whole gradients, and norms where they are clipped."""
     from accelerate import Accelerator
 
-    model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses, gradients, norms = [], {}, []
-    for step, ids in enumerate(data):
-        own = ids.chunk(world)[rank]
-        loss = model(input_ids=own, labels=own).loss
-        loss.backward()
+    gradients: dict[str, torch.Tensor] = {}
+    norms = []
+
+    def clip(step: int) -> None:
         if step == 0:
-            gradients = {
-                name.replace("module.", "", 1): whole(parameter.grad).clone()
-                for name, parameter in model.named_parameters()
-                if parameter.requires_grad
-            }
+            gradients.update(whole_gradients(model))
         if max_norm:
             norms.append(float(Accelerator(cpu=True).clip_grad_norm_(model.parameters(), max_norm)))
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        if world > 1:
-            distributed.all_reduce(mean)
-        losses.append(float(mean) / world)
+
+    losses = training.train(model, data, rank, world, after_backward=clip)
     return {"losses": losses, "gradients": gradients, "norms": norms}
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def wrapped(model: Any, how: str) -> Any:
@@ -161,8 +148,12 @@ def run_two(rank: int, world: int, folders: dict[str, Path], out: Path) -> dict[
         "refusals": run_refusals(mesh, folders["single experts"]),
         "optimizers": run_optimizers(rank, world),
         "trainer": run_trainer(mesh, out),
+        "trainer, resumed": run_trainer(mesh, out, resume_from=out / "checkpoint-2"),
+        "resumed": {how: run_resumed(rank, world, mesh, how, out) for how in ("ddp", "fsdp2")},
         "saved": run_saving(mesh, folders, out),
         "families": {name: run_family(rank, world, mesh, name) for name in FAMILIES},
+        "different lengths": train_different_lengths(rank, mesh),
+        "detected": detect_on_one_rank(rank, mesh),
     }
 
 
@@ -290,12 +281,13 @@ def run_refusals(mesh: Any, folder: Path) -> dict[str, str]:
         "twice": lambda: moe_qlora.expert_parallel(divided, mesh),
         "merge": lambda: peft_model.merge_and_unload(),
         "sharded": sharded,
+        "trainer": lambda: Trainer(peft_model, TrainingArguments(use_cpu=True, report_to=[])),
     }
     seen = {}
     for name, call in calls.items():
         try:
             call()
-        except MoeQloraError as error:
+        except (MoeQloraError, ValueError) as error:
             seen[name] = str(error)
     return seen
 
@@ -308,6 +300,7 @@ def run_refusals(mesh: Any, folder: Path) -> dict[str, str]:
         ("twice", "call expert_parallel once, before"),
         ("merge", "Merging needs all experts"),
         ("sharded", "pass ignored_params=moe_qlora.expert_parallel_parameters"),
+        ("trainer", "Pass `save_only_model=True`"),  # transformers' own words
     ],
 )
 def test_what_would_go_wrong_is_refused(two: Any, call: str, sentence: str) -> None:
@@ -318,7 +311,7 @@ def test_what_would_go_wrong_is_refused(two: Any, call: str, sentence: str) -> N
 # Trainer.
 
 
-def run_trainer(mesh: Any, out: Path) -> dict[str, Any]:
+def run_trainer(mesh: Any, out: Path, resume_from: Path | None = None) -> dict[str, Any]:
     """Train with transformers' Trainer, which averages and saves what the model says it must."""
     rank, world = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
     model = packed_model()
@@ -338,12 +331,16 @@ def run_trainer(mesh: Any, out: Path) -> dict[str, Any]:
         max_grad_norm=0.05,
         gradient_accumulation_steps=2,
         report_to=[],
-        save_strategy="no",
+        save_steps=2,
+        save_only_model=True,
         disable_tqdm=True,
         logging_steps=1,
     )
     data = [{"input_ids": row, "labels": row} for row in torch.cat(batches())]
     trainer = Trainer(peft_model, settings, train_dataset=data)
+    if resume_from is not None:
+        trainer.train(resume_from_checkpoint=str(resume_from))
+        return {"log": trainer.state.log_history}
     trainer.train()
     trainer.save_model(str(out / "trainer"))
     trained = {n: whole(p).detach() for n, p in peft_model.named_parameters() if p.requires_grad}
@@ -360,6 +357,40 @@ def test_trainer_trains_as_in_one_process(two: Any, tmp_path: Path) -> None:
         assert seen["weights"].keys() == alone["weights"].keys()
         for name, weight in alone["weights"].items():
             torch.testing.assert_close(seen["weights"][name], weight, rtol=1e-3, atol=1e-5)
+
+
+def test_trainer_goes_on_from_an_adapter(two: Any) -> None:
+    for result in two:
+        seen, expected = (
+            [entry["loss"] for entry in result[name]["log"] if "loss" in entry]
+            for name in ("trainer, resumed", "trainer")
+        )
+        assert len(seen) == 4
+        # Later ones differ: the optimizer and its learning rate start anew.
+        assert seen[:3] == pytest.approx(expected[:3], abs=1e-5)
+
+
+def run_resumed(rank: int, world: int, mesh: Any, how: str, out: Path) -> list[float]:
+    """Losses of two steps, and of two more by another model and optimizer, from files."""
+    data, files = batches()[:4], out / f"resumed, {how}"
+    peft_model = adapted(moe_qlora.expert_parallel(packed_model(), mesh))
+    model = wrapped(peft_model, how)
+    optimizer = adamw(model, foreach=True)
+    losses = training.train(model, data[:2], rank, world, optimizer=optimizer)
+    peft_model.save_pretrained(files)
+    torch.save(optimizer.state_dict(), files / f"optimizer-{rank}.pt")
+    divided = moe_qlora.expert_parallel(packed_model(), mesh)
+    model = wrapped(moe_qlora.load_adapter(divided, files, is_trainable=True), how)
+    optimizer = adamw(model, foreach=True)
+    optimizer.load_state_dict(torch.load(files / f"optimizer-{rank}.pt", weights_only=False))
+    return losses + training.train(model, data[2:], rank, world, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_training_goes_on_with_each_rank_s_optimizer(two: Any, how: str) -> None:
+    expected = reference("nf4", 0.0, 2)["losses"][:4]
+    for result in two:
+        assert result["resumed"][how] == pytest.approx(expected, abs=1e-5)
 
 
 # Loading.
@@ -417,8 +448,8 @@ def run_loading(rank: int, mesh: Any, folders: dict[str, Path]) -> dict[str, Any
     results: dict[str, Any] = {}
     read, counted = Checkpoint.read, [0]
 
-    def counting(self: Any, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        tensor = read(self, key, start, stop)
+    def counting(self: Any, key: str, *args: Any) -> torch.Tensor:
+        tensor = read(self, key, *args)
         counted[0] += tensor.nbytes if ".experts." in key else 0
         return tensor
 
@@ -557,23 +588,17 @@ OPTIMIZER_CASES += [("fsdp2", "foreach"), ("fsdp2", "fused")]
 def train_clipped(
     model: Any, optimizer_kind: str, rank: int = 0, world: int = 1
 ) -> dict[str, list[float]]:
-    model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2, **OPTIMIZERS[optimizer_kind])
-    losses, norms = [], []
-    for ids in batches()[:4]:
-        own = ids.chunk(world)[rank]
-        loss = model(input_ids=own, labels=own).loss
-        loss.backward()
+    norms = []
+
+    def clip(step: int) -> None:
         foreach = optimizer_kind != "loop"
-        norm: Any = torch.nn.utils.clip_grad_norm_(parameters, 0.05, foreach=foreach)
-        norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        if world > 1:
-            distributed.all_reduce(mean)
-        losses.append(float(mean) / world)
+        norms.append(float(whole(nn.utils.clip_grad_norm_(parameters, 0.05, foreach=foreach))))
+
+    optimizer = adamw(model, **OPTIMIZERS[optimizer_kind])
+    losses = training.train(
+        model, batches()[:4], rank, world, optimizer=optimizer, after_backward=clip
+    )
     return {"losses": losses, "norms": norms}
 
 
@@ -625,20 +650,19 @@ def test_each_rank_loads_its_part_of_an_adapter(loaded: Any) -> None:
             assert torch.equal(factor, alone[name]), name
 
 
-def detect_on_one_rank(rank: int, world: int) -> list[str]:
-    model = moe_qlora.expert_parallel(packed_model(), init_device_mesh("cpu", (world,)))
+def detect_on_one_rank(rank: int, mesh: Any) -> list[str]:
+    model = moe_qlora.expert_parallel(packed_model(), mesh)
     # The other rank would be waited for, had detection run transformers' exchange of tokens.
     return [] if rank else [param.name for param in moe_qlora.detect(model)]
 
 
-def test_detection_asks_no_other_rank() -> None:
-    names, nothing = run_distributed(detect_on_one_rank, 2)
+def test_detection_asks_no_other_rank(two: Any) -> None:
+    names, nothing = (result["detected"] for result in two)
     assert names == [param.name for param in moe_qlora.detect(packed_model())]
     assert not nothing
 
 
-def train_different_lengths(rank: int, world: int) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (world,))
+def train_different_lengths(rank: int, mesh: Any) -> dict[str, Any]:
     model = moe_qlora.expert_parallel(packed_model(), mesh)
     model = adapted(model).train()
     ids = batches()[0][: 3 + 2 * rank, : 5 + rank]
@@ -650,7 +674,7 @@ def train_different_lengths(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-def test_ranks_may_have_different_numbers_of_tokens() -> None:
+def test_ranks_may_have_different_numbers_of_tokens(two: Any) -> None:
     model = adapted(packed_model()).train()
     for rank in range(2):
         ids = batches()[0][: 3 + 2 * rank, : 5 + rank]
@@ -660,7 +684,7 @@ def test_ranks_may_have_different_numbers_of_tokens() -> None:
         for name, parameter in model.named_parameters()
         if ".experts." in name and parameter.requires_grad
     }
-    for gradients in run_distributed(train_different_lengths, 2):
+    for gradients in (result["different lengths"] for result in two):
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)

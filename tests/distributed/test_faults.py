@@ -35,6 +35,7 @@ from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.errors import CheckpointError
 from moe_qlora.packing import gather
 from moe_qlora.testing import tiny_model
+from tests.helpers.training import adamw, train
 
 WORLD, TIMEOUT = 3, 5.0
 SIZES = {
@@ -166,31 +167,15 @@ def save_without_one(model: Any, rank: int, folder: Path) -> str:
     return "saved"
 
 
-def train(model: Any, optimizer: Any, first: int, last: int, rank: int, world: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        ids = torch.randint(5, 248, (6, 8), generator=torch.Generator().manual_seed(step))
-        own = ids.chunk(world)[rank]
-        loss = model(input_ids=own, labels=own).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        if world > 1:
-            distributed.all_reduce(mean)
-        losses.append(float(mean) / world)
-    return losses
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+def batches(first: int, last: int) -> list[torch.Tensor]:
+    generators = (torch.Generator().manual_seed(step) for step in range(first, last))
+    return [torch.randint(5, 248, (6, 8), generator=generator) for generator in generators]
 
 
 def train_and_die(model: Any, rank: int, folder: Path) -> str:
-    model = sharded(adapted(model)).train()
-    optimizer = adamw(model)
-    train(model, optimizer, 0, 2, rank, WORLD)
+    model = sharded(adapted(model))
+    optimizer = adamw(model, foreach=False)
+    train(model, batches(0, 2), rank, WORLD, optimizer=optimizer)
     state = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
@@ -200,13 +185,13 @@ def train_and_die(model: Any, rank: int, folder: Path) -> str:
         model.get_base_model().model.layers[1].register_forward_pre_hook(
             lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         )
-    train(model, optimizer, 2, 4, rank, WORLD)
+    train(model, batches(2, 4), rank, WORLD, optimizer=optimizer)
     return "trained"
 
 
 def resume(model: Any, rank: int, folder: Path) -> list[float]:
-    model = sharded(adapted(model)).train()
-    optimizer = adamw(model)
+    model = sharded(adapted(model))
+    optimizer = adamw(model, foreach=False)
     state = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
@@ -214,7 +199,7 @@ def resume(model: Any, rank: int, folder: Path) -> list[float]:
     checkpoint.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return train(model, optimizer, 2, 4, rank, WORLD)
+    return train(model, batches(2, 4), rank, WORLD, optimizer=optimizer)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -312,8 +297,7 @@ def test_a_rank_killed_in_training_ends_the_others_and_the_next_run_resumes(
 def one_process(model: Any, rank: int) -> list[float]:
     if rank:
         return []
-    model = adapted(model).train()
-    return train(model, adamw(model), 0, 4, 0, 1)[2:]
+    return train(adapted(model), batches(0, 4))[2:]
 
 
 def test_an_error_of_the_first_rank_is_raised_by_all(ranks: Ranks, tmp_path: Path) -> None:

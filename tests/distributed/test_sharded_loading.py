@@ -16,7 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
@@ -27,6 +27,7 @@ from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.distributed import fsdp
 from moe_qlora.errors import ConfigError, NonFiniteWeightError, QuantizationError
 from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers.training import train, whole
 
 # No power of two: shares end within experts, within blocks of Linear layers, and within the absmax.
 SIZES = {
@@ -138,10 +139,6 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def local_bytes(model: nn.Module) -> int:
     return sum(
         (parameter._local_tensor if hasattr(parameter, "placements") else parameter).nbytes
@@ -149,23 +146,9 @@ def local_bytes(model: nn.Module) -> int:
     )
 
 
-def train(model: Any, rank: int = 0, ranks: int = 1) -> list[float]:
-    """Train a few steps on rows that ranks divide, and return the mean losses."""
-    model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(5, 240, (4, 8), generator=generator).chunk(ranks)[rank]
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        if ranks > 1:
-            distributed.all_reduce(mean)
-        losses.append(float(mean) / ranks)
-    return losses
+def batches() -> list[torch.Tensor]:
+    generators = (torch.Generator().manual_seed(step) for step in range(STEPS))
+    return [torch.randint(5, 240, (4, 8), generator=generator) for generator in generators]
 
 
 class CountedReads:
@@ -257,7 +240,7 @@ def run_configured(
         results["copies"] = str(caught.value)
         torch.manual_seed(7 + rank)
         peft_model = moe_qlora.get_peft_model(model, copy.deepcopy(LORA))
-        case["losses"] = train(peft_model, rank, world)
+        case["losses"] = train(peft_model, batches(), rank, world)
         case["adapters"] = [p.detach() for p in peft_model.parameters() if p.requires_grad]
     return case
 
@@ -287,7 +270,7 @@ def run_cases(rank: int, world: int, folders: dict[str, Path], large: Path) -> d
             "read": reads.total,
         }
         if case == "one level on 4":
-            results["losses"] = train(model, rank, world)
+            results["losses"] = train(model, batches(), rank, world)
     for case, (folder, kind) in CONFIGURED.items():
         loaded = run_configured(rank, world, folders[folder], kind, results)
         results[f"{case} by transformers"] = loaded
@@ -419,7 +402,7 @@ def test_training_is_that_of_one_process(ranks: Any, folders: dict[str, Path]) -
         ("one level", [rank["losses"] for rank in ranks]),
         ("nf4", [rank["nf4 by transformers"]["losses"] for rank in ranks]),
     ):
-        expected = train(adapted(load_whole(folders["plain"], kind)))
+        expected = train(adapted(load_whole(folders["plain"], kind)), batches())
         assert losses == [pytest.approx(expected, abs=2e-2)] * 4  # bfloat16
 
 

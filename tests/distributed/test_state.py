@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.errors import AdapterError, CheckpointError
 from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers.training import adamw, train
 
 WORLD = 4
 SIZES = {
@@ -124,36 +125,17 @@ def adapters(folder: Path) -> dict[str, Any]:
     return results
 
 
-def train(model: Any, optimizer: Any, first: int, last: int, group: Any = None) -> list[float]:
-    """Losses of the steps `[first, last)`, whose batches are divided over a group's ranks."""
-    world = distributed.get_world_size(group) if distributed.is_initialized() else 1
-    rank = distributed.get_rank(group) if world > 1 else 0
-    losses = []
-    model.train()
-    for step in range(first, last):
-        ids = torch.randint(5, 248, (12, 8), generator=torch.Generator().manual_seed(step))
-        own = ids.chunk(world)[rank]
-        loss = model(input_ids=own, labels=own).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        if world > 1:
-            distributed.all_reduce(mean, group=group)
-        losses.append(float(mean) / world)
-    return losses
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+def batches(first: int, last: int) -> list[torch.Tensor]:
+    generators = (torch.Generator().manual_seed(step) for step in range(first, last))
+    return [torch.randint(5, 248, (12, 8), generator=generator) for generator in generators]
 
 
 def checkpoints(rank: int, folder: Path) -> dict[str, Any]:
     """Train, save, go on; then resume in other numbers of ranks."""
     model = sharded(adapted(loaded(folder, "nf4 double")))
-    optimizer = adamw(model)
-    results: dict[str, Any] = {"losses": train(model, optimizer, 0, 3)}
+    optimizer = adamw(model, foreach=False)
+    losses = train(model, batches(0, 3), rank, WORLD, optimizer=optimizer)
+    results: dict[str, Any] = {}
     state = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
@@ -167,16 +149,17 @@ def checkpoints(rank: int, folder: Path) -> dict[str, Any]:
     results["full, keys"] = len(full), len(single)
     if rank == 0:
         torch.save(single, folder / "full.pt")
-    results["losses"] += train(model, optimizer, 3, 6)
+    losses += train(model, batches(3, 6), rank, WORLD, optimizer=optimizer)
+    results["losses"] = losses
     del model
     # from the first rank's whole tensors
     model = sharded(adapted(loaded(folder, "nf4 double")))
     zero(model)
-    optimizer = adamw(model)
+    optimizer = adamw(model, foreach=False)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full, options=options)
     set_optimizer_state_dict(model, optimizer, moments, options=options)
-    results["broadcast"] = train(model, optimizer, 3, 6)
+    results["broadcast"] = train(model, batches(3, 6), rank, WORLD, optimizer=optimizer)
     for ranks in (3, 2):
         mesh = DeviceMesh("cpu", list(range(ranks)))
         if rank < ranks:
@@ -188,7 +171,7 @@ def checkpoints(rank: int, folder: Path) -> dict[str, Any]:
 def resumed(folder: Path, mesh: DeviceMesh) -> list[float]:
     model = sharded(adapted(loaded(folder, "nf4 double")), mesh)
     zero(model)
-    optimizer = adamw(model)
+    optimizer = adamw(model, foreach=False)
     state = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
@@ -197,7 +180,8 @@ def resumed(folder: Path, mesh: DeviceMesh) -> list[float]:
     checkpoint.load(state, checkpoint_id=folder / "dcp", process_group=group)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return train(model, optimizer, 3, 6, group)
+    place = mesh.get_local_rank(), mesh.size()
+    return train(model, batches(3, 6), *place, group=group, optimizer=optimizer)
 
 
 def zero(model: nn.Module) -> None:
@@ -289,7 +273,7 @@ def test_what_needs_whole_weights_is_refused(results: list[dict[str, Any]], call
 def uninterrupted(folder: Path) -> list[float]:
     """Losses of one process."""
     model = adapted(loaded(folder, "nf4 double"))
-    return train(model, adamw(model), 0, 6)
+    return train(model, batches(0, 6))
 
 
 @pytest.mark.parametrize("how", ["broadcast", "resumed by 3", "resumed by 2"])

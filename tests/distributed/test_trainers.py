@@ -21,6 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers.training import adamw, whole
 
 STEPS, ROWS = 4, 4
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -134,7 +135,7 @@ def run_accelerate(folder: str, world: int, plugin: Any = None) -> dict[str, Any
     """Train in a loop of one's own, with what `accelerate launch` has."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = adapted(folder)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = adamw(model)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses, norms = [], []
     for batch in torch.stack(rows()).chunk(STEPS):
@@ -152,10 +153,6 @@ def run_accelerate(folder: str, world: int, plugin: Any = None) -> dict[str, Any
         "weights": {name: whole(p).detach() for name, p in named if p.requires_grad},
         "sharded": count_sharded(model),
     }
-
-
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def count_sharded(model: Any) -> tuple[int, int]:

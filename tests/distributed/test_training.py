@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -29,6 +29,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.errors import MoeQloraError
 from moe_qlora.testing import run_distributed, tiny_inputs, tiny_model
+from tests.helpers import training
+from tests.helpers.training import mean_of_ranks, whole, whole_gradients
 
 STEPS = 10
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -42,13 +44,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 EXACT: dict[str, dict[str, Any]] = {
     "ddp": {"how": "ddp"},
-    "ddp, fp4, from rank 0": {"how": "ddp", "settings": "fp4", "spoiled": True},
-    "ddp, int8, from rank 0": {"how": "ddp", "settings": "int8", "spoiled": True},
+    "ddp, fp4, from rank 0": {"how": "ddp", "settings": "fp4", "spoiled": True, "steps": 3},
+    "ddp, int8, from rank 0": {"how": "ddp", "settings": "int8", "spoiled": True, "steps": 3},
     "ddp, reentrant": {"how": "ddp", "reentrant": True, "steps": 3},
     "ddp, non-reentrant": {"how": "ddp", "reentrant": False, "steps": 3},
     "fsdp2": {},
-    "fsdp2, fp4": {"settings": "fp4"},
-    "fsdp2, int8": {"settings": "int8"},
+    "fsdp2, fp4": {"settings": "fp4", "steps": 3},
+    "fsdp2, int8": {"settings": "int8", "steps": 3},
     "fsdp2, bf16 storage": {"settings": "bf16 storage"},
     "fsdp2, fp32 storage": {"settings": "fp32 storage"},
     "fsdp2, no reshard": {"options": {"reshard_after_forward": False}, "steps": 3},
@@ -114,41 +116,16 @@ def sharded(model: Any, **options: Any) -> Any:
 
 def train(model: Any, rank: int = 0, world: int = 1, steps: int = STEPS) -> dict[str, Any]:
     """Losses of all steps, and the first step's whole gradients."""
-    model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses, gradients = [], {}
-    generator = torch.Generator().manual_seed(5)
-    for step in range(steps):
-        ids = torch.randint(5, 88, (12, 5), generator=generator)
-        own = ids.chunk(world)[rank]
-        loss = model(input_ids=own, labels=own).loss
-        loss.backward()
+    gradients: dict[str, Tensor] = {}
+
+    def keep_first(step: int) -> None:
         if step == 0:
-            gradients = whole_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_of_ranks(loss))
+            gradients.update(whole_gradients(model))
+
+    generator = torch.Generator().manual_seed(5)
+    batches = [torch.randint(5, 88, (12, 5), generator=generator) for _ in range(steps)]
+    losses = training.train(model, batches, rank, world, after_backward=keep_first)
     return {"losses": losses, "gradients": gradients}
-
-
-def whole_gradients(model: Any) -> dict[str, Tensor]:
-    return {
-        name.removeprefix("module."): whole(parameter.grad).float().clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def mean_of_ranks(loss: Tensor) -> float:
-    mean = loss.detach().float().clone()
-    if distributed.is_initialized():
-        distributed.all_reduce(mean)
-        mean /= distributed.get_world_size()
-    return float(mean)
-
-
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def packed_bytes(model: Any) -> dict[str, Tensor]:
@@ -197,7 +174,7 @@ def run_family(model: Any, rank: int = 0, world: int = 1) -> dict[str, Any]:
     for step in range(2):
         torch.manual_seed(step)
         loss = model.train()(**inputs).logits.float().square().mean()
-        losses.append(mean_of_ranks(loss))
+        losses.append(mean_of_ranks(loss, world))
         optimizer.zero_grad()
         loss.backward()
         gradients = whole_gradients(model)
@@ -281,7 +258,7 @@ def unprepared() -> Any:
 
 def run_four(rank: int, world: int, folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shares"))
-    cases = {"fsdp2": {}, "hybrid": {"options": {"mesh": mesh}}}
+    cases = {"fsdp2": {}, "hybrid": {"options": {"mesh": mesh}, "steps": 3}}
     return {name: run_case(folder, rank, world, case) for name, case in cases.items()}
 
 
@@ -356,11 +333,11 @@ def test_each_rank_holds_its_share_of_every_tensor(four: Any, case: str, ranks: 
         shares = result[case]["shares"]
         # Two layers of gate_up and down, and q, k, v and o: codes, absmax and nested absmax each.
         assert len(shares) == 2 * (2 + 4) * 3
-        for name, (local, whole) in shares.items():
-            assert local <= -(-whole // ranks), name
+        for name, (local, total) in shares.items():
+            assert local <= -(-total // ranks), name
     first = four[0][case]["shares"]
-    for name, (_, whole) in first.items():
-        assert sum(result[case]["shares"][name][0] for result in four) == whole * 4 // ranks, name
+    for name, (_, total) in first.items():
+        assert sum(result[case]["shares"][name][0] for result in four) == total * 4 // ranks, name
 
 
 def test_sharded_weights_outside_of_the_sharded_model_are_named(two: Any) -> None:
