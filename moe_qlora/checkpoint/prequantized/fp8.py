@@ -34,7 +34,21 @@ def plan_fp8(key: str, scale: str, stored: Mapping[str, TensorInfo], scheme: Sch
     shape = stored[key].shape
     check_dims(key, shape)
     block, one = find_block(key, shape, scale, stored[scale], scheme, FP8_SCALES)
-    return Quantized({CODES: key, SCALE: scale}, shape, block, Tensor.float, one_scale=one)
+    return Quantized({CODES: key, SCALE: scale}, shape, block, unpack_bytes, one_scale=one)
+
+
+def unpack_bytes(codes: Tensor) -> Tensor:
+    """Return the fp32 values (r, c) of FP8 or INT8 codes (r, c).
+
+    The CPU converts FP8 one by one, four times slower than a table does. The table is of bfloat16,
+    which holds every FP8 value.
+    """
+    if not codes.is_cpu or codes.dtype == torch.int8:
+        return codes.float()
+    table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).to(torch.bfloat16)
+    index = codes.contiguous().view(torch.uint8).int().flatten()
+    values = table.view(torch.int16).index_select(0, index).view(torch.bfloat16)
+    return values.float().view(codes.shape)
 
 
 def described(info: TensorInfo) -> str:

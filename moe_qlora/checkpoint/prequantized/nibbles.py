@@ -13,4 +13,5 @@ def unpack_nibbles(codes: Tensor, table: Sequence[float]) -> Tensor:
     pairs = [(low, high) for high in table for low in table]
     values = torch.tensor(pairs, dtype=torch.float32, device=codes.device)
     index = codes.contiguous().view(torch.uint8).int().flatten()
-    return values.index_select(0, index).view(codes.shape[0], -1)
+    both = values.view(torch.int64).flatten().index_select(0, index)  # a pair at a time
+    return both.view(torch.float32).view(codes.shape[0], -1)

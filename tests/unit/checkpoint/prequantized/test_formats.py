@@ -145,6 +145,21 @@ def test_stacks_of_experts(tmp_path, block, shape, place):
         assert same(value[expert], wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_byte_is_the_value_that_torch_has_for_it(tmp_path, dtype):
+    """-0, subnormals, infinities and NaN among them."""
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
+    folder = write(tmp_path, fp8(None), {"a.weight": codes, "a.weight_scale": torch.ones(())})
+    with open_plain(folder) as checkpoint:
+        value = checkpoint.read("a.weight")
+    wanted = codes.float()
+    assert torch.equal(value.isnan(), wanted.isnan())
+    value, wanted = (tensor.masked_fill(wanted.isnan(), 7.0) for tensor in (value, wanted))
+    assert same(value, wanted.to(torch.bfloat16))
+    if dtype == torch.float8_e4m3fn:
+        assert value.flatten().tolist() == [7.0 if math.isnan(v) else v for v in E4M3]
+
+
 def test_e5m2_codes(tmp_path):
     codes = torch.randn(6, 5, generator=generator()).to(torch.float8_e5m2)
     value = read(
