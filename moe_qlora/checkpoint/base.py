@@ -124,7 +124,7 @@ class PlainBase(Base):
         device: torch.device | None = None,
         max_shard_size: int | str = "5GB",
     ) -> None:
-        self.folder, self._device, self._limit = folder, device, max_shard_size
+        self.folder, self.device, self._limit = folder, device, max_shard_size
         self.checkpoint = makers = open_plain(folder, quantization_config=makers_config)
         self._makers = makers if isinstance(makers, PrequantizedCheckpoint) else None
         self.keeps_files = self._makers is None
@@ -151,7 +151,7 @@ class PlainBase(Base):
         first = start if last is not None else 0
         keys, makers = group.part(start, stop), self._makers
         decodes = makers is not None and any(makers.is_dequantized(key) for key in keys)
-        device = self._device if decodes else None  # codes travel, not what they are decoded to
+        device = self.device if decodes else None  # codes travel, not what they are decoded to
         return {key: self.checkpoint.read(key, first, last, device) for key in keys}
 
     def values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:

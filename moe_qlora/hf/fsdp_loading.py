@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class ShardedLoad:
             turned = {name for name, kind in kinds.items() if not issubclass(kind, nn.Linear)}
             read = CheckpointRows(base, aliases, turned)
             self._files: Any = base
-            self._fill = lambda weights, device: weights.fill(read, device)
+            self._fill = partial(_fill_packing, base, read)
         else:
             self._files = open_shards(folder, spec.manifest)
             stored = StoredWeights(model, spec.manifest, self._files)
@@ -129,6 +130,14 @@ class ShardedLoad:
             self._fill(self.weights, device)
         finally:
             self._files.close()
+
+
+def _fill_packing(
+    base: PlainBase, read: CheckpointRows, weights: ShardedWeights, device: torch.device
+) -> None:
+    """Fill shares from rows of a 16-bit folder, or of one whose codes are decoded on the device."""
+    base.device = device
+    weights.fill(read, device)
 
 
 def _dequantized(base: PlainBase, files: PrequantizedCheckpoint) -> set[str]:

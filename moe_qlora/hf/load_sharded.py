@@ -82,7 +82,8 @@ def load_sharded(
     more than its share, one piece of a weight, and one weight's first-level absmax.
 
     Args:
-        source: Folder of a 16-bit checkpoint or of one that this package packed, or a hub id.
+        source: Folder of a 16-bit checkpoint, of one that its maker quantized, or of one that this
+            package packed; or a hub id.
         quantization_config: `BitsAndBytesConfig` or its dict; None for a packed folder.
         mesh: A `DeviceMesh`: `(ranks,)`, or `(copies, ranks)`; None is all ranks.
         lora_config: Adapters to put on the model, a `LoraConfig`; None leaves it without.

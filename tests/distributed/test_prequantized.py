@@ -35,8 +35,13 @@ CASES = (  # the folder, how its model is divided, the settings
     (NVFP4, "fsdp", "int8"),
     (FP8, "by config", "nf4"),
     (MXFP4, "experts", "nf4"),
+    (FP8, "load_sharded", "skips"),
+    (MXFP4, "load_sharded", "int8"),
     (NVFP4, "experts", "nf4"),
 )
+
+
+SHARDED = ("fsdp", "load_sharded")
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -69,6 +74,10 @@ class CountedReads:
 
 def load(folder: Path, way: str, kind: str, ranks: int) -> dict[str, Any]:
     config = BitsAndBytesConfig(**SETTINGS[kind])
+    if way == "load_sharded":
+        with CountedReads() as reads:
+            model = moe_qlora.load_sharded(folder, config)
+        return described(model, reads, {})
     mesh = init_device_mesh("cpu", (ranks,)) if way == "experts" else None
     arguments: dict[str, Any] = {}
     if way != "experts":
@@ -78,6 +87,10 @@ def load(folder: Path, way: str, kind: str, ranks: int) -> dict[str, Any]:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=config, output_loading_info=True, **arguments
         )
+    return described(model, reads, info)
+
+
+def described(model: Any, reads: CountedReads, info: dict[str, Any]) -> dict[str, Any]:
     return {
         "tensors": tensors_of(model),
         "read": reads.total,
@@ -120,7 +133,7 @@ def test_shares_are_those_of_the_plain_folder(ranks: Any, case: tuple[str, str, 
             assert torch.equal(left, right), name
         assert maker["info"] == plain["info"]
         assert maker["config"] == plain["config"]
-        assert maker["is_sharded"] == plain["is_sharded"] == (case[1] == "fsdp")
+        assert maker["is_sharded"] == plain["is_sharded"] == (case[1] in SHARDED)
 
 
 @pytest.mark.parametrize("case", CASES)
