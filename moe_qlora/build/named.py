@@ -165,6 +165,8 @@ def _with_own_settings(source: Source) -> Source:
     if config.dtype is None and config.get_text_config().dtype is None:
         notes.append("The configuration states no dtype; sizes are for bfloat16.")
     own = getattr(config, "quantization_config", None)
+    if own is None:  # Some makers say it of the text model.
+        own = getattr(config.get_text_config(), "quantization_config", None)
     if own is None:
         return replace(source, notes=tuple(notes))
     own = own if isinstance(own, Mapping) else own.to_dict()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ..build import named
+from ..checkpoint.prequantized import (
+    codes_of_source,
+    describe_plain,
+    is_described_as_quantized,
+)
 from ..detection.detect import detect
 from ..layout import ExpertParam, ModelLayout
 from ..packing.format import packed_nbytes
@@ -61,6 +66,10 @@ def inspect_model(
     """Build `model`, as `named.resolve` takes it, on the meta device, and detect its experts."""
     source = named.resolve(model, trust_remote_code=trust_remote_code)
     settings = codec_settings(source.settings, quant, double_quant)
+    _, note = codes_of_source(source.config)
+    source = replace(source, notes=(*source.notes, note)) if note else source
+    if is_described_as_quantized(source.config):
+        describe_plain(source.config)
     built = named.build(source, trust_remote_code=trust_remote_code)
     layout = detect(built)
     groups = _groups(layout, settings)

@@ -117,6 +117,7 @@ class Planner:
             devices=uses,
             device_map={name: use.index for use in uses for name in use.blocks} or None,
             whole=self.with_engine(None).resident if self.settings.engine else None,
+            on_disk=self.source.on_disk,
         )
 
     def peak(self, batch: int, seq: int, loss_part: float = 1.0) -> Peak:
@@ -265,6 +266,7 @@ class Planner:
                 [weight.shape for weight in weights],
                 max(weight.dtype.itemsize for weight in weights),
                 CodecSettings.of(weights[0]),
+                dequantizes=self.source.dequantizes,
             )
             for weights in modules.values()
         )
@@ -272,12 +274,19 @@ class Planner:
 
 
 def load_extra_nbytes(
-    shapes: Sequence[Sequence[int]], itemsize: int, settings: CodecSettings
+    shapes: Sequence[Sequence[int]],
+    itemsize: int,
+    settings: CodecSettings,
+    *,
+    dequantizes: bool = False,
 ) -> int:
     """Return the bytes that packing one module's weights while loading needs beside their codes."""
     # The largest expert's matrix in the checkpoint's dtype, and with double quantization the
     # float32 absmax of all weights, which are packed themselves only once a weight is complete.
+    # A matrix that is dequantized first has its codes and fp32 values beside it, which the loads of
+    # tools/bench/results/loading.csv show to be at most as much as two more of it.
     extra = itemsize * max(prod(shape[1:] if len(shape) > 2 else shape) for shape in shapes)
+    extra *= 3 if dequantizes else 1
     if settings.double_quant:
         blocks = (packed_tensors(shape, settings)[ABSMAX].numel or 0 for shape in shapes)
         extra += torch.float32.itemsize * sum(blocks)

@@ -49,6 +49,7 @@ class MemoryPlan:
         whole: With an engine (`settings.engine`), the whole packed model. `resident`, `load_peak`,
             `peak`, `reserve` and each of `devices` are then of one rank, and there is no device
             map.
+        on_disk: The tensors of a folder that its maker quantized, None for any other.
     """
 
     label: str
@@ -70,6 +71,7 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
     estimated: bool = False
     whole: int | None = None
+    on_disk: int | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -99,6 +101,8 @@ class MemoryPlan:
         if engine is not None:
             plain["engine"] = {**engine, "whole": plain["whole"]}
         del plain["whole"]
+        if plain["on_disk"] is None:
+            del plain["on_disk"]
         devices = [
             {**device, "fits": use.fits, "blocks": list(use.blocks)}
             for device, use in zip(plain["devices"], self.devices, strict=True)

@@ -14,6 +14,11 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from ..build import named
+from ..checkpoint.prequantized import (
+    codes_of_source,
+    describe_plain,
+    is_described_as_quantized,
+)
 from ..errors import ConfigError
 from ..layout import dtype_name
 from ..packing.settings import CodecSettings
@@ -34,6 +39,8 @@ class ModelSource:
     linears: bool  # Whether Linear layers are packed too
     free: bool  # Whether `quantization` may be changed by hints
     notes: tuple[str, ...] = ()  # What to know, a sentence each
+    dequantizes: bool = False  # Whether a maker's codes are dequantized while they are packed
+    on_disk: int | None = None  # Bytes of the folder that these lie in, where there is one
 
 
 def source_of(model: Any, quantization: Any, dtype: Any, trust_remote_code: bool) -> ModelSource:
@@ -49,8 +56,13 @@ def source_of(model: Any, quantization: Any, dtype: Any, trust_remote_code: bool
     if dtype is not None and dtype_name(dtype) not in meta_model.DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; give one of {', '.join(meta_model.DTYPES)}.")
 
+    quantized = is_described_as_quantized(resolved.config)
+    codes, note = codes_of_source(resolved.config)
+
     def build_model() -> nn.Module:
         config = copy.deepcopy(resolved.config)
+        if quantized:
+            describe_plain(config)
         if dtype is not None:
             config.dtype = meta_model.DTYPES[dtype_name(dtype)]
         source = replace(resolved, config=config)
@@ -60,7 +72,15 @@ def source_of(model: Any, quantization: Any, dtype: Any, trust_remote_code: bool
 
     asked = bnb_config(quantization if quantization is not None else resolved.settings)
     return ModelSource(
-        resolved.label, resolved.config, build_model, asked, True, True, resolved.notes
+        resolved.label,
+        resolved.config,
+        build_model,
+        asked,
+        linears=True,
+        free=True,
+        notes=(*resolved.notes, note) if note else resolved.notes,
+        dequantizes=quantized or codes is not None,
+        on_disk=None if codes is None else codes.nbytes,
     )
 
 

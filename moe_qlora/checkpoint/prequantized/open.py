@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 
 from ...build.files import read_json
 from ...errors import CheckpointError
-from ...layout import dtype_name
+from ...layout import dtype_name, human_bytes
 from ..integrity import open_checkpoint
 from ..manifest import CONFIG
 from ..reader import Checkpoint, inside
 from .config import MODELOPT, MakerConfig, maker_config, maker_method
-from .plain_config import MODELOPT_CONFIG
+from .plain_config import MODELOPT_CONFIG, is_described_as_quantized
 from .reader import PrequantizedCheckpoint
 
 
@@ -70,6 +71,59 @@ def unread_method(folder: str | Path) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """What a folder that its maker quantized holds, without reading a tensor."""
+
+    method: str
+    weights: int  # stored as codes
+    tensors: int  # in all its files, scales included
+    nbytes: int  # of these
+
+    def __str__(self) -> str:
+        return (
+            f"{self.weights} weights of the folder are codes ({self.method}), which are "
+            f"dequantized when they are read; its {self.tensors} tensors take "
+            f"{human_bytes(self.nbytes)} on disk."
+        )
+
+
+def stored_codes(folder: str | Path) -> StoredCodes | None:
+    """Return what a folder holds of its maker's codes; None for any other folder.
+
+    Raises:
+        CheckpointError: As `open_plain`.
+    """
+    with open_plain(folder) as checkpoint:
+        if not isinstance(checkpoint, PrequantizedCheckpoint):
+            return None
+        return StoredCodes(
+            checkpoint.method,
+            sum(checkpoint.is_dequantized(name) for name in checkpoint),
+            len(checkpoint.stored),
+            sum(info.nbytes for info in checkpoint.stored.values()),
+        )
+
+
+def codes_of_source(config: Any) -> tuple[StoredCodes | None, str]:
+    """Return what lies in the folder that a transformers configuration is of, and a note on it.
+
+    Nothing where the maker of the folder did not quantize it, or it has no safetensors files; a
+    note alone where it is not read.
+    """
+    name = getattr(config, "name_or_path", "")
+    folder = Path(name)
+    if not name or not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return None, ""
+    if not is_described_as_quantized(config) and not (folder / MODELOPT_CONFIG).is_file():
+        return None, ""
+    try:
+        codes = stored_codes(folder)
+    except CheckpointError as error:
+        return None, str(error)
+    return codes, "" if codes is None else str(codes)
 
 
 def _modelopt_config(folder: Path) -> Mapping[str, Any] | None:

@@ -436,6 +436,50 @@ def test_damage_of_a_folder_is_named(twins: Callable[[str], Twins], tmp_path: Pa
         assert problem in seen
 
 
+# What dump and plan say
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3 fp8", "gpt_oss mxfp4"])
+def test_dump_shows_the_plain_model(name: str, twins: Callable[[str], Twins]) -> None:
+    folder = twins(name)
+    shown = []
+    for place in (folder.makers, folder.plain):
+        said = CliRunner().invoke(app, ["dump", str(place), "--json"])
+        assert said.exit_code == 0
+        shown.append(json.loads(said.stdout))
+    notes = shown[0].pop("notes")
+    assert shown[1].pop("notes") == []
+    for content, place in zip(shown, (folder.makers, folder.plain), strict=True):
+        assert content.pop("model") == str(place)
+    assert shown[0] == shown[1]
+    report = verify(folder.makers)
+    assert f"{report.dequantized} weights of the folder are codes ({report.method})" in notes[-1]
+    assert f"{report.tensors} tensors" in notes[-1]
+
+
+def test_plan_counts_the_packed_model(twins: Callable[[str], Twins], tmp_path: Path) -> None:
+    folder = twins("gpt_oss mxfp4")
+    makers, plain = (moe_qlora.plan(place, NF4, seq=64) for place in (folder.makers, folder.plain))
+    assert makers.on_disk == verify(folder.makers).nbytes < makers.unpacked
+    assert makers.as_dict()["on_disk"] == makers.on_disk
+    assert plain.on_disk is None
+    assert "on_disk" not in plain.as_dict()
+    assert makers.notes[-1].startswith("4 weights of the folder are codes (mxfp4)")
+    same_fields = ("kind", "resident", "unpacked", "peak", "trained_weights", "settings")
+    for field in same_fields:
+        assert getattr(makers, field) == getattr(plain, field), field
+    # codes and fp32 values beside an expert's matrix
+    largest = max(param.nbytes // param.num_experts for param in experts_of(folder.plain))
+    assert makers.load_peak - plain.load_peak == 2 * largest
+    (tmp_path / "config.json").write_bytes((folder.makers / "config.json").read_bytes())
+    alone = moe_qlora.plan(tmp_path, NF4, seq=64)
+    assert (alone.on_disk, alone.load_peak) == (None, makers.load_peak)
+
+
+def experts_of(folder: Path) -> Any:
+    return detect(named.build(named.resolve(str(folder)))).experts
+
+
 # What is not read
 
 
@@ -471,6 +515,8 @@ def test_methods_that_are_not_read(
     assert (report.method, report.dequantized) == (method, 0)
     [warning] = report.warnings
     assert f"says {method}, which is not read here" in warning
+    said = CliRunner().invoke(app, ["dump", str(base), "--json"])
+    assert f"says {method}, which is not read here" in json.loads(said.stdout)["notes"][-1]
 
 
 def test_codes_that_nothing_describes(twins: Callable[[str], Twins], tmp_path: Path) -> None:
