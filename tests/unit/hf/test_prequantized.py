@@ -310,7 +310,7 @@ def test_a_method_that_is_not_read_is_refused_before_files_are(
     set_config(tmp_path / "maker", quantization_config={"quant_method": method, "bits": 4})
     if method != "nonsense":  # stock ignores a config that it does not know
         next((tmp_path / "maker").glob("*.safetensors")).write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match=rf"quant_method {method}, which is not read") as seen:
+    with pytest.raises(CheckpointError, match=rf"says {method}, which is not read here") as seen:
         load(tmp_path / "maker")
     assert str(seen.value).count("\n") == 0
 
