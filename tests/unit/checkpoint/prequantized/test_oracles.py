@@ -8,6 +8,9 @@ not installed, its tests are skipped.
 from __future__ import annotations
 
 import json
+import re
+import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from prequantized import compressed, write_case, write_folder, write_shards
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
+from moe_qlora.checkpoint import prequantized
 from moe_qlora.checkpoint.prequantized import open_plain
 from moe_qlora.errors import CheckpointError
 
@@ -171,3 +175,24 @@ def test_asymmetric_codes_of_compressed_tensors_are_refused(tmp_path):
     write_shards(tmp_path, {"a.weight_packed": torch.zeros(2, 4, dtype=torch.int32)})
     with pytest.raises(CheckpointError, match=r"weights\.symmetric False.*a\.weight_packed"):
         open_plain(tmp_path)
+
+
+def test_the_faults_that_are_written_up_are_there(tmp_path, capsys):
+    """Each reproduction in UPSTREAM.md runs alone, and prints what is said to be seen."""
+    text = (Path(prequantized.__file__).parent / "UPSTREAM.md").read_text(encoding="utf-8")
+    programs = re.findall(
+        r"```python\n(import.*?)```\n.*?\*\*Seen\.\*\*.*?```\n(.*?)```", text, re.S
+    )
+    assert len(programs) == 2
+    for program, seen in programs:
+        if "compressed_tensors" in program and find_spec("compressed_tensors") is None:
+            continue
+        (tmp_path / "program.py").write_text(program)
+        capsys.readouterr()
+        runpy.run_path(str(tmp_path / "program.py"))
+        printed = capsys.readouterr().out
+        if "compressed_tensors" in program:  # whose weights are drawn at random
+            ratio, scale = map(int, re.findall(r"\d+", printed))
+            assert 0.9 < ratio / scale < 1.1
+        else:
+            assert printed == seen
