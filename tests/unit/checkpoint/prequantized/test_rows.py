@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from folders import same
-from prequantized import CASES
+from prequantized import CASES, write_shards
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_qlora.checkpoint.prequantized import decode, open_plain
@@ -139,3 +139,29 @@ def test_it_is_a_mapping_and_closes(folders):
     assert checkpoint.method == "mxfp4"
     checkpoint.close()
     checkpoint.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_a_gpu_decodes_the_same_bits(folders, name):
+    with open_plain(folders[name][0]) as checkpoint:
+        for key in checkpoint:
+            on_gpu = checkpoint.read(key, 1, device="cuda")
+            assert on_gpu.is_cuda
+            assert same(on_gpu.cpu(), checkpoint.read(key, 1)), key
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_little_more_than_the_plain_tensor(tmp_path):
+    """An expert of gpt-oss-20b's width: codes, scales, the result, and a piece in fp32."""
+    codes = torch.randint(0, 256, (2, 5760, 90, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 130, (2, 5760, 90), dtype=torch.uint8)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    write_shards(tmp_path, {"e_blocks": codes, "e_scales": scales})
+    with open_plain(tmp_path) as checkpoint:
+        checkpoint.read("e", 0, 1, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        value = checkpoint.read("e", device="cuda")
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak < value.nbytes + codes.nbytes + scales.nbytes + (96 << 20)
