@@ -149,6 +149,11 @@ class Manifest:
         own = None if entry is None else entry.codec
         return self.settings if own is None else CodecSettings.from_dict(own)
 
+    def kept(self) -> dict[str, CodecSettings]:
+        """Return how weights are packed that keep their checkpoint's own codes, by name."""
+        names = [name for name, entry in self.experts.items() if entry.codec is not None]
+        return {name: self.settings_of(name) for name in names}
+
     @property
     def version(self) -> int:
         """Return the version of the format that the folder needs."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -107,9 +108,17 @@ def cast_as_loaded(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(plan[groups[match.lastgroup]])
 
 
-def pack(model: Any, config: Any, *, linears: bool, expert_ranks: int = 1) -> MetaModel:
+def pack(
+    model: Any,
+    config: Any,
+    *,
+    linears: bool,
+    expert_ranks: int = 1,
+    kept: Mapping[str, CodecSettings] | None = None,
+) -> MetaModel:
     """Pack a model on meta by a `BitsAndBytesConfig`, if any, and its Linear layers if asked.
 
+    `kept` has, by name, how expert weights are packed that keep their checkpoint's own codes.
     Of `expert_ranks` ranks the model becomes one, which holds its share of the experts.
     """
     for parameter in model.parameters():
@@ -118,7 +127,8 @@ def pack(model: Any, config: Any, *, linears: bool, expert_ranks: int = 1) -> Me
     settings = None if config is None else CodecSettings.from_config(config)
     if settings is not None:
         for param in weights_to_pack(model, layout, config, settings):
-            pack_blank(model, param, settings)
+            own = (kept[name] for name in param.names if kept and name in kept)
+            pack_blank(model, param, next(own, settings))
         if linears and hasattr(model, "all_tied_weights_keys"):
             _pack_linears(model, config, settings)
     if expert_ranks > 1:

@@ -45,6 +45,7 @@ def plan(
     dtype: Any = None,
     search: bool = True,
     trust_remote_code: bool = False,
+    keep_codes: bool = False,
 ) -> MemoryPlan:
     """Plan a model's memory without loading it.
 
@@ -74,6 +75,8 @@ def plan(
         dtype: What the rest is loaded in; None is what the configuration says.
         search: Look for the longest sequence and the largest batch that fit `gpus`.
         trust_remote_code: Run model code that a checkpoint brings.
+        keep_codes: Whether experts keep the MXFP4 codes of their checkpoint, as
+            `enabled(keep_codes=True)` loads it. A packed folder says so itself.
 
     Raises:
         CheckpointError: There is no such model, or transformers cannot build it.
@@ -89,7 +92,7 @@ def plan(
     capacities = _capacities(gpus)
     asked = {"ddp": ddp, "fsdp": fsdp, "ep": ep, "zero3": zero3}
     settings = replace(settings, engine=_engine(asked, len(capacities)))
-    source = source_of(model, quantization_config, dtype, trust_remote_code)
+    source = source_of(model, quantization_config, dtype, trust_remote_code, keep_codes)
     planner = Planner(source, settings, lora_config)
     return _report(planner, capacities, search=search and bool(capacities))
 

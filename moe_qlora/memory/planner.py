@@ -213,6 +213,7 @@ class Planner:
                 source.quantization,
                 linears=source.linears,
                 expert_ranks=expert_ranks,
+                kept=source.kept,
             )
             meta_model.adapt(meta, self.settings, self.lora_config)
             meta_model.fake_packed(meta, dispatched=expert_ranks > 1)

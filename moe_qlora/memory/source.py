@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,17 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from ..build import named
+from ..checkpoint.manifest import read_manifest
 from ..checkpoint.prequantized import (
     codes_of_source,
     describe_plain,
     is_described_as_quantized,
+    maker_method,
 )
+from ..detection.detect import detect
 from ..errors import ConfigError
 from ..layout import dtype_name
+from ..packing.format import why_not_packed
 from ..packing.settings import CodecSettings
 from . import meta_model
 from .blocks import packed_parts
@@ -41,9 +45,13 @@ class ModelSource:
     notes: tuple[str, ...] = ()  # What to know, a sentence each
     dequantizes: bool = False  # Whether a maker's codes are dequantized while they are packed
     on_disk: int | None = None  # Bytes of the folder that these lie in, where there is one
+    # How expert weights are packed that keep their checkpoint's own codes, by name
+    kept: Mapping[str, CodecSettings] = field(default_factory=dict)
 
 
-def source_of(model: Any, quantization: Any, dtype: Any, trust_remote_code: bool) -> ModelSource:
+def source_of(
+    model: Any, quantization: Any, dtype: Any, trust_remote_code: bool, keep_codes: bool = False
+) -> ModelSource:
     """Return the source of what `plan` is given, with its arguments of these names."""
     if isinstance(model, nn.Module):
         return _source_of_module(model, quantization)
@@ -71,6 +79,11 @@ def source_of(model: Any, quantization: Any, dtype: Any, trust_remote_code: bool
         return model
 
     asked = bnb_config(quantization if quantization is not None else resolved.settings)
+    is_folder = isinstance(model, (str, Path)) and Path(model).is_dir()
+    manifest = read_manifest(model) if is_folder else None
+    kept = {} if manifest is None else manifest.kept()
+    if keep_codes and manifest is None and _is_mxfp4(resolved.config):
+        kept = _kept(build_model(), CodecSettings.from_config(asked))
     return ModelSource(
         resolved.label,
         resolved.config,
@@ -81,7 +94,27 @@ def source_of(model: Any, quantization: Any, dtype: Any, trust_remote_code: bool
         notes=(*resolved.notes, note) if note else resolved.notes,
         dequantizes=quantized or codes is not None,
         on_disk=None if codes is None else codes.nbytes,
+        kept=kept,
     )
+
+
+def _is_mxfp4(config: Any) -> bool:
+    own = getattr(config, "quantization_config", None)
+    if own is None:
+        return False
+    own = own if isinstance(own, Mapping) else own.to_dict()
+    return maker_method({"quantization_config": own}) == "mxfp4"
+
+
+def _kept(model: nn.Module, settings: CodecSettings) -> dict[str, CodecSettings]:
+    """Return how the experts of a model of gpt-oss's kind are packed that keep MXFP4 codes."""
+    kept = replace(settings, kind="mxfp4", skip_modules=(), stored_transposed=True)
+    return {
+        name: kept
+        for param in detect(model).experts
+        if param.transposed and why_not_packed(param.shape, torch.bfloat16, kept) is None
+        for name in param.names
+    }
 
 
 def _source_of_module(model: nn.Module, quantization: Any) -> ModelSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import moe_qlora
 from moe_qlora.checkpoint.manifest import read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import AdapterError, CheckpointError
-from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing import codec, parametrize, shares
 from moe_qlora.packing.kept import mxfp4_blocks
 from moe_qlora.testing import tiny_inputs, tiny_model
 from tests.helpers.mxfp4 import random_mxfp4, slow_decode
@@ -157,8 +158,42 @@ def test_counts_and_bytes(kept, plain, nf4):
     assert experts == numel * 17 // 32 + constants
     others = nf4.get_memory_footprint() - sum(p.nbytes for p in packed_of(nf4).values())
     assert kept.get_memory_footprint() == others + experts
-    plan = moe_qlora.plan(kept, search=False)
-    assert plan.resident == kept.get_memory_footprint()
+
+
+def test_plans_of_the_model_and_of_both_folders(folders, kept, saved):
+    bytes_of = partial(moe_qlora.plan, seq=64, search=False)
+    expected = kept.get_memory_footprint()
+    assert bytes_of(kept).resident == bytes_of(saved).resident == expected
+    config = BitsAndBytesConfig(**NF4)
+    assert bytes_of(folders / "maker", config, keep_codes=True).resident == expected
+    assert bytes_of(folders / "maker", config).resident < expected
+
+
+def test_each_rank_reads_its_own_experts(folders, kept, monkeypatch):
+    """The spec of a load that keeps some experts alone, as expert parallelism makes it."""
+    from moe_qlora.hf import kept as loading
+
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    parts = []
+
+    def of_a_rank(key, source, spec):
+        if key == name:
+            spec.rows = lambda name: (1, 3)
+            spec.kept_shape = lambda name: (2, *spec.params[name].shape[1:])
+            keep(key, source, spec)
+            parts.append(spec.packed.pop(key))
+            del spec.rows, spec.kept_shape
+        return keep(key, source, spec)
+
+    from moe_qlora.hf import converters
+
+    keep = loading.keep_codes
+    monkeypatch.setattr(converters, "keep_codes", of_a_rank)
+    load(folders / "maker", config=BitsAndBytesConfig(**NF4))
+    [part] = parts
+    expected = shares.cut(packed_of(kept)[name], 1, 3)
+    assert part.shape == expected.shape
+    assert torch.equal(part.codes, expected.codes) and torch.equal(part.absmax, expected.absmax)
 
 
 def test_a_copy_and_a_state_dict(kept):
@@ -294,6 +329,21 @@ def test_merges_from_the_packed_folder(folders, saved, adapter, tmp_path, like_t
         assert torch.allclose(merged[key].float(), expected.float(), rtol=2**-7, atol=1e-6)
         assert not torch.equal(merged[key], base[key])
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+
+
+def test_merges_into_folders_that_hold_the_same_weights(folders, adapter, tmp_path):
+    """With like_training Linear layers are rounded as in training, and experts are not."""
+    merged = {}
+    for name, like_training in (("plain", False), ("plain", True), ("maker", False)):
+        out = tmp_path / f"{name}-{like_training}"
+        moe_qlora.merge_adapter(folders / name, adapter[1], out, like_training=like_training)
+        merged[name, like_training] = load_file(out / "model.safetensors")
+    first, rounded, makers = merged.values()
+    assert first.keys() == rounded.keys() == makers.keys()
+    for key, tensor in first.items():
+        assert torch.equal(tensor, makers[key])
+        packed = key.endswith("proj.weight")
+        assert torch.equal(tensor, rounded[key]) != packed, key
 
 
 def added(wrapper, leaf, weight):
