@@ -16,6 +16,7 @@ from pathlib import Path
 from ..build.files import reading
 from ..errors import CheckpointError
 from .manifest import CONFIG, Source, SourceFile
+from .prequantized.plain_config import MODELOPT_CONFIG
 from .reader import INDEX_SUFFIX, header_bytes
 
 _PIECES, _PIECE = (
@@ -28,7 +29,7 @@ _PIECES, _PIECE = (
 class Identity:
     """What tells the checkpoint in a folder from others.
 
-    `files` has the configuration, the index and the safetensors files by name: what a `SourceFile`
+    `files` has configurations, the index and the safetensors files by name: what a `SourceFile`
     says of each, its inode, and the times at which its content and it itself were changed.
     """
 
@@ -57,7 +58,8 @@ def identify(folder: Path) -> Identity:
     files = {}
     with reading(folder):
         for file in sorted(folder.glob("*")):  # none where there is no folder
-            named = file.name == CONFIG or file.name.endswith((".safetensors", INDEX_SUFFIX))
+            named = file.name in (CONFIG, MODELOPT_CONFIG)
+            named = named or file.name.endswith((".safetensors", INDEX_SUFFIX))
             if named and file.is_file():  # to open a pipe would wait for its writer
                 header, status = "", file.stat()
                 with suppress(CheckpointError):  # not every file has one, and need be read at all

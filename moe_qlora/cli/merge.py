@@ -42,7 +42,8 @@ def merge(
         typer.Option(help="With --quant: a module that stayed in 16 bit; may be repeated."),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(help="Of the files, where BASE is packed; else BASE's own are kept.")
+        str,
+        typer.Option(help="Of the files, where BASE is packed or quantized; else BASE's are kept."),
     ] = "5GB",
     trust_remote_code: Annotated[bool, trust_remote_code_of("BASE")] = False,
     quiet: Quiet = False,

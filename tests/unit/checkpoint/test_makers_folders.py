@@ -16,7 +16,11 @@ from folders import same, tensors
 from prequantized import CASES, write_case, write_folder, write_shards
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+)
 from typer.testing import CliRunner
 
 import moe_qlora
@@ -52,7 +56,8 @@ class Twins:
         shutil.copytree(self.makers, self.plain, ignore=no_weights)
         write_shards(self.plain, self.tensors)
         config = read_json(self.makers / "config.json")
-        del config["quantization_config"]
+        for part in (config, config.get("text_config", {})):
+            part.pop("quantization_config", None)
         (self.plain / "config.json").write_text(json.dumps(config))
 
 
@@ -232,6 +237,54 @@ def test_what_modelopt_says_beside_the_configuration(
     assert_same_tensors(tensors(tmp_path / "merged"), tensors(tmp_path / "expected"))
 
 
+def test_a_model_of_images_whose_text_model_says_it(tmp_path: Path) -> None:
+    kept = ["visual", "model.visual"]
+
+    def write(path: Path) -> tuple[Path, dict[str, Tensor]]:
+        folder, plain = write_folder(path, "glm4v_moe", "fp8", modules_to_not_convert=kept)
+        config = read_json(folder / "config.json")
+        config["text_config"]["quantization_config"] = config.pop("quantization_config")
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder, plain
+
+    twins = Twins(tmp_path, write)
+    assert pack(twins.makers, tmp_path / "a") == pack(twins.plain, tmp_path / "b")
+    adapter = adapt(twins, AutoModelForImageTextToText)
+    config = merged(twins.makers, adapter, tmp_path / "merged")
+    assert not says_quantized(config)
+    assert config == merged(twins.plain, adapter, tmp_path / "expected")
+    assert_same_tensors(tensors(tmp_path / "merged"), tensors(tmp_path / "expected"))
+    said = CliRunner().invoke(app, ["dump", str(twins.makers), "--json"])
+    assert any("is quantized with fp8" in note for note in json.loads(said.stdout)["notes"])
+
+
+def test_no_more_than_one_expert_is_decoded_at_a_time(
+    twins: Callable[[str], Twins], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss's files hold all experts of a layer in one tensor."""
+    folder, sizes = twins("gpt_oss mxfp4"), dict[str, int]()
+    read = PrequantizedCheckpoint.read
+
+    def spy(self: Any, key: str, *args: Any) -> Tensor:
+        tensor = read(self, key, *args)
+        sizes[key] = max(sizes.get(key, 0), tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(PrequantizedCheckpoint, "read", spy)
+    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 1)
+    for work in (
+        lambda: pack(folder.makers, tmp_path / "packed"),
+        lambda: verify(tmp_path / "packed", folder.makers),
+        lambda: verify(folder.makers),
+        lambda: merged(folder.makers, adapt(folder), tmp_path / "merged"),
+    ):
+        sizes.clear()
+        work()
+        for name in ("gate_up_proj", "down_proj"):
+            key = f"model.layers.1.mlp.experts.{name}"
+            assert sizes[key] == folder.tensors[key][0].nbytes
+
+
 def test_settings_in_the_text_config_and_dtypes_of_codes() -> None:
     inner = {"quantization_config": {"quant_method": "fp8"}, "dtype": "float8_e4m3fn"}
     config = {"model_type": "x", "expert_dtype": "fp4", "text_config": {**inner, "layers": 2}}
@@ -261,11 +314,11 @@ def test_a_configuration_of_a_dtype_that_is_none_to_compute_in(tmp_path: Path) -
 # Merging
 
 
-def adapt(folder: Twins) -> Path:
+def adapt(folder: Twins, auto: Any = AutoModelForCausalLM) -> Path:
     """A random adapter on experts and one kind of Linear layer, trained by nobody."""
     out = folder.root / "adapter"
     if not out.exists():
-        model: Any = AutoModelForCausalLM.from_pretrained(folder.plain)
+        model: Any = auto.from_pretrained(folder.plain)
         leaves = sorted({param.parameter_name for param in detect(model).experts})
         targets = ["o_proj", "o_b_proj"]
         config: Any = peft.LoraConfig(r=2, target_modules=targets, target_parameters=leaves)
