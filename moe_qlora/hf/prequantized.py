@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import BitsAndBytesConfig
 from transformers.core_model_loading import WeightRenaming
 
 from ..checkpoint.load_spec import LoadSpec, kept_dtypes
@@ -59,7 +60,7 @@ def preferring_bitsandbytes(stock: Any, is_on: Callable[[], bool]) -> Any:
 def _is_bitsandbytes(config: Any) -> bool:
     if isinstance(config, Mapping):
         return bool(config.get("load_in_4bit") or config.get("load_in_8bit"))
-    return type(config).__name__ == "BitsAndBytesConfig"
+    return isinstance(config, BitsAndBytesConfig)
 
 
 def take_makers_config(config: Any) -> Mapping[str, Any] | None:

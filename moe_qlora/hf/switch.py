@@ -65,8 +65,10 @@ _always = False
 def enable() -> None:
     """Pack experts in every `from_pretrained(..., quantization_config=BitsAndBytesConfig(...))`.
 
-    Holds for the whole process, whoever calls `from_pretrained`, until `disable`. Calling it twice
-    is the same as once. Models that were loaded meanwhile go on working after `disable`.
+    Such a config wins over the `quantization_config` of a folder that its maker quantized, which
+    is dequantized as it is read. Holds for the whole process, whoever calls `from_pretrained`,
+    until `disable`. Calling it twice is the same as once. Models that were loaded meanwhile go on
+    working after `disable`.
     """
     global _always
     with _lock:
