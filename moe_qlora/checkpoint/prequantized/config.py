@@ -204,7 +204,10 @@ def _unread(setting: str, value: Any) -> CheckpointError:
 
 
 def _fp8_scheme(config: Mapping[str, Any], method: str) -> Scheme:
-    size = config.get("weight_block_size", [1, 32] if method == MXFP8 else None)
+    if "weight_block_size" not in config:  # transformers takes 128 x 128, vLLM one for a tensor
+        blocks: tuple[Block, ...] = ((1, 32),) if method == MXFP8 else ((128, 128), TENSOR, CHANNEL)
+        return Scheme(FLOAT, 8, blocks, "no weight_block_size")
+    size = config["weight_block_size"]
     blocks = (TENSOR, CHANNEL) if size is None else (_pair(size, "weight_block_size"),)
     return Scheme(FLOAT, 8, blocks, f"weight_block_size {size}")
 

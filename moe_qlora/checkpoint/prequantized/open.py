@@ -132,7 +132,11 @@ def _modelopt_config(folder: Path) -> Mapping[str, Any] | None:
         return None
     said = read_json(inside(folder, MODELOPT_CONFIG))
     inner = said.get("quantization")
-    return {**inner, "quant_method": MODELOPT} if isinstance(inner, dict) and inner else None
+    if not isinstance(inner, dict) or not (
+        inner.get("quant_algo") or inner.get("quantized_layers")
+    ):
+        return None  # only the KV cache is quantized
+    return {**inner, "quant_method": MODELOPT}
 
 
 def _check_unnamed(checkpoint: Checkpoint) -> None:

@@ -285,6 +285,26 @@ def test_modelopt_says_it_in_a_file_of_its_own(tmp_path):
     assert same(read(folder), (codes.float() / 2).to(torch.bfloat16))
 
 
+def test_modelopt_may_have_quantized_the_cache_only(tmp_path):
+    weight = torch.ones(4, 6, dtype=torch.bfloat16)
+    folder = write(tmp_path, None, {"a.weight": weight, "a.k_scale": torch.ones(1)})
+    said = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    with open_plain(folder) as checkpoint:
+        assert same(checkpoint.read("a.weight"), weight)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (), (200, 1)])
+def test_without_a_block_size_transformers_and_vllm_have_their_own(tmp_path, shape):
+    codes = fp8_codes(200, 130).view(torch.float8_e4m3fn)
+    scale = torch.rand(shape, generator=generator())
+    tensors = {"a.weight": codes, "a.weight_scale_inv": scale}
+    value = read(write(tmp_path, {"quant_method": "fp8"}, tensors))
+    if shape == (2, 2):
+        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :130]
+    assert same(value, (codes.float() * scale).to(torch.bfloat16))
+
+
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
