@@ -10,7 +10,8 @@ adapter does not change are copied byte for byte.
 
 Of a base that its maker quantized, the merged folder is the 16-bit one, all of it dequantized and
 cut into new files. The maker's format is not written: a delta of 1 % of a weight's norm has, after
-rounding to MXFP4, a cosine of 0.04 to what it was, in block FP8 of 0.50, in bfloat16 of 0.99.
+rounding to MXFP4, INT4 or NVFP4, a cosine of 0.04 or less to what it was, in block FP8 of 0.50, in
+bfloat16 of 0.99.
 """
 
 from __future__ import annotations
