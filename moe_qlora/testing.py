@@ -199,15 +199,19 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
     with tempfile.TemporaryDirectory() as folder:
         target = (fn.__code__.co_filename, fn.__name__)
         spec = (target, world_size, folder, args)
+        ended: Exception | None = None
         try:
             start_processes(_rank_main, spec, nprocs=world_size, start_method=method)
-        except Exception as error:
-            # torch reports the rank that ended first, which may be one that only lost its peer.
-            failed = sorted(Path(folder).glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
-            if not failed:
-                raise
+        except Exception as error:  # noqa: BLE001 - raised below, where no rank has said more
+            ended = error
+        # torch reports the rank that ended first, which may be one that only lost its peer, and
+        # none that was interrupted or left with the code 0.
+        failed = sorted(Path(folder).glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
+        if failed:
             text = failed[0].read_text(encoding="utf-8")
-            raise RuntimeError(f"rank {failed[0].stem} failed:\n{text}") from error
+            raise RuntimeError(f"rank {failed[0].stem} failed:\n{text}") from ended
+        if ended is not None:
+            raise ended
         return [
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
             for rank in range(world_size)
@@ -239,7 +243,7 @@ def _rank_main(
         result = getattr(module, target[1])(rank, world_size, *args)
         torch.save(result, Path(folder) / f"{rank}.pt")
         distributed.barrier()
-    except Exception:
+    except BaseException:  # as torch's CheckpointException is one
         # Written before the group falls apart, which makes the other ranks fail as well.
         (Path(folder) / f"{rank}.error").write_text(traceback.format_exc(), encoding="utf-8")
         raise

@@ -285,7 +285,7 @@ class WeightPacker:
         if self.packer is None:
             weights = self.spec.dtypes[self.name]
             share = self.spec.shares.get(self.name)
-            mean = torch.mean if share is None else share.mean
+            mean = torch.mean if share is None else partial(share.mean, self.name)
             self.packer = Packer(self.shape, weights, piece.device, self.spec.settings, mean)
         self.packer.add(piece)
         self.rows += len(piece)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -395,7 +395,8 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
             if share is None:
                 packed = pack(weight, spec.settings)
             else:
-                packed = pack(weight[share.first : share.last], spec.settings, share.mean)
+                own = weight[share.first : share.last]
+                packed = pack(own, spec.settings, partial(share.mean, name))
         for module, leaf in (parametrize.owner_of(model, other) for other in param.names):
             if module._parameters.get(leaf) is weight:
                 parametrize.attach(module, leaf, packed)

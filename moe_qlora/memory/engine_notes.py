@@ -50,7 +50,10 @@ def notes_of(planner: Planner, devices: int) -> Iterator[str]:
             'those that transformers puts for "auto", the rest are DeepSpeed\'s defaults.'
         )
         if not planner.settings.checkpointing:
-            yield "Without checkpointing, autograd keeps every layer that ZeRO-3 gathered."
+            yield (
+                "Without checkpointing, autograd keeps what ZeRO-3 gathered of weights that are "
+                "not packed."
+            )
 
 
 def engine_hints(planner: Planner, report: MemoryPlan, capacities: Sequence[int]) -> Iterator[Hint]:

@@ -21,7 +21,8 @@ workspace are those of one process. What differs, for N ranks:
            those of at most 10 H elements (H: hidden size), which stay whole. Modules are gathered
            one by one, and kept where they are needed again within 10**9 elements: counted is the
            longest run of blocks within that, and never less than one block. Without checkpointing
-           autograd keeps all of them. There is a reduce bucket of H**2 elements and a buffer for
+           autograd keeps all that is not packed; packed weights are free after their forward, and
+           gathered anew for backward. There is a reduce bucket of H**2 elements and a buffer for
            the sums of gradients; adapters that are not in float32 have a float32 copy, and moments
            of it. 10 H and H**2 are what transformers puts for "auto" (and 0.9 H**2 elements for
            prefetching, which are within the 10**9).
@@ -47,6 +48,7 @@ REUSE_DISTANCE = 1_000_000_000
 """DeepSpeed's default of `stage3_max_reuse_distance`, in elements; no "auto" changes it."""
 
 _FLOAT32 = 4
+_PACKED = ("experts", "linear", "statistics")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +99,21 @@ class Sharding:
         }
         if self.engine.name == "fsdp":
             return tuple(self._fsdp(activities, blocks, whole))
-        if self.engine.name == "zero3" and checkpointing:
-            return tuple(_zero3(activities, blocks, whole))
-        every = sum(whole.values())  # 0 where nothing is cut
-        return tuple(replace(activity, gathered=every) for activity in activities)
+        if self.engine.name != "zero3":
+            return tuple(activities)
+        kept = 0  # by autograd, of all blocks
+        if not checkpointing:
+            every = sum(whole.values())
+            whole = {name: self._packed(block) for name, block in blocks.items()}
+            kept = every - sum(whole.values())
+        return tuple(
+            replace(activity, gathered=activity.gathered + kept)
+            for activity in _zero3(activities, blocks, whole)
+        )
+
+    def _packed(self, block: Block) -> int:
+        """Return the bytes of a block's packed weights where they are gathered."""
+        return sum(self.whole(tensor) for tensor in block.tensors if tensor.part in _PACKED)
 
     def _fsdp(
         self,

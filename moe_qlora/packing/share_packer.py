@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from ..errors import MoeQloraError, QuantizationError, first_line
+from ..errors import MoeQloraError, QuantizationError
 from ..kernels.limits import cdiv
 from ..kernels.weights import NestedAbsmax, PackedWeight
 from .codec import Packer, bnb, nest_absmax
 from .decoders import ShardableStatistics
 from .settings import CodecSettings
+from .shares import gather_absmax
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class SharePacker:
             if not failed:
                 mine[: told[self.ranks.rank]] = scales[: told[self.ranks.rank]]
             parts = [torch.empty_like(mine) for _ in told]
-            self._all_gather(parts, mine)
+            gather_absmax(self.name, parts, mine, self.ranks.group)
             scales = torch.cat([part[:count] for part, count in zip(parts, told, strict=True)])
             failed = bool(torch.stack([part[-1] for part in parts]).any())
         if self._error is not None:
@@ -174,16 +175,6 @@ class SharePacker:
                 f"Another rank could not pack its share of {self.name}: see its error."
             )
         return scales
-
-    def _all_gather(self, parts: list[Tensor], mine: Tensor) -> None:
-        try:
-            distributed.all_gather(parts, mine, group=self.ranks.group)
-        except RuntimeError as error:
-            raise QuantizationError(
-                f"Packing {self.name} failed on rank {distributed.get_rank()} while it gathered "
-                f"absmax from all ranks ({first_line(error)}): every rank must take part to the "
-                "end; load the model again."
-            ) from error
 
     def _share(self, whole: Tensor) -> Tensor:
         first, last = self.ranks.span(len(whole))

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed, nn
 
-from ..errors import UnsupportedWeightError
+from ..errors import QuantizationError, UnsupportedWeightError, first_line
 from ..kernels.limits import cdiv
 from ..kernels.weights import ALL_BLOCKS, NestedAbsmax, PackedWeight
 from ..layout import unwrapped
@@ -78,14 +78,27 @@ class ExpertShare:
         """The process group whose ranks hold the same experts; None where each is held once."""
         return self.mesh.get_group(0) if self.mesh.ndim > 1 and self.mesh.size(0) > 1 else None
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of a flat tensor of which each rank of the group holds as large a part.
+    def mean(self, name: str, absmax: Tensor) -> Tensor:
+        """Return the mean of a weight's absmax, of which each rank of the group holds as many.
 
-        It has the bits of the mean of the whole tensor. All ranks of the group must call it.
+        It has the bits of the mean of all absmax in one tensor. All ranks of the group must call
+        it; where one does not, it is a `QuantizationError`.
         """
-        parts = [torch.empty_like(values) for _ in range(distributed.get_world_size(self.group))]
-        distributed.all_gather(parts, values.contiguous(), group=self.group)
+        parts = [torch.empty_like(absmax) for _ in range(distributed.get_world_size(self.group))]
+        gather_absmax(name, parts, absmax.contiguous(), self.group)
         return torch.cat(parts).mean()
+
+
+def gather_absmax(name: str, parts: list[Tensor], absmax: Tensor, group: Any) -> None:
+    """Gather each rank's absmax of a weight into `parts`; `QuantizationError` where one is lost."""
+    try:
+        distributed.all_gather(parts, absmax, group=group)
+    except RuntimeError as error:
+        raise QuantizationError(
+            f"Packing {name} failed on rank {distributed.get_rank()} while it gathered absmax "
+            f"from all ranks ({first_line(error)}): every rank must take part to the end; load "
+            "the model again."
+        ) from error
 
 
 def share_of(module: nn.Module) -> ExpertShare | None:

@@ -47,18 +47,20 @@ def add_ranks(rank, world_size, offset):
     return rank, world_size, value.item()
 
 
-def fail_on_one(rank, world_size):
+def fail_on_one(rank, world_size, kind):
     if rank == 1:
-        raise ValueError("rank one is unwell")
+        raise kind("rank one is unwell")
 
 
 def test_ranks_meet_and_return():
     assert run_distributed(add_ranks, 2, 10) == [(0, 2, 21.0), (1, 2, 21.0)]
 
 
-def test_a_failing_rank_is_an_error():
-    with pytest.raises(Exception, match="rank one is unwell"):
-        run_distributed(fail_on_one, 2)
+# An error; what is no Exception, like torch's CheckpointException; what torch takes for an end.
+@pytest.mark.parametrize("kind", [ValueError, BaseException, KeyboardInterrupt])
+def test_a_failing_rank_is_an_error(kind):
+    with pytest.raises(RuntimeError, match=f"^rank 1 failed:(.|\n)*{kind.__name__}: rank one is"):
+        run_distributed(fail_on_one, 2, kind)
 
 
 def test_gpu_marks():

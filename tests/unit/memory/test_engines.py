@@ -233,6 +233,22 @@ def test_zero3_keeps_what_is_used_again_soon():
     assert {activity.gathered for activity in every} == {total}
 
 
+def test_zero3_without_checkpointing_keeps_what_is_not_packed():
+    """Packed weights are gathered for a forward alone; within the reuse distance they stay."""
+    size = REUSE_DISTANCE // 2
+    parts = ["experts", "linear", "statistics", "other", "trained"]
+    blocks = {
+        part: Block(part, tensors=(BlockTensor(part, 1, size, 1), BlockTensor("other", 1, 44, 2)))
+        for part in parts
+    }
+    activities = [Activity(part, 0, 0, 0) for part in parts]
+    sharding = Sharding(Engine("zero3", 4), 0)
+    counted = sharding.with_gathered(activities, blocks, checkpointing=False)
+    plain = 2 * size + len(parts) * 88  # of all blocks
+    # No two blocks are within the distance, by 88 elements.
+    assert [activity.gathered for activity in counted] == [plain + size] * 3 + [plain] * 2
+
+
 def test_zero3_optimizer_works_on_float32_copies():
     asked = {"seq": 16, "adapter_dtype": "bfloat16", "targets": "attention"}
     made = moe_qlora.plan(small(), zero3=2, **asked)
