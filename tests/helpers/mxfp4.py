@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing.kept import KeptPacker
 from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.testing import tiny_model
 
 
 def random_mxfp4(*shape: int, seed: int = 0, spread: int = 4) -> tuple[Tensor, Tensor]:
@@ -54,3 +62,28 @@ def keep(
     packer = KeptPacker(shape, dtype, "cpu", settings)
     packer.add(blocks, scales)
     return packer.finish()
+
+
+def expert_keys(keys: Iterable[str]) -> list[str]:
+    """Return those of the keys that gpt-oss's expert weights have."""
+    return [key for key in keys if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+
+
+def write_gpt_oss(root: Path, **sizes: int) -> None:
+    """Write `maker`, a folder as gpt-oss is shipped, and `plain`, the bf16 one it stands for."""
+    model: Any = tiny_model("gpt_oss", dtype=torch.bfloat16, **sizes)
+    model.save_pretrained(root / "plain")
+    plain = load_file(root / "plain" / "model.safetensors")
+    stored = dict(plain)
+    for number, key in enumerate(sorted(expert_keys(plain))):
+        experts, inner, out = plain[key].shape
+        blocks, scales = random_mxfp4(experts, out, inner, seed=number)
+        stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        del stored[key]
+        plain[key] = slow_decode(blocks, scales).transpose(1, 2).contiguous().bfloat16()
+    save_file(plain, root / "plain" / "model.safetensors", {"format": "pt"})
+    shutil.copytree(root / "plain", root / "maker")
+    save_file(stored, root / "maker" / "model.safetensors", {"format": "pt"})
+    file = root / "maker" / "config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    file.write_text(json.dumps(config))

@@ -12,7 +12,6 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
@@ -21,38 +20,19 @@ from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import AdapterError, CheckpointError
 from moe_qlora.packing import codec, parametrize, shares
 from moe_qlora.packing.kept import mxfp4_blocks
-from moe_qlora.testing import tiny_inputs, tiny_model
-from tests.helpers.mxfp4 import random_mxfp4, slow_decode
+from moe_qlora.testing import tiny_inputs
+from tests.helpers.mxfp4 import expert_keys, write_gpt_oss
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": 3}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 NF4 |= {"bnb_4bit_compute_dtype": torch.bfloat16}
 
 
-def expert_keys(state: dict[str, Tensor]) -> list[str]:
-    return [key for key in state if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """`maker`, as gpt-oss is shipped, and `plain`, the bf16 folder that it stands for."""
     root = tmp_path_factory.mktemp("gpt_oss")
-    model: Any = tiny_model("gpt_oss", dtype=torch.bfloat16, **SIZES)
-    model.save_pretrained(root / "plain")
-    plain = load_file(root / "plain" / "model.safetensors")
-    stored = dict(plain)
-    for number, key in enumerate(sorted(expert_keys(plain))):
-        experts, inner, out = plain[key].shape
-        blocks, scales = random_mxfp4(experts, out, inner, seed=number)
-        stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
-        del stored[key]
-        plain[key] = slow_decode(blocks, scales).transpose(1, 2).contiguous().bfloat16()
-    save_file(plain, root / "plain" / "model.safetensors", {"format": "pt"})
-    shutil.copytree(root / "plain", root / "maker")
-    save_file(stored, root / "maker" / "model.safetensors", {"format": "pt"})
-    file = root / "maker" / "config.json"
-    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    file.write_text(json.dumps(config))
+    write_gpt_oss(root, **SIZES)
     return root
 
 
