@@ -127,6 +127,7 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
         prefix = f"{name}." if name else ""
         for leaf in parametrize.packed_names(module):
             _replace_expert_weight(replaced, module, prefix, leaf, state_dict)
+        _replace_plain_share(replaced, module, prefix, state_dict)
         if isinstance(module._modules.get("statistics"), nn.Module):
             _replace_linear(replaced, module, prefix, state_dict)
     tensors: dict[str, WholeTensor] = {}
@@ -173,6 +174,29 @@ def _replace_expert_weight(
         statistics = list(keys.values())
     replaced[first] = weight.tensors()
     replaced |= {key: {} for key in statistics}
+
+
+def _replace_plain_share(
+    replaced: dict[str, dict[str, WholeTensor]],
+    module: nn.Module,
+    prefix: str,
+    state_dict: Mapping[str, Any],
+) -> None:
+    """Enter biases and unpacked weights of a rank's experts as those of all ranks."""
+    share = shares.share_of(module)
+    if share is None:
+        return
+    for leaf in module._parameters:
+        key = f"{prefix}{leaf}"
+        own = state_dict.get(key)
+        if own is not None and _shape(own)[:1] == (share.count,):
+            shape = (share.experts, *_shape(own)[1:])
+            gather = partial(_gathered_experts, own, share)
+            replaced[key] = {key: WholeTensor(own.dtype, shape, own, gather, True)}
+
+
+def _gathered_experts(own: Tensor, share: shares.ExpertShare) -> Tensor:
+    return torch.cat(_of_each_rank(own, share))
 
 
 def _replace_linear(
@@ -279,24 +303,24 @@ def _of_all(
 
 def _joined(packed: PackedWeight, share: shares.ExpertShare) -> PackedWeight:
     """Return the whole weight of which this rank holds a share; all ranks of the group call it."""
-    ranks = distributed.get_world_size(share.group)
-
-    def all_of(tensor: Tensor) -> list[Tensor]:
-        plain = tensor.detach().contiguous()
-        parts = [torch.empty_like(plain) for _ in range(ranks)]
-        distributed.all_gather(parts, plain, group=share.group)
-        return parts
-
-    codes, absmax = all_of(packed.codes), all_of(packed.absmax)
-    outer = None if packed.nested is None else all_of(packed.nested.absmax)
+    codes, absmax = _of_each_rank(packed.codes, share), _of_each_rank(packed.absmax, share)
+    outer = None if packed.nested is None else _of_each_rank(packed.nested.absmax, share)
     parts = []
-    for rank in range(ranks):
+    for rank in range(len(codes)):
         nested = packed.nested
         if nested is not None and outer is not None:
             nested = nested._replace(absmax=outer[rank])
         part = replace(packed, codes=codes[rank], absmax=absmax[rank], nested=nested, owner=None)
         parts.append(part)
     return shares.join(parts)
+
+
+def _of_each_rank(tensor: Tensor, share: shares.ExpertShare) -> list[Tensor]:
+    """Return each rank's own tensor, in the order of their experts; all ranks must call it."""
+    plain = tensor.detach().contiguous()
+    parts = [torch.empty_like(plain) for _ in range(distributed.get_world_size(share.group))]
+    distributed.all_gather(parts, plain, group=share.group)
+    return parts
 
 
 def gather_to_first(
