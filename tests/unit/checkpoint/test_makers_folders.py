@@ -473,7 +473,7 @@ def test_damage_of_a_folder_is_named(twins: Callable[[str], Twins], tmp_path: Pa
     key = "model.layers.1.mlp.experts.2.up_proj.weight"
 
     def poison(held: dict[str, Tensor]) -> None:
-        held[f"{key}_scale_inv"][0, 0] = torch.nan
+        held[f"{key}_scale_inv"][-1, -1] = torch.nan
 
     def drop(held: dict[str, Tensor]) -> None:
         del held[f"{key}_scale_inv"]
