@@ -8,6 +8,7 @@ reference to it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -296,7 +297,8 @@ def _pack_one(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> 
     """Pack a weight and attach it to every module that holds it; all or none."""
     weight = _weight(model, param.name)
     share = share_of(parametrize.owner_of(model, param.name)[0])
-    packed = pack(weight, settings, torch.mean if share is None else share.mean)
+    mean = torch.mean if share is None else partial(share.mean, param.name)
+    packed = pack(weight, settings, mean)
     attached: list[tuple[nn.Module, str]] = []
     try:
         for name in param.names:

@@ -79,8 +79,8 @@ def source_of(
         return model
 
     asked = bnb_config(quantization if quantization is not None else resolved.settings)
-    is_folder = isinstance(model, (str, Path)) and Path(model).is_dir()
-    manifest = read_manifest(model) if is_folder else None
+    folder = Path(model) if isinstance(model, (str, Path)) else None
+    manifest = read_manifest(folder) if folder is not None and folder.is_dir() else None
     kept = {} if manifest is None else manifest.kept()
     if keep_codes and manifest is None and _is_mxfp4(resolved.config):
         kept = _kept(build_model(), CodecSettings.from_config(asked))
