@@ -24,6 +24,10 @@ NAMES = {
 }  # fmt: skip
 
 
+# Constants that say how large something is, and not how it is computed.
+SIZES = {"ROWS", "COLS", "STRIDE", "K", "N", "BIG", "SE"}
+
+
 def test_all_kernels_compile(tmp_path):
     pytest.importorskip("triton")
     environment = {key: v for key, v in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -120,8 +124,18 @@ def main() -> None:
     driver.set_active(target)
     compile_only = JITFunction.run
     expects_race = False
+    launched = set()
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        # One compilation for gate_up and down, where both are computed alike. What the kernel for
+        # Hopper makes of sizes are cases of their own.
+        if self.__name__ != "hopper_kernel" and not expects_race:
+            kinds = tuple(getattr(argument, "dtype", type(argument)) for argument in args)
+            constants = frozenset(item for item in kwargs.items() if item[0] not in SIZES)
+            launch_key = (target.capability, self.__name__, kinds, constants)
+            if launch_key in launched:
+                return
+            launched.add(launch_key)
         compiled = compile_only(self, *args, grid=grid, warmup=True, **kwargs)
         assert f".target sm_{target.capability}" in compiled.asm["ptx"]
         used, formats = launch._Driver.parameters(compiled)
@@ -188,15 +202,14 @@ def main() -> None:
     gates = row_launches.Gate
     clamped = gates("silu", interleaved=True, limit=7.0, alpha=1.7, shift=1.0)
     # Each of the two compiles every kernel, in mixes of its own.
-    layer_of(gates("silu"), "nf4", True, False, False, 16, False, 64)
+    layer_of(gates("gelu"), "nf4", True, False, False, 16, False, 64)
     workspace.set_workspace_cap(1)
     layer_of(clamped, "fp4", False, True, True, 4, True, 1024)
     workspace.set_workspace_cap(None)
     layer_of(gates("relu2", gated=False), "int8", False, False, True, 0, True, 16)
     target.capability = 90
-    layer_of(gates("gelu_tanh"), "nf4", True, False, False, 8, False, 16, torch.float16)
     layer_of(clamped, "fp4", False, True, True, 4, True, 180, torch.float16)
-    layer_of(gates("gelu"), "int8", False, True, False, 8, False, 64)
+    layer_of(gates("gelu_tanh"), "int8", False, True, False, 8, False, 16)
     layer_of(clamped, "mxfp4", True, False, True, 16, False, 64)
     workspace.set_workspace_cap(1)
     layer_of(gates("relu"), "nf4", True, False, False, 16, False, 1024)
