@@ -336,6 +336,9 @@ class WholeNames(ConversionOps):
         self.stock, self.names = stock, names
         self.hf_quantizer = stock.hf_quantizer
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeNames:
+        return self  # transformers copies a converter for each layer, and all of this is constant
+
     def convert(self, input_dict: dict[str, Any], **context: Any) -> dict[str, Any]:
         """Run the stock operation on the same tensors under its own patterns."""
         tensors = {self.names[pattern]: tensor for pattern, tensor in input_dict.items()}

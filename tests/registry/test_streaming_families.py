@@ -121,7 +121,6 @@ def test_packing_from_disk_equals_loading_and_saving(
         json.loads(next((tmp_path / n).glob("moe_qlora-*.json")).read_text())
         for n in ("saved", "packed")
     )
-    assert saved["id"] == packed["id"]  # equal tensors, packed alike
+    assert saved["id"] == packed["id"]  # equal tensors, packed alike, so that one load is enough
     assert saved["experts"] == packed["experts"]
-    assert_equal(streamed(cls, tmp_path / "saved"), model)
     assert_equal(streamed(cls, tmp_path / "packed"), model)
