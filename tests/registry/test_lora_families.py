@@ -2,8 +2,9 @@
 
 Each registry family is packed at tiny size (nf4, double quantization, fp32) and trained with random
 adapters: on every projection, and every second family by turns on one projection or on attention
-alone. Logits and the gradients of the token embeddings, of every lora_A and lora_B and of every router must be those of a
-plain model, whose weights are the decoded ones with s B A added expert by expert.
+alone. Logits and the gradients of the token embeddings, of every lora_A and lora_B and of every
+router must be those of a plain model, whose weights are the decoded ones with s B A added expert by
+expert.
 """
 
 from __future__ import annotations
