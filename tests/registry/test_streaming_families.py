@@ -1,4 +1,4 @@
-"""Loading while packing, saving, reloading, and packing from disk: equal in every family."""
+"""Loading while packing, in every family; saving, reloading, and packing from disk: all equal."""
 
 from __future__ import annotations
 
@@ -93,8 +93,10 @@ def test_streaming_equals_packing_after_the_load_and_reloads(family: str, tmp_pa
         [type(c) for c in m.__dict__.get("_weight_conversions") or []] for m in (model, reference)
     ]
     assert kinds[0] == kinds[1]  # what a save of the decoded model will undo
-    model.save_pretrained(tmp_path / "packed")
-    assert_equal(streamed(cls, tmp_path / "packed"), model)
+    # Every kind is reloaded, and every second of the others: most have a neighbour alike.
+    if family in KINDS or TYPES.index(family) % 2:
+        model.save_pretrained(tmp_path / "packed")
+        assert_equal(streamed(cls, tmp_path / "packed"), model)
 
 
 # Each kind in nf4, and in one of the other two by turns.
