@@ -35,10 +35,7 @@ from ..packing.decoders import hold
 from ..packing.format import SCALES, key_ends, problems
 from ..packing.settings import CodecSettings
 from ..packing.shares import cut_tensors
-from .kept import keep_codes
-
-# Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this.
-_SLICE_BYTES = 8 << 20
+from .kept import SLICE_BYTES, keep_codes
 
 
 class Deferred:
@@ -430,7 +427,7 @@ def _steps(
         if not all(key in files and files.info(key).shape[:1] == (rows,) for key in keys):
             return None
         by_rows = _by_rows(operations, tuple(files.info(keys[0]).shape), shapes[0])
-        step = max(_SLICE_BYTES * rows // max(sum(files.info(key).nbytes for key in keys), 1), 1)
+        step = max(SLICE_BYTES * rows // max(sum(files.info(key).nbytes for key in keys), 1), 1)
         slices = [
             {name: [(item, at, min(at + step, kept[1]))] for name, [item] in collected.items()}
             for at in range(*kept, step)

@@ -24,8 +24,8 @@ from ..packing.decoders import hold
 from ..packing.kept import KeptPacker
 from ..packing.settings import CodecSettings
 
-# Least size of a slice of codes: an expert, or as many small ones as fit in this.
-_SLICE_BYTES = 8 << 20
+# Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this.
+SLICE_BYTES = 8 << 20
 
 
 def weights_to_keep(model: Any, spec: LoadSpec) -> dict[str, CodecSettings]:
@@ -96,7 +96,7 @@ def keep_codes(name: str, key: str, spec: LoadSpec) -> nn.Parameter:
             spec.kept_shape(name), spec.dtypes[name], device, spec.settings_of(name)
         )
         info = files.stored[parts[CODES]]
-        step = max(_SLICE_BYTES * info.shape[0] // max(info.nbytes, 1), 1)
+        step = max(SLICE_BYTES * info.shape[0] // max(info.nbytes, 1), 1)
         for start in range(first, last, step):
             stop = min(start + step, last)
             blocks, scales = (
