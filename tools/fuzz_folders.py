@@ -365,8 +365,10 @@ def attempt(victim: Victim, step: str, folder: Path) -> tuple[str, str]:
         plain = "\n" not in text and len(text) < 2000
         return ("refused", text) if plain else ("raised", f"of several lines: {text}")
     except BaseException as error:  # noqa: BLE001 - that is what is looked for
-        frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        ours = any("moe_qlora" in Path(name).parts[:-1] for name in frames)
+        frames = traceback.extract_tb(error.__traceback__)
+        # The switch stands in for this method of transformers, and calls it: not ours.
+        answered = [f for f in frames[:-1] if f.name != "merge_quantization_configs"] + frames[-1:]
+        ours = any("moe_qlora" in Path(frame.filename).parts[:-1] for frame in answered)
         return "raised" if ours or step != "load" else "foreign", f"{type(error).__name__}: {error}"
     return ("same", "") if result == victim.right[step] else ("changed", "")
 
