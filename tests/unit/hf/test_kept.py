@@ -96,7 +96,7 @@ def test_computes_what_the_dequantized_weights_compute(kept, plain):
 def test_experts_are_read_in_slices(folders, kept, monkeypatch):
     from moe_qlora.hf import kept as loading
 
-    monkeypatch.setattr(loading, "_SLICE_BYTES", 1)
+    monkeypatch.setattr(loading, "SLICE_BYTES", 1)
     again = packed_of(load(folders / "maker", config=BitsAndBytesConfig(**NF4)))
     for name, packed in packed_of(kept).items():
         assert torch.equal(packed.codes, again[name].codes)

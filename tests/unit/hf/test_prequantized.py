@@ -319,7 +319,7 @@ def test_a_method_that_is_not_read_is_refused_before_files_are(
 def test_no_more_than_an_expert_is_decoded_at_a_time(
     kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(converters, "_SLICE_BYTES", 1)
+    monkeypatch.setattr(converters, "SLICE_BYTES", 1)
     stock, sizes = PrequantizedCheckpoint.read, []
 
     def read(files: Any, key: str, *rows: Any, **device: Any) -> Tensor:
