@@ -8,7 +8,6 @@ reference to it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ from .packing.selection import (
     select_weights,
 )
 from .packing.settings import CodecSettings
-from .packing.shares import share_of
+from .packing.shares import absmax_mean, share_of
 from .progress import Progress, reporting
 
 
@@ -297,8 +296,7 @@ def _pack_one(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> 
     """Pack a weight and attach it to every module that holds it; all or none."""
     weight = _weight(model, param.name)
     share = share_of(parametrize.owner_of(model, param.name)[0])
-    mean = torch.mean if share is None else partial(share.mean, param.name)
-    packed = pack(weight, settings, mean)
+    packed = pack(weight, settings, absmax_mean(share, param.name))
     attached: list[tuple[nn.Module, str]] = []
     try:
         for name in param.names:

@@ -31,7 +31,7 @@ from .manifest import Manifest
 from .prequantized import (
     PrequantizedCheckpoint,
     describe_plain,
-    is_described_as_quantized,
+    described_method,
     open_plain,
 )
 from .reader import SINGLE, Checkpoint, header_bytes
@@ -279,7 +279,7 @@ def resolve_plain(folder: Path, wanted: str, trust_remote_code: bool) -> named.S
     left to the reader, which refuses what it does not read.
     """
     source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
-    if is_described_as_quantized(source.config):
+    if described_method(source.config) is not None:
         describe_plain(source.config)
     quantized: Any = getattr(source.config, "quantization_config", None)
     if quantized is not None:

@@ -11,7 +11,7 @@ from ..build import named
 from ..checkpoint.prequantized import (
     codes_of_source,
     describe_plain,
-    is_described_as_quantized,
+    described_method,
 )
 from ..detection.detect import detect
 from ..layout import ExpertParam, ModelLayout
@@ -68,7 +68,7 @@ def inspect_model(
     settings = codec_settings(source.settings, quant, double_quant)
     _, note = codes_of_source(source.config)
     source = replace(source, notes=(*source.notes, note)) if note else source
-    if is_described_as_quantized(source.config):
+    if described_method(source.config) is not None:
         describe_plain(source.config)
     built = named.build(source, trust_remote_code=trust_remote_code)
     layout = detect(built)

@@ -34,7 +34,7 @@ from ..packing.codec import Packer, restore
 from ..packing.decoders import hold
 from ..packing.format import SCALES, key_ends, problems
 from ..packing.settings import CodecSettings
-from ..packing.shares import cut_tensors
+from ..packing.shares import absmax_mean, cut_tensors
 from .kept import SLICE_BYTES, keep_codes
 
 
@@ -281,8 +281,7 @@ class WeightPacker:
         self.extremes.append((self.rows, torch.stack(torch.aminmax(piece))))
         if self.packer is None:
             weights = self.spec.dtypes[self.name]
-            share = self.spec.shares.get(self.name)
-            mean = torch.mean if share is None else partial(share.mean, self.name)
+            mean = absmax_mean(self.spec.shares.get(self.name), self.name)
             self.packer = Packer(self.shape, weights, piece.device, self.spec.settings, mean)
         self.packer.add(piece)
         self.rows += len(piece)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -21,7 +20,7 @@ from ..errors import CheckpointError, UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK
 from ..layout import ExpertParam
 from ..packing.decoders import hold
-from ..packing.kept import KeptPacker
+from ..packing.kept import KeptPacker, kept_settings
 from ..packing.settings import CodecSettings
 
 # Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this.
@@ -32,7 +31,7 @@ def weights_to_keep(model: Any, spec: LoadSpec) -> dict[str, CodecSettings]:
     """Return how the expert weights of a load are packed whose codes can be kept, by name."""
     files, kept = spec.prequantized, {}
     if files is not None and files.method == "mxfp4":
-        settings = replace(spec.settings, kind="mxfp4", skip_modules=(), stored_transposed=True)
+        settings = kept_settings(spec.settings)
         kept = {
             name: settings
             for name, param in spec.params.items()

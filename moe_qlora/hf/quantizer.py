@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -391,12 +391,9 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
             if weight is None or spec.manifest is not None or id(weight) not in plain:
                 lost.append(name)
                 continue
-            share = spec.shares.get(name)  # no converter packed it
-            if share is None:
-                packed = pack(weight, spec.settings)
-            else:
-                own = weight[share.first : share.last]
-                packed = pack(own, spec.settings, partial(share.mean, name))
+            first, last = spec.rows(name)  # no converter packed it
+            mean = shares.absmax_mean(spec.shares.get(name), name)
+            packed = pack(weight[first:last], spec.settings, mean)
         for module, leaf in (parametrize.owner_of(model, other) for other in param.names):
             if module._parameters.get(leaf) is weight:
                 parametrize.attach(module, leaf, packed)

@@ -18,13 +18,13 @@ from ..checkpoint.manifest import read_manifest
 from ..checkpoint.prequantized import (
     codes_of_source,
     describe_plain,
-    is_described_as_quantized,
-    maker_method,
+    described_method,
 )
 from ..detection.detect import detect
 from ..errors import ConfigError
 from ..layout import dtype_name
 from ..packing.format import why_not_packed
+from ..packing.kept import kept_settings
 from ..packing.settings import CodecSettings
 from . import meta_model
 from .blocks import packed_parts
@@ -64,12 +64,12 @@ def source_of(
     if dtype is not None and dtype_name(dtype) not in meta_model.DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; give one of {', '.join(meta_model.DTYPES)}.")
 
-    quantized = is_described_as_quantized(resolved.config)
+    method = described_method(resolved.config)
     codes, note = codes_of_source(resolved.config)
 
     def build_model() -> nn.Module:
         config = copy.deepcopy(resolved.config)
-        if quantized:
+        if method is not None:
             describe_plain(config)
         if dtype is not None:
             config.dtype = meta_model.DTYPES[dtype_name(dtype)]
@@ -82,7 +82,7 @@ def source_of(
     folder = Path(model) if isinstance(model, (str, Path)) else None
     manifest = read_manifest(folder) if folder is not None and folder.is_dir() else None
     kept = {} if manifest is None else manifest.kept()
-    if keep_codes and manifest is None and _is_mxfp4(resolved.config):
+    if keep_codes and manifest is None and method == "mxfp4":
         kept = _kept(build_model(), CodecSettings.from_config(asked))
     return ModelSource(
         resolved.label,
@@ -92,23 +92,15 @@ def source_of(
         linears=True,
         free=True,
         notes=(*resolved.notes, note) if note else resolved.notes,
-        dequantizes=quantized or codes is not None,
+        dequantizes=method is not None or codes is not None,
         on_disk=None if codes is None else codes.nbytes,
         kept=kept,
     )
 
 
-def _is_mxfp4(config: Any) -> bool:
-    own = getattr(config, "quantization_config", None)
-    if own is None:
-        return False
-    own = own if isinstance(own, Mapping) else own.to_dict()
-    return maker_method({"quantization_config": own}) == "mxfp4"
-
-
 def _kept(model: nn.Module, settings: CodecSettings) -> dict[str, CodecSettings]:
     """Return how the experts of a model of gpt-oss's kind are packed that keep MXFP4 codes."""
-    kept = replace(settings, kind="mxfp4", skip_modules=(), stored_transposed=True)
+    kept = kept_settings(settings)
     return {
         name: kept
         for param in detect(model).experts

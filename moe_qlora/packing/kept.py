@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ from ..kernels.weights import MX_BLOCK, PackedWeight
 from .codec import microscaled
 from .format import CODES, EXPONENTS, packed_tensors, why_not_packed
 from .settings import CodecSettings
+
+
+def kept_settings(settings: CodecSettings) -> CodecSettings:
+    """Return how a weight is packed that keeps its MXFP4 codes, beside weights of `settings`."""
+    return replace(settings, kind="mxfp4", skip_modules=(), stored_transposed=True)
 
 
 class KeptPacker:

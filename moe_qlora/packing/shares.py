@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -87,6 +88,11 @@ class ExpertShare:
         parts = [torch.empty_like(absmax) for _ in range(distributed.get_world_size(self.group))]
         gather_absmax(name, parts, absmax.contiguous(), self.group)
         return torch.cat(parts).mean()
+
+
+def absmax_mean(share: ExpertShare | None, name: str) -> Callable[[Tensor], Tensor]:
+    """Return what gives the mean of a weight's absmax: this rank's, or of a share all ranks'."""
+    return torch.mean if share is None else partial(share.mean, name)
 
 
 def gather_absmax(name: str, parts: list[Tensor], absmax: Tensor, group: Any) -> None:

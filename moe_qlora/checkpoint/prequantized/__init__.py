@@ -12,14 +12,14 @@ plain_config    config.json, as that of the 16-bit folder
 
 from .config import maker_method
 from .open import codes_of_source, open_plain, stored_codes, unread_method
-from .plain_config import describe_plain, is_described_as_quantized, plain_json
+from .plain_config import describe_plain, described_method, plain_json
 from .reader import PrequantizedCheckpoint
 
 __all__ = [
     "PrequantizedCheckpoint",
     "codes_of_source",
     "describe_plain",
-    "is_described_as_quantized",
+    "described_method",
     "maker_method",
     "open_plain",
     "plain_json",

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.limits import cdiv
+
 PIECE = 1 << 20
 """Most values that are in fp32 at a time on the CPU, in whose cache they stay; on other devices it
 is four times as many, which start fewer kernels."""
@@ -56,14 +58,14 @@ class Quantized:
     def grid(self) -> tuple[int, int]:
         """Rows and columns of the scales of one matrix; edges may be cut off a block."""
         rows, columns = self.matrix
-        return -(-rows // self.block[0]), -(-columns // self.block[1])
+        return cdiv(rows, self.block[0]), cdiv(columns, self.block[1])
 
     def rows(self, role: str, start: int, stop: int) -> tuple[int, int] | None:
         """Return the rows of a part that rows [start, stop) need; None: all, which is one value."""
         if role == CODES or (role == SCALE and self.stacked and not self.one_scale):
             return start, stop
         if role == SCALE and not self.one_scale:
-            return start // self.block[0], -(-stop // self.block[0])
+            return start // self.block[0], cdiv(stop, self.block[0])
         return None
 
 
@@ -108,7 +110,7 @@ def _piece(
 ) -> Tensor:
     """Return the scales (rows, grid columns) of rows from `place` on, fp32."""
     high = tensor.block[0]
-    top, bottom = place // high, -(-(place + rows) // high)
+    top, bottom = place // high, cdiv(place + rows, high)
     grid = exponents(scale[top:bottom])
     if DIVISOR in parts:
         grid = grid / parts[DIVISOR].float()

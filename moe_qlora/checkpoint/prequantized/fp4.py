@@ -21,29 +21,26 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...kernels.weights import MX_BLOCK, TABLES
 from ..reader import TensorInfo
 from .config import Scheme
 from .decode import CODES, DIVISOR, FACTOR, SCALE, Quantized
 from .fp8 import FLOAT_SCALES, check_dims, described, find_block
 from .nibbles import unpack_nibbles
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of the 16 codes: sign, two bits of exponent, one of mantissa."""
-GROUP, HALF_GROUP = 32, 16
-"""Values of MXFP4 that share a scale, and their bytes."""
 MXFP4_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 NVFP4_SCALES = (torch.float8_e4m3fn,)
 
 
 def unpack_e2m1(codes: Tensor) -> Tensor:
     """Return the fp32 values (r, 2 w) of bytes (r, w)."""
-    return unpack_nibbles(codes, E2M1)
+    return unpack_nibbles(codes, TABLES["mxfp4"])
 
 
 def plan_mxfp4(name: str, stored: Mapping[str, TensorInfo]) -> Quantized:
     """Return how `name`_blocks and `name`_scales of gpt-oss make the plain (E, in, out)."""
     blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
-    is_blocks = len(blocks.shape) == 4 and blocks.shape[3] == HALF_GROUP
+    is_blocks = len(blocks.shape) == 4 and blocks.shape[3] == MX_BLOCK // 2
     if not is_blocks or blocks.dtype != torch.uint8 or 0 in blocks.shape:
         raise CheckpointError(
             f"{name}_blocks is {described(blocks)}: MXFP4 codes are bytes of shape (experts, "
@@ -56,8 +53,8 @@ def plan_mxfp4(name: str, stored: Mapping[str, TensorInfo]) -> Quantized:
             f"{blocks.shape[:3]}, one for each group of {name}_blocks; copy both files again."
         )
     parts = {CODES: f"{name}_blocks", SCALE: f"{name}_scales"}
-    shape = (experts, groups * GROUP, rows)
-    return Quantized(parts, shape, (1, GROUP), unpack_e2m1, transposed=True)
+    shape = (experts, groups * MX_BLOCK, rows)
+    return Quantized(parts, shape, (1, MX_BLOCK), unpack_e2m1, transposed=True)
 
 
 def plan_fp4(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...kernels.limits import cdiv
 from ...layout import dtype_name
 from ..reader import TensorInfo
 from .config import Block, Scheme
@@ -99,7 +100,7 @@ def find_block(
     grid = tuple(size for size in info.shape if size != 1)
     for block in scheme.blocks:
         high, wide = _sizes(block, rows, columns)
-        wanted = (*stack, -(-rows // high), -(-columns // wide))
+        wanted = (*stack, cdiv(rows, high), cdiv(columns, wide))
         if grid == tuple(size for size in wanted if size != 1) and _first_fits(info, wanted):
             return (high, wide), prod(wanted) == 1
         if block == (None, None) and not grid:
@@ -123,4 +124,4 @@ def _sizes(block: Block, rows: int, columns: int) -> tuple[int, int]:
 
 def _described(block: Block, stack: tuple[int, ...], rows: int, columns: int) -> str:
     high, wide = _sizes(block, rows, columns)
-    return str((*stack, -(-rows // high), -(-columns // wide)))
+    return str((*stack, cdiv(rows, high), cdiv(columns, wide)))

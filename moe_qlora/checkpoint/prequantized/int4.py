@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...kernels.limits import cdiv
 from ..reader import TensorInfo
 from .config import Scheme
 from .decode import CODES, SCALE, SHAPE, Quantized
@@ -58,7 +59,7 @@ def plan_int(
     else:
         columns = stored[scale].shape[-1] * group if stored[scale].shape else 0
         shape = (*words.shape[:-1], columns)
-    wanted = (*shape[:-1], -(-shape[-1] // per)) if shape else ()
+    wanted = (*shape[:-1], cdiv(shape[-1], per)) if shape else ()
     if words.dtype != torch.int32 or words.shape != wanted:
         source = f"{said} has" if group is None else f"{scale} and groups of {group} have"
         raise CheckpointError(

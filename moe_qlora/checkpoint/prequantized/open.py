@@ -16,7 +16,7 @@ from ..integrity import open_checkpoint
 from ..manifest import CONFIG
 from ..reader import Checkpoint, inside
 from .config import MODELOPT, MakerConfig, maker_config, maker_method
-from .plain_config import MODELOPT_CONFIG, is_described_as_quantized
+from .plain_config import MODELOPT_CONFIG, described_method
 from .reader import PrequantizedCheckpoint
 
 
@@ -44,9 +44,8 @@ def open_plain(
         CheckpointError: A file is damaged, or the folder is quantized in a way that is not read.
     """
     folder = Path(folder)
-    file = folder / CONFIG
-    config = read_json(inside(folder, CONFIG)) if file.is_file() else {}
-    own = quantization_config or maker_config(config) or _modelopt_config(folder)
+    config, own = _configs(folder)
+    own = quantization_config or own
     checkpoint = Checkpoint(files) if files is not None else open_checkpoint(folder)
     try:
         if own is None:
@@ -61,9 +60,7 @@ def open_plain(
 
 def unread_method(folder: str | Path) -> str:
     """Return why a folder's `quantization_config` is not read; "" where it is, or there is none."""
-    folder = Path(folder)
-    config = read_json(inside(folder, CONFIG)) if (folder / CONFIG).is_file() else {}
-    own = maker_config(config) or _modelopt_config(folder)
+    _, own = _configs(Path(folder))
     if own is None or maker_method({"quantization_config": own}) is None:
         return ""
     try:
@@ -117,13 +114,19 @@ def codes_of_source(config: Any) -> tuple[StoredCodes | None, str]:
     folder = Path(name)
     if not name or not folder.is_dir() or not any(folder.glob("*.safetensors")):
         return None, ""
-    if not is_described_as_quantized(config) and not (folder / MODELOPT_CONFIG).is_file():
+    if described_method(config) is None and not (folder / MODELOPT_CONFIG).is_file():
         return None, ""
     try:
         codes = stored_codes(folder)
     except CheckpointError as error:
         return None, str(error)
     return codes, "" if codes is None else str(codes)
+
+
+def _configs(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """Return a folder's config.json, and what it or modelopt's file says of its quantization."""
+    config = read_json(inside(folder, CONFIG)) if (folder / CONFIG).is_file() else {}
+    return config, maker_config(config) or _modelopt_config(folder)
 
 
 def _modelopt_config(folder: Path) -> Mapping[str, Any] | None:

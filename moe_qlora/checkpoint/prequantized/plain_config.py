@@ -27,7 +27,7 @@ def describe_plain(config: Any) -> None:
     folders stand for.
     """
     for part in _parts(config):
-        if _is_makers(getattr(part, _SETTINGS, None)):
+        if _method(getattr(part, _SETTINGS, None)) is not None:
             delattr(part, _SETTINGS)
         part.__dict__.pop(_STORED_DTYPE, None)
         dtype = getattr(part, "dtype", None)
@@ -36,9 +36,10 @@ def describe_plain(config: Any) -> None:
             part.dtype = torch.bfloat16
 
 
-def is_described_as_quantized(config: Any) -> bool:
-    """Whether a transformers configuration, or a part of it, says that its maker quantized it."""
-    return any(_is_makers(getattr(part, _SETTINGS, None)) for part in _parts(config))
+def described_method(config: Any) -> str | None:
+    """Return by what method its maker quantized, as a transformers configuration or part says."""
+    methods = (_method(getattr(part, _SETTINGS, None)) for part in _parts(config))
+    return next((method for method in methods if method is not None), None)
 
 
 def _parts(config: Any) -> list[Any]:
@@ -50,7 +51,7 @@ def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the 16-bit folder, given that of the quantized one."""
     plain = copy.deepcopy(dict(config))
     for part in _dicts(plain):
-        if _is_makers(part.get(_SETTINGS)):
+        if _method(part.get(_SETTINGS)) is not None:
             del part[_SETTINGS]
         part.pop(_STORED_DTYPE, None)
         for key in ("dtype", "torch_dtype"):
@@ -67,7 +68,7 @@ def _dicts(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _dicts(inner)
 
 
-def _is_makers(settings: Any) -> bool:
+def _method(settings: Any) -> str | None:
     if hasattr(settings, "to_dict"):
         settings = settings.to_dict()
-    return isinstance(settings, Mapping) and maker_method({_SETTINGS: settings}) is not None
+    return maker_method({_SETTINGS: settings}) if isinstance(settings, Mapping) else None
