@@ -17,16 +17,25 @@ import pytest
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import Trainer
 
 import moe_qlora
 from moe_qlora.errors import MoeQloraError
 from moe_qlora.packing.gather import whole
 from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers.training import (
+    NF4,
+    SETTINGS,
+    adamw,
+    adapted,
+    four_steps,
+    loaded,
+    logged_losses,
+    trainer_of,
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed here"
@@ -39,13 +48,6 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_experts": 3,
     "vocab_size": 256,
-}
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "nf4": NF4,
-    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "int8": {"load_in_8bit": True},
-    "bf16 storage": {**NF4, "bnb_4bit_quant_storage": torch.bfloat16},
 }
 # ZeRO-3 keeps parameters below this size whole, by default nearly all of a model as small as this.
 ALL = {
@@ -66,29 +68,6 @@ CASES: dict[str, dict[str, Any]] = {
     "accelerate, zero2": {"stage": 2, "accelerate": True},
     "accelerate, zero3": {"stage": 3, **ALL, "accelerate": True},
 }
-
-
-def loaded(folder: Path, settings: str = "nf4") -> Any:
-    """A model of packed experts and packed Linear layers."""
-    config = BitsAndBytesConfig(**SETTINGS[settings])
-    with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(
-            folder / "plain", quantization_config=config, dtype=torch.float32
-        )
-
-
-def adapted(model: Any) -> Any:
-    torch.manual_seed(1)
-    config = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.05)
-    return peft_model
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 def started(model: Any, **zero: Any) -> Any:
@@ -147,7 +126,7 @@ def run_case(folder: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
     case = dict(case)
     settings, steps = case.pop("settings", "nf4"), case.pop("steps", STEPS)
     reentrant, by_accelerate = case.pop("reentrant", None), case.pop("accelerate", False)
-    model = adapted(loaded(folder, settings))
+    model = adapted(loaded(folder / "plain", SETTINGS[settings]))
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
@@ -172,26 +151,11 @@ def trainer(folder: Path, name: str, world: int, zero: dict[str, Any]) -> Traine
     if zero:  # accelerate takes DeepSpeed without use_cpu alone
         auto = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
         options = {"deepspeed": {**auto, "zero_optimization": zero}}
-    arguments = TrainingArguments(
-        output_dir=str(folder / name),
-        per_device_train_batch_size=12 // world,
-        max_steps=4,
-        save_steps=2,
-        logging_steps=1,
-        learning_rate=1e-2,
-        report_to=[],
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-        **options,
-    )
-    model = adapted(loaded(folder))  # after the arguments, which tell transformers of ZeRO-3
-    generator = torch.Generator().manual_seed(3)
-    rows = [torch.randint(5, 248, (8,), generator=generator) for _ in range(24)]
-    return Trainer(model, arguments, train_dataset=[{"input_ids": r, "labels": r} for r in rows])
-
-
-def logged(trained: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+    arguments = four_steps(folder / name, world, train_sampling_strategy="sequential", **options)
+    model = adapted(
+        loaded(folder / "plain", NF4)
+    )  # after the arguments, which tell transformers of ZeRO-3
+    return trainer_of(model, arguments)
 
 
 def run_trainer(folder: Path, name: str, world: int, zero: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +165,7 @@ def run_trainer(folder: Path, name: str, world: int, zero: dict[str, Any]) -> di
     first.model.save_pretrained(folder / name / "adapter")
     again = trainer(folder, f"{name}, again", world, zero)
     again.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
-    return {"losses": logged(first), "resumed": logged(again)}
+    return {"losses": logged_losses(first), "resumed": logged_losses(again)}
 
 
 def said(call: Any, *args: Any, **kwargs: Any) -> str:
@@ -216,12 +180,12 @@ def run_saves(folder: Path, name: str, zero: dict[str, Any]) -> dict[str, Any]:
     """Save what was not trained, which is bit for bit that of one process."""
     results: dict[str, Any] = {}
     for settings in ("nf4", "int8", "bf16 storage"):
-        packed = started(loaded(folder, settings), **zero).module
+        packed = started(loaded(folder / "plain", SETTINGS[settings]), **zero).module
         packed.save_pretrained(folder / name / settings / "packed", max_shard_size="20KB")
         full = moe_qlora.full_state_dict(packed)
         if full:
             torch.save(full, folder / name / settings / "full.pt")
-    model = adapted(loaded(folder))
+    model = adapted(loaded(folder / "plain", NF4))
     engine, accelerator = prepared(model, **zero)
     model.save_pretrained(folder / name / "adapter")
     model.save_pretrained(folder / name / "adapter")  # into a folder that holds one
@@ -268,7 +232,7 @@ def held_after_forward(folder: Path) -> dict[str, list[str]]:
     held = {}
     never = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     for settings in ("nf4", "int8"):
-        model = adapted(loaded(folder, settings))
+        model = adapted(loaded(folder / "plain", SETTINGS[settings]))
         engine = started(model, stage=3, stage3_prefetch_bucket_size=0, **never, **ALL)
         gathered: list[tuple[str, StorageWeakRef]] = []
 
@@ -328,7 +292,7 @@ def single(folder: Path) -> dict[str, list[float]]:
     """Losses of one process, whose adapters are saved."""
     losses = {}
     for settings in SETTINGS:
-        model = adapted(loaded(folder, settings))
+        model = adapted(loaded(folder / "plain", SETTINGS[settings]))
         losses[settings] = train(model)
         model.save_pretrained(folder / "trained" / settings)
     return losses
@@ -372,7 +336,7 @@ def assert_close(folder: Path, expected: Path) -> None:
 def test_packed_models_are_saved_as_one_process_does(
     folder: Path, name: str, settings: str
 ) -> None:
-    model = loaded(folder, settings)
+    model = loaded(folder / "plain", SETTINGS[settings])
     expected = folder / "packed" / name / settings
     model.save_pretrained(expected, max_shard_size="20KB")
     saved = folder / f"{name}, saves" / settings
@@ -395,7 +359,7 @@ def assert_equal(full: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_adapters_are_saved_as_one_process_does(
     results: list[dict[str, Any]], folder: Path, name: str, how: str
 ) -> None:
-    model = adapted(loaded(folder))
+    model = adapted(loaded(folder / "plain", NF4))
     expected = folder / "expected" / name / how
     model.save_pretrained(expected)
     single, several = content(expected), content(folder / f"{name}, saves" / how)
@@ -433,7 +397,7 @@ def trained(folder: Path) -> list[float]:
     trained = trainer(folder, "single", 1, {})
     trained.train()
     trained.save_model(str(folder / "single" / "saved"))
-    return logged(trained)
+    return logged_losses(trained)
 
 
 @pytest.mark.parametrize("name", ZERO)

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -36,7 +35,7 @@ from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.errors import CheckpointError
 from moe_qlora.packing import gather
 from moe_qlora.testing import tiny_model
-from tests.helpers.training import adamw, train
+from tests.helpers.training import adamw, adapted, train
 
 WORLD, TIMEOUT = 3, 5.0
 SIZES = {
@@ -91,16 +90,6 @@ class Ranks:
         (folder / str(rank)).write_text(str(text))
         sys.stdout.flush()
         os._exit(code)
-
-
-def adapted(model: Any) -> Any:
-    torch.manual_seed(1)
-    config = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.05)
-    return peft_model
 
 
 def sharded(model: Any) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import distributed, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -24,12 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import AdapterError, CheckpointError
 from moe_qlora.testing import run_distributed, tiny_model
-from tests.helpers.training import adamw, train
+from tests.helpers.training import NF4, adamw, adapted, loaded, train
 
 WORLD = 4
 SIZES = {
@@ -39,31 +37,11 @@ SIZES = {
     "num_experts": 6,
     "vocab_size": 256,
 }
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "nf4 double": NF4,
     "fp4 stored as bf16": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
     "int8": {"load_in_8bit": True},
 }
-
-
-def loaded(folder: Path, settings: str) -> Any:
-    """A model of packed experts and packed Linear layers."""
-    config = BitsAndBytesConfig(**SETTINGS[settings])
-    with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(
-            folder / "plain", quantization_config=config, dtype=torch.float32
-        )
-
-
-def adapted(model: Any) -> Any:
-    torch.manual_seed(1)
-    config = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.05)
-    return peft_model
 
 
 def sharded(model: Any, mesh: Any = None) -> Any:
@@ -85,8 +63,8 @@ def message(kind: type[Exception], call: Any, *args: Any, **kwargs: Any) -> str:
 
 def all_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for settings in SETTINGS:
-        model = loaded(folder, settings)
+    for settings, values in SETTINGS.items():
+        model = loaded(folder / "plain", values)
         model.save_pretrained(folder / "replicated" / settings)
         distributed.barrier()
         sharded(model).save_pretrained(folder / "sharded" / settings, max_shard_size="20KB")
@@ -105,7 +83,7 @@ def all_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 def adapters(folder: Path) -> dict[str, Any]:
     results = {}
-    model = adapted(loaded(folder, "nf4 double"))
+    model = adapted(loaded(folder / "plain", NF4))
     model.save_pretrained(folder / "adapter" / "replicated")
     sharded(model).save_pretrained(folder / "adapter" / "sharded")
     model.save_pretrained(folder / "adapter" / "sharded")  # into a folder that holds one
@@ -132,7 +110,7 @@ def batches(first: int, last: int) -> list[torch.Tensor]:
 
 def checkpoints(rank: int, folder: Path) -> dict[str, Any]:
     """Train, save, go on; then resume in other numbers of ranks."""
-    model = sharded(adapted(loaded(folder, "nf4 double")))
+    model = sharded(adapted(loaded(folder / "plain", NF4)))
     optimizer = adamw(model, foreach=False)
     losses = train(model, batches(0, 3), rank, WORLD, optimizer=optimizer)
     results: dict[str, Any] = {}
@@ -153,7 +131,7 @@ def checkpoints(rank: int, folder: Path) -> dict[str, Any]:
     results["losses"] = losses
     del model
     # from the first rank's whole tensors
-    model = sharded(adapted(loaded(folder, "nf4 double")))
+    model = sharded(adapted(loaded(folder / "plain", NF4)))
     zero(model)
     optimizer = adamw(model, foreach=False)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -169,7 +147,7 @@ def checkpoints(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def resumed(folder: Path, mesh: DeviceMesh) -> list[float]:
-    model = sharded(adapted(loaded(folder, "nf4 double")), mesh)
+    model = sharded(adapted(loaded(folder / "plain", NF4)), mesh)
     zero(model)
     optimizer = adamw(model, foreach=False)
     state = {
@@ -203,11 +181,11 @@ def content(folder: Path) -> dict[str, bytes]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("state")
     tiny_model("qwen3_moe", **SIZES).save_pretrained(folder / "plain")
-    for settings in SETTINGS:
-        model = loaded(folder, settings)
+    for settings, values in SETTINGS.items():
+        model = loaded(folder / "plain", values)
         model.save_pretrained(folder / "single" / settings)
         model.save_pretrained(folder / "single, cut" / settings, max_shard_size="20KB")
-    adapted(loaded(folder, "nf4 double")).save_pretrained(folder / "adapter" / "single")
+    adapted(loaded(folder / "plain", NF4)).save_pretrained(folder / "adapter" / "single")
     return folder
 
 
@@ -272,7 +250,7 @@ def test_what_needs_whole_weights_is_refused(results: list[dict[str, Any]], call
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path) -> list[float]:
     """Losses of one process."""
-    model = adapted(loaded(folder, "nf4 double"))
+    model = adapted(loaded(folder / "plain", NF4))
     return train(model, batches(0, 6))
 
 
@@ -291,7 +269,7 @@ def test_the_full_state_dict_is_that_of_one_process(
     results: list[dict[str, Any]], folder: Path
 ) -> None:
     full = torch.load(folder / "full.pt")
-    single = adapted(loaded(folder, "nf4 double")).state_dict()
+    single = adapted(loaded(folder / "plain", NF4)).state_dict()
     assert list(full) == list(single)
     for key, tensor in single.items():
         if ".lora_" not in key:  # which is trained there

@@ -11,13 +11,13 @@ import torch
 from accelerate.state import AcceleratorState, DistributedType
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import Trainer
 
 import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers.training import NF4, four_steps, loaded, logged_losses, trainer_of
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 6, "vocab_size": 256}
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayer"]}
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -46,32 +46,12 @@ def take_fsdp_on_cpus() -> None:
 
 def trainer(folder: Path, name: str, world: int, fsdp: dict[str, Any]) -> Trainer:
     AcceleratorState._reset_state(True)
-    with moe_qlora.enabled():
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder / "plain", quantization_config=BitsAndBytesConfig(**NF4), dtype=torch.float32
-        )
+    model = loaded(folder / "plain", NF4)
     torch.manual_seed(1)
     config = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj"])
     model = moe_qlora.get_peft_model(model, config, experts=True)
-    generator = torch.Generator().manual_seed(3)
-    rows = [torch.randint(5, 248, (8,), generator=generator) for _ in range(24)]
-    settings = TrainingArguments(
-        output_dir=str(folder / name),
-        use_cpu=True,
-        per_device_train_batch_size=12 // world,
-        max_steps=4,
-        save_steps=2,
-        logging_steps=1,
-        learning_rate=1e-2,
-        report_to=[],
-        disable_tqdm=True,
-        **({"fsdp": True, "fsdp_config": dict(fsdp)} if fsdp else {}),
-    )
-    return Trainer(model, settings, train_dataset=[{"input_ids": r, "labels": r} for r in rows])
-
-
-def losses(trained: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+    options = {"fsdp": True, "fsdp_config": dict(fsdp)} if fsdp else {}
+    return trainer_of(model, four_steps(folder / name, world, use_cpu=True, **options))
 
 
 def all_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -85,7 +65,7 @@ def all_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
         again = trainer(folder, f"{name}, again", world, fsdp)
         again.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
         again.model.save_pretrained(folder / name / "adapter")
-        results[name] = losses(first), losses(again)
+        results[name] = logged_losses(first), logged_losses(again)
     return results
 
 
@@ -101,7 +81,7 @@ def single(folder: Path) -> list[float]:
     trained = trainer(folder, "single", 1, {})
     trained.train()
     trained.save_model(str(folder / "single" / "adapter"))
-    return losses(trained)
+    return logged_losses(trained)
 
 
 @pytest.fixture(scope="module")

@@ -30,15 +30,11 @@ import moe_qlora
 from moe_qlora.errors import MoeQloraError
 from moe_qlora.testing import run_distributed, tiny_inputs, tiny_model
 from tests.helpers import training
-from tests.helpers.training import mean_of_ranks, whole, whole_gradients
+from tests.helpers.training import NF4, mean_of_ranks, whole, whole_gradients
 
 STEPS = 10
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "nf4": NF4,
-    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "int8": {"load_in_8bit": True},
-    "bf16 storage": {**NF4, "bnb_4bit_quant_storage": torch.bfloat16},
+SETTINGS = {
+    **training.SETTINGS,
     "fp32 storage": {**NF4, "bnb_4bit_quant_storage": torch.float32},
 }
 

@@ -1,12 +1,47 @@
-"""A training loop for tests whose ranks divide every batch, as plain loops do."""
+"""Packed models with adapters, and training of them on one or several ranks.
+
+The loop divides every batch over the ranks, as plain loops do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from torch import Tensor, distributed, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+import moe_qlora
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nf4": NF4,
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+    "bf16 storage": {**NF4, "bnb_4bit_quant_storage": torch.bfloat16},
+}
+
+
+def loaded(folder: Path, settings: dict[str, Any]) -> Any:
+    """A model of packed experts and packed Linear layers, in fp32."""
+    with moe_qlora.enabled():
+        return AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=BitsAndBytesConfig(**settings), dtype=torch.float32
+        )
+
+
+def adapted(model: Any) -> Any:
+    """The model with adapters on attention and experts that change what it computes."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    return peft_model
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -62,3 +97,29 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
+
+
+def four_steps(folder: Path, world: int, **options: Any) -> TrainingArguments:
+    """Arguments of a run of four steps, saved after the second one too."""
+    return TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=12 // world,
+        max_steps=4,
+        save_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+
+
+def trainer_of(model: Any, arguments: TrainingArguments) -> Trainer:
+    """A Trainer on two batches of twelve rows."""
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(5, 248, (8,), generator=generator) for _ in range(24)]
+    return Trainer(model, arguments, train_dataset=[{"input_ids": r, "labels": r} for r in rows])
+
+
+def logged_losses(trained: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]

@@ -16,6 +16,7 @@ from moe_qlora.experts import forward as experts
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_config
+from tests.helpers.lora_layer import Provider, layer_gradients
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -24,24 +25,6 @@ if not triton.knobs.runtime.interpret:
 pytestmark = pytest.mark.usefixtures("interpreted")
 NAMES = ("gate_up_proj", "down_proj")
 E, H, INNER, K, T = 3, 64, 64, 2, 11
-
-
-class Provider:
-    """LoRA of ranks 3 and 5."""
-
-    def __init__(self, dtype):
-        def term(rank, out, into):
-            a, b = torch.randn(E * rank, into), torch.randn(out, rank * E)
-            leaves = [(t * 0.1).to(dtype).requires_grad_() for t in (a, b)]
-            return lora_source.LoraFactors(*leaves, 0.5)
-
-        self.all = {NAMES[0]: (term(3, 2 * INNER, H),), NAMES[1]: (term(5, H, INNER),)}
-
-    def active_lora(self, name):
-        return self.all[name]
-
-    def leaves(self):
-        return [leaf for terms in self.all.values() for term in terms for leaf in (term.a, term.b)]
 
 
 @pytest.fixture
@@ -63,19 +46,12 @@ def case(monkeypatch):
         packed = codec.pack(parameter.data, CodecSettings("nf4", True, torch.uint8))
         parametrize.attach(host.experts, name, packed)
     experts.activate(host, ["experts"])
-    provider = Provider(torch.float16)
+    provider = Provider({NAMES[0]: (2 * INNER, H), NAMES[1]: (H, INNER)}, E, torch.float16)
     lora_source.set_lora_source(host.experts, provider)
     monkeypatch.setattr(backend, "kernels_run", lambda device: True)
     x = torch.randn(T, H).half().requires_grad_()
     weights = torch.rand(T, K).half().requires_grad_()
     return host.experts, provider, (x, torch.rand(T, E).topk(K, -1).indices, weights)
-
-
-def gradients(run, provider, parts):
-    """The output, and the gradients of x, the routing weights and the factors."""
-    out = run(*parts)
-    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    return [out, *torch.autograd.grad(out, [parts[0], parts[2], *provider.leaves()], seed)]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -90,15 +66,15 @@ def test_eager_equals_the_projections_and_compiled_equals_eager(case, monkeypatc
 
     for module_ in (fused, operators):
         monkeypatch.setattr(module_, "make_layer", recorded)
-    eager = gradients(module, provider, parts)
+    eager = layer_gradients(module, provider, parts)
     assert len(ran) == 1
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for mine, other in zip(gradients(compiled, provider, parts), eager, strict=True):
+    for mine, other in zip(layer_gradients(compiled, provider, parts), eager, strict=True):
         assert torch.equal(mine, other)
     assert len(ran) == 3  # in either operator
     assert ran[1:] == ran[:1] * 2
     monkeypatch.setattr(backend, "kernels_run", lambda device: False)
-    for mine, other in zip(eager, gradients(module, provider, parts), strict=True):
+    for mine, other in zip(eager, layer_gradients(module, provider, parts), strict=True):
         assert (mine - other).float().norm() < 4e-3 * other.float().norm()
 
 
@@ -118,9 +94,9 @@ def finished(monkeypatch):
 
 def test_a_recomputation_leaves_out_the_second_product(case, finished):
     module, provider, parts = case
-    plain = gradients(module, provider, parts)
+    plain = layer_gradients(module, provider, parts)
     assert len(finished) == 1
-    again = gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
+    again = layer_gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
     assert len(finished) == 2
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
@@ -131,8 +107,8 @@ def test_a_recomputation_gives_what_is_saved_later(case, finished):
     def squared(*parts):
         return module(*parts).square()
 
-    plain = gradients(squared, provider, parts)
-    again = gradients(lambda *parts: checkpointed(squared, *parts), provider, parts)
+    plain = layer_gradients(squared, provider, parts)
+    again = layer_gradients(lambda *parts: checkpointed(squared, *parts), provider, parts)
     assert len(finished) == 3
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
@@ -150,15 +126,15 @@ def test_a_recomputation_decodes_for_backward_as_well(case, monkeypatch):
         lambda packed, *a, **k: decoded.append(packed.shape) or real(packed, *a, **k),
     )
     first, second = (E, 2 * INNER, H), (E, H, INNER)
-    plain = gradients(module, provider, parts)
+    plain = layer_gradients(module, provider, parts)
     assert decoded == [first, second, first]  # the second stack is still there for backward
     decoded.clear()
-    again = gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
+    again = layer_gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
     assert decoded == [first, second, first, second]
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
     decoded.clear()
     # The output is saved as well, so that the recomputation goes on to the second product.
-    gradients(lambda *p: checkpointed(lambda *q: module(*q).square(), *p), provider, parts)
+    layer_gradients(lambda *p: checkpointed(lambda *q: module(*q).square(), *p), provider, parts)
     assert decoded == [first, second, first, second]
 
 
@@ -174,7 +150,7 @@ def test_a_recomputation_asks_for_what_serves_twice(case, monkeypatch):
         return real(packed, count, dtype, back=back, reused_in_backward=reused_in_backward)
 
     monkeypatch.setattr(moe_layer, "runs_quantized", recorded)
-    gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
+    layer_gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
     forward = [(2 * INNER, False, False), (H, False, False)]
     again = [(2 * INNER, False, True), (H, False, False)]
     assert asked == [*forward, *again, (2 * INNER, True, False), (H, True, False)]
@@ -197,8 +173,8 @@ def test_compiled_for_any_number_of_tokens(case):
         x = torch.randn(tokens, H).half().requires_grad_()
         weights = torch.rand(tokens, K).half().requires_grad_()
         parts = x, torch.rand(tokens, E).topk(K, -1).indices, weights
-        found = gradients(compiled, provider, parts)  # first, so that nothing has run eagerly
-        for mine, other in zip(found, gradients(module, provider, parts), strict=True):
+        found = layer_gradients(compiled, provider, parts)  # first, so that nothing has run eagerly
+        for mine, other in zip(found, layer_gradients(module, provider, parts), strict=True):
             assert torch.equal(mine, other)
 
 
@@ -257,7 +233,7 @@ def test_tensors_of_several_devices_are_refused(case, monkeypatch):
 
 def test_statistics_that_start_anywhere_are_copied(case, monkeypatch):
     module, provider, parts = case
-    right = gradients(module, provider, parts)
+    right = layer_gradients(module, provider, parts)
     real = parametrize.read_packed
     off = []
 
@@ -269,7 +245,7 @@ def test_statistics_that_start_anywhere_are_copied(case, monkeypatch):
     monkeypatch.setattr(parametrize, "read_packed", shifted)
     layer = fused.make_layer
     monkeypatch.setattr(fused, "make_layer", lambda *a: off.append(layer(*a)) or off[-1])
-    mine = gradients(module, provider, parts)
+    mine = layer_gradients(module, provider, parts)
     assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
     assert all(s.absmax.data_ptr() % 16 == 0 for made in off for s in (made.first, made.second))
 
@@ -286,7 +262,7 @@ def test_factors_that_change_before_backward_are_an_error(case):
 
 def test_factors_that_are_no_leaves_are_saved_as_any_tensor(case):
     module, provider, parts = case
-    right = gradients(module, provider, parts)
+    right = layer_gradients(module, provider, parts)
     leaves, doubled = provider.leaves(), {}
     for name, (term,) in provider.all.items():
         doubled[name] = (replace(term, a=term.a * 1.0, b=term.b * 1.0),)

@@ -16,6 +16,7 @@ import moe_qlora
 from moe_qlora.experts import backend, lora_source
 from moe_qlora.experts import forward as experts
 from moe_qlora.packing import codec, parametrize
+from tests.helpers.lora_layer import Provider, layer_gradients
 from tests.helpers.mxfp4 import keep, mxfp4_weight, random_mxfp4, slow_decode
 from tests.helpers.small_models import IDS, SMALL, fill, lora_config
 
@@ -122,43 +123,18 @@ def test_counts_copies_and_state_dicts():
         close(again(input_ids=IDS).logits, expected, 1e-5)
 
 
-class Provider:
-    """LoRA of ranks 3 and 5, in fp16."""
-
-    def __init__(self):
-        def term(rank, out, into):
-            generator = torch.Generator().manual_seed(rank)
-            shapes = (E * rank, into), (out, rank * E)
-            a, b = (torch.randn(*shape, generator=generator) * 0.1 for shape in shapes)
-            leaves = [t.half().requires_grad_() for t in (a, b)]
-            return lora_source.LoraFactors(*leaves, 0.5)
-
-        self.all = {NAMES[0]: (term(3, 2 * INNER, H),), NAMES[1]: (term(5, H, INNER),)}
-
-    def active_lora(self, name):
-        return self.all[name]
-
-    def leaves(self):
-        return [leaf for terms in self.all.values() for term in terms for leaf in (term.a, term.b)]
-
-
 @pytest.fixture
 def layer():
     """An fp16 experts module on MXFP4 codes with LoRA, and x, index, weights."""
     module = kept_model(torch.float16).model.layers[0].mlp.experts
-    provider = Provider()
+    torch.manual_seed(3)
+    provider = Provider({NAMES[0]: (2 * INNER, H), NAMES[1]: (H, INNER)}, E, torch.float16)
     lora_source.set_lora_source(module, provider)
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(T, H, generator=generator).half().requires_grad_()
     weights = torch.rand(T, K, generator=generator).half().requires_grad_()
     index = torch.rand(T, E, generator=generator).topk(K, -1).indices
     return module, provider, (x, index, weights)
-
-
-def of_layer(run, provider, parts):
-    out = run(*parts)
-    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    return [out, *torch.autograd.grad(out, [parts[0], parts[2], *provider.leaves()], seed)]
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -171,9 +147,9 @@ def test_the_kernels_equal_the_projections_eager_and_compiled(layer, few, monkey
     from moe_qlora.kernels import expert_mm
 
     module, provider, parts = layer
-    slow = of_layer(module, provider, parts)
+    slow = layer_gradients(module, provider, parts)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    graph = of_layer(compiled, provider, parts)  # projection by projection
+    graph = layer_gradients(compiled, provider, parts)  # projection by projection
     for mine, other in zip(graph, slow, strict=True):
         close(mine, other, 4e-3)
     torch.compiler.reset()
@@ -182,17 +158,19 @@ def test_the_kernels_equal_the_projections_eager_and_compiled(layer, few, monkey
         monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
     call = backend.read_call(module, parts[0])
     assert backend.choose_backend(module, call) == backend.FUSED
-    eager = of_layer(module, provider, parts)
+    eager = layer_gradients(module, provider, parts)
     for mine, other in zip(eager, slow, strict=True):
         close(mine, other, 4e-3)
-    graph = of_layer(torch.compile(module, fullgraph=True, backend="aot_eager"), provider, parts)
+    graph = layer_gradients(
+        torch.compile(module, fullgraph=True, backend="aot_eager"), provider, parts
+    )
     for mine, other in zip(graph, eager, strict=True):
         assert torch.equal(mine, other)
 
 
 def test_weights_in_two_orientations_run_projection_by_projection(layer, monkeypatch):
     module, provider, parts = layer
-    expected = of_layer(module, provider, parts)
+    expected = layer_gradients(module, provider, parts)
     weight = codec.unpack(parametrize.read_packed(module, "down_proj"))
     parametrize.detach(module, "down_proj")
     other = mxfp4_weight(E, INNER, H, dtype=torch.float16)  # in the parameter's own orientation
@@ -203,8 +181,8 @@ def test_weights_in_two_orientations_run_projection_by_projection(layer, monkeyp
     assert choice.name == "reference loop"
     assert choice.reason == "gate_up_proj and down_proj are stored in different orientations"
     assert other.shape == weight.shape
-    found = of_layer(module, provider, parts)
+    found = layer_gradients(module, provider, parts)
     assert (found[0] - expected[0]).norm() > 0.1 * expected[0].norm()
     parametrize.detach(module, "down_proj", weight)
-    for mine, right in zip(of_layer(module, provider, parts), expected, strict=True):
+    for mine, right in zip(layer_gradients(module, provider, parts), expected, strict=True):
         close(mine, right, 4e-3)
