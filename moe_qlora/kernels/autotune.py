@@ -1,11 +1,11 @@
-"""Finds the quickest way to cut the kernel on codes, once for each device and version.
+"""Finds the quickest way to cut the matmuls' kernels, once for each device and version.
 
-`expert_mm.py` asks `chosen`, which looks into a table and never measures: a measurement
-waits for the device, and a forward must not. The table is filled by `tune`, which takes seconds,
-and kept in Triton's cache folder (`TRITON_CACHE_DIR`, or below the user's home), one file for each
-device, Triton and torch (`cache_file`). Every configuration's result is compared with the decoded
-product on fresh random rows before it may be chosen; one that is off, or does not compile, is
-dropped.
+`expert_mm.py` asks `chosen` and `chosen_cut`, which look into a table and never measure: a
+measurement waits for the device, and a forward must not. The table is filled by `tune`, which takes
+seconds to minutes, and kept in Triton's cache folder (`TRITON_CACHE_DIR`, or below the user's
+home), one file for each device, Triton and torch (`cache_file`). Every configuration's result is
+compared with the decoded product on fresh random rows before it may be chosen; one that is off, or
+does not compile, is dropped.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from . import dequantize
+from . import cards, dequantize, grouped_mm
+from .grouped_mm import Cut
 from .quantized_mm import HOPPER, Config, launch, on_hopper
 from .weights import PackedWeight
 
@@ -56,10 +59,19 @@ _DEFAULTS = {
 """What is used untuned, by direction and tile: the quickest on an H200 for Qwen3-30B-A3B."""
 
 
-def _key(packed: PackedWeight, dtype: torch.dtype, tile: int, back: bool) -> str:
+_GROUPED = "grouped"
+"""What keys of the grouped matmul begin with, in place of a kind of codes."""
+
+_MANY = 128
+"""Rows in a tile, of those for which the grouped matmul is measured."""
+
+
+def _key(
+    packed: PackedWeight, dtype: torch.dtype, tile: int, back: bool, kind: str | None = None
+) -> str:
     _, n, k = packed.spec.shape
     way = "back" if back else "out"
-    return f"{packed.kind}-{n}x{k}-{way}-{str(dtype).removeprefix('torch.')}-{tile}"
+    return f"{kind or packed.kind}-{n}x{k}-{way}-{str(dtype).removeprefix('torch.')}-{tile}"
 
 
 def cache_file(device: torch.device) -> Path:
@@ -70,13 +82,14 @@ def cache_file(device: torch.device) -> Path:
 
 
 @cache
-def _load(index: int) -> dict[str, Config]:
+def _load(index: int) -> dict[str, Config | Cut]:
     try:
         read = json.loads(cache_file(torch.device("cuda", index)).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     # A file may be anybody's: what is no candidate of this version is not used.
-    known = {json.dumps(config): config for config in _CANDIDATES}
+    candidates: list[Config | Cut] = [*_CANDIDATES, *grouped_mm.CANDIDATES]
+    known = {json.dumps(candidate): candidate for candidate in candidates}
     entries = read.items() if isinstance(read, dict) else ()
     return {key: known[text] for key, value in entries if (text := json.dumps(value)) in known}
 
@@ -91,8 +104,19 @@ def chosen(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -
         default = HOPPER
     if packed.device.type != "cuda":
         return default
-    config = _load(packed.device.index or 0).get(_key(packed, dtype, tile, back), default)
-    return default if config.hopper and default is not HOPPER else config
+    config = _load(packed.device.index or 0).get(_key(packed, dtype, tile, back))
+    if not isinstance(config, Config) or (config.hopper and default is not HOPPER):
+        return default
+    return config
+
+
+def chosen_cut(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -> Cut:
+    """Return the cut of the grouped matmul for what this weight is dequantized into, likewise."""
+    default = grouped_mm.default(tile, packed.device)
+    if packed.device.type != "cuda":
+        return default
+    cut = _load(packed.device.index or 0).get(_key(packed, dtype, tile, back, _GROUPED))
+    return cut if isinstance(cut, Cut) else default
 
 
 def tune(
@@ -101,9 +125,15 @@ def tune(
     """Measure every configuration for weights of this shape and kind; remember the quickest.
 
     Return what was chosen for each of `tiles` (rows in a tile, from 16 for few tokens an expert to
-    128 for many), out (False) and back (True).
+    128 for many), out (False) and back (True). Where `grouped_mm.py` multiplies what is
+    dequantized, its cuts are measured too.
     """
     table = _load(packed.device.index or 0)
+    if not cards.multiplies_by_torch(packed.device, dtype):
+        for back in (False, True):
+            cut = _quickest_cut(packed, dtype, back)
+            if cut is not None:
+                table[_key(packed, dtype, _MANY, back, _GROUPED)] = cut
     picked: dict[tuple[int, bool], Config] = {}
     for tile, back in product(tiles, (False, True)):
         problem = _problem(packed, dtype, tile, back)
@@ -119,7 +149,34 @@ def tune(
     return picked
 
 
-def _store(path: Path, table: dict[str, Config]) -> None:
+def _quickest_cut(packed: PackedWeight, dtype: torch.dtype, back: bool) -> Cut | None:
+    """Return the quickest cut for random matrices of the weight's shape, None where none is right.
+
+    They are of a few experts with four tiles of rows each, the last of them not full.
+    """
+    experts, device = min(packed.experts, 8), packed.device
+    _, n, k = packed.spec.shape
+    weight = torch.randn(experts, n, k, device=device, dtype=dtype)
+    matrices = weight if back else weight.transpose(1, 2)
+    each = 4 * _MANY - _MANY // 4
+    x = torch.randn(experts * each, matrices.shape[1], device=device, dtype=dtype)
+    starts = torch.arange(experts + 1, device=device, dtype=torch.int32) * each
+    within = torch.arange(4, device=device, dtype=torch.int32) * _MANY
+    first = (starts[:-1, None] + within).flatten()
+    tiles = torch.stack([first // each, first], 1).contiguous()
+    right = torch.bmm(x.view(experts, each, -1).float(), matrices.float()).flatten(0, 1)
+    times = {}
+    for cut in grouped_mm.CANDIDATES:
+        if not grouped_mm.fits(cut, _MANY, cards.card(device)):
+            continue
+        run = partial(grouped_mm.launch, x, matrices, starts, tiles, _MANY, cut)
+        elapsed = _elapsed(run, lambda y: (y.float() - right).norm() < _TOLERANCE * right.norm())
+        if elapsed is not None:
+            times[cut] = elapsed
+    return min(times, key=lambda cut: times[cut]) if times else None
+
+
+def _store(path: Path, table: dict[str, Config | Cut]) -> None:
     """Replace the file as a whole; without a place to write, the table lives for this process."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,17 +205,20 @@ def _try(
     room = None if config.direct or packed.nested is None else absmax
     span = 0, packed.spec.shape[2 if back else 1]
 
-    def run() -> Tensor:
-        return launch(
-            x, packed, None, room, expert_offsets, tiles, tile, config, back=back, span=span
-        )
+    run = partial(
+        launch, x, packed, None, room, expert_offsets, tiles, tile, config, back=back, span=span
+    )
+    return _elapsed(run, lambda y: _is_right(x, y, packed, expert_offsets, back))
 
+
+def _elapsed(run: Callable[[], Tensor], is_right: Callable[[Tensor], Any]) -> float | None:
+    """Return the median milliseconds of a product, None where it is wrong or does not run."""
     try:
         y = run()
     except (triton.compiler.errors.CompilationError, triton.runtime.errors.OutOfResources,
             RuntimeError):  # fmt: skip
         return None
-    if not _is_right(x, y, packed, expert_offsets, back):
+    if not is_right(y):
         return None
     times = []
     for _ in range(5):

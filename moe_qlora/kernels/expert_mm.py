@@ -2,9 +2,10 @@
 
 Few rows an expert go into the quantized matmul (`quantized_mm.py`). For many, a weight is
 dequantized into the shared workspace, LoRA's factors beside it, and multiplied by torch's grouped
-matmul. Where a dequantized weight, or what comes out, is over the workspace's cap, both go in
-slices of the features that come out: every expert's rows are then still there, and nobody has to
-know on the host where they begin.
+matmul, or by `grouped_mm.py` where torch's would wait for the device (`cards.py`). Where a
+dequantized weight, or what comes out, is over the workspace's cap, both go in slices of the
+features that come out: every expert's rows are then still there, and nobody has to know on the host
+where they begin.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import autotune, dequantize, quantized_mm, workspace
+from . import autotune, cards, dequantize, grouped_mm, quantized_mm, workspace
 from .factors import Factors
-from .limits import few_rows, row_stride
+from .limits import TILE, few_rows, prefers_wide, row_stride
 from .routing import Routing
 from .weights import PackedWeight
 
@@ -81,8 +82,8 @@ def runs_quantized(
 
 def prefers_wide_tiles(packed: PackedWeight, count: int, dtype: torch.dtype) -> bool:
     """Whether the quantized matmul is faster in tiles of `WIDE_TILE` rows than of 64."""
-    least = 64 if quantized_mm.on_hopper(packed.spec, dtype, back=False) else 4 * 64
-    return 3 * count > least * packed.experts
+    least = TILE if quantized_mm.on_hopper(packed.spec, dtype, back=False) else 4 * TILE
+    return prefers_wide(count, packed.experts, least=least)
 
 
 def multiply(x: Tensor, matmul: ExpertMatmul, routing: Routing, wide: bool, name: str) -> Tensor:
@@ -123,10 +124,19 @@ def slices(
                 config, back=not matmul.by_rows, span=span,
             )  # fmt: skip
         elif step >= matmul.features:
-            part = F.grouped_mm(x, _whole(matmul, routing, name), offs=routing.ends)
+            part = _grouped(x, _whole(matmul, routing, name), matmul, routing)
         else:
-            part = F.grouped_mm(x, _slice(matmul, routing, span), offs=routing.ends)
+            part = _grouped(x, _slice(matmul, routing, span), matmul, routing)
         yield span, part
+
+
+def _grouped(x: Tensor, matrices: Tensor, matmul: ExpertMatmul, routing: Routing) -> Tensor:
+    """Return `(R, N)`: each expert's rows of x `(R, K + r)` times its matrix `(K + r, N)`."""
+    if cards.multiplies_by_torch(x.device, x.dtype):
+        return F.grouped_mm(x, matrices, offs=routing.ends)
+    tiles, tile = routing.cut(prefers_wide(routing.count, routing.experts))
+    cut = autotune.chosen_cut(matmul.packed, x.dtype, tile, back=not matmul.by_rows)
+    return grouped_mm.launch(x, matrices, routing.expert_offsets, tiles, tile, cut)
 
 
 def _whole(matmul: ExpertMatmul, routing: Routing, name: str) -> Tensor:

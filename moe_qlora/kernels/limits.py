@@ -117,6 +117,11 @@ def tile_counts(count: int, experts: int, tile: int) -> tuple[int, int]:
     return count // tile + most, count // WIDE_TILE + most if tile == TILE else 0
 
 
+def prefers_wide(count: int, experts: int, *, least: int = 4 * TILE) -> bool:
+    """Whether tiles of `WIDE_TILE` rows are quicker: experts have a third of `least` and more."""
+    return 3 * count > least * experts
+
+
 def row_stride(width: int, itemsize: int, *, quantized: bool = False) -> int:
     """Return the elements from row to row: whole lines, where rows are few or that is 1.3 % more.
 

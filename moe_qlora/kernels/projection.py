@@ -1,4 +1,6 @@
-"""One projection by torch's grouped matrix products: no loop over experts, no wait for the device.
+"""One projection by grouped matrix products: no loop over experts, no wait for the device.
+
+They are torch's or, where these would wait (`cards.py`), `grouped_mm.py`'s.
 
 The weight is dequantized into memory that lives for the call only; weights that
 `limits.dequantizes_whole` refuses are left to `reference.py`. What `reference.py` does expert by
@@ -7,30 +9,80 @@ expert is done here for all rows at once; its docstring has the formula and the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import cards
 from .limits import GROUP
 from .reference import Grads, LoraInputs, Needs, Operands, Rows, Weight
+
+
+class _Products:
+    """The grouped products over one call's rows.
+
+    float32 factors, and everything without Triton, are left to torch.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self.expert_offsets = rows.expert_offsets.to(torch.int32)
+        self.tiles: tuple[Tensor, int] | None = None
+
+    def __call__(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """Return `(R, N)`: each expert's rows of x `(R, K)` times its matrix `(K, N)`."""
+        kernels = _kernels(x)
+        if kernels is None:
+            return F.grouped_mm(x, matrices, offs=self.expert_offsets[1:])
+        grouped_mm, routing = kernels
+        if self.tiles is None:
+            self.tiles = routing.tabulate(self.expert_offsets, len(x))
+        cut = grouped_mm.default(self.tiles[1], x.device)
+        x, matrices = _rows(x), matrices if 1 in matrices.stride()[1:] else matrices.contiguous()
+        return grouped_mm.launch(x, matrices, self.expert_offsets, *self.tiles, cut)
+
+    def outer(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return `(E, P, Q)`: a^T b over each expert's rows, of a `(R, P)` and b `(R, Q)`."""
+        kernels = _kernels(a)
+        if kernels is None:
+            return F.grouped_mm(a.contiguous().t(), b.contiguous(), offs=self.expert_offsets[1:])
+        return kernels[0].outer(_rows(a), _rows(b), self.expert_offsets)
+
+
+def _kernels(x: Tensor) -> tuple[Any, Any] | None:
+    """Return the modules `grouped_mm` and `routing` where they multiply, None where torch does."""
+    if cards.multiplies_by_torch(x.device, x.dtype):
+        return None
+    try:
+        from . import grouped_mm, routing
+    except ImportError:  # no Triton
+        return None
+    return grouped_mm, routing
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x with the elements of a row one behind the other, from a multiple of 16 bytes on."""
+    apart = x.stride(1) != 1 or x.stride(0) % GROUP or x.data_ptr() % 16
+    return x.clone(memory_format=torch.contiguous_format) if apart else x
 
 
 def forward(operands: Operands) -> Tensor:
     """As `reference.forward`."""
     x, weight, rows, scale, bias, lora = operands
-    offs = rows.expert_offsets[1:].to(torch.int32)
+    grouped = _Products(rows)
     read = _read(x, rows)
     matrices = weight.decode(0, weight.experts)
     right = matrices if weight.transposed else matrices.transpose(1, 2)
-    y = F.grouped_mm(read.to(weight.dtype), right, offs=offs)
+    y = grouped(read.to(weight.dtype), right)
     del matrices, right
     if bias is not None:
         y = y + bias.to(y.dtype).index_select(0, _experts(rows, weight))
     for adapter in lora:
         source = read if adapter.dropped is None else _read(adapter.dropped, rows)
         a, b = _factors(adapter, weight.experts)
-        inner = F.grouped_mm(source.to(adapter.dtype), a.transpose(1, 2), offs=offs)
-        y = y + F.grouped_mm(inner * adapter.scaling, b.transpose(1, 2), offs=offs)
+        inner = grouped(source.to(adapter.dtype), a.transpose(1, 2))
+        y = y + grouped(inner * adapter.scaling, b.transpose(1, 2))
     y = y.to(x.dtype)
     if scale is not None:
         y = y * scale[:, None]
@@ -41,7 +93,7 @@ def forward(operands: Operands) -> Tensor:
 def backward(grad: Tensor, operands: Operands, needs: Needs) -> Grads:
     """As `reference.backward`."""
     x, weight, rows, scale, bias, lora = operands
-    offs = rows.expert_offsets[1:].to(torch.int32)
+    grouped = _Products(rows)
     g = _live(grad.index_select(0, rows.token) if rows.scatters else grad, rows)
     factor = None if scale is None else scale[:, None]
     read = _read(x, rows)
@@ -50,7 +102,7 @@ def backward(grad: Tensor, operands: Operands, needs: Needs) -> Grads:
     if needs.x or wants_scale:
         matrices = weight.decode(0, weight.experts)
         left = matrices.transpose(1, 2) if weight.transposed else matrices
-        u = _live(F.grouped_mm(g.to(weight.dtype), left, offs=offs), rows)
+        u = _live(grouped(g.to(weight.dtype), left), rows)
         del matrices, left
     dot = (u.float() * read.float()).sum(-1) if wants_scale and u is not None else None
     back = None if u is None or not needs.x else (u if factor is None else u * factor)
@@ -68,21 +120,21 @@ def backward(grad: Tensor, operands: Operands, needs: Needs) -> Grads:
         source = read if adapter.dropped is None else _read(adapter.dropped, rows)
         source = source.to(adapter.dtype)
         a, b = _factors(adapter, weight.experts)
-        inner = _live(F.grouped_mm(g.to(adapter.dtype), b, offs=offs) * adapter.scaling, rows)
+        inner = _live(grouped(g.to(adapter.dtype), b) * adapter.scaling, rows)
         product: Tensor | None = None
         if dot is not None or needs.b[index]:
-            product = _live(F.grouped_mm(source, a.transpose(1, 2), offs=offs), rows)
+            product = _live(grouped(source, a.transpose(1, 2)), rows)
         if dot is not None and product is not None:
             dot += (inner.float() * product.float()).sum(-1)
         inner = inner if factor is None else inner * factor.to(inner.dtype)
-        grads.a.append(_grad_a(inner, source, offs, adapter) if needs.a[index] else None)
+        grads.a.append(_grad_a(inner, source, grouped, adapter) if needs.a[index] else None)
         outer = g if factor is None else g * factor
         grads.b.append(
-            _grad_b(outer.to(adapter.dtype), product, offs, adapter)
+            _grad_b(outer.to(adapter.dtype), product, grouped, adapter)
             if needs.b[index] and product is not None
             else None
         )
-        onward = F.grouped_mm(inner, a, offs=offs)
+        onward = grouped(inner, a)
         if adapter.dropped is None:
             back = None if back is None else back + onward
             grads.dropped.append(None)
@@ -136,13 +188,13 @@ def _factors(adapter: LoraInputs, experts: int) -> tuple[Tensor, Tensor]:
     return a.contiguous(), b.contiguous()
 
 
-def _grad_a(inner: Tensor, source: Tensor, offs: Tensor, adapter: LoraInputs) -> Tensor:
-    grad = F.grouped_mm(inner.contiguous().t(), source.contiguous(), offs=offs)
+def _grad_a(inner: Tensor, source: Tensor, grouped: _Products, adapter: LoraInputs) -> Tensor:
+    grad = grouped.outer(inner, source)
     rank = adapter.a.shape[0] // grad.shape[0]
     return grad[:, :rank].reshape(adapter.a.shape).to(adapter.a.dtype)
 
 
-def _grad_b(outer: Tensor, product: Tensor, offs: Tensor, adapter: LoraInputs) -> Tensor:
-    grad = F.grouped_mm(outer.contiguous().t(), product.contiguous(), offs=offs) * adapter.scaling
+def _grad_b(outer: Tensor, product: Tensor, grouped: _Products, adapter: LoraInputs) -> Tensor:
+    grad = grouped.outer(outer, product) * adapter.scaling
     rank = adapter.b.shape[1] // grad.shape[0]
     return grad[:, :, :rank].permute(1, 2, 0).reshape(adapter.b.shape).to(adapter.b.dtype)

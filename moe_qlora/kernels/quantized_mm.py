@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import cards
 from .dequantize import block_absmax, decode
 from .launch import Launch
 from .limits import cdiv, supports_quantized
@@ -241,7 +242,8 @@ def takes_int8(device: torch.device) -> bool:
 
 def on_hopper(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
     """Whether the kernel for Hopper can compute this product; False before `prepare`."""
-    works = _hopper_works.get(spec.device, False) and _supports_hopper(spec, dtype, back)
+    works = _hopper_works.get(spec.device, False) and cards.allows_hopper()
+    works = works and _supports_hopper(spec, dtype, back)
     return works and (spec.blocksize != 32 or _takes_32(spec.device))
 
 
@@ -268,8 +270,8 @@ def prepare(device: torch.device) -> None:
     """Find out, and wait for it, once whether the kernel for Hopper works: its language changes."""
     index = device.index or 0
     if index not in _hopper_works:
-        capability = torch.cuda.get_device_capability(device)
-        _hopper_works[index] = capability == (9, 0) and _is_right(device, "nf4", 128, HOPPER)
+        capable = cards.actual(device).capability == cards.HOPPER
+        _hopper_works[index] = capable and _is_right(device, "nf4", 128, HOPPER)
 
 
 def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> bool:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch
-from .limits import WIDE_TILE, cdiv, tile_counts, tile_rows
+from .limits import WIDE_TILE, cdiv, prefers_wide, tile_counts, tile_rows
 
 _BLOCK, _CHUNK = 256, 128
 """Assignments that one program places, and of these, what are compared with each other at once."""
@@ -223,6 +223,20 @@ def _sort_launches(
         E=experts, EP=bins, TILE=tile, WIDE=WIDE_TILE, BLOCK=_BLOCK, CHUNK=_CHUNK, TB=_TILES,
     )  # fmt: skip
     return counted, scanned, placed, blocks, bins
+
+
+def tabulate(expert_offsets: Tensor, count: int) -> tuple[Tensor, int]:
+    """Return a table of tiles, as `Routing.tiles`, of `count` sorted rows, and the rows in each.
+
+    expert_offsets: `(E + 1,)`, int32 and contiguous.
+    """
+    experts = len(expert_offsets) - 1
+    tile, counts, _ = _sizes(count, experts)
+    device = expert_offsets.device
+    tiles, wide = (torch.empty(2 * n, dtype=torch.int32, device=device) for n in counts)
+    launch = _tiles_launch(experts, tile, counts, expert_offsets.get_device())
+    launch(expert_offsets, tiles, wide, *counts)
+    return (wide, WIDE_TILE) if prefers_wide(count, experts) else (tiles, tile)
 
 
 @lru_cache(maxsize=256)

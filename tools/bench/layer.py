@@ -4,6 +4,7 @@
     python tools/bench/layer.py --shape mixtral-8x7b --tokens 16,256,4096
     python tools/bench/layer.py --shape qwen2_moe       any model type, at its default size
     python tools/bench/layer.py --shape gpt-oss-20b --peers ours,mxfp4    on kept MXFP4 codes too
+    python tools/bench/layer.py --peers ours,portable    as on other cards, too
     python tools/bench/layer.py --part gate_up          the first projection's forward alone
     python tools/bench/layer.py --tiny --device cpu     whether it runs at all
 
@@ -35,7 +36,7 @@ from common import (
     scratch_bytes,
     times,
 )
-from peers import PEERS, UnavailableError, build, prepare, versions
+from peers import OURS, PEERS, UnavailableError, build, prepare, versions
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -51,7 +52,7 @@ def main() -> None:
     for tokens in options.tokens:
         for peer in options.peers:
             cap = "" if options.cap is None else f" cap={options.cap}"
-            cap += " tuned" if options.tune and peer in ("ours", "mxfp4") else ""
+            cap += " tuned" if options.tune and peer in OURS else ""
             words = f"tokens={tokens} r={options.rank} peer={peer}"
             print(f"\n{name} {words}{part}", flush=True)
             release_workspace()
@@ -63,7 +64,7 @@ def main() -> None:
             except UnavailableError as error:
                 print(f"skipped: {error}")
             except Exception as error:
-                if peer in ("ours", "mxfp4"):
+                if peer in OURS:
                     raise
                 rows.fail(error)
             release(device)
@@ -89,7 +90,7 @@ def _options() -> argparse.Namespace:
     options.tokens = [32] if options.tiny else [int(n) for n in options.tokens.split(",")]
     known = PEERS if whole else gate_up.PEERS
     options.peers = options.peers.split(",") if options.peers else list(known)
-    unknown = set(options.peers) - {*known, *(["mxfp4"] if whole else [])}
+    unknown = set(options.peers) - {*known, *(OURS if whole else [])}
     if unknown:
         parser.error(f"--peers {', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
     return options

@@ -1,6 +1,8 @@
 """What one layer of experts is measured beside: each peer makes the same random layer its own.
 
     ours        packed nf4 with double quantization, LoRA of both projections
+    portable    the same as on a card of compute capability 8.6: neither Hopper's kernel nor torch's
+                grouped matmul; only where it is asked for
     frozen      bf16 weights, no LoRA, transformers' grouped_mm
     peft        bf16 weights, PEFT's LoRA of both projections, transformers' grouped_mm
     bnb         packed by bitsandbytes' parametrization, no LoRA, transformers' grouped_mm
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 import moe_qlora
 
 PEERS = ("ours", "frozen", "peft", "bnb", "e4b", "axolotl")
+OURS = ("ours", "portable", "mxfp4")
 DISTRIBUTIONS = {"e4b": ("experts4bit-qlora", "grouped-nf4-gemm"), "axolotl": ("axolotl",)}
 PROJECTIONS = ("gate_up_proj", "down_proj")
 
@@ -101,7 +104,11 @@ def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStac
         UnavailableError: The peer cannot run here.
     """
     holder.experts.config._experts_implementation = "grouped_mm"
-    if peer in ("ours", "mxfp4"):
+    if peer == "portable":
+        from moe_qlora.kernels import cards
+
+        stack.enter_context(cards.acting_as(cards.PORTABLE))
+    if peer in OURS:
         return _ours(peer, options, holder)
     if peer in ("bnb", "axolotl"):
         _pack_by_bitsandbytes(holder.experts)

@@ -228,6 +228,13 @@ def check_layer(case):
         close(mine, right)
 
 
+@pytest.mark.usefixtures("own_grouped_mm")
+@pytest.mark.parametrize("name", ["plain", "interleaved", "partial", "high-rank", "few-int8"])
+def test_the_own_grouped_matmul(name, monkeypatch):
+    monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
+    check_layer(CASES[name])
+
+
 # Those whose stacks are cut into slices; and two of smaller ones, whose rows are cut into pieces.
 SLICED = ["mxfp4", "tanh", "partial", "int8", "few-transposed", "interleaved", "no-lora"]
 
@@ -253,6 +260,12 @@ def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
     finally:
         workspace.set_workspace_cap(None)
     assert few or max(case.hidden, case.inner) <= 64 or sliced
+
+
+@pytest.mark.usefixtures("own_grouped_mm")
+@pytest.mark.parametrize("name", ["tanh", "few-transposed"])
+def test_slices_by_the_own_grouped_matmul(name, monkeypatch):
+    test_capped_scratch_in_slices_and_pieces(name, False, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["plain", "interleaved", "partial"])

@@ -70,7 +70,10 @@ def run(backend, parts, dtype, grad):
 @pytest.mark.parametrize("way", [(True, False), (False, True), (False, False)])
 def test_equals_the_reference(transposed, partial, way):
     gathers, scatters = way
-    parts = setup(gathers=gathers, scatters=scatters, transposed=transposed, partial=partial)
+    check(setup(gathers=gathers, scatters=scatters, transposed=transposed, partial=partial))
+
+
+def check(parts):
     rand, rows = parts[-1], parts[2]
     grad = rand(rows.outputs, OUT)
     exact = run(reference, parts, torch.float64, grad)
@@ -83,3 +86,14 @@ def test_equals_the_reference(transposed, partial, way):
             error, allowed = (mine - right).norm() / scale, (other - right).norm() / scale
             # Both round to bf16 in places of their own; neither may be far behind.
             assert error <= 1.5 * allowed + 1e-6, (float(error), float(allowed))
+
+
+@pytest.mark.parametrize("way", [(True, False), (False, True)])
+def test_by_the_own_grouped_matmul(way, request):
+    triton = pytest.importorskip("triton")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("a GPU is there, and with it the compiled kernels")
+    for fixture in ("interpreted", "own_grouped_mm"):
+        request.getfixturevalue(fixture)
+    gathers, scatters = way
+    check(setup(gathers=gathers, scatters=scatters, transposed=gathers, partial=True))

@@ -1,0 +1,84 @@
+"""What the device at hand can do, and who therefore multiplies: every such decision stands here.
+
+torch's grouped matmul is quick for bf16 on Hopper and datacenter Blackwell (compute capability 9
+and 10). Elsewhere, and for fp16 anywhere, it copies the experts' offsets to the host and calls
+cuBLAS expert by expert (`aten/src/ATen/native/cuda/GroupedBlas.cpp`, torch 2.9 to 2.13), which
+waits for the device and cannot be captured. `grouped_mm.py` takes its place there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+HALVES = (torch.bfloat16, torch.float16)
+
+HOPPER = (9, 0)
+"""Its compute capability."""
+
+SMALL_SHARED = 99 << 10
+"""Bytes of shared memory that a program may take on every NVIDIA card from capability 8.0 on; 8.6,
+8.9 and 12.0 have no more."""
+
+
+class Card(NamedTuple):
+    """A device, as far as kernels depend on it."""
+
+    maker: str  # "nvidia", "amd", "intel", or "" for the CPU
+    capability: tuple[int, int]  # Of CUDA, (0, 0) for others
+    shared: int  # Bytes of shared memory that one program may take
+
+
+PORTABLE = Card("nvidia", (8, 6), SMALL_SHARED)
+"""What every card with kernels can do at least."""
+
+_acting: Card | None = None
+
+
+@contextmanager
+def acting_as(card: Card) -> Iterator[None]:
+    """Choose kernels as for another card, as long as this lasts: for tests and measurements.
+
+    `acting_as(PORTABLE)` leaves out Hopper's kernel and torch's grouped matmul. All threads act so.
+    """
+    global _acting
+    before, _acting = _acting, card
+    try:
+        yield
+    finally:
+        _acting = before
+
+
+def card(device: torch.device) -> Card:
+    """Return what a device can do, or another that it is to act as."""
+    return actual(device) if _acting is None else _acting
+
+
+@cache
+def actual(device: torch.device) -> Card:
+    """Return what a device can do, whatever it is to act as."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        if torch.version.hip is not None:
+            return Card("amd", (0, 0), properties.shared_memory_per_block)
+        shared = getattr(properties, "shared_memory_per_block_optin", SMALL_SHARED)
+        return Card("nvidia", (properties.major, properties.minor), shared)
+    if device.type == "xpu":
+        return Card("intel", (0, 0), 64 << 10)
+    return Card("", (0, 0), SMALL_SHARED)
+
+
+def allows_hopper() -> bool:
+    """Whether the kernels for Hopper may be chosen, where they run."""
+    return _acting is None or _acting.capability == HOPPER
+
+
+def multiplies_by_torch(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped matmul computes a product there, else `grouped_mm.py`."""
+    if device.type == "cpu" or dtype not in HALVES:
+        return True
+    return dtype == torch.bfloat16 and card(device).capability[0] in (9, 10)

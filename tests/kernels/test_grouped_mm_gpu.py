@@ -1,0 +1,172 @@
+"""On a CUDA device: the own grouped matmul, and layers as on a card without torch's."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from moe_qlora.packing import codec
+from moe_qlora.packing.settings import CodecSettings
+
+pytestmark = pytest.mark.gpu
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def problem(inner, out, dtype, by_rows, sizes, apart=16):
+    """Rows further apart than wide, matrices as views, offsets, and the product in fp64."""
+    experts = len(sizes)
+    shape = (experts, out, inner + apart) if by_rows else (experts, inner, out + apart)
+    room = torch.randn(shape, device="cuda").mul_(0.1).to(dtype)
+    matrices = room[:, :, :inner].transpose(1, 2) if by_rows else room[:, :, :out]
+    x = torch.randn(sum(sizes) + 5, inner + 2 * apart, device="cuda").to(dtype)[:, :inner]
+    offsets = torch.tensor([0, *sizes], device="cuda").cumsum(0).to(torch.int32)
+    ends = offsets.tolist()
+    right = torch.cat(
+        [x[a:b].double() @ matrices[e].double() for e, (a, b) in enumerate(pairwise(ends))]
+    )
+    return x, matrices, offsets, right
+
+
+def multiply(x, matrices, offsets, tile, cut):
+    from moe_qlora.kernels import grouped_mm
+    from moe_qlora.kernels.routing import _tiles_launch
+
+    experts = len(matrices)
+    count = len(x) // tile + experts
+    tiles = torch.empty(2 * count, dtype=torch.int32, device="cuda")
+    _tiles_launch(experts, tile, (count, 0), 0)(offsets, tiles, tiles, count, 0)
+    return grouped_mm.launch(x, matrices, offsets, tiles, tile, cut)
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("inner", "out", "sizes"),
+    [
+        (2064, 1536, [300, 0, 1, 129, 64]),
+        (784, 264, [0, 200, 33, 0]),
+        (40, 72, [1]),
+        (8, 8, [0, 70, 3]),
+    ],
+)
+def test_every_cut(by_rows, dtype, tile, inner, out, sizes):
+    from moe_qlora.kernels import cards, grouped_mm
+
+    torch.manual_seed(inner + tile)
+    x, matrices, offsets, right = problem(inner, out, dtype, by_rows, sizes)
+    card = cards.card(x.device)
+    cuts = {grouped_mm.default(tile, x.device), *grouped_mm.CANDIDATES}
+    for cut in sorted(cut for cut in cuts if grouped_mm.fits(cut, tile, card)):
+        y = multiply(x, matrices, offsets, tile, cut)
+        error = (y[: len(right)].double() - right).norm() / right.norm()
+        assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4), (cut, float(error))
+        for _ in range(3):
+            again = multiply(x, matrices, offsets, tile, cut)
+            assert torch.equal(y[: len(right)], again[: len(right)]), cut
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("p", "q"), [(8, 2048), (768, 16), (128, 136)])
+def test_outer_products(dtype, p, q):
+    from moe_qlora.kernels import grouped_mm
+
+    torch.manual_seed(p)
+    a = torch.randn(700, p + 8, device="cuda").to(dtype)[:, :p]
+    b = torch.randn(700, q, device="cuda").to(dtype)
+    ends = [0, 1, 1, 400, 690]
+    out = grouped_mm.outer(a, b, torch.tensor(ends, device="cuda", dtype=torch.int32))
+    for e, (start, end) in enumerate(pairwise(ends)):
+        right = a[start:end].double().t() @ b[start:end].double()
+        assert (out[e].double() - right).norm() <= 3e-3 * right.norm()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("int8", False)])
+@pytest.mark.parametrize("tokens", [1, 90, 1500])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_layers_as_on_other_cards(dtype, kind, double, tokens, transposed, monkeypatch):
+    """Forward and backward of both ways, on codes and dequantized, beside the usual way."""
+    from moe_qlora.kernels import cards, moe_layer, workspace
+    from moe_qlora.kernels.row_launches import Gate
+
+    torch.manual_seed(tokens)
+    experts, hidden, inner, rank, top_k = 4, 320, 192, 8, 2
+
+    def packed(out, into):
+        shape = (experts, into, out) if transposed else (experts, out, into)
+        storage = torch.int8 if kind == "int8" else torch.uint8
+        weight = torch.randn(shape, device="cuda").mul_(0.05).to(dtype)
+        return codec.pack(weight, CodecSettings(kind, double, storage))
+
+    def lora(out, into):
+        a = torch.randn(experts * rank, into, device="cuda").mul_(0.05).to(dtype)
+        return moe_layer.Lora(a, torch.randn(out, rank * experts, device="cuda").to(dtype), 0.1)
+
+    stacks = packed(2 * inner, hidden), packed(hidden, inner)
+    layer = moe_layer.Layer(*stacks, transposed, False, Gate("silu"), dtype)
+    x, grad = (torch.randn(tokens, hidden, device="cuda").to(dtype) for _ in range(2))
+    weights = torch.rand(tokens, top_k, device="cuda").to(dtype)
+    index = torch.rand(tokens, experts - 1, device="cuda").topk(top_k, -1).indices
+    loras = lora(2 * inner, hidden), lora(hidden, inner)
+    operands = moe_layer.Operands(x, weights, (None, None), loras)
+
+    def run():
+        workspace.release_workspace()
+        state = moe_layer.gate_up_forward(layer, index, operands)
+        out = moe_layer.down_forward(layer, state)
+        return [out, *moe_layer.backward(layer, state.routing, state.saved, grad, operands)]
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("torch's grouped matmul")
+
+    usual = run()
+    for few in (True, False):
+        with monkeypatch.context() as patch, cards.acting_as(cards.PORTABLE):
+            if not few:
+                patch.setattr(moe_layer, "runs_quantized", lambda *args, **kwargs: False)
+            patch.setattr(torch.nn.functional, "grouped_mm", forbidden)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                own = run()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        for mine, other in zip(own, usual, strict=True):
+            assert (mine.double() - other.double()).norm() <= 0.015 * other.double().norm()
+
+
+def test_a_captured_step_in_fp16():
+    """torch's grouped matmul would copy to the host, which no capture takes."""
+    from moe_qlora.kernels import grouped_mm
+
+    x, matrices, offsets, right = problem(256, 128, torch.float16, True, [100, 0, 200])
+    cut = grouped_mm.default(64, x.device)
+    multiply(x, matrices, offsets, 64, cut)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = multiply(x, matrices, offsets, 64, cut)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (y[: len(right)].double() - right).norm() < 4e-4 * right.norm()
+
+
+def test_the_tuner_picks_a_cut(tmp_path, monkeypatch):
+    from moe_qlora.kernels import autotune, cards, grouped_mm
+
+    monkeypatch.setattr(autotune, "cache_file", lambda device: tmp_path / "table.json")
+    autotune._load.cache_clear()
+    weight = torch.randn(4, 192, 320, device="cuda", dtype=torch.bfloat16)
+    packed = codec.pack(weight, CodecSettings("nf4", True, torch.uint8))
+    with cards.acting_as(cards.PORTABLE):
+        autotune.tune(packed, torch.bfloat16, ())
+        autotune._load.cache_clear()
+        for back in (False, True):
+            cut = autotune.chosen_cut(packed, torch.bfloat16, 128, back=back)
+            assert cut in grouped_mm.CANDIDATES
+            assert grouped_mm.fits(cut, 128, cards.PORTABLE)
+    assert "grouped" in (tmp_path / "table.json").read_text(encoding="utf-8")
+    autotune._load.cache_clear()
