@@ -8,12 +8,14 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     factors.py              pads LoRA's factors for the kernels
     row_kernels.py          kernels over sorted rows: gather, gate, sum to tokens, LoRA's gradients
     row_launches.py         how these are cut and launched
-    expert_mm.py            x W for each expert's rows, by one of the next three
+    expert_mm.py            x W for each expert's rows, by what follows
     quantized_mm.py         few rows: multiplies on the codes, any GPU
     quantized_mm_hopper.py  the same on Hopper
-    dequantize.py           many rows: codes to 16 bit, for torch's grouped matmul
+    dequantize.py           many rows: codes to 16 bit, for a grouped matmul
+    grouped_mm.py           our own, for cards where torch's is slow
     workspace.py            the buffer that dequantize.py writes into
-    autotune.py             the quickest cut of the quantized matmul, measured on request
+    autotune.py             the quickest cuts of both matmuls, measured on request
+    cards.py                what a card can do, and who therefore multiplies
     launch.py               launches kernels with little of the host's time
 
 One projection runs by `projection.py` (grouped matmul) or `reference.py` (any device, and what the
