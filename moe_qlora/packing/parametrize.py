@@ -56,6 +56,7 @@ from .state_dict import is_shardable_entry, put_shardable, take, take_shardable
 _RECORD = "_moe_qlora_storage"
 _SHARED = "_moe_qlora_int8"
 _MOVED = "_moe_qlora_moved"
+_shared_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
 
 
 class _PackedList(P.ParametrizationList):
@@ -103,11 +104,7 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
     _unshare_class(module)
     if _RECORD not in module.__dict__:
         host: Any = module
-        cache = bnb_parametrize._enable_parametrization_cache  # of dequantized weights
-        clear = bnb_parametrize._disable_parametrization_cache
         hooks = [
-            host.register_forward_pre_hook(cache),
-            host.register_forward_hook(clear, always_call=True),
             host.register_state_dict_post_hook(_save),
             host.register_load_state_dict_pre_hook(_load),
         ]
@@ -126,6 +123,7 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
         module.register_parameter(name, owner)
         _register(module, name, parametrization)
         cast(Any, module.parametrizations)._modules[name].__class__ = _PackedList
+        _share_class(module)
     except BaseException:
         if not is_packed(module, name):
             module._parameters[name] = plain
@@ -167,6 +165,7 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
     parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, False)
     module._parameters[name] = parameter
     _forget(module)
+    _share_class(module)
     return parameter
 
 
@@ -262,16 +261,72 @@ def _forget(module: nn.Module) -> None:
 
 
 def _unshare_class(module: nn.Module) -> None:
-    """Give a parametrized module a class that no copy shares.
+    """Give a parametrized module a class that no other module shares.
 
-    torch gives it a class with a property for each parametrized name, but deepcopy shares that
-    class: a property added to the copy or removed would change the model it was copied from.
+    torch adds a property for each parametrized name to a module's class and removes it from there:
+    of a shared class, all modules would change.
     """
     if not P.is_parametrized(module):
         return
     shared = type(module)
     body = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__")}
     module.__class__ = type(shared.__name__, shared.__bases__, body)
+
+
+def _share_class(module: nn.Module) -> None:
+    """Give a module the class of all others of its kind with the same packed parameters.
+
+    torch makes a class for each parametrized module. To a compiler every class is other code: it
+    would compile every layer anew, and give up after a few.
+    """
+    own, names = type(module), packed_names(module)
+    if not names or not set(names) <= set(vars(own)):
+        return  # nothing is packed, or an engine derived the class
+    lists = cast(nn.Module, module._modules["parametrizations"])._modules
+    key = own.__bases__, frozenset(lists)
+    shared = _shared_classes.get(key)
+    if shared is None:
+        body = {k: v for k, v in vars(own).items() if k not in ("__dict__", "__weakref__")}
+        body |= {name: _decoding_property(name) for name in names}
+        body["__call__"] = _caching_call(own.__bases__[0])
+        shared = type(own.__name__, own.__bases__, body)
+        if len(lists) == len(names):  # what others parametrized is theirs alone
+            _shared_classes[key] = shared
+    module.__class__ = shared
+
+
+def _caching_call(base: Any) -> Callable[..., Any]:
+    """Return a `__call__` in which each weight is dequantized once, however often it is read.
+
+    It is no pair of hooks, as bitsandbytes has it: by their ids, compilers tell modules apart.
+    """
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if torch.compiler.is_compiling():
+            return base.__call__(self, *args, **kwargs)
+        with P.cached():
+            return base.__call__(self, *args, **kwargs)
+
+    return __call__
+
+
+def _decoding_property(name: str) -> property:
+    """Return a property that reads as torch's does; torch's holds the one module it is made for."""
+    torch_parametrize: Any = P
+
+    def read(self: Any) -> Tensor:
+        chain = self.parametrizations[name]
+        if not torch_parametrize._cache_enabled:
+            return cast(Tensor, chain())
+        key = id(self), name
+        if key not in torch_parametrize._cache:
+            torch_parametrize._cache[key] = chain()
+        return cast(Tensor, torch_parametrize._cache[key])
+
+    def write(self: Any, value: Tensor) -> None:
+        self.parametrizations[name].right_inverse(value)
+
+    return property(read, write)
 
 
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:

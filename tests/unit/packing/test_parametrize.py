@@ -89,9 +89,9 @@ def test_reads_give_the_decoded_stack(settings: CodecSettings) -> None:
             assert {id(t) for t in state_tensors(state)} == {id(t) for t in stack.statistics}
 
 
-def test_hooks_sit_once_and_cache_within_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_sit_once_and_a_call_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     module, _ = packed_experts(SETTINGS["nf4"])
-    assert len(module._forward_hooks) == len(module._forward_pre_hooks) == 1
+    assert not module._forward_hooks and not module._forward_pre_hooks
     assert len(module._state_dict_hooks) == len(module._load_state_dict_pre_hooks) == 1
     decodes = []
     monkeypatch.setattr(
@@ -120,10 +120,38 @@ def test_deepcopy_stands_alone(settings: CodecSettings) -> None:
     storage.detach(twin, "down")
     storage.detach(twin, "gate_up")
     assert_reads(module, decoded)
-    assert len(module._forward_hooks) == 1
+    assert len(module._load_state_dict_pre_hooks) == 1
     assert type(twin) is Experts
-    assert not twin._forward_hooks
     assert not twin._load_state_dict_pre_hooks
+
+
+def test_modules_of_a_kind_have_one_class_until_others_parametrize_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (module, decoded), (other, others) = (packed_experts(SETTINGS["nf4"], seed) for seed in (0, 1))
+    assert type(module) is type(other) is not Experts
+    # Read within a call of the other, each reads its own weight.
+    with parametrize.cached():
+        assert_reads(module, decoded)
+        assert_reads(other, others)
+    storage.detach(other, "down")
+    assert type(module) is not type(other)
+    assert_reads(module, decoded)
+    part = Experts()
+    storage.attach(part, "gate_up", pack(part.gate_up, SETTINGS["int8"]))
+    assert type(part) is type(other)
+
+    weighed = Experts()
+    parametrize.register_parametrization(weighed, "norm", nn.Softplus())
+    storage.attach(weighed, "down", pack(weighed.down, SETTINGS["nf4"]))
+    twin = Experts()
+    parametrize.register_parametrization(twin, "norm", nn.Softplus())
+    storage.attach(twin, "down", pack(twin.down, SETTINGS["nf4"]))
+    assert type(weighed) is not type(twin)
+    parametrize.remove_parametrizations(twin, "norm")
+    assert torch.allclose(weighed.norm, nn.functional.softplus(torch.ones(40)))
+    with pytest.raises(RuntimeError, match="right_inverse"):
+        weighed.down = weighed.down
 
 
 def test_packing_a_copy_leaves_its_source() -> None:
@@ -268,7 +296,7 @@ def test_detach_restores_the_module(settings: CodecSettings) -> None:
     order = [name for name, _ in Experts().named_parameters()]
     storage.detach(module, "gate_up")
     assert storage.packed_names(module) == ("down",)
-    assert len(module._forward_hooks) == 1
+    assert len(module._state_dict_hooks) == 1
     kept = nn.Parameter(torch.zeros(4, 40, 24))
     assert storage.detach(module, "down", kept) is kept
     assert module.down is kept
