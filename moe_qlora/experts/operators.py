@@ -210,8 +210,8 @@ def _projection_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 @first_order
 def _projection_autograd(ctx: Any, grad: Tensor) -> Any:
-    single, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-    dropped, a, b, packed = _split(rest, ctx.counts)
+    # Read once: under a checkpoint, saved tensors can be had a single time.
+    single, dropped, a, b, packed = _split(ctx.saved_tensors, (5, *ctx.counts))
     # Lists count as one input: their members' flags are not told apart here.
     needs = [*ctx.needs_input_grad[:3], *ctx.constants[-1], *([True] * (len(a) + len(b)))]
     grads = torch.ops.moe_qlora.experts_projection_backward(
