@@ -121,7 +121,9 @@ class _BlockCopy:
         module.training = False
         # accelerate's wrapper of the forward moves real tensors between devices, and that of expert
         # parallelism exchanges tokens with other ranks, which may not be detecting now.
-        if "_old_forward" in module.__dict__ or getattr(module, "_is_expert_parallel", False):
+        # Experts of transformers' interface have an eager forward, whatever is bound in its place.
+        wrapped = "_old_forward" in module.__dict__ or getattr(module, "_is_expert_parallel", False)
+        if wrapped or hasattr(module, "_apply_gate"):
             module.__dict__.pop("forward", None)
         config: Any = module.__dict__.get("config")
         if getattr(config, "_experts_implementation", None) is not None:

@@ -26,6 +26,8 @@ from torch import Tensor, distributed, nn
 
 from ..detection.detect import detect
 from ..errors import ConfigError, UnsupportedWeightError
+from ..experts.forward import can_serve
+from ..experts.rebinding import mark_as_calling
 from ..layout import ExpertsModule, ModelLayout, listed, name_pattern
 from ..packing import parametrize, shares
 from ..packing.settings import CodecSettings
@@ -64,6 +66,11 @@ def expert_parallel(model: nn.Module, mesh: Any, *, implementation: str = "auto"
     check_mesh(mesh)
     layout = detect(model)
     for entry in modules_to_divide(model, layout, mesh.size(mesh.ndim - 1)):
+        if not entry.dispatches and not any(param.packed for param in entry.parameters):
+            raise ConfigError(
+                f"{entry.name} is a {entry.class_name}, whose own forward knows no experts of "
+                "other ranks: call moe_qlora.quantize_experts before expert_parallel."
+            )
         for param in entry.parameters:
             _check_cut(model, param.name, mesh)
     return divide(model, layout, mesh, implementation)
@@ -134,7 +141,7 @@ def modules_to_divide(
     if not modules:
         raise ConfigError("The model has no routed expert weights that ranks could divide.")
     for entry in modules:
-        if not entry.dispatches:
+        if not can_serve(model.get_submodule(entry.name)):
             raise ConfigError(
                 f"{entry.name} is a {entry.class_name.removeprefix('Parametrized')}, which does "
                 "not compute through transformers' experts interface: its experts cannot be "
@@ -183,13 +190,17 @@ class _Dispatch:
         name = register() if self.implementation == "auto" else self.implementation
         mesh = self.share.mesh
         mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
-        dispatching = module.__dict__.pop("forward", None)
+        host: Any = module
+        dispatching = module.__dict__.get("forward")
+        if dispatching is not None:
+            del host.forward
         EpDispatchExpertsParallel().install_forward(
             module, mesh, tp_mesh=self.tp_mesh, ep_implementation=name
         )
-        self.forward = module.__dict__.pop("forward")
+        self.forward = module.__dict__["forward"]
+        del host.forward
         if dispatching is not None:
-            module.__dict__["forward"] = dispatching
+            host.forward = dispatching
         return self.forward
 
 
@@ -200,6 +211,9 @@ def _dispatched_forward(
     state: _Dispatch = self.__dict__[_DISPATCH]
     forward = state.forward or state.install(self)
     return forward(hidden_states, top_k_index, top_k_weights)
+
+
+mark_as_calling(_dispatched_forward)  # around the module's own forward, and nothing else
 
 
 def dispatch(module: nn.Module, share: ExpertShare, tp_mesh: Any, implementation: str) -> None:
@@ -216,7 +230,7 @@ def dispatch(module: nn.Module, share: ExpertShare, tp_mesh: Any, implementation
         ) from error
     module.__dict__[_DISPATCH] = state
     # A method, which a copy of the module binds to itself.
-    module.__dict__["forward"] = MethodType(_dispatched_forward, module)
+    host.forward = MethodType(_dispatched_forward, module)
 
 
 def _check_cut(model: nn.Module, name: str, mesh: Any) -> None:

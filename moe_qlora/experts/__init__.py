@@ -13,6 +13,7 @@ out comes the layer's output, with gradients for activations, routing weights an
     operators.py    both as custom operators, for torch.compile
     derivatives.py  second derivatives are refused
     activation.py   which activation a module computes
+    rebinding.py    which forward runs where other code, such as Liger, has bound one
     checks.py       checks before a packed model runs
     restore.py      packed experts back to plain parameters
     tune.py         `tune_kernels`

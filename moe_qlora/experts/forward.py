@@ -35,7 +35,8 @@ a model defines is right and keeps only its input.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -43,7 +44,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..detection.detect import dispatches
-from . import fused
+from ..packing import parametrize
+from . import fused, rebinding
 from .activation import find_gate
 from .backend import (
     FUSED,
@@ -59,6 +61,7 @@ from .projection import Inputs, Projection
 
 IMPLEMENTATION = "moe_qlora"
 
+_INTERFACE = "transformers.integrations.moe"  # where transformers' decorator of experts stands
 _PREVIOUS = "_moe_qlora_previous"
 
 
@@ -67,32 +70,38 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
 
     The selection is made on the configuration object that each module reads, which it shares with
     the model's other experts modules: those that hold nothing packed go on with what was selected
-    before. Returns the names of modules whose class does not dispatch through transformers' experts
-    interface: their own forward runs on, and reads decoded weights.
+    before. Modules of Liger's class read none, and get the forward itself. Returns the names of
+    modules that go through neither: their own forward runs on, and reads decoded weights.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     left: list[str] = []
     configs: dict[int, Any] = {}
+    served: list[Any] = []
     for name in module_names:
-        module = model.get_submodule(name)
+        module: Any = model.get_submodule(name)
         config = getattr(module, "config", None)
-        if dispatches(module) and config is not None:
+        if config is not None and goes_through_interface(module):
             configs[id(config)] = config
-        else:
+        elif not _of_liger(module):
             left.append(name)
-    if configs and IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
+            continue
+        served.append(module)
+    if served and IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
         register_operators()
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
     for module in model.modules():
         config = getattr(module, "config", None)
         if id(config) in configs and dispatches(module) and _PREVIOUS not in module.__dict__:
             module.__dict__[_PREVIOUS] = getattr(config, "_experts_implementation", None)
-            # Found out now, outside of any compiler: what a compiled call must know.
-            find_gate(module)
-            parameter = next(module.parameters(), None)
-            if parameter is not None and parameter.is_cuda:
-                kernels_run(parameter.device)
+            _prepare(module)
+    for module in served:
+        if _PREVIOUS not in module.__dict__:
+            module.__dict__.update(rebinding.LIGER_INTERFACE, _apply_gate=rebinding.silu_gate)
+            module.__dict__[_PREVIOUS] = None
+            _prepare(module)
+        parametrize.extend_class(module, _class_members)
+        rebinding.hold(module)
     for config in configs.values():
         # The internal name, as `set_experts_implementation` writes it: the property's setter would
         # pass the choice on to sub-configurations that own no packed experts.
@@ -103,9 +112,46 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
 def deactivate(model: nn.Module) -> None:
     """Give every experts module back the implementation that it had before `activate`."""
     for module in model.modules():
-        if _PREVIOUS in module.__dict__:
+        if _PREVIOUS not in module.__dict__:
+            continue
+        previous = module.__dict__.pop(_PREVIOUS)
+        parametrize.restore_class(module)
+        rebinding.release(module)
+        if _of_liger(module):
+            for name in (*rebinding.LIGER_INTERFACE, "_apply_gate"):
+                module.__dict__.pop(name, None)
+        else:
             config: Any = module.config
-            config._experts_implementation_internal = module.__dict__.pop(_PREVIOUS)
+            config._experts_implementation_internal = previous
+
+
+def can_serve(module: nn.Module) -> bool:
+    """Whether `activate` can select `experts_forward` for a module, once it is packed."""
+    return goes_through_interface(module) or _of_liger(module)
+
+
+def goes_through_interface(module: nn.Module) -> bool:
+    """Whether the forward of a module's class is the one that transformers' interface gave it.
+
+    Also where Liger has put its own on such a class. A forward that other code has put there only
+    looks as if: the module still has all that the interface leaves on it.
+    """
+    forward = rebinding.class_forward(module)
+    origin = getattr(forward, "__globals__", {}).get("__name__")
+    return dispatches(module) and (origin == _INTERFACE or rebinding.is_ligers(forward))
+
+
+def asks_for_lora(module: Any) -> bool:
+    """Whether a call of a module certainly ends in `experts_forward`, which asks for LoRA itself.
+
+    Uncertain where other code has bound a forward to the module, which may call the module's own.
+    """
+    if not parametrize.holds_packed(module) or not rebinding.runs_own_forward(module):
+        return False
+    if _PREVIOUS not in module.__dict__ and not goes_through_interface(module):
+        return False
+    config = getattr(module, "config", None)
+    return config is None or config._experts_implementation == IMPLEMENTATION
 
 
 def experts_forward(
@@ -132,6 +178,28 @@ class _Routing(NamedTuple):
     order: Tensor  # `(R,)`: the assignment (token x k + slot) in each sorted row
     expert_offsets: Tensor  # `(E + 1,)`: rows of expert e are [offsets[e], offsets[e + 1])
     top_k: int
+
+
+@cache
+def _class_members(base: Any) -> Mapping[str, Any]:
+    """Return what the class of a packed module has beside `base`, the class of the plain one.
+
+    Once for each class: a forward that is put on it later is not the class's own.
+    """
+    own = base.forward
+    return rebinding.class_members(base, experts_forward if rebinding.is_ligers(own) else own)
+
+
+def _of_liger(module: nn.Module) -> bool:
+    return any(map(rebinding.is_ligers_class, type(module).__mro__))
+
+
+def _prepare(module: nn.Module) -> None:
+    """Find out, outside of any compiler, what a compiled call must know of a module."""
+    find_gate(module)
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.is_cuda:
+        kernels_run(parameter.device)
 
 
 def _by_projection(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tensor:
@@ -173,7 +241,9 @@ def _previous_forward(module: Any) -> Any:
     """Return the forward that a module had before `activate`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    own = type(module).forward
+    own: Any = type(module).forward
+    if isinstance(own, property):
+        own = rebinding.class_forward(module)
     eager = getattr(own, "__wrapped__", own)
     previous = module.__dict__.get(_PREVIOUS)
     if previous in (None, "eager", IMPLEMENTATION):

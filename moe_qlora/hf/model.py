@@ -50,7 +50,7 @@ def finish_packing(
     for entry in layout.modules:
         module = model.get_submodule(entry.name)
         packed = parametrize.packed_names(module)
-        if entry.dispatches and any(not parametrize.is_foreign(module, name) for name in packed):
+        if any(not parametrize.is_foreign(module, name) for name in packed):
             names.append(entry.name)
     left = forward.activate(model, names)
     mark_quantized(model, config, settings)

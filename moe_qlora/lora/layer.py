@@ -9,7 +9,9 @@ of two wrappers, merges into a temporary, and would hold a decoded layer for bac
   active factors and adds s B (A x) beside the packed product: exact, and without dense gradients;
 - where another forward runs, the wrapper adds s B A to what the parametrization decodes, for the
   length of the call. That is what stock PEFT computes on unpacked weights, at its price in memory
-  and rounding. Dropout cannot be expressed there and is refused.
+  and rounding. Dropout cannot be expressed there and is refused;
+- where other code has bound a forward (experts/rebinding.py), which of the two runs shows only in
+  the call: the wrapper prepares for both, and each adds LoRA for itself.
 
 Shapes: E experts, r rank, `lora_A` `(E r, in)` with the expert slowest, `lora_B` `(out, r E)` with
 the expert fastest, as PEFT stores them; in and out as PEFT's `ParamWrapper` sees them.
@@ -19,8 +21,8 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -29,18 +31,20 @@ from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from ..detection.detect import dispatches
 from ..errors import AdapterError
-from ..experts.forward import IMPLEMENTATION
+from ..experts.forward import asks_for_lora
 from ..experts.lora_source import LoraFactors, clear_lora_source, set_lora_source
+from ..experts.rebinding import bound_forward, forward_property
 from ..kernels.weights import PackedWeight
 from ..layout import unwrapped
 from ..packing.codec import first_nonfinite, require_whole
-from ..packing.parametrize import is_packed, packed_names, read_packed
+from ..packing.parametrize import decoded_by, is_packed, packed_names, read_packed
 from ..packing.shares import ExpertShare, share_of
 from .divided import divided_factors, local_factor
 from .merge import Product, merged_weight, replace_parameter, restore_packed
 from .supported import check_dropout
+
+_ADDS = "_moe_qlora_adds_on_read"
 
 
 class ExpertAdapters:
@@ -52,7 +56,7 @@ class ExpertAdapters:
     def active_lora(self, parameter_name: str) -> tuple[LoraFactors, ...]:
         """Return the active adapters' factors; none while adapters are disabled or merged."""
         wrapper = self.wrappers.get(parameter_name)
-        return () if wrapper is None else wrapper.active_factors()
+        return () if wrapper is None or wrapper.adds_itself else wrapper.active_factors()
 
 
 class ParamWrapper(StockParamWrapper):
@@ -65,6 +69,7 @@ class ParamWrapper(StockParamWrapper):
     lora_source: ExpertAdapters | None = None  # None until it is connected
     merge_dtype: torch.dtype | None = None  # None for the dtype before packing
     merge_repack: bool = False
+    adds_itself: bool = False  # whether a call runs with LoRA in the plain weight
     _unmerged: PackedWeight | None = None
     _share: ExpertShare | None = None  # of experts that are divided over ranks
 
@@ -99,7 +104,13 @@ class ParamWrapper(StockParamWrapper):
 
     # The forward.
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    forward = forward_property("_forward")
+
+    def train(self, mode: bool = True) -> Any:
+        bound_forward(self)
+        return super().train(mode)
+
+    def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._check_forward_args(x, *args, **kwargs)
         if kwargs.pop("adapter_names", None) is not None:
             raise ValueError(
@@ -108,16 +119,18 @@ class ParamWrapper(StockParamWrapper):
             )
         self._unmerge_if_disabled()
         base = self.get_base_layer()
-        implementation = getattr(getattr(base, "config", None), "_experts_implementation", None)
-        # This package's experts forward asks for LoRA itself.
-        asks = implementation == IMPLEMENTATION and dispatches(base) and bool(packed_names(base))
-        factors = () if asks else self.active_factors()
-        if not factors:
+        if asks_for_lora(base):
             return self.base_layer(x, *args, **kwargs)
-        if not is_packed(base, self.parameter_name):
+        # Where other code has bound a forward, it may still end in the one that asks for LoRA.
+        if is_packed(base, self.parameter_name):
+            with decoded_by(base, self.parameter_name, self._add_on_read):
+                return self.base_layer(x, *args, **kwargs)
+        self.check_dropped(self.active_factors())
+        self.adds_itself = True
+        try:
             return super().forward(x, *args, **kwargs)
-        with self._added_on_read(base, factors):
-            return self.base_layer(x, *args, **kwargs)
+        finally:
+            self.adds_itself = False
 
     def active_factors(self) -> tuple[LoraFactors, ...]:
         """Return the active adapters' factors, in the order in which they were set active."""
@@ -138,20 +151,26 @@ class ParamWrapper(StockParamWrapper):
             if name in a
         )
 
-    @contextmanager
-    def _added_on_read(self, base: nn.Module, factors: tuple[LoraFactors, ...]) -> Iterator[None]:
-        if self.training and any(adapter.dropout is not None for adapter in factors):
-            raise AdapterError(
-                f"lora_dropout on {self.parameter_name} needs the 'moe_qlora' experts "
-                "implementation, and this model runs another one; call "
-                "model.set_experts_implementation('moe_qlora')."
-            )
-        chain: Any = cast(Any, base.parametrizations)[self.parameter_name]
-        chain.append(_AddOnRead(self, factors))
-        try:
-            yield
-        finally:
-            del chain[len(chain) - 1]
+    def check_dropped(self, factors: tuple[LoraFactors, ...], bound: Any = None) -> None:
+        """Raise where dropout is to act on an input that another forward, `bound`, multiplies."""
+        if not self.training or all(adapter.dropout is None for adapter in factors):
+            return
+        bound = bound or bound_forward(self.get_base_layer())
+        what = "this model runs another one; call model.set_experts_implementation('moe_qlora')"
+        if bound is not None:
+            name = getattr(bound, "__qualname__", type(bound).__name__)
+            what = f"{name} is bound as the forward of these experts; unbind it or set dropout to 0"
+        raise AdapterError(
+            f"lora_dropout on {self.parameter_name} needs the 'moe_qlora' experts "
+            f"implementation, and {what}."
+        )
+
+    @property
+    def _add_on_read(self) -> _AddOnRead:
+        made: _AddOnRead | None = self.__dict__.get(_ADDS)
+        if made is None:
+            made = self.__dict__[_ADDS] = _AddOnRead(self)
+        return made
 
     def add_lora(self, weight: Tensor, factors: tuple[LoraFactors, ...]) -> Tensor:
         """Return `weight` + the sum of s B A, computed in fp32 and rounded to its dtype."""
@@ -184,10 +203,18 @@ class ParamWrapper(StockParamWrapper):
             base = self.__dict__.get("_modules", {}).get("base_layer")
             inner = None if base is None else unwrapped(base)
             wrappers = {} if self.lora_source is None else self.lora_source.wrappers
-            if inner is None or (name not in packed_names(inner) and name not in wrappers):
+            if inner is None:
+                raise
+            # A forward that other code has bound here was written for the module inside.
+            bound = bound_forward(self)
+            if name not in packed_names(inner) and name not in wrappers and bound is None:
                 raise
             wrapper = wrappers.get(name)
-            return getattr(inner, name) if wrapper is None else wrapper.read_adapted(inner)
+            if wrapper is None:
+                return getattr(inner, name)
+            if bound is not None and "_old_forward" not in self.__dict__:  # which a hook has
+                wrapper.check_dropped(wrapper.active_factors(), bound)
+            return wrapper.read_adapted(inner)
 
     # The factors.
 
@@ -279,13 +306,15 @@ class ParamWrapper(StockParamWrapper):
 class _AddOnRead(nn.Module):
     """Adds s B A to a decoded weight, in fp32; follows the decoding during one forward."""
 
-    def __init__(self, wrapper: ParamWrapper, factors: tuple[LoraFactors, ...]) -> None:
+    def __init__(self, wrapper: ParamWrapper) -> None:
         super().__init__()
-        self.added = (wrapper, factors)  # in a tuple, so that neither becomes a submodule
+        self.wrapper = (wrapper,)  # in a tuple, so that it does not become a submodule
 
     def forward(self, weight: Tensor) -> Tensor:
-        wrapper, factors = self.added
-        return wrapper.add_lora(weight, factors)
+        wrapper = self.wrapper[0]
+        factors = wrapper.active_factors()
+        wrapper.check_dropped(factors)
+        return wrapper.add_lora(weight, factors) if factors else weight
 
 
 def _without_dropout(config: LoraConfig) -> LoraConfig:

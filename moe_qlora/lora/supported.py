@@ -8,8 +8,8 @@ from typing import Any
 from peft import LoraConfig, PeftConfig, PeftType
 from torch import nn
 
-from ..detection.detect import dispatches
 from ..errors import ConfigError
+from ..experts.forward import can_serve
 from ..packing.parametrize import read_packed
 
 # Settings that PEFT cannot apply to an expert parameter, or that need the unpacked weight: field,
@@ -81,7 +81,7 @@ def check_supported(
 
 def check_dropout(name: str, module: nn.Module, probability: float) -> None:
     """Refuse dropout where only the module's own forward runs, which reads the sum W + s B A."""
-    if probability and not dispatches(module):
+    if probability and not can_serve(module):
         raise ConfigError(
             f"lora_dropout={probability} does not work for {name} of {type(module).__name__}, "
             "whose forward multiplies by the weight itself; set lora_dropout=0, or leave these "

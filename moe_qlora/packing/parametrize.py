@@ -25,7 +25,8 @@ A state dict has bitsandbytes' keys (format.py), and `load_state_dict` reads the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -56,6 +57,7 @@ from .state_dict import is_shardable_entry, put_shardable, take, take_shardable
 _RECORD = "_moe_qlora_storage"
 _SHARED = "_moe_qlora_int8"
 _MOVED = "_moe_qlora_moved"
+_MEMBERS = "_moe_qlora_class_members"
 _shared_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
 
 
@@ -169,6 +171,26 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
     return parameter
 
 
+def extend_class(module: nn.Module, members: Callable[[type], Mapping[str, Any]]) -> None:
+    """Give the class that a packed module has, and has again after repacking, more members.
+
+    `members` gets the class that the module had before torch gave it one of its own. A class that
+    an engine has derived stays as it is.
+    """
+    module.__dict__[_MEMBERS] = members
+    _share_class(module)
+
+
+def restore_class(module: nn.Module) -> None:
+    """Undo `extend_class`."""
+    members = module.__dict__.pop(_MEMBERS, None)
+    if members is not None and P.is_parametrized(module):
+        _unshare_class(module)
+        for name in set(members(type(module).__bases__[0])) & set(vars(type(module))):
+            delattr(type(module), name)
+        _share_class(module)
+
+
 def is_packed(module: nn.Module, name: str) -> bool:
     """Return whether this parameter is packed, by this package or by bitsandbytes' own helper."""
     return decoder_of(module, name) is not None
@@ -190,6 +212,12 @@ def packed_names(module: nn.Module) -> tuple[str, ...]:
     place = {name: index for index, name in enumerate(order)}
     names.sort(key=lambda name: place.get(name, len(place)))
     return tuple(names)
+
+
+def holds_packed(module: nn.Module) -> bool:
+    """Return whether a parameter of this very module is packed; quicker than `packed_names`."""
+    lists = module._modules.get("parametrizations")
+    return lists is not None and any(is_packed(module, name) for name in lists._modules)
 
 
 def is_packed_linear(module: nn.Module | None) -> bool:
@@ -245,6 +273,21 @@ def decoder_of(module: nn.Module, name: str) -> Any:
     return first if isinstance(first, known) else None
 
 
+@contextmanager
+def decoded_by(module: nn.Module, name: str, last: nn.Module) -> Iterator[None]:
+    """Within the block, let `last` change what other code reads as a packed parameter's weight.
+
+    `last` gets the dequantized weight and returns a tensor of its shape.
+    """
+    chain = parametrization_list(module, name)._modules
+    key = str(len(chain))
+    chain[key] = last
+    try:
+        yield
+    finally:
+        del chain[key]
+
+
 def _forget(module: nn.Module) -> None:
     """Restore registration order; the hooks go with the module's last packed parameter."""
     if _RECORD not in module.__dict__:
@@ -283,12 +326,14 @@ def _share_class(module: nn.Module) -> None:
     if not names or not set(names) <= set(vars(own)):
         return  # nothing is packed, or an engine derived the class
     lists = cast(nn.Module, module._modules["parametrizations"])._modules
-    key = own.__bases__, frozenset(lists)
+    members = module.__dict__.get(_MEMBERS)
+    key = own.__bases__, frozenset(lists), members
     shared = _shared_classes.get(key)
     if shared is None:
         body = {k: v for k, v in vars(own).items() if k not in ("__dict__", "__weakref__")}
         body |= {name: _decoding_property(name) for name in names}
         body["__call__"] = _caching_call(own.__bases__[0])
+        body |= {} if members is None else members(own.__bases__[0])
         shared = type(own.__name__, own.__bases__, body)
         if len(lists) == len(names):  # what others parametrized is theirs alone
             _shared_classes[key] = shared

@@ -31,7 +31,7 @@ FLOORS = (
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-HOSTS = {"axolotl", "trl", "accelerate", "llamafactory", "swift"}
+HOSTS = {"axolotl", "trl", "accelerate", "llamafactory", "swift", "liger_kernel"}
 MODEL_LIBRARIES = {"transformers", "peft"}
 MAY_NOT_NAME_MODEL_LIBRARIES = {"kernels", "packing", "detection", "layout", "errors"}
 MAY_NOT_NAME_MODEL_LIBRARIES |= {"progress"}

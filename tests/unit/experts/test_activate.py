@@ -15,7 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moe_qlora.detection import detect
 from moe_qlora.experts import forward
 from moe_qlora.packing import codec, decoders, parametrize, settings
-from moe_qlora.testing import tiny_inputs, tiny_model
+from moe_qlora.testing import registry_families, tiny_inputs, tiny_model
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
@@ -144,3 +144,9 @@ def test_generation_keeps_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     made = model.generate(given, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert made.shape == (2, given.shape[1] + 3)
     assert model.config._experts_implementation == forward.IMPLEMENTATION
+
+
+@pytest.mark.parametrize("model_type", registry_families())
+def test_every_class_with_the_interfaces_marks_goes_through_it(model_type):
+    for module in tiny_model(model_type, device="meta").modules():
+        assert forward.goes_through_interface(module) == detect.dispatches(module)

@@ -1,0 +1,169 @@
+"""Which forward a module runs where other code has bound one of its own to it.
+
+Other code replaces forwards: in a module's `__dict__`, by an assignment, or on its class. What it
+binds reads the dequantized weights, or calls the forward that it replaces.
+
+- Liger's computes what the experts forward of this package does, from dequantized weights. It is
+  set aside, for as long as the experts are packed. liger_kernel is told by its modules' name.
+- Any other one runs. Whether it reads weights or ends in the package's own forward, which asks for
+  LoRA itself, is not known beforehand: `lora/layer.py` prepares for both.
+
+What stands in an instance's `__dict__` wins over a method of its class, but not over a property: so
+`forward` is one on the class of packed experts, and on that of PEFT's wrapper around them.
+torch.compile looks into the `__dict__` first. What is set aside is therefore taken out as soon as
+eager code comes by: a forward, `train()` or `eval()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_LIGER = "liger_kernel."
+_ASIDE = "_moe_qlora_set_aside"  # what was taken out of a module's `__dict__`, by name
+_ASSIGNED = "_moe_qlora_assigned_forward"  # the last forward that was bound and is to be run
+_CALLS = "_moe_qlora_calls_own_forward"
+_RUN = "_moe_qlora_run"
+_PATCHED = "_moe_qlora_patched_forward"
+
+LIGER_INTERFACE: Mapping[str, Any] = {
+    "has_gate": True,
+    "has_bias": False,
+    "has_post_expert_norm": False,
+    "is_transposed": False,
+    "_is_expert_parallel": False,
+}
+"""What transformers' experts interface would say of a module of Liger's class."""
+
+
+def is_ligers_class(cls: type) -> bool:
+    """Whether this is the class that Liger puts in the place of a model's experts class."""
+    return cls.__module__.startswith(_LIGER) and cls.__qualname__ == "LigerExperts"
+
+
+def silu_gate(pre: Tensor) -> Tensor:
+    """Compute the gate of Liger's class: `(R, 2 I)`, the gate's half first, to `(R, I)`."""
+    gate, up = pre.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def is_ligers(method: Any) -> bool:
+    """Whether a function, or one that is bound, is Liger's."""
+    function = getattr(method, "__func__", method)
+    return isinstance(function, FunctionType) and function.__module__.startswith(_LIGER)
+
+
+def bound_forward(module: nn.Module) -> Any:
+    """Return the forward that was bound to this instance and is to be run; None for its class's."""
+    state = module.__dict__
+    bound = state.get("forward")
+    if bound is None or not is_ligers(bound):
+        return bound
+    assigned = state.get(_ASSIGNED)
+    if not torch.compiler.is_compiling():
+        aside = state.setdefault(_ASIDE, {})
+        for name in ("forward", "_get_name"):  # Liger binds both
+            if is_ligers(state.get(name)):
+                aside[name] = state.pop(name)
+        if assigned is not None:
+            state["forward"] = assigned
+    return assigned
+
+
+def forward_property(method: str, patched: str | None = None) -> Any:
+    """Return a property: the forward that is bound to an instance, else its method of this name.
+
+    `patched` names an attribute that is None, or a function that takes the method's place.
+    """
+
+    def read(self: Any) -> Any:
+        bound = bound_forward(self)
+        if bound is not None:
+            return bound
+        other = None if patched is None else getattr(self, patched)
+        return getattr(self, method) if other is None else MethodType(other, self)
+
+    def assign(self: Any, forward: Any) -> None:
+        # Hooks assign the forward that they found, when they go.
+        if getattr(forward, "__func__", None) is getattr(type(self), method):
+            unbind(self)
+            return
+        self.__dict__["forward"] = forward
+        if not is_ligers(forward):
+            self.__dict__[_ASSIGNED] = forward
+
+    def unbind(self: Any) -> None:
+        self.__dict__.pop("forward", None)
+        self.__dict__.pop(_ASSIGNED, None)
+
+    return property(read, assign, unbind)
+
+
+def class_members(base: type[Any], run: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return what the class of packed experts has on top of `base`, whose forward `run` is."""
+    own = base.forward
+
+    def patched(self: Any) -> Any:
+        if torch.compiler.is_compiling() or base.forward is own or is_ligers(base.forward):
+            return None
+        return base.forward
+
+    def train(self: Any, mode: bool = True) -> Any:
+        bound_forward(self)
+        return base.train(self, mode)
+
+    return {
+        "forward": forward_property(_RUN, _PATCHED),
+        "train": train,
+        _RUN: run,
+        _PATCHED: property(patched),
+    }
+
+
+def mark_as_calling(function: Any) -> None:
+    """Say of a forward to be bound to modules that it always calls the module's own."""
+    setattr(function, _CALLS, True)
+
+
+def runs_own_forward(module: Any) -> bool:
+    """Whether a call certainly comes to the forward of the module's class as `hold` found it."""
+    bound = bound_forward(module)
+    if bound is not None:
+        return bool(getattr(bound, _CALLS, False))
+    return not hasattr(type(module), _PATCHED) or getattr(module, _PATCHED) is None
+
+
+def class_forward(module: nn.Module) -> Any:
+    """Return the forward of a module's class, whatever stands before it."""
+    forwards = (vars(cls).get("forward") for cls in type(module).__mro__)
+    return next(each for each in forwards if each is not None and not isinstance(each, property))
+
+
+def hold(module: Any) -> None:
+    """Take over what is bound to a module that has `class_members`.
+
+    Liger's forward, which hooks may keep under a name of theirs, gives way to the module's own. Any
+    other one stays, and comes back where Liger's replaces it.
+    """
+    state = module.__dict__
+    bound = state.get("forward")
+    if bound is not None and not is_ligers(bound):
+        state[_ASSIGNED] = bound
+    for name, value in list(state.items()):
+        if name != "forward" and is_ligers(value) and value.__name__ == "forward":
+            state.setdefault(_ASIDE, {})[name] = value
+            state[name] = getattr(module, _RUN)
+
+
+def release(module: nn.Module) -> None:
+    """Put back what was set aside, except a forward where another one is bound."""
+    state = module.__dict__
+    state.pop(_ASSIGNED, None)
+    for name, value in state.pop(_ASIDE, {}).items():
+        if name != "forward" or name not in state:
+            state[name] = value

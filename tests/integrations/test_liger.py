@@ -1,0 +1,355 @@
+"""Liger over packed experts: whatever it replaces, and whenever, they run this package's forward.
+
+Liger's kernels need CUDA. Here its two functions for experts and MLPs are plain torch, the one for
+experts counts its calls, and norms, rotary embedding and loss stay what they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import torch.nn.functional as F
+import trl
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from peft import LoraConfig
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from training import whole
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import moe_qlora
+from moe_qlora.errors import ConfigError
+from moe_qlora.packing import parametrize
+from moe_qlora.testing import model_class, tiny_inputs, tiny_model
+
+pytest.importorskip("liger_kernel")
+
+from liger_kernel.transformers import monkey_patch, swiglu
+from liger_kernel.transformers.model import output_classes
+
+BNB = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+)
+# Liger has a class of experts for the first nine, and leaves those of the others alone.
+REPLACED = (
+    "mixtral", "qwen3_moe", "qwen3_vl_moe", "glm4v_moe", "qwen3_next", "qwen3_5_moe",
+    "hunyuan_v1_moe", "deepseek_v2", "deepseek_v3",
+)  # fmt: skip
+LEFT_ALONE = ("deepseek_v4", "gpt_oss", "llama4_text", "gemma4_text")
+CPU = {
+    "rope": False,
+    "rms_norm": False,
+    "layer_norm": False,
+    "cross_entropy": False,
+    "fused_linear_cross_entropy": False,
+}
+WAYS = ("class", "instance", "packed", "adapted")
+"""When Liger is applied: before the model is built, before packing, before PEFT, after it."""
+
+
+class FusedExperts:
+    """Computes what `LigerFusedMoEFunction` does, and counts calls other than dry runs."""
+
+    calls = 0
+
+    @classmethod
+    def apply(
+        cls, x: Tensor, first: Tensor, second: Tensor, index: Tensor, scale: Tensor
+    ) -> Tensor:
+        cls.calls += not first.is_meta
+        out = torch.zeros_like(x)
+        for expert in range(len(first)):
+            token, slot = torch.where(index == expert)
+            gate, up = (x[token] @ first[expert].T).chunk(2, dim=-1)
+            rows = (F.silu(gate) * up) @ second[expert].T * scale[token, slot, None]
+            out = out.index_add(0, token, rows.to(out.dtype))
+        return out
+
+
+class SiLUMul:
+    @staticmethod
+    def apply(gate: Tensor, up: Tensor, *multipliers: float) -> Tensor:
+        assert set(multipliers) <= {1.0}
+        return F.silu(gate) * up
+
+
+@pytest.fixture(autouse=True)
+def liger(monkeypatch):
+    """Liger with functions that run on a CPU; what it replaces is put back."""
+    monkeypatch.setattr(swiglu, "LigerFusedMoEFunction", FusedExperts)
+    monkeypatch.setattr(swiglu, "LigerSiLUMulFunction", SiLUMul)
+    monkeypatch.setattr(FusedExperts, "calls", 0)
+    # Liger 0.8.5 makes these of classes that transformers 5.23 has no more, and fails without.
+    for name in ("Qwen3VLMoe", "Qwen3_5Moe", "Glm4vMoe"):
+        output = f"Liger{name}CausalLMOutputWithPast"
+        monkeypatch.setattr(output_classes, output, CausalLMOutputWithPast, raising=False)
+    modules = [
+        importlib.import_module(model_class(name).__module__) for name in (*REPLACED, *LEFT_ALONE)
+    ]
+    before = [dict(vars(module)) for module in modules]
+    yield
+    for module, names in zip(modules, before, strict=True):
+        vars(module).update(names)
+
+
+def apply(target: Any) -> None:
+    """Apply Liger to a model, or to the classes of a model type."""
+    if isinstance(target, str):
+        monkey_patch._apply_liger_kernel(target, **CPU)
+    else:
+        monkey_patch._apply_liger_kernel_to_instance(target, **CPU)
+
+
+def adapted(model: nn.Module, dropout: float = 0.0) -> Any:
+    torch.manual_seed(1)
+    # Not deepseek_v4's grouped Linear, which PEFT cannot adapt.
+    config = LoraConfig(
+        r=3, lora_alpha=7, target_modules="all-linear", exclude_modules=["o_a_proj"],
+        lora_dropout=dropout,
+    )  # fmt: skip
+    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    return peft_model
+
+
+def build(model_type: str, way: str | None = None, dropout: float = 0.0) -> Any:
+    """A packed model with LoRA, to which Liger was applied at some point; in training mode."""
+    state = tiny_model(model_type).state_dict()
+    if way == "class":
+        apply(model_type)
+    model = tiny_model(model_type)
+    model.load_state_dict(state)
+    if way == "instance":
+        apply(model)
+    moe_qlora.quantize_experts(model, BNB)
+    if way == "packed":
+        apply(model)
+    peft_model = adapted(model, dropout)
+    if way == "adapted":
+        apply(peft_model.get_base_model())
+    return peft_model.train()
+
+
+def run(model: Any) -> dict[str, Tensor]:
+    """The logits of a forward, and the gradients of all that is trained."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inputs = tiny_inputs(base)
+    torch.manual_seed(3)
+    output = model(**inputs)
+    out = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    results = {"out": out.detach()}
+    if trained:
+        grads = torch.autograd.grad(out, list(trained.values()), seed, allow_unused=True)
+        results |= {n: g for n, g in zip(trained, grads, strict=True) if g is not None}
+    return results
+
+
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        torch.testing.assert_close(right[name], value, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model_type", REPLACED)
+def test_packed_experts_keep_their_forward(model_type, way):
+    plain = run(build(model_type))
+    assert any("experts" in name for name in plain)
+    model = build(model_type, way)
+    assert_same(plain, run(model))
+    assert FusedExperts.calls == 0
+
+
+@pytest.mark.parametrize("model_type", LEFT_ALONE)
+def test_experts_that_liger_leaves_alone(model_type):
+    assert_same(run(build(model_type)), run(build(model_type, "adapted")))
+
+
+@pytest.mark.parametrize("way", ["class", "instance", "packed"])
+def test_unpacked_experts_are_ligers_again(way):
+    model = build("qwen3_moe", way).eval()
+    experts = model.get_submodule("base_model.model.model.layers.0.mlp.experts")
+    assert "LigerExperts()" not in repr(model) or way == "class"
+    expected = run(model)["out"]
+    merged = model.merge_and_unload()
+    plain = merged.get_submodule("model.layers.0.mlp.experts")
+    assert plain is experts.get_base_layer()
+    torch.testing.assert_close(run(merged)["out"], expected, rtol=1e-4, atol=1e-4)
+    assert FusedExperts.calls > 0
+    assert "LigerExperts" in repr(plain)
+    left = [name for name in vars(plain) if name.startswith("_moe_qlora_a") or name == "has_gate"]
+    assert left == ([] if way == "class" else ["has_gate"])
+
+
+def test_the_next_model_of_the_process(model_folder, tmp_path, quiet_loading):
+    """Loaded, saved, loaded again and taught in a process where Liger has replaced the class."""
+
+    def load(folder: Any, **options: Any) -> Any:
+        with moe_qlora.enabled():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+    expected = run(adapted(load(model_folder, quantization_config=BNB)).train())
+    apply("qwen3_moe")
+    model = load(model_folder, quantization_config=BNB)
+    names = [type(module).__mro__[1].__name__ for _, module, _ in parametrize.iter_packed(model)]
+    assert set(names) == {"LigerExperts"}
+    model.save_pretrained(tmp_path / "packed")
+    for again in (model, load(tmp_path / "packed")):
+        assert not moe_qlora.quantize_experts(again, BNB).slow_modules
+        taught = adapted(again).train()
+        assert_same(expected, run(taught))
+        assert FusedExperts.calls == 0
+    taught.save_pretrained(tmp_path / "adapter")
+    loaded = moe_qlora.load_adapter(load(tmp_path / "packed"), tmp_path / "adapter")
+    assert_same({"out": run(taught.eval())["out"]}, {"out": run(loaded.eval())["out"]})
+    assert FusedExperts.calls == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dropout_is_applied(way):
+    def trained(way: str | None) -> dict[str, Tensor]:
+        model = build("qwen3_moe", way, dropout=0.3)
+        return run(model)
+
+    assert_same(trained(None), trained(way))
+    assert FusedExperts.calls == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compiles_whole(way):
+    expected = run(build("qwen3_moe", way).eval())["out"]
+    torch.compiler.reset()
+    model = build("qwen3_moe", way).eval()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        out = compiled(**tiny_inputs(model.get_base_model())).logits
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    assert FusedExperts.calls == 0
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_survives(before):
+    expected = run(build("qwen3_moe"))
+    model = build("qwen3_moe")
+    experts = [m for name, m in model.named_modules() if name.endswith("mlp.experts")]
+    calls = []
+
+    class Counting(ModelHook):
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            calls.append(module)
+            return args, kwargs
+
+    every = [each for module in experts for each in (module, module.get_base_layer())]
+    if not before:
+        apply(model.get_base_model())
+    for module in every:
+        add_hook_to_module(module, Counting())
+    if before:
+        apply(model.get_base_model())
+    assert_same(expected, run(model))
+    assert calls == every
+    for module in every:
+        remove_hook_from_module(module)
+    assert_same(expected, run(model))
+    assert calls == every
+    assert FusedExperts.calls == 0
+
+
+def test_a_hook_that_holds_ligers_forward():
+    """Of a model that was dispatched before it was packed."""
+    expected = run(build("qwen3_moe"))
+    state = tiny_model("qwen3_moe").state_dict()
+    apply("qwen3_moe")
+    model = tiny_model("qwen3_moe")
+    model.load_state_dict(state)
+    experts = [m for name, m in model.named_modules() if name.endswith("mlp.experts")]
+    for module in experts:
+        add_hook_to_module(module, ModelHook())
+    moe_qlora.quantize_experts(model, BNB)
+    taught = adapted(model).train()
+    assert_same(expected, run(taught))
+    for module in experts:
+        remove_hook_from_module(module)
+    assert_same(expected, run(taught))
+    assert FusedExperts.calls == 0
+
+
+def test_divided_experts_keep_their_dispatch():
+    def trained(*applications: str) -> dict[str, Tensor]:
+        model = tiny_model("qwen3_moe")
+        moe_qlora.quantize_experts(model, BNB)
+        moe_qlora.expert_parallel(model, init_device_mesh("cpu", (1,)))
+        if "packed" in applications:
+            apply(model)
+        torch.manual_seed(1)
+        taught = moe_qlora.get_peft_model(model, LoraConfig(r=3), experts=True).train()
+        if "adapted" in applications:
+            apply(model)
+        experts = model.get_submodule("model.layers.0.mlp.experts").get_base_layer()
+        results = run(taught)
+        assert experts.forward.__name__ == "_dispatched_forward"
+        return {name: whole(value) for name, value in results.items()}
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        expected = trained()
+        assert any(value.any() for name, value in expected.items() if "experts" in name)
+        for applications in ("packed",), ("adapted",), ("packed", "adapted"):
+            assert_same(expected, trained(*applications))  # the second one is of Liger's class
+        with pytest.raises(ConfigError, match="quantize_experts before expert_parallel"):
+            moe_qlora.expert_parallel(tiny_model("qwen3_moe"), init_device_mesh("cpu", (1,)))
+    finally:
+        distributed.destroy_process_group()
+    assert FusedExperts.calls == 0
+
+
+@pytest.mark.usefixtures("trainable_linears", "quiet_loading")
+@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
+def test_trainers_with_the_switch(kind, model_folder, tmp_path):
+    """`use_liger_kernel=True`, twice in one process: the second model is of Liger's class."""
+
+    def losses(**switch: Any) -> list[float]:
+        torch.manual_seed(0)
+        common: dict[str, Any] = {
+            "output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 2,
+            "learning_rate": 5e-3, "logging_steps": 1, "save_strategy": "no", "report_to": [],
+            "use_cpu": True, "disable_tqdm": True, "gradient_checkpointing": True, **switch,
+        }  # fmt: skip
+        with moe_qlora.enabled():
+            model = AutoModelForCausalLM.from_pretrained(
+                model_folder, quantization_config=BNB, dtype=torch.float32
+            )
+        model = adapted(model)
+        if kind == "Trainer":
+            rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(2, 98).view(6, 16)]
+            trained = Trainer(model, TrainingArguments(**common), train_dataset=rows)
+        else:
+            data = datasets.Dataset.from_list([{"text": f"one and {i} and more"} for i in range(6)])
+            tokenizer = AutoTokenizer.from_pretrained(model_folder)
+            trained = trl.SFTTrainer(
+                model, args=trl.SFTConfig(**common), train_dataset=data, processing_class=tokenizer
+            )
+        trained.train()
+        return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+
+    plain = losses()
+    for _ in range(2):
+        assert losses(use_liger_kernel=True, liger_kernel_config=CPU) == plain
+        assert FusedExperts.calls == 0

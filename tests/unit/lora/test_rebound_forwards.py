@@ -1,0 +1,225 @@
+"""Forwards that other code binds to packed experts or PEFT's wrapper: LoRA counts, exactly once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from small_models import IDS, build, fill, lora_config
+from torch import Tensor, nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+import moe_qlora
+from moe_qlora.errors import AdapterError
+from moe_qlora.experts import forward
+from moe_qlora.layout import unwrapped
+from moe_qlora.lora.layer import ParamWrapper
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing.settings import CodecSettings
+
+EAGER = Qwen3MoeExperts.forward.__wrapped__  # transformers' loop over experts, which reads weights
+
+
+def adapted(model: Any = None, dropout: float = 0.0) -> Any:
+    config = lora_config(lora_dropout=dropout)
+    peft_model = moe_qlora.get_peft_model(build() if model is None else model, config)
+    fill(peft_model)
+    return peft_model.train()
+
+
+def outermost(model: nn.Module) -> list[Any]:
+    """What stands in the model as its experts: PEFT's wrapper, or the experts themselves."""
+    return [m for name, m in model.named_modules() if name.endswith(".experts")]
+
+
+def innermost(model: nn.Module) -> list[Any]:
+    return [unwrapped(module) for module in outermost(model)]
+
+
+def run(model: Any) -> dict[str, Tensor]:
+    """Logits, and the gradients of every adapter."""
+    torch.manual_seed(5)
+    logits = model(input_ids=IDS).logits
+    factors = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    grads = torch.autograd.grad(logits.square().sum(), list(factors.values()))
+    return {"logits": logits.detach(), **dict(zip(factors, grads, strict=True))}
+
+
+def assert_close(left: dict[str, Tensor], right: dict[str, Tensor], tolerance: float) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        scale = value.abs().max() + 1e-12
+        assert (right[name] - value).abs().max() <= tolerance * scale, name
+
+
+def bind(module: Any) -> None:
+    module.forward = MethodType(EAGER, module)
+
+
+def write(module: Any) -> None:
+    module.__dict__["forward"] = EAGER.__get__(module)
+
+
+def replace(module: Any) -> None:
+    """A function that has the marks of one that wraps, and does not."""
+    module.forward = functools.update_wrapper(functools.partial(EAGER, module), module.forward)
+
+
+def surround(module: Any) -> None:
+    inner = module.forward
+    module.forward = lambda *args: inner(*args)
+
+
+def hook(module: Any) -> None:
+    add_hook_to_module(module, ModelHook())
+
+
+READING: tuple[Callable[[Any], None], ...] = (bind, write, replace)
+CALLING: tuple[Callable[[Any], None], ...] = (surround, hook)
+
+
+@pytest.mark.parametrize("where", [outermost, innermost])
+@pytest.mark.parametrize("rebind", [*READING, *CALLING])
+def test_after_peft(rebind, where):
+    expected = run(adapted())
+    model = adapted()
+    for module in where(model):
+        rebind(module)
+    assert_close(expected, run(model), 1e-5 if rebind in READING else 0.0)
+
+
+@pytest.mark.parametrize("rebind", [*READING, *CALLING])
+def test_before_peft_and_for_a_second_adapter(rebind):
+    expected = adapted()
+    base = build()
+    for module in outermost(base):
+        rebind(module)
+    model = adapted(base)
+    for each in (expected, model):
+        each.add_adapter("second", lora_config(r=2))
+        fill(each, seed=2)
+        each.base_model.set_adapter(["default", "second"])
+    assert_close(run(expected), run(model), 1e-5 if rebind in READING else 0.0)
+
+
+@pytest.mark.parametrize("rebind", [*READING, *CALLING])
+def test_before_packing(rebind):
+    def prepared(rebind: Any) -> Any:
+        model = build()
+        names = [name for name, _ in model.named_modules() if name.endswith(".experts")]
+        plain = [model.get_submodule(name) for name in names]
+        for module in plain:
+            for parameter in parametrize.packed_names(module):
+                parametrize.detach(module, parameter)
+        forward.deactivate(model)
+        for module in plain:
+            if rebind is not None:
+                rebind(module)
+            for parameter in ("gate_up_proj", "down_proj"):
+                weight = codec.pack(getattr(module, parameter), CodecSettings("nf4"))
+                parametrize.attach(module, parameter, weight)
+        assert forward.activate(model, names) == ()
+        return adapted(model)
+
+    assert_close(run(prepared(None)), run(prepared(rebind)), 1e-5 if rebind in READING else 0.0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_on_the_class(when, monkeypatch):
+    expected = run(adapted())
+    if when == "before":
+        monkeypatch.setattr(Qwen3MoeExperts, "forward", EAGER)
+        model = build()
+        assert not any(forward.asks_for_lora(module) for module in outermost(model))
+        model = adapted(model)
+    else:
+        model = adapted()
+        monkeypatch.setattr(Qwen3MoeExperts, "forward", EAGER)
+    assert_close(expected, run(model), 1e-5)
+    monkeypatch.undo()
+    assert_close(expected, run(model), 1e-5)
+
+
+def test_one_projection_that_is_not_packed():
+    def halves() -> Any:
+        model = build()
+        for module in outermost(model):
+            parametrize.detach(module, "gate_up_proj")
+        return adapted(model)
+
+    expected = run(halves())
+    for rebind in (*READING, *CALLING):
+        model = halves()
+        for module in innermost(model):
+            rebind(module)
+        assert_close(expected, run(model), 1e-5)
+
+
+def test_dropout():
+    expected = run(adapted(dropout=0.5))
+    for rebind in CALLING:
+        model = adapted(dropout=0.5)
+        for module in innermost(model):
+            rebind(module)
+        assert_close(expected, run(model), 0.0)
+    for where in (innermost, outermost):
+        for rebind in READING:
+            model = adapted(dropout=0.5)
+            for module in where(model):
+                rebind(module)
+            with pytest.raises(AdapterError, match="is bound as the forward of these"):
+                run(model)
+            assert torch.isfinite(model.eval()(input_ids=IDS).logits).all()
+
+
+def test_hooks_leave_no_trace():
+    model = adapted()
+    expected = run(model)
+    for module in (*innermost(model), *outermost(model)):
+        hook(module)
+    run(model)
+    assert not any(forward.asks_for_lora(module) for module in innermost(model))
+    for module in (*innermost(model), *outermost(model)):
+        remove_hook_from_module(module)
+        assert "forward" not in module.__dict__
+    assert all(forward.asks_for_lora(module) for module in innermost(model))
+    assert_close(expected, run(model), 0.0)
+
+
+def test_nothing_is_prepared_where_nothing_is_bound(monkeypatch):
+    model = adapted()
+    monkeypatch.delattr(ParamWrapper, "_add_on_read")
+    run(model)
+
+
+def test_unpacked_experts_keep_what_is_bound():
+    model = build()
+    calls = []
+
+    def counted(self: Any, *args: Tensor) -> Tensor:
+        calls.append(self)
+        return EAGER(self, *args)
+
+    experts = outermost(model)
+    for module in experts:
+        module.forward = MethodType(counted, module)
+    logits = model(input_ids=IDS).logits
+    assert calls == experts
+    plain = model.dequantize() if hasattr(model, "hf_quantizer") else model
+    for module in experts:
+        for name in parametrize.packed_names(module):
+            parametrize.detach(module, name)
+    forward.deactivate(plain)
+    assert all(type(module) is Qwen3MoeExperts for module in experts)
+    assert torch.allclose(model(input_ids=IDS).logits, logits, atol=1e-6)
+    assert calls == experts * 2
+    for module in experts:
+        del module.forward
+        assert not [name for name in module.__dict__ if name.startswith("_moe_qlora_assigned")]
+    assert torch.allclose(model(input_ids=IDS).logits, logits, atol=1e-6)
+    assert len(calls) == 2 * len(experts)
