@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .errors import QuantizationError as QuantizationError
     from .errors import UnsupportedWeightError as UnsupportedWeightError
     from .experts.tune import tune_kernels as tune_kernels
+    from .hf.graphs import LayerGraphs as LayerGraphs
+    from .hf.graphs import graph_layers as graph_layers
     from .hf.load_sharded import load_sharded as load_sharded
     from .hf.switch import disable as disable
     from .hf.switch import enable as enable
@@ -57,6 +59,7 @@ _HOME = {
     "ConfigError": "errors",
     "DetectionError": "errors",
     "ExpertParam": "layout",
+    "LayerGraphs": "hf.graphs",
     "MemoryPlan": "memory.report",
     "ModelLayout": "layout",
     "MoeQloraError": "errors",
@@ -75,6 +78,7 @@ _HOME = {
     "expert_parallel_parameters": "distributed.expert_parallel",
     "full_state_dict": "distributed.state",
     "get_peft_model": "lora.model",
+    "graph_layers": "hf.graphs",
     "load_adapter": "lora.load",
     "load_sharded": "hf.load_sharded",
     "merge_adapter": "checkpoint.merge",

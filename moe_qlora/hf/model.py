@@ -133,6 +133,20 @@ def num_parameters(
     return count - sum(statistics.values())
 
 
+def _valid_auto_compile_criteria(self: Any, model_kwargs: Any, generation_config: Any) -> bool:
+    """Return whether `generate` compiles the model: as it does for one that is not quantized.
+
+    transformers compiles none that bitsandbytes has packed, whose layers torch.compile takes by now
+    (bitsandbytes 0.46 and later): https://huggingface.co/docs/bitsandbytes, "torch.compile".
+    """
+    quantizer = self.hf_quantizer
+    self.hf_quantizer = None
+    try:
+        return bool(type(self)._valid_auto_compile_criteria(self, model_kwargs, generation_config))
+    finally:
+        self.hf_quantizer = quantizer
+
+
 def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     """Do what `nn.Module._apply` does, for bitsandbytes' Linear layers to and from meta as well."""
     for module in self.modules():
@@ -143,6 +157,7 @@ def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool 
 # Replaced on the instance, because the stock ones know Linear layers only.
 _METHODS: dict[str, Callable[..., Any]] = {
     "_apply": _apply,
+    "_valid_auto_compile_criteria": _valid_auto_compile_criteria,
     "add_adapter": add_adapter,
     "dequantize": dequantize,
     "get_memory_footprint": get_memory_footprint,

@@ -158,12 +158,10 @@ def _whole(matmul: ExpertMatmul, routing: Routing, name: str) -> Tensor:
     return full[:, :n_rows].transpose(1, 2) if matmul.by_rows else full[:, :, :n_cols]
 
 
-def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int] | None:
-    """Return the workspace's name of a dequantized weight; None while a graph is captured."""
-    ints = routing.ints
-    if ints.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    return ints.data_ptr(), packed.codes.data_ptr() if packed.serial is None else -packed.serial
+def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int]:
+    """Return the workspace's name of a dequantized weight."""
+    codes = packed.codes.data_ptr() if packed.serial is None else -packed.serial
+    return routing.ints.data_ptr(), codes
 
 
 def _slice(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int]) -> Tensor:

@@ -1,8 +1,9 @@
 """One buffer for dequantized weights, shared by all layers of a device.
 
 A dequantized weight lives between its decoding and its grouped matmul, so that all layers can use
-one buffer. It is kept between calls, on each device and stream, since a block of this size does not
-come back from the allocator in one piece.
+one buffer. It is kept between calls, since a block of this size does not come back from the
+allocator in one piece. On other streams than the default one nothing is kept: there CUDA graphs are
+recorded, and warmed up, in memory that is theirs.
 
 Under gradient checkpointing a layer's backward follows its recomputation at once. What was decoded
 last is therefore remembered by its owner, and not decoded again where it is still there.
@@ -11,7 +12,8 @@ last is therefore remembered by its owner, and not decoded again where it is sti
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -33,8 +35,9 @@ class _Slot:
     views: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
 
-_slots: dict[tuple[torch.device, int, str], _Slot] = {}
+_slots: dict[tuple[torch.device, str], _Slot] = {}
 _cap: int | None = None
+_recording = False
 
 
 def set_workspace_cap(nbytes: int | None) -> None:
@@ -78,15 +81,47 @@ def held_bytes() -> int:
     return sum(slot.buffer.nbytes for slot in _slots.values() if slot.buffer is not None)
 
 
-def _key(device: torch.device, name: str) -> tuple[torch.device, int, str]:
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    return device, stream, name
+def _is_kept(device: torch.device) -> bool:
+    """Whether buffers are kept for what runs now: on the default stream, or within `recorded`."""
+    if device.type != "cuda" or _recording:
+        return True
+    return torch._C._cuda_getCurrentRawStream(device.index) == 0
+
+
+@contextmanager
+def recorded(device: torch.device) -> Iterator[None]:
+    """Let what is recorded for a CUDA graph use the kept buffers.
+
+    The graph is to be replayed on the default stream, what it writes to be held (`buffers`), and
+    `forget` to be called after each replay.
+    """
+    global _recording
+    forget(device)
+    _recording = True
+    try:
+        yield
+    finally:
+        _recording = False
+        forget(device)
+
+
+def buffers(device: torch.device) -> tuple[Tensor, ...]:
+    """Return the buffers that are kept on a device."""
+    kept = (slot.buffer for key, slot in _slots.items() if key[0] == device)
+    return tuple(buffer for buffer in kept if buffer is not None)
+
+
+def forget(device: torch.device) -> None:
+    """Remember no longer what the buffers hold: a graph has written to them."""
+    for key, slot in _slots.items():
+        if key[0] == device:
+            slot.owner, slot.alive = None, ()
 
 
 def holds(name: str, device: torch.device, owner: Hashable) -> bool:
     """Whether the buffer of this name still holds what `owner` names."""
-    slot = _slots.get(_key(device, name))
-    return owner is not None and slot is not None and slot.owner == owner
+    slot = _slots.get((device, name))
+    return owner is not None and slot is not None and slot.owner == owner and _is_kept(device)
 
 
 def take(
@@ -99,10 +134,14 @@ def take(
 ) -> tuple[Tensor, bool]:
     """Return a contiguous tensor on the shared buffer, valid until the next call with this name.
 
+    Where no buffer is kept it is a tensor of its own.
+
     The second result says whether it already holds what `owner` names; None is never remembered.
     `alive` are tensors to hold as long as `owner` is remembered.
     """
-    slot = _slots.setdefault(_key(device, name), _Slot())
+    if not _is_kept(device):
+        return torch.empty(shape, dtype=dtype, device=device), False
+    slot = _slots.setdefault((device, name), _Slot())
     tensor = slot.views.get((shape, dtype))
     if tensor is None:
         nbytes = math.prod(shape) * dtype.itemsize

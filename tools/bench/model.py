@@ -1,7 +1,8 @@
 """Trains a whole model with random weights, ours and its peers one after the other; model.csv.
 
     python tools/bench/model.py                        qwen3-30b-a3b, one GPU with 80 GB or more
-    python tools/bench/model.py --micro-batch 4 --loss liger --peers ours,frozen
+    python tools/bench/model.py --liger --graphs --optimizer adamw_fused --peers ours,frozen
+    python tools/bench/model.py --liger --generate 1,16 --peers ours
     python tools/bench/model.py --model glm4_moe --layers 12 --no-checkpointing
     python tools/bench/model.py --model path/to/config.json
     python tools/bench/model.py --tiny --device cpu    whether it runs at all
@@ -12,7 +13,10 @@
     bnb         experts packed by bitsandbytes' parametrization; LoRA on attention alone
     mxfp4       ours, on random experts in MXFP4 as a checkpoint's are kept: `--peers ours,mxfp4`
 
-Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains the adapters. A
+Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains the adapters.
+`--liger` (its norms, rotary embedding and loss, not its experts), `--compile` (each decoder layer)
+and `--graphs` (`moe_qlora.graph_layers`) are the same for every peer. `--generate` measures
+decoding with a static cache, which transformers compiles, in place of training. A
 model is made on the device one module at a time, and an expert stack packed as soon as it is made,
 so that models fit that do not in 16 bits; `--pack after` packs a model that was made in 16 bits, as
 after a stock load. A peer's memory is given back before the next: `allocated before` says what is
@@ -42,6 +46,12 @@ PEERS = ("ours", "frozen", "peft", "bnb")
 OURS = ("ours", "mxfp4")
 """This package's, the second only where it is asked for."""
 LORA_RATE = 1e-4
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw_fused": partial(torch.optim.AdamW, fused=True),
+}
+NEW_TOKENS = 128
+"""Tokens that `--generate` makes of a prompt of 64."""
 
 Each = Callable[[str, nn.Module], None]
 
@@ -89,6 +99,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--lora", default="experts,attention", help="experts, attention or both")
+    parser.add_argument("--liger", action="store_true", help="norms, rotary embedding and loss")
+    parser.add_argument("--compile", action="store_true", help="each decoder layer")
+    parser.add_argument("--graphs", action="store_true", help="decoder layers as CUDA graphs")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
+    parser.add_argument("--generate", default="", help="batch sizes, instead of training")
     parser.add_argument("--loss", choices=["stock", "liger"], default="stock")
     parser.add_argument(
         "--adapters", choices=["bf16", "fp32"], default="bf16", help="fp32 trains under autocast"
@@ -123,12 +138,16 @@ def _lora(peer: str, options: argparse.Namespace) -> list[str]:
 
 
 def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
+    additions = [name for name in ("liger", "compile", "graphs") if getattr(options, name)]
+    additions += [options.optimizer] if options.optimizer != "adamw" else []
     packed = {"ours": "nf4+double", "bnb": "nf4+double", "mxfp4": "mxfp4"}.get(peer, "bf16")
     return (
         f"layers={layers} lora={','.join(_lora(peer, options))} r={options.rank} "
         f"seq={options.seq} batch={options.micro_batch} "
         f"checkpointing={'non-reentrant' if options.checkpointing else 'none'} {packed}"
         f"{' liger' if options.loss == 'liger' else ''} peer={peer} adapters={options.adapters}"
+        f"{' with=' + ','.join(additions) if additions else ''}"
+        f"{' generate' if options.generate else ''}"
         f"{' pack=after' if options.pack == 'after' and peer == 'ours' else ''}"
     )
 
@@ -166,9 +185,52 @@ def run(
     if device.type == "cuda":
         rows.add("model", "bytes", allocated(device))
     peft_model = adapt(peer, model, options)
+    add(peft_model, options)
+    if options.generate:
+        for batch in map(int, options.generate.split(",")):
+            generate(peft_model, batch, device, rows)
+        return
     if not options.checkpointing and device.type == "cuda":
         record_kept(peft_model, options, device, rows)
-    train(peft_model, loss_of, options, device, rows)
+    with moe_qlora.graph_layers(peft_model) if options.graphs else nullcontext():
+        train(peft_model, loss_of, options, device, rows)
+
+
+def add(peft_model: Any, options: argparse.Namespace) -> None:
+    """Switch on Liger and torch.compile, where they are asked for."""
+    model = peft_model.get_base_model()
+    if options.liger:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model, swiglu=False)
+    if options.compile:
+        for layer in model.base_model.layers:
+            layer.compile()
+
+
+def generate(peft_model: Any, batch: int, device: torch.device, rows: Rows) -> None:
+    """Measure greedy decoding with a static cache, the prompt and the first token included."""
+    model = peft_model.get_base_model().eval()
+    model.gradient_checkpointing_disable()
+    model.disable_input_require_grads()
+    model.config.get_text_config().use_cache = True
+    ids = torch.randint(model.config.get_text_config().vocab_size, (batch, 64), device=device)
+    seconds: list[float] = []
+    for _ in range(4):
+        synchronize(device)
+        start = time.perf_counter()
+        peft_model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
+            min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, use_cache=True,
+            cache_implementation="static",
+        )  # fmt: skip
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    rows.add(f"generate, batch {batch}, first call", "s", seconds[0])
+    tokens = (batch * NEW_TOKENS / each for each in seconds[1:])
+    rows.add(f"generate, batch {batch}", "tokens/s", *tokens)
+    if device.type == "cuda":
+        rows.add("peak in generating", "bytes", torch.cuda.max_memory_allocated(device))
 
 
 def build(config: Any, device: torch.device, each: Each | None = None) -> Any:
@@ -394,7 +456,7 @@ def train(
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rows.add("trained weights", "weights", sum(parameter.numel() for parameter in parameters))
-    optimizer = torch.optim.AdamW(parameters, lr=LORA_RATE)
+    optimizer = OPTIMIZERS[options.optimizer](parameters, lr=LORA_RATE)
     autocast = options.adapters == "fp32"
     release(device)
     if device.type == "cuda":

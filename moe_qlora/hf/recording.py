@@ -1,0 +1,261 @@
+"""Records one call of a decoder layer as two CUDA graphs, and replays it under autograd.
+
+`graphs.py` decides what is recorded. A recording is a checkpointed forward in one graph, and its
+backward, which computes the layer again, in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import workspace
+from ..kernels.limits import cdiv
+
+_ALIGNMENT = 16  # bytes, at which the parts of a buffer start
+
+_KNOWN_HOOKS = ("moe_qlora.", "bitsandbytes.", "torch.nn.utils.parametrize", "transformers.utils.")
+"""Where hooks come from that a graph may skip: they act on what the recording has done already."""
+
+
+class ObstacleError(Exception):
+    """A reason why a call cannot be recorded."""
+
+
+class Buffers(Protocol):
+    """The tensors at fixed addresses that all graphs of a model share."""
+
+    pool: Any  # The graphs' memory pool
+
+    def buffer(self, role: Any, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return the contiguous tensor for this role and shape, with the dtype of `like`."""
+
+    def fill(self, buffers: Sequence[Any], leaves: Sequence[Any]) -> None:
+        """Copy a call's tensors to their buffers."""
+
+
+Compute = Callable[[Sequence[Any]], Any]
+"""Computes a layer from its arguments, under a checkpoint that keeps no random state."""
+
+
+def end_recording(device: torch.device, pool: Any) -> None:
+    """Undo what torch leaves behind where a recording has failed."""
+    generator = torch.cuda.default_generators[device.index]
+    # It still counts random numbers for the graph, and refuses to draw others.
+    generator.graphsafe_set_state(generator.clone_state())
+    with suppress(RuntimeError):  # where the recording had not come so far
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+
+
+def _check_hooks(layer: nn.Module) -> None:
+    """Raise where a module within a layer has a hook that a graph would skip."""
+    for name, module in layer.named_modules():
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        for hook in hooks if name else ():
+            home = getattr(hook, "__module__", None) or type(hook).__module__
+            if not f"{home}.".startswith(_KNOWN_HOOKS):
+                raise ObstacleError(f"{name} has a hook of {home}, which a graph would skip")
+
+
+class _Graphs(NamedTuple):
+    """Two graphs, and what they read and write."""
+
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    arguments: list[Any]  # Of the call, the tensors among them at their buffers
+    out: Tensor
+    grad: Tensor
+    grad_x: Tensor | None  # None where the hidden states take no gradient
+    weight_grads: Tensor | None  # Bytes; None where no weight is trained
+    workspace: tuple[Tensor, ...]  # Held, since graphs write to it
+
+
+class RecordedCall:
+    """One kind of call of a layer, as two graphs."""
+
+    def __init__(
+        self, layer: nn.Module, compute: Compute, shared: Buffers, leaves: Sequence[Any]
+    ) -> None:
+        """Record it; `leaves` are the layer's arguments, its hidden states first.
+
+        Raises:
+            ObstacleError: The layer has hooks that a graph would skip, or returns more than hidden
+                states.
+        """
+        _check_hooks(layer)
+        self.shared = shared
+        self.trained = [p for p in layer.parameters() if p.requires_grad]
+        self.used: list[nn.Parameter] = []  # Of these, what gets a gradient
+        self.generator = torch.cuda.default_generators[leaves[0].get_device()]
+        self.graphs = self._record(layer, compute, leaves)
+
+    def _record(self, layer: nn.Module, compute: Compute, leaves: Sequence[Any]) -> _Graphs:
+        shared, x = self.shared, leaves[0]
+        arguments = [
+            shared.buffer(("argument", position), leaf.shape, leaf)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for position, leaf in enumerate(leaves)
+        ]
+        shared.fill(arguments, leaves)
+        hidden_states = arguments[0].detach().requires_grad_(x.requires_grad)
+        weights = [nn.Parameter(weight.detach()) for weight in self.trained]
+        out, grad = (shared.buffer(role, x.shape, x) for role in ("out", "grad"))
+        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+
+        def forward() -> Tensor:
+            computed = compute([hidden_states, *arguments[1:]])
+            if not isinstance(computed, Tensor) or computed.shape != x.shape:
+                raise ObstacleError("it returns more than hidden states")
+            with torch.no_grad():
+                out.copy_(computed)
+            return computed
+
+        with torch.cuda.device(x.device), _exchanged(layer, self.trained, weights):
+            # First as it will be recorded: what compilers and libraries do once, they do here.
+            offset = self.generator.get_offset()
+            self._gradients(forward(), hidden_states, weights, grad)
+            self.generator.set_offset(offset)
+            with workspace.recorded(x.device):
+                with _capture(graphs[0], shared.pool):
+                    computed = forward()
+                with _capture(graphs[1], shared.pool):
+                    grad_x, weight_grads = self._gradients(computed, hidden_states, weights, grad)
+                buffers = workspace.buffers(x.device)
+        return _Graphs(*graphs, arguments, out, grad, grad_x, weight_grads, buffers)
+
+    def _gradients(
+        self, computed: Tensor, x: Tensor, weights: Sequence[Tensor], grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Compute gradients into shared buffers: of x, and of all trained weights as bytes."""
+        inputs = [*([x] if x.requires_grad else []), *weights]
+        with torch.autocast("cuda", enabled=False):
+            grads = torch.autograd.grad(computed, inputs, grad, allow_unused=True)
+        grad_x = weight_grads = None
+        of_weights = grads[len(inputs) - len(weights) :]
+        self.used = [w for w, g in zip(self.trained, of_weights, strict=True) if g is not None]
+        with torch.no_grad():
+            if x.requires_grad:
+                grad_x = self.shared.buffer("grad_x", x.shape, x)
+                grad_x.copy_(grads[0])
+            if self.used:
+                size = sum(_room(weight) for weight in self.used)
+                like = torch.empty(0, dtype=torch.uint8, device=x.device)
+                weight_grads = self.shared.buffer("weight_grads", (size,), like)
+                into = _parts(weight_grads, self.used)
+                torch._foreach_copy_(into, [g for g in of_weights if g is not None])
+        return grad_x, weight_grads
+
+    def run(self, leaves: Sequence[Any]) -> Tensor:
+        """Return the layer's output."""
+        out: Tensor = _Replay.apply(self, leaves[1:], leaves[0], *self.trained)
+        # The recomputation of a checkpoint around this has left by now: it has what was saved.
+        with torch.no_grad():
+            self.shared.fill(self.graphs.arguments, leaves)
+            self.graphs.forward.replay()
+            out.detach().copy_(self.graphs.out)
+        workspace.forget(out.device)
+        return out
+
+    def backward(
+        self, leaves: Sequence[Any], grad: Tensor, offset: int
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """Return the gradients of the hidden states and of the trained weights.
+
+        `offset` is where the random numbers of the forward began: dropout draws them again.
+        """
+        graphs = self.graphs
+        self.shared.fill(graphs.arguments, leaves)
+        graphs.grad.copy_(grad)
+        now = self.generator.get_offset()
+        self.generator.set_offset(offset)
+        graphs.backward.replay()
+        self.generator.set_offset(now)
+        workspace.forget(grad.device)
+        grad_x = None if graphs.grad_x is None else graphs.grad_x.clone()
+        if graphs.weight_grads is None:
+            return grad_x, [None] * len(self.trained)
+        grads = dict(zip(self.used, _parts(graphs.weight_grads.clone(), self.used), strict=True))
+        return grad_x, [grads.get(weight) for weight in self.trained]
+
+
+class _Replay(torch.autograd.Function):
+    """Saves what backward needs, and gives room for the output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: RecordedCall, others: Sequence[Any], x: Tensor, *trained: Tensor
+    ) -> Tensor:
+        ctx.call, ctx.others, ctx.offset = call, others, call.generator.get_offset()
+        ctx.save_for_backward(x)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.call is None:
+            raise RuntimeError(
+                "a decoder layer that graph_layers records was differentiated twice: call backward "
+                "once for each forward, without retain_graph=True."
+            )
+        (x,) = ctx.saved_tensors
+        grad_x, grads = ctx.call.backward([x, *ctx.others], grad, ctx.offset)
+        # Nodes of autograd may outlive their backward (some of Liger's do), a model should not.
+        ctx.call = ctx.others = None
+        return None, None, grad_x, *grads
+
+
+def _room(tensor: Tensor) -> int:
+    """Return the bytes that a tensor takes in a buffer of several."""
+    return cdiv(tensor.nbytes, _ALIGNMENT) * _ALIGNMENT
+
+
+def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return parts of a tensor of bytes in the shapes and dtypes of others."""
+    parts: list[Tensor] = []
+    first = 0
+    for each in like:
+        parts.append(flat[first : first + each.nbytes].view(each.dtype).view(each.shape))
+        first += _room(each)
+    return parts
+
+
+@contextmanager
+def _exchanged(
+    layer: nn.Module, weights: Sequence[nn.Parameter], others: Sequence[Tensor]
+) -> Iterator[None]:
+    """Let the layer compute with tensors in place of its parameters.
+
+    Where a loss of an earlier step is alive, so are the nodes that add to its parameters' gradients
+    on the default stream, and autograd would wait for that stream in the middle of a recording.
+    """
+    by_weight = {id(weight): other for weight, other in zip(weights, others, strict=True)}
+    places = [
+        (module._parameters, name, parameter)
+        for module in layer.modules()
+        for name, parameter in module._parameters.items()
+        if id(parameter) in by_weight
+    ]
+    for parameters, name, parameter in places:
+        parameters[name] = by_weight[id(parameter)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in places:
+            parameters[name] = parameter
+
+
+@contextmanager
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Record the kernels that are launched within."""
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    # A cast weight that autocast kept would lie in the graph's memory.
+    with (
+        torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False),
+        torch.cuda.graph(graph, pool=pool),
+    ):
+        yield

@@ -1,0 +1,318 @@
+"""Decoder layers as CUDA graphs: the same losses and gradients as without them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from training import NF4
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.kernels.workspace import release_workspace
+from moe_qlora.testing import tiny_model
+
+gpu = pytest.mark.gpu
+compiles = pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe")
+
+
+def packed(model_type: str = "qwen3_moe", **lora: Any) -> Any:
+    """A packed model on CUDA in bf16, with an adapter that changes what it computes."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 128}
+    model: Any = tiny_model(model_type, dtype=torch.bfloat16, **sizes).to("cuda")
+    model.config.use_cache = False
+    config = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=torch.bfloat16)
+    moe_qlora.quantize_experts(model, config)
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **lora)
+    adapted = moe_qlora.get_peft_model(model, settings, experts=True, autocast_adapter_dtype=False)
+    torch.manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return adapted.train()
+
+
+def batch(step: int, length: int = 64) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(64, (2, length), generator=generator).cuda()
+
+
+def gradients(model: Any, ids: Tensor) -> tuple[float, dict[str, Tensor]]:
+    """The loss of one batch, and each trained weight's gradient."""
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), named
+
+
+def assert_near(got: Any, wanted: Any, tolerance: float = 0.02) -> None:
+    assert got[0] == pytest.approx(wanted[0], rel=2e-3)
+    assert got[1].keys() == wanted[1].keys()
+    for name, gradient in wanted[1].items():
+        scale = gradient.float().norm()
+        assert (got[1][name].float() - gradient.float()).norm() <= tolerance * scale + 1e-8, name
+
+
+def test_a_model_on_the_cpu_has_nothing_to_record() -> None:
+    with pytest.raises(moe_qlora.ConfigError, match="no decoder layer on a CUDA device"):
+        moe_qlora.graph_layers(tiny_model("qwen3_moe"))
+
+
+@gpu
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_replays_give_the_gradients_of_the_layer(model_type: str, checkpointing: bool) -> None:
+    model = packed(model_type)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    wanted = [gradients(model, batch(step)) for step in range(5)]
+    with moe_qlora.graph_layers(model) as graphs:
+        for step in range(5):
+            assert_near(gradients(model, batch(step)), wanted[step])
+        assert graphs.recorded == model.config.num_hidden_layers
+    assert_near(gradients(model, batch(4)), wanted[4])
+    assert graphs.recorded == 0
+
+
+@gpu
+@compiles
+@pytest.mark.parametrize("order", ["compiled before", "asked for"])
+def test_compiled_layers_are_recorded(order: str) -> None:
+    model = packed()
+    wanted = [gradients(model, batch(step)) for step in range(4)]
+    if order == "compiled before":
+        for layer in model.get_base_model().model.layers:
+            layer.compile()
+    with moe_qlora.graph_layers(model, compiled=order == "asked for") as graphs:
+        for step in range(4):
+            # Fused kernels round elsewhere.
+            assert_near(gradients(model, batch(step)), wanted[step], tolerance=0.1)
+        assert graphs.recorded == model.config.num_hidden_layers
+
+
+@gpu
+def test_several_forwards_may_come_before_their_backwards() -> None:
+    model = packed()
+    wanted = [gradients(model, batch(step)) for step in (7, 8)]
+    both = {n: wanted[0][1][n] + g for n, g in wanted[1][1].items()}
+    with moe_qlora.graph_layers(model):
+        for step in range(3):
+            gradients(model, batch(step))
+        model.zero_grad()
+        losses = [model(input_ids=batch(step), labels=batch(step)).loss for step in (7, 8)]
+        sum(losses).backward()
+        got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert_near((sum(losses).item(), got), (wanted[0][0] + wanted[1][0], both))
+        # Accumulated, one backward after the other.
+        model.zero_grad()
+        for step in (7, 8):
+            model(input_ids=batch(step), labels=batch(step)).loss.backward()
+        got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert_near((sum(losses).item(), got), (wanted[0][0] + wanted[1][0], both))
+
+
+@gpu
+def test_a_loss_of_an_earlier_step_may_be_alive() -> None:
+    model = packed()
+    wanted = [gradients(model, batch(step)) for step in range(4)]
+    with moe_qlora.graph_layers(model) as graphs:
+        for step in range(4):
+            model.zero_grad()
+            loss = model(input_ids=batch(step), labels=batch(step)).loss
+            loss.backward()
+            named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            assert_near((loss.item(), named), wanted[step])
+        assert graphs.recorded == model.config.num_hidden_layers
+
+
+@gpu
+def test_adapters_are_switched_disabled_and_added() -> None:
+    model, other = packed(), LoraConfig(r=2, target_modules=["q_proj"])
+    with moe_qlora.graph_layers(model):
+        for step in range(3):
+            gradients(model, batch(step))
+        model.add_adapter("other", other)
+        model.set_adapter("other")
+        for name, parameter in model.named_parameters():
+            if "lora_B.other" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        got = [gradients(model, batch(step)) for step in range(3)]
+        with model.disable_adapter():
+            disabled = model(input_ids=batch(0), labels=batch(0)).loss.item()
+        model.set_adapter("default")
+        back = gradients(model, batch(0))
+    model.set_adapter("other")
+    for step in range(3):
+        assert_near(got[step], gradients(model, batch(step)))
+    with model.disable_adapter():
+        plain = model(input_ids=batch(0), labels=batch(0)).loss.item()
+    assert disabled == pytest.approx(plain, rel=2e-3)
+    model.set_adapter("default")
+    assert_near(back, gradients(model, batch(0)))
+
+
+@gpu
+def test_batches_of_many_lengths_run_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    model = packed()
+    lengths = [16, 24, 32, 40, 48, 56, 16, 24]
+    wanted = [gradients(model, batch(n, n)) for n in lengths]
+    with moe_qlora.graph_layers(model) as graphs, caplog.at_level(logging.WARNING):
+        for n, want in zip(lengths, wanted, strict=True):
+            assert_near(gradients(model, batch(n, n)), want)
+        assert graphs.recorded == 2 * model.config.num_hidden_layers
+    (message,) = [r.getMessage() for r in caplog.records if "graph_layers" in r.getMessage()]
+    assert "called in more than 4 ways; train in batches of one fixed length" in message
+
+
+@gpu
+def test_evaluation_is_not_recorded_and_finds_no_stale_weights() -> None:
+    model = packed()
+    ids = batch(0)
+    with torch.no_grad():
+        wanted = model.eval()(input_ids=ids).logits
+    want = gradients(model.train(), ids)
+    with moe_qlora.graph_layers(model) as graphs:
+        for _ in range(3):
+            gradients(model, ids)
+            with torch.no_grad():
+                got = model.eval()(input_ids=ids).logits
+            model.train()
+            torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)
+        assert graphs.recorded == model.config.num_hidden_layers
+        assert_near(gradients(model, ids), want)
+
+
+@gpu
+def test_dropout_is_drawn_again_in_backward() -> None:
+    """A small step along the gradient lowers the loss of the very same masks as it says."""
+    model = packed(lora_dropout=0.5)
+    ids = batch(0)
+
+    def seeded() -> tuple[float, dict[str, Tensor]]:
+        torch.manual_seed(11)
+        return gradients(model, ids)
+
+    wanted = seeded()
+    with moe_qlora.graph_layers(model) as graphs:
+        for _ in range(3):
+            assert_near(seeded(), wanted)
+        assert graphs.recorded == model.config.num_hidden_layers
+        torch.manual_seed(12)
+        other = gradients(model, ids)
+    assert other[0] != wanted[0]
+
+
+@gpu
+def test_a_failed_recording_leaves_everything_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    model = packed()
+    ids = batch(0)
+    want = gradients(model, ids)
+    norm = next(m for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
+    norm.forward = lambda x, own=norm.forward: own(x) + 0 * x.sum().item()  # waits for the GPU
+    with moe_qlora.graph_layers(model) as graphs, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert_near(gradients(model, ids), want)
+        assert graphs.recorded == 0
+    assert "recording it failed" in caplog.text
+    torch.rand(3, device="cuda")
+    del norm.forward
+    with moe_qlora.graph_layers(model) as graphs:
+        for _ in range(3):
+            assert_near(gradients(model, ids), want)
+        assert graphs.recorded == model.config.num_hidden_layers
+
+
+@gpu
+def test_graphs_hold_no_memory_after_they_are_removed() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = packed()
+    with moe_qlora.graph_layers(model) as graphs:
+        for step in range(3):
+            gradients(model, batch(step))
+    del model, graphs
+    release_workspace()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+
+
+@gpu
+def test_a_copy_runs_as_its_class_does() -> None:
+    model = packed()
+    with moe_qlora.graph_layers(model):
+        for step in range(3):
+            wanted = gradients(model, batch(step))
+        duplicate = copy.deepcopy(model)
+        assert_near(gradients(duplicate, batch(2)), wanted)
+
+
+@gpu
+def test_what_cannot_be_recorded_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = packed()
+    seen: list[int] = []
+    experts = next(
+        m
+        for m in model.modules()
+        if type(m).__name__.endswith("Gate") or "Router" in type(m).__name__
+    )
+    handle = experts.register_forward_hook(lambda *_: seen.append(1))
+    want = gradients(model, batch(0))
+    with moe_qlora.graph_layers(model) as graphs, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert_near(gradients(model, batch(0)), want)
+        assert graphs.recorded == model.config.num_hidden_layers - 1
+        assert len(seen) == 5  # one more for the recomputation of the first call
+    assert "has a hook of" in caplog.text
+    handle.remove()
+    # The router's logits, which transformers gathers by hooks.
+    with moe_qlora.graph_layers(model), caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            out = model(input_ids=batch(0), labels=batch(0), output_router_logits=True)
+            assert len(out.router_logits) == model.config.num_hidden_layers
+    assert "outputs of layers are gathered" in caplog.text
+
+
+@gpu
+@compiles
+@pytest.mark.parametrize("linears", [False, True])
+def test_generate_compiles_with_a_static_cache(linears: bool, tmp_path: Any) -> None:
+    model = packed().eval()
+    if linears:
+        model.save_pretrained(tmp_path / "adapter")
+        tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+        from transformers import AutoModelForCausalLM
+
+        with moe_qlora.enabled():
+            model = AutoModelForCausalLM.from_pretrained(
+                tmp_path / "base", device_map={"": 0}, dtype=torch.bfloat16,
+                quantization_config=BitsAndBytesConfig(
+                    **NF4, bnb_4bit_compute_dtype=torch.bfloat16
+                ),
+            ).eval()  # fmt: skip
+    ids = batch(0, 8)
+    arguments = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+    wanted = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), **arguments, use_cache=True
+    )
+    got = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        **arguments,
+        use_cache=True,
+        cache_implementation="static",
+    )
+    assert hasattr(
+        model.get_base_model() if hasattr(model, "get_base_model") else model, "_compiled_call"
+    )
+    # Greedy tokens may differ where two logits are nearly equal.
+    assert (got == wanted).float().mean() > 0.8
