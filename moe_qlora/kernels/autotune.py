@@ -25,7 +25,7 @@ from torch import Tensor
 
 from . import cards, dequantize, grouped_mm
 from .grouped_mm import Cut
-from .quantized_mm import HOPPER, Config, launch, on_hopper
+from .quantized_mm import HOPPER, Config, default, fits, launch, on_hopper
 from .weights import PackedWeight
 
 _TOLERANCE = 6e-3
@@ -41,23 +41,6 @@ _CANDIDATES = (
         if features * step <= 256 * 64 and (warps == 4 or features >= 128)
     ),
 )
-
-_DEFAULTS = {
-    False: {
-        16: Config(128, 64, 3, 4, True),
-        32: Config(128, 64, 3, 4, True),
-        64: Config(256, 64, 3, 4, False),
-        128: Config(128, 64, 3, 4, False),
-    },
-    True: {
-        16: Config(64, 64, 3, 4, False),
-        32: Config(128, 64, 3, 4, False),
-        64: Config(128, 64, 3, 4, False),
-        128: Config(128, 64, 3, 4, False),
-    },
-}
-"""What is used untuned, by direction and tile: the quickest on an H200 for Qwen3-30B-A3B."""
-
 
 _GROUPED = "grouped"
 """What keys of the grouped matmul begin with, in place of a kind of codes."""
@@ -99,24 +82,31 @@ def chosen(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -
 
     `tile` is the rows in a tile; `back` says that the stored rows are what is summed over.
     """
-    default = _DEFAULTS[back][tile]
-    if tile >= 64 and on_hopper(packed.spec, dtype, back=back):
-        default = HOPPER
+    hopper = tile >= 64 and on_hopper(packed.spec, dtype, back=back)
+    untuned = HOPPER if hopper else default(tile, packed.device, back=back)
     if packed.device.type != "cuda":
-        return default
+        return untuned
     config = _load(packed.device.index or 0).get(_key(packed, dtype, tile, back))
-    if not isinstance(config, Config) or (config.hopper and default is not HOPPER):
-        return default
+    if not isinstance(config, Config) or not _may_run(config, packed, tile, hopper):
+        return untuned
     return config
+
+
+def _may_run(config: Config, packed: PackedWeight, tile: int, hopper: bool) -> bool:
+    """Whether a configuration may be used or measured; `hopper` says that Hopper's kernel runs."""
+    if config.hopper:
+        return hopper
+    return fits(config, tile, packed.kind, cards.card(packed.device))
 
 
 def chosen_cut(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -> Cut:
     """Return the cut of the grouped matmul for what this weight is dequantized into, likewise."""
-    default = grouped_mm.default(tile, packed.device)
+    untuned = grouped_mm.default(tile, packed.device)
     if packed.device.type != "cuda":
-        return default
+        return untuned
     cut = _load(packed.device.index or 0).get(_key(packed, dtype, tile, back, _GROUPED))
-    return cut if isinstance(cut, Cut) else default
+    card = cards.card(packed.device)
+    return cut if isinstance(cut, Cut) and grouped_mm.fits(cut, tile, card) else untuned
 
 
 def tune(
@@ -200,7 +190,8 @@ def _try(
     x, expert_offsets, tiles, absmax = problem
     if (config.features if back else config.step) > 2 * max(packed.blocksize, 64):
         return None  # the kernel takes one or two blocks of a row at a time
-    if config.hopper and not (tile >= 64 and on_hopper(packed.spec, x.dtype, back=back)):
+    hopper = tile >= 64 and on_hopper(packed.spec, x.dtype, back=back)
+    if not _may_run(config, packed, tile, hopper):
         return None
     room = None if config.direct or packed.nested is None else absmax
     span = 0, packed.spec.shape[2 if back else 1]

@@ -32,6 +32,15 @@ class Card(NamedTuple):
     capability: tuple[int, int]  # Of CUDA, (0, 0) for others
     shared: int  # Bytes of shared memory that one program may take
 
+    @property
+    def runs_on(self) -> bool:
+        """Whether the matrix unit reads shared memory by itself, and the program runs on meanwhile.
+
+        So do Hopper and datacenter Blackwell; they have 227 KiB. Others hold in registers what they
+        multiply, beside the sums.
+        """
+        return self.capability[0] in (9, 10)
+
 
 PORTABLE = Card("nvidia", (8, 6), SMALL_SHARED)
 """What every card with kernels can do at least."""
@@ -81,4 +90,4 @@ def multiplies_by_torch(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's grouped matmul computes a product there, else `grouped_mm.py`."""
     if device.type == "cpu" or dtype not in HALVES:
         return True
-    return dtype == torch.bfloat16 and card(device).capability[0] in (9, 10)
+    return dtype == torch.bfloat16 and card(device).runs_on

@@ -57,21 +57,20 @@ _LARGE = {**_SMALL, 64: Cut(128, 64, 4, 4, 8), 128: Cut(256, 64, 3, 8, 8)}
 
 def default(tile: int, device: torch.device) -> Cut:
     """Return the cut that is used untuned for tiles of so many rows."""
-    return (_LARGE if cards.card(device).capability[0] in (9, 10) else _SMALL)[tile]
+    return (_LARGE if cards.card(device).runs_on else _SMALL)[tile]
 
 
-def shared_bytes(cut: Cut, tile: int, capability: tuple[int, int]) -> int:
+def shared_bytes(cut: Cut, tile: int, card: cards.Card) -> int:
     """Return the shared memory of a program, as Triton 3.6 lays it out, up to a few bytes."""
     # Where the product is not done when the step ends, its tiles have a buffer of their own.
-    runs_on = capability[0] in (9, 10) and tile >= 64
-    buffers = cut.stages - (0 if runs_on else 1)
+    buffers = cut.stages - (0 if card.runs_on and tile >= 64 else 1)
     return buffers * (tile + cut.features) * cut.step * 2
 
 
 def fits(cut: Cut, tile: int, card: cards.Card) -> bool:
     """Whether a card has the shared memory for a cut, and the registers for its sums."""
     enough = tile * cut.features <= 128 * 32 * cut.warps
-    return enough and shared_bytes(cut, tile, card.capability) + 256 <= card.shared
+    return enough and shared_bytes(cut, tile, card) + 256 <= card.shared
 
 
 @triton.jit(do_not_specialize=["count"])

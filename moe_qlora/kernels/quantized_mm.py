@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from functools import cache, lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,23 @@ class Config(NamedTuple):
 
 
 HOPPER = Config(128, 64, 4, 4, False, True)
+
+_LARGE = {
+    (False, 16): Config(128, 64, 3, 4, True),
+    (False, 32): Config(128, 64, 3, 4, True),
+    (False, 64): Config(256, 64, 3, 4, False),
+    (False, 128): Config(128, 64, 3, 4, False),
+    (True, 16): Config(64, 64, 3, 4, False),
+    (True, 32): Config(128, 64, 3, 4, False),
+    (True, 64): Config(128, 64, 3, 4, False),
+    (True, 128): Config(128, 64, 3, 4, False),
+}
+"""What is used untuned, by direction and tile: the quickest on an H200 for Qwen3-30B-A3B."""
+
+_EIGHT_WARPS = Config(128, 64, 3, 8, False)
+
+_SMALL = _LARGE | {(back, tile): _EIGHT_WARPS for back in (False, True) for tile in (64, 128)}
+"""The same on cards that hold what they multiply in registers: four warps have too few of them."""
 
 _hopper_works: dict[int, bool] = {}
 """By CUDA device: whether the kernel for Hopper compiles there and is right."""
@@ -227,15 +245,37 @@ def supports(spec: WeightSpec) -> bool:
     return supports_quantized(spec.kind, spec.shape[2], spec.blocksize)
 
 
+def default(tile: int, device: torch.device, *, back: bool) -> Config:
+    """Return the configuration that is used untuned for tiles of so many rows."""
+    return (_LARGE if cards.card(device).runs_on else _SMALL)[back, tile]
+
+
+def fits(config: Config, tile: int, kind: str, card: cards.Card) -> bool:
+    """Whether a card may have the registers for a cut's sums, and the memory for what it loads.
+
+    Triton may want more memory, for the weights and the absmax, by its own choice of layouts: it
+    says so before such a kernel runs.
+    """
+    sums = 128 if card.runs_on else 64
+    if tile * config.features > sums * 32 * config.warps:
+        return False
+    codes = config.features * config.step // (1 if kind == "int8" else 2)
+    return (config.stages - 1) * (2 * tile * config.step + codes) <= card.shared
+
+
 def takes_int8(device: torch.device) -> bool:
-    """Whether int8 codes are multiplied rightly there: found out, and waited for, once."""
+    """Whether int8 codes are multiplied rightly there: found out, and waited for, once.
+
+    Where they are not, they are dequantized at any number of rows.
+    """
     if device.type != "cuda":
         return True
     index = device.index or 0
     if index not in _int8_works:
         if torch.cuda.is_current_stream_capturing():
             return False  # the next call finds out
-        configs = ((16, Config(64, 64, 3, 4, True)), (128, Config(128, 64, 3, 4, False)))
+        ways = product((16, 128), (False, True))
+        configs = {(tile, default(tile, device, back=back)) for tile, back in ways}
         _int8_works[index] = all(_is_right(device, "int8", *pair) for pair in configs)
     return _int8_works[index]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,10 @@ from moe_qlora.testing import tiny_model
 
 triton = pytest.importorskip("triton")
 
-from moe_qlora.kernels import autotune  # noqa: E402
+from moe_qlora.kernels import autotune, cards, grouped_mm, quantized_mm  # noqa: E402
+from moe_qlora.kernels.grouped_mm import Cut  # noqa: E402
+from moe_qlora.kernels.quantized_mm import HOPPER as HOPPER_KERNEL  # noqa: E402
+from moe_qlora.kernels.quantized_mm import Config  # noqa: E402
 
 
 @pytest.fixture
@@ -85,11 +90,62 @@ def test_wrong_results_are_refused(back, monkeypatch):
             assert not autotune._is_right(x, wrong, stack, offsets, back)
 
 
-def test_defaults_are_candidates():
-    for back, configs in autotune._DEFAULTS.items():
-        for config in configs.values():
-            assert config in autotune._CANDIDATES
-            assert (config.features if back else config.step) <= 128
+AMPERE_LARGE = cards.Card("nvidia", (8, 0), 163 << 10)
+HOPPER = cards.Card("nvidia", cards.HOPPER, 227 << 10)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("card", [cards.PORTABLE, AMPERE_LARGE, HOPPER])
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+def test_defaults_are_candidates_that_fit(card, back, tile):
+    with cards.acting_as(card):
+        config = quantized_mm.default(tile, CPU, back=back)
+        cut = grouped_mm.default(tile, CPU)
+    assert config in autotune._CANDIDATES
+    assert (config.features if back else config.step) <= 128
+    assert all(quantized_mm.fits(config, tile, kind, card) for kind in ("nf4", "int8"))
+    assert cut in grouped_mm.CANDIDATES and grouped_mm.fits(cut, tile, card)
+
+
+def test_what_a_card_has_no_room_for_is_neither_used_nor_measured(monkeypatch):
+    # (config, tile, kind, whether a card with 99 KiB may, whether Hopper may)
+    cases = [
+        (Config(128, 64, 3, 4, False), 128, "nf4", False, True),  # 128 sums a thread
+        (Config(128, 64, 3, 8, False), 128, "nf4", True, True),
+        (Config(256, 64, 3, 4, False), 128, "nf4", False, False),
+        (Config(64, 128, 4, 4, False), 128, "int8", False, True),  # 120 KiB of loads
+        (Config(64, 128, 4, 4, False), 64, "int8", True, True),
+        (HOPPER_KERNEL, 128, "nf4", False, True),
+    ]
+    for config, tile, kind, small, large in cases:
+        assert config in autotune._CANDIDATES
+        stack = codec.pack(torch.randn(1, 64, 64), CodecSettings(kind, True, torch.uint8))
+        for card, allowed in ((cards.PORTABLE, small), (HOPPER, large)):
+            hopper = card is HOPPER
+            monkeypatch.setattr(autotune, "on_hopper", lambda *_, back, hopper=hopper: hopper)
+            measured = []
+            monkeypatch.setattr(autotune, "_elapsed", lambda *_: measured.append(1) or 1.0)  # noqa: B023
+            problem = torch.zeros(3, 64), torch.zeros(2), torch.zeros(2), torch.zeros(2)
+            with cards.acting_as(card):
+                elapsed = autotune._try(problem, stack, tile, False, config)
+            assert (elapsed is not None, bool(measured)) == (allowed, allowed), (config, card)
+
+
+def test_a_table_from_elsewhere_gives_no_configuration_without_room(monkeypatch):
+    stack = codec.pack(torch.randn(1, 64, 64), CodecSettings("nf4", True, torch.uint8))
+    key = partial(autotune._key, stack, torch.bfloat16, 128, False)
+    wide, cut = Config(128, 64, 4, 4, True), Cut(256, 64, 4, 8, 8)
+    monkeypatch.setattr(autotune, "_load", lambda index: {key(): wide, key("grouped"): cut})
+    on_a_gpu = SimpleNamespace(
+        device=torch.device("cuda", 0), spec=stack.spec, kind=stack.kind
+    )  # fmt: skip
+    monkeypatch.setattr(autotune, "on_hopper", lambda *_, back: False)
+    for card, taken in ((cards.PORTABLE, False), (HOPPER, True)):
+        with cards.acting_as(card):
+            config = autotune.chosen(on_a_gpu, torch.bfloat16, 128, back=False)
+            chosen_cut = autotune.chosen_cut(on_a_gpu, torch.bfloat16, 128, back=False)
+        assert (config == wide, chosen_cut == cut) == (taken, taken)
 
 
 def test_each_shape_of_a_model_is_tuned_once(monkeypatch):
