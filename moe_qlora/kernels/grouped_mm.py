@@ -44,8 +44,8 @@ CANDIDATES = tuple(
 )  # fmt: skip
 
 _MIDDLE = dict.fromkeys((16, 32, 64, 128), Cut(128, 64, 3, 4, 8))
-"""What is used untuned, by the rows in a tile: on an H200 the code for 8.6 is quickest so, or within
-2 % of it."""
+"""What is used untuned, by the rows in a tile: the code for 8.6 is quickest so on an H200, or less
+than 3 % behind."""
 
 _SMALL = {**_MIDDLE, 128: Cut(128, 32, 4, 4, 8)}
 """The same on a card with 99 KiB, which holds two programs at a time in half steps."""
