@@ -99,7 +99,7 @@ def _changes(planner: Planner, report: MemoryPlan) -> Iterable[_Change]:
         yield _Change("pack to 4 bit", "load_in_4bit=True", {}, bnb_config(None))
     tokens = settings.batch * settings.seq
     if tokens > _CHUNK:
-        what = f"compute the loss {_CHUNK} tokens at a time"
+        what = f"compute the loss {_CHUNK} tokens at a time, where Liger knows the model"
         yield _Change(what, "use_liger_kernel=True (Trainer)", {}, loss_part=_CHUNK / tokens)
     if settings.optimizer == "adamw":
         yield _training_change("keep the optimizer's moments in 8 bit", optimizer="adamw_8bit")

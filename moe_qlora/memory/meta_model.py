@@ -19,7 +19,7 @@ import peft
 import torch
 from torch import Tensor, nn
 
-from ..detection.detect import detect, dispatches
+from ..detection.detect import detect
 from ..distributed.expert_parallel import modules_to_divide
 from ..errors import ConfigError, UnsupportedWeightError
 from ..experts import forward
@@ -266,7 +266,7 @@ def fake_packed(meta: MetaModel, *, dispatched: bool = False) -> None:
         if part.linear:
             fake_linear(module, part.weight, getattr(module, "compute_dtype", None))
             continue
-        if part.leaf == "down_proj" and dispatches(module):
+        if part.leaf == "down_proj" and forward.can_serve(module):
             fake_experts(module, part.weight, dispatched_rows=dispatched)
         fake_dequantize(module.parametrizations[part.leaf][0], part.weight)
 

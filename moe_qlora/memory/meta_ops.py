@@ -151,7 +151,7 @@ def dispatched(
 
 
 def fake_experts(module: Any, down: PackedWeight, *, dispatched_rows: bool = False) -> None:
-    """Replace the forward of a packed experts module that dispatches through transformers.
+    """Replace the forward of a packed experts module that `experts_forward` computes.
 
     With `dispatched_rows`, the module holds one rank's experts, and tokens come from all ranks.
     """

@@ -12,9 +12,11 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..build import named
 from ..errors import ConfigError, MoeQloraError
+from ..experts.rebinding import is_ligers
 from ..kernels.limits import WORKSPACE_PART
 from ..kernels.weights import PackedWeight
 from ..packing.format import ABSMAX, packed_tensors
@@ -192,6 +194,7 @@ class Planner:
                     raise ConfigError(
                         f"{self.source.label}: a training step of this model cannot run on the "
                         f"meta device ({why}), so that its memory cannot be planned."
+                        f"{_advice(meta.base)}"
                     ) from error
                 if self._unpacked is None and self.source.linears:
                     # Some models read a Linear layer's weight past its forward.
@@ -292,3 +295,13 @@ def load_extra_nbytes(
         blocks = (packed_tensors(shape, settings)[ABSMAX].numel or 0 for shape in shapes)
         extra += torch.float32.itemsize * sum(blocks)
     return extra
+
+
+def _advice(model: nn.Module) -> str:
+    """Return what to do about a model that does not run on meta."""
+    if not any(is_ligers(getattr(type(module), "forward", None)) for module in model.modules()):
+        return ""
+    return (
+        " Liger has replaced classes of this model in this process, and its kernels cannot run "
+        "there: plan before Liger is applied, or in another process."
+    )

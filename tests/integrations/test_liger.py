@@ -31,7 +31,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.packing import parametrize
-from moe_qlora.testing import model_class, tiny_inputs, tiny_model
+from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
 
 pytest.importorskip("liger_kernel")
 
@@ -353,3 +353,14 @@ def test_trainers_with_the_switch(kind, model_folder, tmp_path):
     for _ in range(2):
         assert losses(use_liger_kernel=True, liger_kernel_config=CPU) == plain
         assert FusedExperts.calls == 0
+
+
+def test_plans_in_the_same_process():
+    config = tiny_config("qwen3_moe")
+    before = moe_qlora.plan(config, targets="experts")
+    apply("qwen3_moe")
+    after = moe_qlora.plan(config, targets="experts")
+    assert (after.peak, after.notes) == (before.peak, before.notes)
+    monkey_patch._apply_liger_kernel("qwen3_moe", **{**CPU, "rms_norm": True})
+    with pytest.raises(ConfigError, match="plan before Liger is applied"):
+        moe_qlora.plan(config)
