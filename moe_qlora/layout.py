@@ -32,8 +32,8 @@ def name_pattern(name: str) -> str:
 
 
 def unwrapped_name(name: str) -> str:
-    """Return the name that a module or parameter had before adapter layers wrapped modules."""
-    return name.replace(".base_layer", "")
+    """Return a module's or parameter's name before adapters or torch.compile wrapped it."""
+    return name.replace(".base_layer", "").replace("_orig_mod.", "")
 
 
 def unwrapped(module: Any) -> Any:

@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, CompileConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import moe_qlora
+from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 from tests.helpers.mxfp4 import write_gpt_oss
 from tests.helpers.training import SETTINGS
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-LAYERS = 3
+ADAPTER = "adapter_model.safetensors"
 
 
 class Graphs:
@@ -51,12 +53,13 @@ def _nothing_compiled() -> Any:
 
 def packed(folder: Path, model_type: str, codes: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model of packed experts and Linear layers, with LoRA on both."""
+    layers = 3 if model_type == "deepseek_v3" else 2  # the first of which is dense there
     settings = SETTINGS.get(codes, SETTINGS["nf4"])
     if codes == "kept":
-        write_gpt_oss(folder, num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=64)
+        write_gpt_oss(folder, num_hidden_layers=layers, hidden_size=64, intermediate_size=64)
         folder = folder / "maker"
     else:
-        tiny_model(model_type, num_hidden_layers=LAYERS, dtype=dtype).save_pretrained(folder)
+        tiny_model(model_type, num_hidden_layers=layers, dtype=dtype).save_pretrained(folder)
     with moe_qlora.enabled(keep_codes=codes == "kept"):
         model = AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=BitsAndBytesConfig(**settings), dtype=dtype
@@ -102,7 +105,7 @@ def assert_same(compiled: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
         ("qwen3_moe", "nf4", "aot_eager", None, [1, 0, 1, 0]),
         ("gpt_oss", "kept", "eager", True, [1, 0, 0, 0]),
         ("granitemoe", "int8", "eager", True, [1, 0, 0, 0]),
-        ("deepseek_v3", "bf16 storage", "eager", True, [2, 0, 0, 0]),  # the first layer is dense
+        ("deepseek_v3", "bf16 storage", "eager", True, [2, 0, 0, 0]),
     ],
 )
 def test_layers_share_a_graph_and_one_more_for_all_lengths(
@@ -125,3 +128,93 @@ def test_layers_share_a_graph_and_one_more_for_all_lengths(
     assert [graphs.of(lambda n=n: compiled.append(step(model, n))) for n in lengths] == expected
     for one, other in zip(compiled, plain, strict=True):
         assert_same(one, other)
+
+
+def compiled_layers(model: nn.Module) -> Graphs:
+    graphs = Graphs()
+    for layer in layers_of(model):
+        layer.compile(backend=graphs, fullgraph=True)
+    return graphs
+
+
+def test_each_way_to_call_is_compiled_once(tmp_path: Path) -> None:
+    model = packed(tmp_path, "qwen3_moe", "nf4", torch.bfloat16)
+    model.add_adapter("other", LoraConfig(r=5, target_modules=["k_proj"], lora_dropout=0.5))
+    for name, parameter in model.named_parameters():
+        if "lora_B.other" in name:
+            nn.init.normal_(parameter, std=0.05)
+    model.enable_input_require_grads()
+
+    def train() -> dict[str, Tensor]:
+        model.set_adapter("default")
+        return step(model.train(), 12)
+
+    def drop() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model.set_adapter("other")
+        return step(model.train(), 12)
+
+    def cast() -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return train()
+
+    def evaluate() -> dict[str, Tensor]:
+        model.set_adapter("default")
+        with torch.no_grad():
+            return {"logits": model.eval()(input_ids=ids(12), use_cache=False).logits}
+
+    def disabled() -> dict[str, Tensor]:
+        with model.disable_adapter():
+            return evaluate()
+
+    ways = train, cast, drop, evaluate, disabled
+    plain = [way() for way in ways]
+    graphs, first, again = compiled_layers(model), [], []
+    for way, expected in zip(ways, plain, strict=True):
+        first.append(graphs.of(lambda way=way, expected=expected: assert_same(way(), expected)))
+    for way, expected in zip(ways, plain, strict=True):
+        again.append(graphs.of(lambda way=way, expected=expected: assert_same(way(), expected)))
+    # Without gradients, one graph for the embeddings, which need one by the hook, one for the rest.
+    assert first == [1, 1, 1, 2, 2]
+    assert again == [0] * len(ways)
+
+
+def test_generation_with_a_static_cache_compiles_the_model_once(tmp_path: Path) -> None:
+    model = packed(tmp_path, "qwen3_moe", "nf4").eval()
+    options = {
+        "attention_mask": torch.ones_like(ids(7)),
+        "max_new_tokens": 5,
+        "cache_implementation": "static",
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    plain = model.generate(input_ids=ids(7), **options)
+    graphs = Graphs()
+    # transformers copies the configuration, and with it any backend that is no function.
+    how = CompileConfig(fullgraph=True, mode=None, backend=lambda *given: graphs(*given))
+    how._compile_all_devices = True
+    texts: list[Tensor] = []
+    calls = [
+        lambda: texts.append(model.generate(input_ids=ids(7), compile_config=how, **options))
+    ] * 2
+    assert [graphs.of(call) for call in calls] == [1, 0]
+    assert all(torch.equal(text, plain) for text in texts)
+
+
+@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit linear")
+def test_a_compiled_model_saves_and_merges_as_a_plain_one(tmp_path: Path) -> None:
+    model = packed(tmp_path / "base", "qwen3_moe", "nf4")
+    model.save_pretrained(tmp_path / "plain")
+    graphs = Graphs()
+    model.compile(backend=graphs, fullgraph=True)
+    loss = step(model, 12)["loss"]
+    assert graphs.count == 1
+    model.save_pretrained(tmp_path / "compiled")
+    saved, plain = (load_file(tmp_path / way / ADAPTER) for way in ("compiled", "plain"))
+    assert saved.keys() == plain.keys()
+    assert all(torch.equal(saved[name], value) for name, value in plain.items())
+    merged = model.merge_and_unload()
+    assert not list(parametrize.iter_packed(merged))
+    again = merged(input_ids=ids(12), labels=ids(12)).loss
+    torch.testing.assert_close(again, loss, rtol=2e-3, atol=0)

@@ -1,0 +1,68 @@
+"""The shared buffer: who keeps it, and that a CUDA graph's pool keeps nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moe_qlora.kernels import workspace
+
+CPU = torch.device("cpu")
+SHAPE = 3, 5
+
+
+@pytest.fixture(autouse=True)
+def _own_buffers() -> Iterator[None]:
+    workspace.release_workspace()
+    yield
+    workspace.release_workspace()
+
+
+def take(owner: object = "a weight") -> tuple[torch.Tensor, bool]:
+    return workspace.take("first", SHAPE, torch.float32, CPU, owner)
+
+
+def test_a_buffer_is_kept_and_remembers_its_owner() -> None:
+    tensor, held = take()
+    assert not held and workspace.held_bytes() == 60
+    again, held = take()
+    assert held and again.data_ptr() == tensor.data_ptr()
+    assert workspace.holds("first", CPU, "a weight")
+    assert take("another")[1] is False
+    assert not workspace.holds("first", CPU, "a weight")
+
+
+def test_another_stream_gets_a_tensor_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are recorded there, and what they record must not outlive them."""
+    monkeypatch.setattr(workspace, "_is_kept", lambda device: False)
+    tensor, held = take()
+    assert tensor.shape == SHAPE and not held
+    assert workspace.held_bytes() == 0 and not workspace.holds("first", CPU, "a weight")
+    assert take()[1] is False
+
+
+@pytest.mark.parametrize(("stream", "kept"), [(0, True), (7, False)])
+def test_buffers_are_kept_on_the_default_stream(
+    stream: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
+    device = torch.device("cuda", 0)
+    assert workspace._is_kept(device) is kept
+    with workspace.recorded(device):
+        assert workspace._is_kept(device)
+    assert workspace._is_kept(device) is kept
+
+
+def test_a_recording_starts_and_ends_with_nothing_remembered() -> None:
+    take()
+    with workspace.recorded(CPU):
+        assert not workspace.holds("first", CPU, "a weight")
+        take()
+        assert workspace.holds("first", CPU, "a weight")
+        (buffer,) = workspace.buffers(CPU)
+    assert not workspace.holds("first", CPU, "a weight")
+    assert take()[0].data_ptr() == buffer.data_ptr()
+    workspace.forget(CPU)
+    assert take()[1] is False
