@@ -6,6 +6,7 @@ Runs where axolotl is installed; `bash tools/test_axolotl` makes such an environ
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import shutil
 import warnings
@@ -586,3 +587,29 @@ def test_the_subcommand(config, capsys) -> None:
         cli(["moe-experts", str(out / "missing.yml")], standalone_mode=False)
     assert end.value.code == 2
     assert capsys.readouterr().err.strip().endswith("missing.yml does not exist.")
+
+
+def test_ligers_plugin_leaves_packed_experts_alone(config, monkeypatch, tmp_path) -> None:
+    swiglu = pytest.importorskip("liger_kernel.transformers.swiglu")
+    modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    run = ours({**config, "output_dir": str(tmp_path / "without")}, lora_experts=True)
+    _, expected = train(run)
+    stock, calls = swiglu.LigerFusedMoEFunction, []
+
+    class Counting:
+        @staticmethod
+        def apply(x: Any, weight: Any, *rest: Any) -> Any:
+            if weight.is_meta:
+                raise NotImplementedError  # in a dry run of the detector
+            calls.append(weight.shape)
+            return stock.apply(x, weight, *rest)
+
+    monkeypatch.setattr(swiglu, "LigerFusedMoEFunction", Counting)
+    monkeypatch.setattr(modeling, "Qwen3MoeExperts", modeling.Qwen3MoeExperts)  # is put back
+    plugins = [NAME, "axolotl.integrations.liger.LigerPlugin"]
+    run |= {"plugins": plugins, "liger_glu_activation": True, "output_dir": str(tmp_path / "with")}
+    model, losses = train(run)
+    experts = {type(module).__mro__[1].__name__ for _, module, _ in parametrize.iter_packed(model)}
+    assert experts == {"LigerExperts"}
+    assert not calls
+    assert losses == expected
