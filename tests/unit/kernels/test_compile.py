@@ -1,16 +1,24 @@
-"""Every kernel compiles for sm_80 and sm_90, without a GPU: what the interpreter cannot know.
+"""Kernels compile for the cards that they are for, without a GPU: what the interpreter cannot know.
 
 The interpreter takes what the compiler refuses (a function whose returns differ in dtype, say), so
-one small layer of each layout is sent through the compiler in a process of its own, up to PTX, of
-which ptxas need not make the best code.
+one small layer of each layout is sent through the compiler in a process of its own, for sm_80 and
+sm_90, up to PTX, of which ptxas need not make the best code.
+
+The matmuls, which are what runs out of registers and shared memory, go through the compiler for six
+targets as they are cut untuned there, and through ptxas, whose report is held: no register is
+spilled, and a program has no more shared memory than the card. (All kernels for all targets would
+take minutes.)
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +36,72 @@ NAMES = {
 SIZES = {"ROWS", "COLS", "STRIDE", "K", "N", "BIG", "SE"}
 
 
-def test_all_kernels_compile(tmp_path):
-    pytest.importorskip("triton")
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Bytes of shared memory that a program may have, by target (CUDA programming guide, table of
+technical specifications)."""
+
+REGISTERS = 65536
+"""Of a multiprocessor, on all of them."""
+
+
+def lines_of(mode: str, folder: Path) -> list[str]:
+    """Run this file by itself and return what it prints."""
     environment = {key: v for key, v in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     environment |= {"TRITON_DISABLE_LINE_INFO": "1", "DISABLE_PTXAS_OPT": "1"}
     done = subprocess.run(
-        [sys.executable, __file__],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        [sys.executable, __file__, mode],
+        env=environment | {"TRITON_CACHE_DIR": str(folder)},
         capture_output=True,
         text=True,
         check=False,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    compiled = {tuple(line.split()) for line in done.stdout.splitlines()}
+    return done.stdout.splitlines()
+
+
+def test_all_kernels_compile(tmp_path):
+    pytest.importorskip("triton")
+    compiled = {tuple(line.split()) for line in lines_of("layers", tmp_path)}
     both = {(capability, name) for capability in ("sm_80", "sm_90") for name in NAMES}
     assert compiled == both | {("sm_90", "hopper_kernel")}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    pytest.importorskip("triton")
+    return [json.loads(line) for line in lines_of("matmuls", tmp_path_factory.mktemp("triton"))]
+
+
+@pytest.mark.parametrize("target", SHARED)
+def test_matmuls_fit_their_card(reports, target):
+    mine = [report for report in reports if report["target"] == target]
+    assert len({report["matmul"] for report in mine}) == len(mine) == 13
+    for report in mine:
+        assert report["spilled"] == 0, report
+        assert report["shared"] <= SHARED[target], report
+        assert report["registers"] * report["threads"] <= REGISTERS, report
+        # Only Hopper has wgmma, only datacenter Blackwell tcgen05; the others copy without bulk.
+        instructions = set(report["instructions"])
+        assert "mma.sync" in instructions or target in (90, 100), report
+        assert "wgmma" not in instructions or target == 90, report
+        assert "tcgen05" not in instructions or target == 100, report
+        assert "cp.async.bulk" not in instructions or target in (90, 100), report
+    many = [r for r in mine if "128 rows" in r["matmul"]]
+    assert len(many) == 6
+    own = {90: "wgmma", 100: "tcgen05"}.get(target, "mma.sync")
+    assert all(own in r["instructions"] for r in many)
+
+
+@pytest.mark.parametrize("target", [target for target in SHARED if SHARED[target] == 99 << 10])
+def test_two_programs_of_the_grouped_matmul_share_a_small_card(reports, target):
+    """A card with 100 KiB, of which each program takes one more for itself."""
+    grouped = [r for r in reports if r["target"] == target and "grouped" in r["matmul"]]
+    assert len(grouped) == 4
+    for report in grouped:
+        assert 2 * (report["shared"] + 1024) <= 100 << 10, report
+        assert 2 * report["registers"] * report["threads"] <= REGISTERS, report
 
 
 def overwritten(ttgir: str) -> list[str]:
@@ -95,13 +152,11 @@ def overwritten(ttgir: str) -> list[str]:
     return races
 
 
-def main() -> None:
-    """Launch everything with launches replaced by compilations; prints the kernels' names."""
+def without_device() -> Any:
+    """Make Triton compile for `capability` of what is returned."""
     import torch
-    import torch.nn.functional as F
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
     class Target:
         """A driver without a device: all that compiling asks for."""
@@ -122,6 +177,133 @@ def main() -> None:
 
     target = Target()
     driver.set_active(target)
+    return target
+
+
+def matmuls() -> None:
+    """Print what ptxas says of the matmuls, as each target cuts them untuned, in lines of JSON."""
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import JITFunction
+
+    from moe_qlora.kernels import cards
+
+    target = without_device()
+    compile_only, compiled = JITFunction.run, []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled.append(compile_only(self, *args, grid=grid, warmup=True, **kwargs))
+
+    JITFunction.run = run
+    CUDABackend.make_cubin = lambda self, ptx, *rest: b""  # `assembled` makes it
+    for capability, shared in SHARED.items():
+        target.capability = capability
+        card = cards.Card("nvidia", divmod(capability, 10), shared)
+        with cards.acting_as(card):
+            for matmul in matmul_launches():
+                kernel = compiled.pop()
+                assert not compiled and not overwritten(kernel.asm["ttgir"]), matmul
+                report = {"target": capability, "matmul": matmul, **assembled(kernel, capability)}
+                print(json.dumps(report), flush=True)
+
+
+def matmul_launches() -> Iterator[str]:
+    """Launch both matmuls and LoRA's outer product, as a card cuts them; yield their names."""
+    import torch
+
+    from moe_qlora.kernels import grouped_mm, quantized_mm
+
+    cpu = torch.device("cpu")
+    offsets = torch.zeros(16, dtype=torch.int32)
+    rows, cols, rank = 192, 256, 16
+    for tile, back, kind in (
+        (16, False, "nf4"), (64, False, "nf4"), (64, True, "nf4"),
+        (128, False, "nf4"), (128, True, "nf4"), (128, False, "int8"), (128, True, "int8"),
+        (64, False, "mxfp4"),
+    ):  # fmt: skip
+        inner, out = (rows, cols) if back else (cols, rows)
+        config = quantized_mm.default(tile, cpu, back=back)
+        # Else a nested absmax is decoded before, by a kernel of its own.
+        stack = packed_like((2, rows, cols), kind, nested=config.direct and kind == "nf4")
+        x, factor = bf16(16, inner + rank), bf16(2, out, rank)
+        quantized_mm._quantized_launch.cache_clear()
+        quantized_mm.launch(x, stack, factor, None, offsets, offsets.view(8, 2), tile, config,
+                            back=back, span=(0, out))  # fmt: skip
+        yield f"quantized {kind}, {tile} rows, {'back' if back else 'out'}"
+    for tile, by_rows in ((16, True), (64, True), (128, True), (128, False)):
+        # Rows of 2048 and LoRA's 16 features; the last step is not a whole one.
+        matrices = bf16(2, 1536, 2064).transpose(1, 2) if by_rows else bf16(2, 2064, 1536)
+        grouped_mm._launch.cache_clear()
+        cut = grouped_mm.default(tile, cpu)
+        grouped_mm.launch(bf16(16, 2064), matrices, offsets, offsets.view(8, 2), tile, cut)
+        yield f"grouped, {tile} rows, {'by rows' if by_rows else 'by columns'}"
+    grouped_mm._outer_launch.cache_clear()
+    grouped_mm.outer(bf16(16, 1536), bf16(16, 64), offsets)
+    yield "outer"
+
+
+def bf16(*shape: int) -> Any:
+    """Return room in bf16."""
+    import torch
+
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def assembled(kernel: Any, capability: int) -> dict[str, Any]:
+    """Return what ptxas reports of a kernel, and the instructions that tell targets apart."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    ptx = kernel.asm["ptx"]
+    (name,) = re.findall(r"\.target (sm_\w+)", ptx)
+    assert name.removesuffix("a") == f"sm_{capability}"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx, encoding="utf-8")
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={name}", source.name, "-o", "out"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)[0]
+    marks = ("mma.sync", "wgmma", "tcgen05", "cp.async.bulk", "cp.async.cg")
+    return {
+        "registers": int(re.findall(r"Used (\d+) registers", done.stderr)[0]),
+        "spilled": int(stores) + int(loads),
+        "shared": kernel.metadata.shared,
+        "threads": 32 * kernel.metadata.num_warps,
+        "instructions": [mark for mark in marks if mark in ptx],
+    }
+
+
+def packed_like(shape: tuple[int, int, int], kind: str, nested: bool) -> Any:
+    """Return a packed weight of no values."""
+    import torch
+
+    from moe_qlora.kernels.weights import NestedAbsmax, PackedWeight
+    from moe_qlora.packing.codec import microscaled
+    from moe_qlora.packing.settings import CodecSettings
+
+    numel = shape[0] * shape[1] * shape[2]
+    if kind == "int8":
+        codes = torch.empty(numel, dtype=torch.int8)
+        scales = torch.empty(numel // shape[2])
+        return PackedWeight(codes, scales, None, 0, None, shape, kind, torch.bfloat16)
+    if kind == "mxfp4":
+        codes = torch.empty(numel // 2, dtype=torch.uint8)
+        exponents = torch.empty(numel // 32, dtype=torch.uint8)
+        return microscaled(codes, exponents, shape, torch.bfloat16, CodecSettings(kind))
+    outer = torch.empty(numel // 2**14 + 1)
+    second = NestedAbsmax(torch.empty(256), outer, torch.empty(()), 256) if nested else None
+    absmax = torch.empty(numel // 64, dtype=torch.uint8 if nested else torch.float32)
+    codes = torch.empty(numel // 2, dtype=torch.uint8)
+    table = torch.empty(16)
+    return PackedWeight(codes, absmax, table, 64, second, shape, kind, torch.bfloat16)
+
+
+def main() -> None:
+    """Launch everything with launches replaced by compilations; prints the kernels' names."""
+    import torch
+    import torch.nn.functional as F
+    from triton.runtime.jit import JITFunction
+
+    target = without_device()
     compile_only = JITFunction.run
     expects_race = False
     launched = set()
@@ -149,26 +331,6 @@ def main() -> None:
     F.grouped_mm = lambda x, right, offs: x.new_empty(len(x), right.shape[-1])
 
     from moe_qlora.kernels import launch, moe_layer, row_launches, workspace
-    from moe_qlora.kernels.weights import NestedAbsmax, PackedWeight
-    from moe_qlora.packing.codec import microscaled
-    from moe_qlora.packing.settings import CodecSettings
-
-    def packed(shape: tuple[int, int, int], kind: str, nested: bool) -> PackedWeight:
-        numel = shape[0] * shape[1] * shape[2]
-        if kind == "int8":
-            codes = torch.empty(numel, dtype=torch.int8)
-            scales = torch.empty(numel // shape[2])
-            return PackedWeight(codes, scales, None, 0, None, shape, kind, torch.bfloat16)
-        if kind == "mxfp4":
-            codes = torch.empty(numel // 2, dtype=torch.uint8)
-            exponents = torch.empty(numel // 32, dtype=torch.uint8)
-            return microscaled(codes, exponents, shape, torch.bfloat16, CodecSettings(kind))
-        outer = torch.empty(numel // 2**14 + 1)
-        second = NestedAbsmax(torch.empty(256), outer, torch.empty(()), 256) if nested else None
-        absmax = torch.empty(numel // 64, dtype=torch.uint8 if nested else torch.float32)
-        codes = torch.empty(numel // 2, dtype=torch.uint8)
-        table = torch.empty(16)
-        return PackedWeight(codes, absmax, table, 64, second, shape, kind, torch.bfloat16)
 
     def layer_of(
         gate: Any, kind: str, nested: bool, transposed: bool, biased: bool, rank: int,
@@ -178,7 +340,8 @@ def main() -> None:
         width = 2 * inner if gate.gated else inner
         sides = [(width, hidden), (hidden, inner)]
         stacks = [
-            packed((experts, *(side[::-1] if transposed else side)), kind, nested) for side in sides
+            packed_like((experts, *(side[::-1] if transposed else side)), kind, nested)
+            for side in sides
         ]
         whole = moe_layer.Layer(*stacks, transposed, partial, gate, dtype)
         lora = [
@@ -213,7 +376,7 @@ def main() -> None:
     layer_of(clamped, "mxfp4", True, False, True, 16, False, 64)
     workspace.set_workspace_cap(1)
     layer_of(gates("relu"), "nf4", True, False, False, 16, False, 1024)
-    on_hopper(packed)
+    on_hopper()
     size, rank = 2048, 128
     copy = row_launches.copy(size, size + rank, rank, False, 2, 16, 4, torch.bfloat16, None, 0)
     x, ints = torch.empty(64, size, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int)
@@ -225,7 +388,7 @@ def main() -> None:
     launch.Launch(copy.kernel, copy.grid, **raced)(*arguments)
 
 
-def on_hopper(packed: Any) -> None:
+def on_hopper() -> None:
     """The kernel for Hopper: both directions, dtypes and kinds, tiles, and the fewest steps."""
     import torch
 
@@ -245,7 +408,7 @@ def on_hopper(packed: Any) -> None:
     ]
     for rows, cols, back, rank, kind in cases:
         dtype = torch.float16 if kind == "fp4" else torch.bfloat16
-        stack = packed((2, rows, cols), kind, False)
+        stack = packed_like((2, rows, cols), kind, False)
         assert quantized_mm.supports(stack.spec)
         assert quantized_mm_hopper.supports(stack.spec, dtype, back=back)
         inner, out = (rows, cols) if back else (cols, rows)
@@ -255,9 +418,9 @@ def on_hopper(packed: Any) -> None:
         tile = 64 if rows == 192 else 128
         quantized_mm.launch(x, stack, factor, None, none, none.view(8, 2), tile, config, back=back,
                      span=(0, out))  # fmt: skip
-    narrow = packed((2, 128, 64), "nf4", False).spec
+    narrow = packed_like((2, 128, 64), "nf4", False).spec
     assert not quantized_mm_hopper.supports(narrow, torch.bfloat16, back=False)
 
 
 if __name__ == "__main__":
-    main()
+    {"layers": main, "matmuls": matmuls}[sys.argv[1]]()
