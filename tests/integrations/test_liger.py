@@ -231,7 +231,7 @@ def test_dropout_is_applied(way):
     assert FusedExperts.calls == 0
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["class", "adapted"])
 def test_compiles_whole(way):
     expected = run(build("qwen3_moe", way).eval())["out"]
     torch.compiler.reset()
@@ -240,6 +240,31 @@ def test_compiles_whole(way):
     with torch.no_grad():
         out = compiled(**tiny_inputs(model.get_base_model())).logits
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    assert FusedExperts.calls == 0
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("way", ["class", "adapted"])
+def test_layers_share_a_graph(way):
+    expected = run(build("qwen3_moe", way))
+    torch.compiler.reset()
+    model = build("qwen3_moe", way)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model.get_base_model().enable_input_require_grads()
+    model.get_base_model().config.use_cache = False  # which every layer would find in another state
+    layers = model.get_submodule("base_model.model.model.layers")
+    for layer in layers:
+        layer.compile(backend=backend, fullgraph=True)
+    results = run(model)
+    assert len(graphs) == 1 and len(layers) > 1
+    torch.testing.assert_close(results["out"], expected["out"], rtol=1e-5, atol=1e-5)
+    assert results.keys() == expected.keys()
     assert FusedExperts.calls == 0
     torch.compiler.reset()
 
