@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -95,9 +96,7 @@ def fused_obstacle(module: Any, call: Call) -> Obstacle:
     """Return why the fused layer does not compute a call, None where it does."""
     x = call.x
     if not kernels_run(x.device):
-        return "the fused kernels need CUDA of compute capability 8.0 and Triton, not {}", (
-            x.device,
-        )
+        return _device_obstacle(x.device)
     if x.numel() == 0:
         return "there are no tokens", ()
     if module.has_post_expert_norm:
@@ -121,6 +120,19 @@ def fused_obstacle(module: Any, call: Call) -> Obstacle:
     if first != second:
         return "{} and {} are stored in different orientations", call.names
     return None
+
+
+def _device_obstacle(device: torch.device) -> Obstacle:
+    """Return why the kernels do not run on a device."""
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "the fused kernels do not compile for {}, or are not right (ROCm is not tested)", (
+            device,
+        )
+    if device.type == "xpu":
+        return "the fused kernels are launched by CUDA or ROCm, not {} (XPU is not tested)", (
+            device,
+        )
+    return "the fused kernels need CUDA of compute capability 8.0 and Triton, not {}", (device,)
 
 
 def _lora_obstacle(
@@ -199,7 +211,10 @@ def _grouped(
     lora_dtypes: tuple[torch.dtype, ...],
 ) -> bool:
     known = dtype in HALVES and all(each in (*HALVES, torch.float32) for each in lora_dtypes)
-    capable = torch.cuda.get_device_capability(device) >= (8, 0)
+    if torch.version.hip is None:
+        capable = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        capable = kernels_run(torch.device("cuda", device))
     return known and capable and dequantizes_whole(*shape)
 
 
@@ -214,18 +229,35 @@ def layer_kernels() -> Any:
 
 
 def kernels_run(device: torch.device) -> bool:
-    """Whether the fused kernels run on this device: CUDA, capability 8.0 or more, and Triton."""
-    if device.type != "cuda" or torch.version.cuda is None:
+    """Whether the fused kernels run on this device: Triton, and CUDA of capability 8.0 or ROCm.
+
+    On ROCm they are not tested: there small products are compared first, and a warning says so.
+    """
+    if device.type != "cuda":
         return False
     index = device.index or 0
     if index not in _kernels_run:
         if torch.compiler.is_compiling():
             return False
-        kernels = layer_kernels()
-        capable = torch.cuda.get_device_capability(device) >= (8, 0)
+        kernels, rocm = layer_kernels(), torch.version.hip is not None
+        capable = rocm or torch.cuda.get_device_capability(device) >= (8, 0)
         _kernels_run[index] = kernels is not None and capable
         if _kernels_run[index]:
             from ..kernels import quantized_mm
 
             quantized_mm.prepare(device)
+            if rocm:
+                _kernels_run[index] = _runs_on_rocm(quantized_mm, device)
     return _kernels_run[index]
+
+
+def _runs_on_rocm(kernels: Any, device: torch.device) -> bool:
+    """Whether `kernels.quantized_mm` multiplies rightly there; warn that nothing else is known."""
+    right = bool(kernels.is_right_untested(device))
+    if right:
+        warnings.warn(
+            f"moe_qlora's kernels are not tested on ROCm. Small products are right on {device}; "
+            "compare the first losses of a run with those of the same run on a CUDA GPU or a CPU.",
+            stacklevel=2,
+        )
+    return right

@@ -6,6 +6,8 @@ behind (`kernels/autotune.py`).
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
@@ -13,6 +15,8 @@ from ..errors import QuantizationError
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
 from . import backend
+
+_log = logging.getLogger(__name__)
 
 
 def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -50,6 +54,11 @@ def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
 
         packed = weight.aligned()
         if packed.dequantizes() and quantized_mm.supports(packed.spec):
+            _log.warning(
+                "tune_kernels: compiling and measuring kernels for experts of %d x %d (%s); "
+                "this takes seconds to minutes, once for this GPU",
+                *packed.shape[1:], packed.kind,
+            )  # fmt: skip
             autotune.tune(packed, dtype)
             measured += 1
     return measured

@@ -81,6 +81,11 @@ def actual(device: torch.device) -> Card:
     return Card("", (0, 0), SMALL_SHARED)
 
 
+def takes_ptx(device: torch.device) -> bool:
+    """Whether kernels may hold PTX, NVIDIA's assembly: also on the CPU, where they only compile."""
+    return actual(device).maker in ("nvidia", "")
+
+
 def allows_hopper() -> bool:
     """Whether the kernels for Hopper may be chosen, where they run."""
     return _acting is None or _acting.capability == HOPPER

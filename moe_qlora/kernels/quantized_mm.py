@@ -280,6 +280,13 @@ def takes_int8(device: torch.device) -> bool:
     return _int8_works[index]
 
 
+def is_right_untested(device: torch.device) -> bool:
+    """Whether small products are right on a device that no test has seen, of few rows and many."""
+    ways = product((16, 128), (False, True))
+    configs = {(tile, default(tile, device, back=back)) for tile, back in ways}
+    return all(_is_right(device, "nf4", *pair) for pair in configs)
+
+
 def on_hopper(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
     """Whether the kernel for Hopper can compute this product; False before `prepare`."""
     works = _hopper_works.get(spec.device, False) and cards.allows_hopper()
@@ -442,11 +449,13 @@ def _quantized_launch(
     nested: int, back: bool, tile: int, tiles: int, config: Config, span: tuple[int, int],
 ) -> Launch:  # fmt: skip
     int8 = spec.kind == "int8"
+    where = torch.device("cpu") if spec.device < 0 else torch.device("cuda", spec.device)
+    plain = int8 or triton.knobs.runtime.interpret or not cards.takes_ptx(where)
     return Launch(
         quantized_kernel, (cdiv(span[1] - span[0], config.features), tiles),
         ROWS=spec.shape[1], COLS=spec.shape[2], STRIDE=stride, RANK=rank, BACK=back,
         BLOCKSIZE=spec.blocksize, NESTED=nested, INT8=int8,
-        ASM="" if int8 or triton.knobs.runtime.interpret else lookup_asm(spec.kind),
+        ASM="" if plain else lookup_asm(spec.kind),
         BM=tile, BN=config.features, BK=config.step, STAGES=config.stages,
         num_warps=config.warps, enable_fp_fusion=False,
     )  # fmt: skip

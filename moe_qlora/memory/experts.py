@@ -4,7 +4,9 @@ This is the only place where a plan depends on how the kernels compute. A call t
 supports follows `kernels/moe_layer.py`, whose docstring names what is there at each stage, and the
 workspace of `kernels/workspace.py`, which stays; any other call follows `kernels/projection.py` and
 the table of `experts/forward.py`. Which path a call takes, and whether its products are quantized
-matmuls, is asked of `kernels/limits.py`.
+matmuls, is asked of `kernels/limits.py`. Cards differ in who multiplies what is dequantized
+(`kernels/cards.py`), which holds the same bytes: torch's grouped matmul and our own both take the
+workspace and give out the product, and nothing else.
 
 Legend: T tokens, k experts a token, R = T k rows, E experts, H hidden and I intermediate size,
 g = 2 for gated experts and 1 for others, b bytes of an activation, r rank.

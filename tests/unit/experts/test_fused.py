@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from dataclasses import replace
 
@@ -358,6 +359,37 @@ def test_each_reason_against_the_fused_layer(case, monkeypatch):
     assert choice(module, x).reason == "down_proj is not packed"
     parametrize.detach(module, "gate_up_proj")
     assert choice(module, x) == backend.UNPACKED
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_rocm_is_tried_and_said_to_be_untested(right, monkeypatch):
+    from moe_qlora.kernels import quantized_mm
+
+    device = torch.device("cuda", 0)
+    asked = []
+    monkeypatch.setattr(backend, "_kernels_run", {})
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (0, 0))
+    monkeypatch.setattr(quantized_mm, "prepare", lambda device: None)
+    monkeypatch.setattr(
+        quantized_mm, "is_right_untested", lambda device: asked.append(device) or right
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert backend.kernels_run(device) == right
+        assert backend.kernels_run(device) == right
+    assert asked == [device]
+    assert [("not tested on ROCm" in str(w.message)) for w in told] == [True] * right
+    grouped = backend._grouped.__wrapped__
+    assert grouped((E, 24, 16), 0, torch.bfloat16, ()) == right
+    template, values = backend._device_obstacle(device)
+    assert "cuda:0, or are not right (ROCm is not tested)" in template.format(*values)
+
+
+def test_xpu_is_refused_for_its_launches():
+    template, values = backend._device_obstacle(torch.device("xpu", 1))
+    assert "launched by CUDA or ROCm, not xpu:1 (XPU is not tested)" in template.format(*values)
+    assert not backend.kernels_run(torch.device("xpu", 1))
 
 
 def test_which_projections_run_grouped():

@@ -148,7 +148,7 @@ def test_a_table_from_elsewhere_gives_no_configuration_without_room(monkeypatch)
         assert (config == wide, chosen_cut == cut) == (taken, taken)
 
 
-def test_each_shape_of_a_model_is_tuned_once(monkeypatch):
+def test_each_shape_of_a_model_is_tuned_once(monkeypatch, caplog):
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=3, hidden_size=64,
                        moe_intermediate_size=128)  # fmt: skip
     with pytest.raises(moe_qlora.QuantizationError, match="no packed experts; quantize_experts"):
@@ -160,5 +160,9 @@ def test_each_shape_of_a_model_is_tuned_once(monkeypatch):
     monkeypatch.setattr(
         autotune, "tune", lambda packed, dtype: tuned.append((packed.shape[1:], dtype))
     )
-    assert moe_qlora.tune_kernels(model, torch.float16) == 2
+    with caplog.at_level("WARNING", "moe_qlora"):
+        assert moe_qlora.tune_kernels(model, torch.float16) == 2
+    told = [record.getMessage() for record in caplog.records]
+    assert ["compiling and measuring" in line for line in told] == [True, True]
+    assert "experts of 256 x 64 (fp4)" in "".join(told)
     assert sorted(tuned) == [((64, 128), torch.float16), ((256, 64), torch.float16)]

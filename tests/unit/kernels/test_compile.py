@@ -40,6 +40,9 @@ SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 
 """Bytes of shared memory that a program may have, by target (CUDA programming guide, table of
 technical specifications)."""
 
+AMD_SHARED = 64 << 10
+"""The same of AMD's CDNA 3."""
+
 REGISTERS = 65536
 """Of a multiprocessor, on all of them."""
 
@@ -92,6 +95,13 @@ def test_matmuls_fit_their_card(reports, target):
     assert len(many) == 6
     own = {90: "wgmma", 100: "tcgen05"}.get(target, "mma.sync")
     assert all(own in r["instructions"] for r in many)
+
+
+def test_matmuls_compile_for_amd(reports):
+    """Compile, and no more than that: nothing has run there."""
+    mine = [report for report in reports if report["target"] == "gfx942"]
+    assert len(mine) == 13
+    assert all(0 < report["shared"] <= AMD_SHARED for report in mine)
 
 
 @pytest.mark.parametrize("target", [target for target in SHARED if SHARED[target] == 99 << 10])
@@ -161,12 +171,14 @@ def without_device() -> Any:
     class Target:
         """A driver without a device: all that compiling asks for."""
 
-        capability = 80
+        capability: int | str = 80
 
         def get_current_target(self) -> Any:
+            if isinstance(self.capability, str):
+                return GPUTarget("hip", self.capability, 64)
             return GPUTarget("cuda", self.capability, 32)
 
-        def get_current_device(self) -> int:
+        def get_current_device(self) -> int | str:
             return self.capability  # under which Triton keeps what it has compiled
 
         def get_current_stream(self, device: int = 0) -> int:
@@ -204,6 +216,15 @@ def matmuls() -> None:
                 assert not compiled and not overwritten(kernel.asm["ttgir"]), matmul
                 report = {"target": capability, "matmul": matmul, **assembled(kernel, capability)}
                 print(json.dumps(report), flush=True)
+    # What goes without PTX goes as far as AMD's machine code.
+    target.capability = "gfx942"
+    cards.takes_ptx = lambda device: False
+    with cards.acting_as(cards.Card("amd", (0, 0), AMD_SHARED)):
+        for matmul in matmul_launches():
+            kernel = compiled.pop()
+            assert kernel.asm["hsaco"]
+            shared = kernel.metadata.shared
+            print(json.dumps({"target": "gfx942", "matmul": matmul, "shared": shared}), flush=True)
 
 
 def matmul_launches() -> Iterator[str]:
