@@ -267,7 +267,8 @@ class ParamWrapper(StockParamWrapper):
             return
         asked = check_adapters_to_merge(self, adapter_names)
         names = [name for name in asked if name in self.lora_A]
-        if not names:
+        again = self.merge_dtype is not None and self._unmerged is not None
+        if not names and not again:
             return
         original = self._unmerged or read_packed(base, self.parameter_name)
         every = [*self.merged_adapters, *names]
@@ -275,7 +276,7 @@ class ParamWrapper(StockParamWrapper):
         merged = merged_weight(original, products, self.merge_dtype)
         if safe_merge and first_nonfinite(merged) is not None:
             raise ValueError(
-                f"NaNs detected in the merged weights. The adapter {names[-1]} seems to be broken"
+                f"NaNs detected in the merged weights. The adapter {every[-1]} seems to be broken"
             )
         like = original if self.merge_repack else None
         replace_parameter(base, self.parameter_name, merged, like)

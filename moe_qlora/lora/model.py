@@ -19,6 +19,7 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 
+from ..checkpoint.load_spec import kept_dtypes
 from ..errors import AdapterError, ConfigError
 from ..experts import restore
 from ..layout import unwrapped, unwrapped_name
@@ -29,6 +30,7 @@ from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
 from .divided import check_whole
 from .inject import check_connected, upgrade_wrappers
 from .layer import ParamWrapper
+from .linear import Linear4bit, Linear8bitLt, merge_exactly
 from .merge import check_repack
 from .names import as_set, packed_parameters
 from .replicated import check_copies, replicate_adapters
@@ -128,6 +130,7 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     if type(tuner) is StockLoraModel:
         tuner.__class__ = LoraModel
     upgrade_wrappers(tuner.model)
+    merge_exactly(tuner.model)
     for name, config in model.peft_config.items():
         check_connected(tuner.model, name, config)
     if first_share(tuner.model) is not None:
@@ -190,15 +193,18 @@ class LoraModel(StockLoraModel):
         self.peft_config[adapter_name] = config
         with without_false_warning(config):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
+        merge_exactly(model)
         check_connected(model, adapter_name, config)
 
     def merge_adapter(
         self, *args: Any, dtype: torch.dtype | None = None, repack: bool = False, **kwargs: Any
     ) -> None:
-        """Merge into the base weights as PEFT does; packed experts become plain ones meanwhile.
+        """Merge into the base weights; `unmerge_adapter` restores the original codes bit for bit.
 
-        `dtype` is that of merged expert weights, by default the one before packing; `repack` packs
-        them again. `unmerge_adapter` restores the original codes exactly, either way.
+        Packed experts become plain ones meanwhile: W + s B A, in fp32, rounded once to `dtype`, by
+        default the dtype before packing. So do bitsandbytes' Linear layers with an adapter where
+        `dtype` is given; without it they are packed again, as PEFT does, which rounds away much of
+        an adapter. `repack` packs experts again, and Linear layers, whatever the dtype.
         """
         with self._merging(dtype, repack):
             super().merge_adapter(*args, **kwargs)
@@ -206,10 +212,18 @@ class LoraModel(StockLoraModel):
     def merge_and_unload(
         self, *args: Any, dtype: torch.dtype | None = None, repack: bool = False, **kwargs: Any
     ) -> nn.Module:
-        """Return the base model with adapters merged; `dtype`, `repack` as in `merge_adapter`."""
+        """Return the base model with adapters merged; `dtype`, `repack` as in `merge_adapter`.
+
+        With `dtype` (and no `repack`) it is a plain model of that dtype, which nothing packs again
+        when it is saved and loaded: also Linear layers without an adapter are dequantized, and
+        other weights cast, but for those that the model's class keeps in fp32.
+        """
         with self._merging(dtype, repack):
             merged = cast(nn.Module, super().merge_and_unload(*args, **kwargs))
-        restore.clear_quantized(merged)
+        if dtype is None or repack:
+            restore.clear_quantized(merged)
+        else:
+            make_plain(merged, dtype)
         return merged
 
     def unmerge_adapter(self) -> None:
@@ -224,15 +238,21 @@ class LoraModel(StockLoraModel):
         check_unsharded(self.model, "Merging", _OFFLINE)
         if repack:
             check_repack(self.model)
-        wrappers = [module for module in self.model.modules() if isinstance(module, ParamWrapper)]
+        layers = list(self.model.modules())
+        wrappers = [module for module in layers if isinstance(module, ParamWrapper)]
+        linears = [module for module in layers if isinstance(module, (Linear4bit, Linear8bitLt))]
         for wrapper in wrappers:
             wrapper.merge_dtype, wrapper.merge_repack = dtype, repack
+        for linear in linears:
+            linear.merge_dtype = None if repack else dtype
         try:
             with self._stock_linears():
                 yield
         finally:
             for wrapper in wrappers:
                 wrapper.merge_dtype, wrapper.merge_repack = None, False
+            for linear in linears:
+                linear.merge_dtype = None
 
     @contextmanager
     def _stock_linears(self) -> Iterator[None]:
@@ -286,6 +306,20 @@ class LoraModel(StockLoraModel):
             return cast("tuple[Tensor, Tensor]", stock(*args, **kwargs))
         experts = (SingleExpert(target, index) for index in range(target.num_experts))
         return stored_factors([stock(*shared, expert, *rest, **kwargs) for expert in experts])
+
+
+def make_plain(model: nn.Module, dtype: torch.dtype) -> None:
+    """Dequantize what bitsandbytes has packed in a model, and cast it to a dtype, in place.
+
+    Weights that the model's class keeps in fp32 stay as they are.
+    """
+    for module in model.modules():
+        restore_linear(module)
+    restore.dequantize(model, dtype)
+    kept = kept_dtypes(model, dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not kept(name):
+            parameter.data = parameter.data.to(dtype)
 
 
 @contextmanager

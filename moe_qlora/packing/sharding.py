@@ -219,18 +219,14 @@ def _require_gathered(module: ShardableLinear4bit | ShardableLinear8bit) -> None
 
 def _prepare_8bit(module: Any) -> None:
     """Do for one `Linear8bitLt` what `prepare_sharding` does for experts."""
-    weight, state = module.weight, module.state
-    codes = state.CB if weight.CB is None else weight.CB
-    scales = state.SCB if weight.SCB is None else weight.SCB
-    if codes is None or scales is None:
+    if module.weight.CB is None and module.state.CB is None:
         return
-    shape = tuple(codes.shape)
-    packed = PackedWeight(codes, scales, None, 0, None, shape, "int8", torch.float16)
+    packed = read_linear(module)
     statistics = PackedInt8(packed)
     _scales_as_parameter(statistics)
     module.__class__ = ShardableLinear8bit
-    module.weight, module.statistics = nn.Parameter(codes, requires_grad=False), statistics
-    state.CB = state.SCB = None
+    module.weight, module.statistics = nn.Parameter(packed.codes, requires_grad=False), statistics
+    module.state.CB = module.state.SCB = None
 
 
 def restore_linear(module: nn.Module) -> None:
@@ -244,12 +240,33 @@ def restore_linear(module: nn.Module) -> None:
     packed = read(layer.weight, layer.statistics)
     require_whole(packed)
     del layer.statistics
-    if isinstance(module, ShardableLinear8bit):
-        layer.__class__ = bnb.Linear8bitLt
+    layer.__class__ = bnb.Linear8bitLt if packed.kind == "int8" else bnb.Linear4bit
+    write_linear(layer, packed)
+
+
+def read_linear(layer: Any) -> PackedWeight:
+    """Return the packed weight of a stock bitsandbytes Linear layer; copies no codes."""
+    if isinstance(layer, bnb.Linear8bitLt):
+        weight, state = layer.weight, layer.state
+        codes = state.CB if weight.CB is None else weight.CB
+        scales = state.SCB if weight.SCB is None else weight.SCB
+        shape = tuple(codes.shape)
+        return PackedWeight(codes, scales, None, 0, None, shape, "int8", torch.float16)
+    codes, state = layer.weight.data, layer.weight.quant_state
+    if getattr(state, "packing_format_for_cpu", False):
+        import bitsandbytes.nn.modules as bnb_modules
+
+        codes, state = bnb_modules._convert_weight_packed_for_cpu_inverse(codes, state)
+    return from_quant_state(codes, state)
+
+
+def write_linear(layer: Any, packed: PackedWeight) -> None:
+    """Give a stock bitsandbytes Linear layer this packed weight, as one that was just loaded."""
+    if packed.kind == "int8":
         codes, scales = packed.codes, packed.absmax
         layer.weight = bnb.Int8Params(codes, requires_grad=False, CB=codes, SCB=scales)
+        layer.state.CB = layer.state.SCB = None
         return
-    layer.__class__ = bnb.Linear4bit
     layer.weight = params4bit(packed.codes, to_quant_state(packed))
     layer.weight.module, layer.quant_state = layer, layer.weight.quant_state
 
@@ -262,16 +279,9 @@ def _scales_as_parameter(decoder: PackedInt8) -> None:
 
 def _prepare_4bit(module: Any) -> None:
     """Do for one `Linear4bit` what `prepare_sharding` does for experts."""
-    state = getattr(module.weight, "quant_state", None)
-    if state is None:
+    if getattr(module.weight, "quant_state", None) is None:
         return
-    if getattr(state, "packing_format_for_cpu", False):
-        import bitsandbytes.nn.modules as bnb_modules
-
-        module.weight.data, state = bnb_modules._convert_weight_packed_for_cpu_inverse(
-            module.weight.data, state
-        )
-    packed = from_quant_state(module.weight.data, state)
+    packed = read_linear(module)
     statistics = ShardableStatistics(packed)
     codes: Any = packed_codes(packed, statistics)
     codes.module = module  # as bitsandbytes' own parameter has it

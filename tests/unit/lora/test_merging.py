@@ -1,0 +1,221 @@
+"""Merging adapters into a packed model whose Linear layers bitsandbytes has packed as well."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from bitsandbytes import functional as bnb_functional
+from peft import LoraConfig
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.packing import parametrize
+from moe_qlora.testing import tiny_model
+
+IDS = torch.randint(0, 60, (2, 7), generator=torch.Generator().manual_seed(0))
+CONFIGS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+pytestmark = pytest.mark.filterwarnings("ignore:Merge lora module:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    tiny_model("qwen3_moe", hidden_size=64, moe_intermediate_size=24).save_pretrained(folder)
+    return folder
+
+
+def loaded(source: Path, kind: str = "nf4", dtype: torch.dtype = torch.float32) -> Any:
+    settings = dict(CONFIGS[kind])
+    if kind == "nf4":
+        settings["bnb_4bit_compute_dtype"] = dtype
+    with moe_qlora.enabled():
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, quantization_config=BitsAndBytesConfig(**settings), dtype=dtype
+        )
+    return model
+
+
+def adapted(model: Any, targets: tuple[str, ...] = ("q_proj", "o_proj")) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=3, target_modules=list(targets), init_lora_weights=False)
+    return moe_qlora.get_peft_model(model, config, experts=True).eval()
+
+
+def dequantized(layer: Any) -> Tensor:
+    """What bitsandbytes itself computes with, in fp32."""
+    if isinstance(layer, bnb.nn.Linear8bitLt):
+        codes = layer.state.CB if layer.weight.CB is None else layer.weight.CB
+        scales = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
+        return codes.float() * scales.view(-1, 1) / 127
+    return bnb_functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+
+
+def expected_linears(model: Any) -> dict[str, Tensor]:
+    """Each packed Linear layer's W + s B A in fp32, by its name in the base model."""
+    weights = {}
+    for name, module in model.base_model.model.named_modules():
+        if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+            layer = name.removesuffix(".base_layer")
+            weights[layer] = dequantized(module)
+            if layer != name:
+                lora: Any = model.base_model.model.get_submodule(layer)
+                a, b = lora.lora_A["default"].weight, lora.lora_B["default"].weight
+                weights[layer] = weights[layer] + lora.scaling["default"] * (b @ a)
+    assert len(weights) >= 8
+    return weights
+
+
+def packed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, module in model.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            yield name, module.weight.data
+            yield f"{name}.absmax", module.weight.quant_state.absmax
+        elif isinstance(module, bnb.nn.Linear8bitLt):
+            yield name, (module.state.CB if module.weight.CB is None else module.weight.CB)
+            yield (
+                f"{name}.scales",
+                (module.state.SCB if module.weight.SCB is None else module.weight.SCB),
+            )
+    for name, module, leaf in parametrize.iter_packed(model):
+        yield f"{name}.{leaf}", parametrize.read_packed(module, leaf).codes
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    result: Tensor = model(input_ids=IDS).logits
+    return result
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_dtype_gives_a_plain_model(
+    source: Path, tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    base = loaded(source, kind, dtype)
+    model = adapted(base)
+    before, expected = logits(model), expected_linears(model)
+    merged = model.merge_and_unload(dtype=torch.float32)
+    assert not list(packed_tensors(merged))
+    for name, weight in expected.items():
+        layer = merged.get_submodule(name)
+        assert type(layer) is nn.Linear and layer.weight.dtype == torch.float32
+        torch.testing.assert_close(layer.weight.detach(), weight, rtol=1e-6, atol=1e-6)
+    assert {parameter.dtype for parameter in merged.parameters()} == {torch.float32}
+    if dtype == torch.float32 and kind == "nf4":
+        torch.testing.assert_close(logits(merged), before, rtol=1e-5, atol=1e-5)
+    assert not hasattr(merged.config, "quantization_config")
+    assert not merged.is_loaded_in_4bit and not merged.is_loaded_in_8bit
+    merged.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    with moe_qlora.enabled():
+        again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert not list(packed_tensors(again))
+    assert torch.equal(logits(again), logits(merged.eval()))
+
+
+def test_a_sum_is_rounded_once(source: Path) -> None:
+    model = adapted(loaded(source))
+    expected = expected_linears(model)
+    merged = model.merge_and_unload(dtype=torch.bfloat16)
+    for name, weight in expected.items():
+        held = merged.get_submodule(name).weight.detach().float()
+        error = (held - weight).abs()
+        assert (error <= weight.abs() * 2**-8 + 1e-6).all(), name  # half a unit of bfloat16
+    assert logits(merged).isfinite().all()
+
+
+def test_experts_alone_leave_no_packed_linear_layer(source: Path) -> None:
+    model = adapted(loaded(source), targets=())
+    before, expected = logits(model), expected_linears(model)
+    merged = model.merge_and_unload(dtype=torch.float32)
+    assert not list(packed_tensors(merged)) and not hasattr(merged.config, "quantization_config")
+    for name, weight in expected.items():
+        assert torch.equal(merged.get_submodule(name).weight, weight), name
+    torch.testing.assert_close(logits(merged), before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["packed again", "plain"])
+def test_unmerging_restores_every_code(source: Path, kind: str, dtype: torch.dtype | None) -> None:
+    model = adapted(loaded(source, kind))
+    before, codes = logits(model), {n: t.clone() for n, t in packed_tensors(model)}
+    expected = expected_linears(model)
+    for _ in range(2):
+        model.merge_adapter(dtype=dtype)
+        if dtype is not None:
+            for name, weight in expected.items():
+                layer: Any = model.base_model.model.get_submodule(name)
+                if hasattr(layer, "base_layer"):
+                    held = layer.base_layer.weight.detach()
+                    torch.testing.assert_close(held, weight, rtol=1e-6, atol=1e-6)
+            if kind == "nf4":
+                torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)
+        else:
+            assert not torch.equal(logits(model), before)
+        model.unmerge_adapter()
+        after = dict(packed_tensors(model))
+        assert after.keys() == codes.keys()
+        for name, tensor in codes.items():
+            assert torch.equal(after[name], tensor), name
+        assert torch.equal(logits(model), before)
+    model.merge_adapter(dtype=dtype)
+    with model.disable_adapter():  # which unmerges, as in PEFT
+        logits(model)
+    assert torch.equal(logits(model), before)
+
+
+def test_merged_packed_then_unloaded_plain_is_exact(source: Path) -> None:
+    model = adapted(loaded(source))
+    before = logits(model)
+    model.merge_adapter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT: nothing left to merge
+        merged = model.merge_and_unload(dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), before, rtol=1e-5, atol=1e-5)
+
+
+def test_a_repacked_merge_keeps_linear_layers_packed(source: Path) -> None:
+    model = adapted(loaded(source))
+    merged = model.merge_and_unload(dtype=torch.bfloat16, repack=True)
+    assert len(list(parametrize.iter_packed(merged))) == 4
+    assert sum(isinstance(m, bnb.nn.Linear4bit) for m in merged.modules()) >= 8
+    assert merged.config.quantization_config is not None
+
+
+def test_a_second_adapter_joins_a_plain_merge(source: Path) -> None:
+    model = adapted(loaded(source))
+    torch.manual_seed(2)
+    model.add_adapter("two", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "two"])
+    before = logits(model)
+    model.merge_adapter(["default"], dtype=torch.float32)
+    with pytest.warns(UserWarning, match="additionally merging two"):  # PEFT's own
+        model.merge_adapter(["two"])
+    torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)
+    model.unmerge_adapter()
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_a_broken_linear_adapter_is_not_merged_safely(
+    source: Path, dtype: torch.dtype | None
+) -> None:
+    model = adapted(loaded(source), targets=("q_proj",))
+    codes = {name: tensor.clone() for name, tensor in packed_tensors(model)}
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.lora_A["default"].weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="NaNs detected"):
+        model.merge_adapter(safe_merge=True, dtype=dtype)
+    after = dict(packed_tensors(model))
+    assert all(torch.equal(after[name], tensor) for name, tensor in codes.items())
