@@ -46,7 +46,7 @@ class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
 
     def __init__(self, codes: nn.Parameter, compute_dtype: torch.dtype | None = None) -> None:
         super().__init__(cast(Any, codes).quant_state)
-        self.compute_dtype, self.serial = compute_dtype, next(_serials)
+        self.compute_dtype, self._serial = compute_dtype, next(_serials)
         self.storage_dtype: torch.dtype = codes.dtype
         self.stored_transposed = bool(self.quant_state.__dict__.get("stored_transposed"))
         self._codes = weakref.ref(codes)
@@ -94,7 +94,7 @@ class PackedInt8(nn.Module):
         super().__init__()
         self.register_buffer("scale_bits", packed.absmax.view(torch.int32), persistent=False)
         self.weight_shape, self.weight_dtype = packed.shape, packed.dtype
-        self.serial = next(_serials)
+        self._serial = next(_serials)
 
     @torch.no_grad()
     def forward(self, codes: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class ShardableStatistics(nn.Module):
         self.weight_shape, self.weight_dtype = torch.Size(packed.shape), packed.dtype
         self.kind, self.blocksize = packed.kind, packed.blocksize
         self.compute_dtype, self.storage_dtype = packed.compute_dtype, packed.codes.dtype
-        self.stored_transposed, self.serial = packed.stored_transposed, next(_serials)
+        self.stored_transposed, self._serial = packed.stored_transposed, next(_serials)
         self.double_quant = packed.nested is not None
         self.nested_blocksize = 0 if packed.nested is None else packed.nested.blocksize
         tables = [cast(Tensor, packed.table)]
@@ -280,7 +280,7 @@ def read(codes: Tensor, decoder: Any) -> PackedWeight:
         packed = decoder.packed(codes)
     else:
         packed = _read_compact(codes, decoder)
-    packed.serial, packed.name = getattr(decoder, "serial", None), getattr(decoder, "name", "")
+    packed.serial, packed.name = getattr(decoder, "_serial", None), getattr(decoder, "name", "")
     return packed
 
 
