@@ -261,7 +261,7 @@ class _Merge:
     def report(self, folder: Path) -> MergeReport:
         """Return what was written, to `folder`."""
         tensors = len(self._base.disk)
-        makers = getattr(self._base.checkpoint, "method", "")
+        makers = self._base.checkpoint.method
         return MergeReport(
             folder, tensors, len(self._changed), len(self._rounded), self.nbytes, makers
         )

@@ -85,6 +85,8 @@ class Checkpoint:
     Use as a context manager, or `close` it; tensors that were read stay valid.
     """
 
+    method: str = ""  # How the folder's maker quantized it; nothing of a plain one
+
     def __init__(self, files: Sequence[Path]) -> None:
         self._infos: dict[str, TensorInfo] = {}
         self.files = tuple(files)

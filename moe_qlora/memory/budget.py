@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
+from ..kernels.limits import cdiv
 from .devices import partition, reserve_nbytes
 
 LIBRARY_BYTES = 64 << 20
@@ -197,7 +198,7 @@ def optimizer_nbytes(optimizer: str, sizes: Iterable[int], itemsize: int) -> Opt
     for size in sizes:
         eight = optimizer.endswith("8bit") and size >= _SMALLEST_8BIT
         moments = 2 * size * (1 if eight else _FLOAT32)
-        resident += 2 * _FLOAT32 * -(-size // _BLOCK) if eight else 0
+        resident += 2 * _FLOAT32 * cdiv(size, _BLOCK) if eight else 0
         if optimizer.startswith("paged") and size >= _SMALLEST_PAGED:
             paged += moments
         else:

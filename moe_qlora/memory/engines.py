@@ -34,6 +34,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from ..kernels.limits import cdiv
 from .budget import Activity, Block, BlockTensor, Engine
 
 ENGINES = {
@@ -63,8 +64,8 @@ class Sharding:
         if not self._cuts(tensor):
             return tensor.numel
         if self.engine.name == "fsdp":
-            return -(-tensor.rows // self.engine.ranks) * tensor.row_numel
-        return -(-tensor.numel // self.engine.ranks)
+            return cdiv(tensor.rows, self.engine.ranks) * tensor.row_numel
+        return cdiv(tensor.numel, self.engine.ranks)
 
     def whole(self, tensor: BlockTensor) -> int:
         """Return the bytes of a gathered tensor, padding included; 0 where it was never cut."""

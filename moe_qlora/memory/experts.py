@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from ..kernels.limits import (
     GROUP,
+    cdiv,
     dequantizes_whole,
     few_rows,
     padded,
@@ -124,7 +125,7 @@ def workspace_nbytes(call: ExpertsCall, *, checkpointing: bool) -> tuple[int, ..
     if call.quantized:
         weights = call.experts * call.hidden * call.width
         # Only nested statistics are dequantized.
-        return (-(-weights // call.blocksize) * _FLOAT32,) if call.nested else ()
+        return (cdiv(weights, call.blocksize) * _FLOAT32,) if call.nested else ()
     first, second = _padded_ranks(call)
     sides = ((call.width, call.hidden, first), (call.hidden, call.intermediate, second))
     buffers = [
@@ -227,5 +228,5 @@ def _cast(call: ExpertsCall, lora: Adapter, elements: int) -> int:
 
 def _factors(call: ExpertsCall, lora: Adapter, inputs: int, outputs: int) -> int:
     """Return the bytes of the factors laid out for grouped matmuls, and of their gradients."""
-    rank = -(-lora.rank // GROUP) * GROUP
+    rank = cdiv(lora.rank, GROUP) * GROUP
     return 2 * call.experts * rank * (inputs + outputs) * lora.itemsize

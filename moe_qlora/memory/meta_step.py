@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 
 from ..build.named import quiet
 from ..detection.trace import tensors_of
+from ..kernels.limits import cdiv
 from .budget import Activity
 from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward
 
@@ -72,7 +73,7 @@ class MemoryTracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._seen:
             return
-        size = -(-storage.nbytes() // _GRAIN) * _GRAIN
+        size = cdiv(storage.nbytes(), _GRAIN) * _GRAIN
         self._seen.add(key)
         self.live += size
         self.peak = max(self.peak, self.live)
