@@ -53,10 +53,11 @@ from .manifest import (
     Manifest,
     PackedEntry,
     Source,
+    is_packed,
     read_manifest,
 )
 from .prequantized.plain_config import MODELOPT_CONFIG
-from .reader import INDEX_SUFFIX, SINGLE, check_link
+from .reader import INDEX_SUFFIX, SINGLE, check_link, plain_weights
 from .staging import absolute, discard, flush, rename_new, staging
 from .writer import ShardWriter, plan_shards
 
@@ -79,8 +80,9 @@ def save_pretrained(
     """Save the model with its experts packed; `from_pretrained` under `enabled()` reads it back.
 
     A new folder appears whole or not at all. In one that exists, the model that was there stays
-    valid until the new config.json replaces the old one, at the very end. While another process
-    saves into the folder, this one waits, with a warning.
+    valid until the new config.json replaces the old one. Only then its weight files are removed:
+    packed shards, or a 16-bit checkpoint's model.safetensors and what its index names. While
+    another process saves into the folder, this one waits, with a warning.
 
     In a distributed run the first rank writes. Where ranks hold shares of the model, all of them
     must call this: tensors are gathered one at a time, and all return, or raise the same error,
@@ -226,6 +228,10 @@ def _publish(work: Path, folder: Path) -> None:
     for file in work.rglob("*"):
         flush(file)
     names = {entry.name for entry in work.iterdir()}
+    outdated: list[Path] = []
+    with suppress(CheckpointError):  # what a damaged config.json belongs to is not known
+        if os.path.lexists(folder / CONFIG) and not is_packed(folder):
+            outdated = plain_weights(folder)
     added: list[Path] = []
     try:
         for entry in sorted(work.iterdir()):
@@ -245,9 +251,12 @@ def _publish(work: Path, folder: Path) -> None:
                 discard(*(file for file in added if file.name not in named))
         raise
     flush(folder)
-    names |= _named(folder)
+    named = _named(folder)
+    for file in outdated if named else []:
+        if file.name not in named:
+            file.replace(work / file.name)  # at once, however large, and removed with `work`
     for file in folder.iterdir():
-        if is_save_file(file.name) and file.name not in names:
+        if is_save_file(file.name) and file.name not in names | named:
             file.unlink(missing_ok=True)
 
 

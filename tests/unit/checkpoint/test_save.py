@@ -255,7 +255,7 @@ def test_a_plain_checkpoint_in_the_folder_gives_way(tmp_path):
     plain.save_pretrained(tmp_path)
     model = packed(seed=1)
     model.save_pretrained(tmp_path)
-    assert (tmp_path / "model.safetensors").exists()
+    assert not (tmp_path / "model.safetensors").exists()
     assert bits(reload(tmp_path)) == bits(model)
     with pytest.raises(ValueError, match="moe_qlora"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -263,6 +263,72 @@ def test_a_plain_checkpoint_in_the_folder_gives_way(tmp_path):
     plain.save_pretrained(tmp_path)
     assert bits(AutoModelForCausalLM.from_pretrained(tmp_path)) == bits(plain)
     assert bits(reload(tmp_path)) == bits(plain)
+
+
+def test_what_the_index_of_a_plain_checkpoint_names_is_removed_and_nothing_else(tmp_path):
+    folder, outside = tmp_path / "model", tmp_path / "elsewhere.safetensors"
+    tiny_model("qwen3_moe").save_pretrained(folder, max_shard_size="100KB")
+    index = folder / "model.safetensors.index.json"
+    value = json.loads(index.read_text())
+    shards = sorted(set(value["weight_map"].values()))
+    assert len(shards) > 2
+    (folder / shards[0]).rename(outside)
+    (folder / shards[0]).symlink_to(outside)
+    (folder / shards[1]).rename(folder / "target.safetensors")
+    (folder / shards[1]).symlink_to("target.safetensors")
+    value["weight_map"] |= {"a": "../elsewhere.safetensors", "b": "notes.txt", "c": str(outside)}
+    value["weight_map"] |= {"d": "folder.safetensors", "e": "absent.safetensors"}
+    index.write_text(json.dumps(value))
+    kept = ("notes.txt", "adapter_model.safetensors", "model-00001-of-00009.safetensors")
+    for name in kept:
+        (folder / name).write_bytes(b"x")
+    (folder / "folder.safetensors").mkdir()
+    model = packed(seed=1)
+    model.save_pretrained(folder)
+    model.save_pretrained(tmp_path / "fresh")
+    fresh = {file.name for file in (tmp_path / "fresh").iterdir()}
+    found = {file.name for file in folder.iterdir()}
+    assert found == fresh | {*kept, "folder.safetensors", "target.safetensors"}
+    assert outside.exists()
+    assert bits(reload(folder)) == bits(model)
+
+
+@pytest.mark.parametrize("damage", ["{", '{"weight_map": {}}', '{"weight_map": {"a": 3}}'])
+def test_a_damaged_index_names_nothing_to_remove(tmp_path, damage):
+    tiny_model("qwen3_moe").save_pretrained(tmp_path, max_shard_size="100KB")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(damage)
+    before = {file.name for file in tmp_path.glob("model*")}
+    model = packed(seed=1)
+    model.save_pretrained(tmp_path)
+    assert before <= {file.name for file in tmp_path.iterdir()}
+    assert bits(reload(tmp_path)) == bits(model)
+
+
+@pytest.mark.parametrize("config", [None, "{", '{"moe_qlora": 3}'])
+def test_weights_without_a_config_are_no_checkpoint_to_replace(tmp_path, config):
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    packed().save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"x"
+
+
+def test_a_failed_save_leaves_a_plain_checkpoint_whole(tmp_path, monkeypatch):
+    plain = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path, max_shard_size="100KB")
+    before = files(tmp_path)
+    rename = Path.replace
+
+    def full(path: Path, target: Path) -> Any:
+        if target == tmp_path / "config.json":
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        packed(seed=1).save_pretrained(tmp_path)
+    assert files(tmp_path) == before
 
 
 def test_a_stock_bitsandbytes_config_in_a_packed_folder_is_refused(tmp_path):

@@ -19,11 +19,11 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_few_rounds(tool, monkeypatch, capsys):
-    arguments = ["--processes", "2", "3", "--rounds", "3", "--kill", "0.3"]
+    arguments = ["--processes", "2", "3", "--rounds", "4", "--kill", "0.3"]
     monkeypatch.setattr(sys, "argv", ["stress_saves.py", *arguments])
     assert tool.main() == 0
     out = capsys.readouterr().out
-    assert out.count("3 rounds in") == 2
+    assert out.count("4 rounds in") == 2
     assert out.splitlines()[-1] == "0 rounds failed"
 
 
@@ -38,6 +38,11 @@ def test_what_is_damaged_or_lost_is_a_fault(tool, tmp_path):
     assert "is damaged" in stress.judge(before, [1], saved=False)[0]
     (stress.target / "config.json").unlink()
     assert stress.judge(before, [1], saved=False) == ["the model is lost"]
+    before = stress.start("holds a 16-bit model")
+    assert stress.judge(before, [1], saved=False) == []
+    assert "is damaged" in stress.judge(before, [1], saved=True)[0]
+    next(stress.target.glob("*.safetensors")).unlink()
+    assert stress.judge(before, [1], saved=False) == ["the 16-bit model is lost"]
     before = stress.start("absent")
     assert stress.judge(before, [1], saved=False) == []
     assert stress.judge(before, [1], saved=True) == ["the model is lost"]
