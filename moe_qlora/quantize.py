@@ -30,6 +30,7 @@ from .layout import (
     human_bytes,
     listed,
     name_pattern,
+    unwrapped_name,
 )
 from .packing import parametrize
 from .packing.codec import first_nonfinite, pack
@@ -69,7 +70,8 @@ def quantize_experts(
         A row for each weight, with bytes before and after. `print` it for a summary.
 
     Raises:
-        ConfigError: The config is missing, of another method, or asks for neither 4 nor 8 bit.
+        ConfigError: The config is missing, of another method, asks for neither 4 nor 8 bit, or for
+            another codec than experts are packed with already.
         DetectionError: The model has no expert weights.
         UnsupportedWeightError: A weight is on meta, sharded, or of a dtype that cannot be packed.
         NonFiniteWeightError: A weight holds NaN or inf. Nothing was changed, as with all the above.
@@ -88,6 +90,7 @@ def quantize_experts(
     conflict = check_method(model, settings)
     if conflict is not None:
         raise ConfigError(f"The quantization config cannot be followed: {conflict}.")
+    _check_codec(model, settings)
     layout = detect(model)
     if not layout:
         return _nothing_found(layout, missing_ok)
@@ -239,6 +242,21 @@ def _nothing_found(layout: ModelLayout, missing_ok: bool) -> QuantizationReport:
     raise DetectionError(
         "The model holds no expert weights; pass missing_ok=True where that is expected." + looked
     )
+
+
+def _check_codec(model: nn.Module, settings: CodecSettings) -> None:
+    """Raise where experts are packed with another codec, which nothing here changes."""
+    for module_name, module, leaf in parametrize.iter_packed(model):
+        if parametrize.is_foreign(module, leaf):
+            continue
+        own, asked = CodecSettings.of(parametrize.read_packed(module, leaf)), settings.describe()
+        if not own.is_kept and own.describe() != asked:
+            raise ConfigError(
+                f"{unwrapped_name(f'{module_name}.{leaf}'.lstrip('.'))} is packed as "
+                f"{own.describe()}, and the quantization config asks for {asked}: packing again "
+                "would round twice, so load the 16-bit checkpoint with this config, or give the "
+                "config that the model was packed with."
+            )
 
 
 def _refuse(model: nn.Module, params: list[ExpertParam], settings: CodecSettings) -> None:

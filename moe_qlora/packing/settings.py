@@ -150,6 +150,13 @@ class CodecSettings:
             blocksize=packed.blocksize,
         )
 
+    def describe(self) -> str:
+        """Return the codec in words, such as "nf4 with double quantization"."""
+        parts = [self.kind, " with double quantization" if self.double_quant else ""]
+        if self.storage_dtype not in (torch.uint8, torch.int8):
+            parts.append(f", stored as {dtype_name(self.storage_dtype)}")
+        return "".join(parts)
+
     def bnb_fields(self) -> dict[str, Any]:
         """Return the arguments of the `BitsAndBytesConfig` that asks for this."""
         skips = {"llm_int8_skip_modules": list(self.skip_modules)} if self.skip_modules else {}

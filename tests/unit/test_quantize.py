@@ -343,6 +343,36 @@ def test_a_pattern_that_matches_nothing_is_named() -> None:
         quantize_experts(tiny(), nf4(llm_int8_skip_modules=["*"]))
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True}, "fp4 with double"),
+        ({"bnb_4bit_quant_type": "nf4"}, "asks for nf4:"),
+        (
+            {
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": True,
+                "bnb_4bit_quant_storage": torch.bfloat16,
+            },
+            "nf4 with double quantization, stored as bfloat16",
+        ),
+    ],
+)
+def test_another_codec_than_that_of_packed_experts_is_a_conflict(
+    asked: dict[str, Any], words: str
+) -> None:
+    model = tiny()
+    quantize_experts(model, nf4())
+    before = {name: parametrize.original_of(module, name) for _, module, name in packed(model)}
+    with pytest.raises(ConfigError, match=words) as caught:
+        quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True, **asked))
+    assert f"{NAMES[0]} is packed as nf4 with double quantization, and" in str(caught.value)
+    after = {name: parametrize.original_of(module, name) for _, module, name in packed(model)}
+    assert all(after[name] is before[name] for name in before)
+    # another compute dtype is no other codec
+    assert quantize_experts(model, nf4(bnb_4bit_compute_dtype=torch.float32)).already_quantized
+
+
 def test_steps_aside_for_a_config_that_packs_parameters_itself() -> None:
     config = nf4()
     config.target_parameters = ["mlp.experts.down_proj"]
