@@ -296,7 +296,8 @@ def prepare(
         target_parameters=[param.name for param in experts],
         task_type="CAUSAL_LM",
     )
-    return moe_qlora.get_peft_model(model, lora_config), owners
+    unpacked_ok = not scenario.packed  # 16-bit experts under LoRA are a way of their own
+    return moe_qlora.get_peft_model(model, lora_config, unpacked_ok=unpacked_ok), owners
 
 
 def _attention(model: nn.Module) -> list[str]:

@@ -10,6 +10,9 @@ config is never changed.
     targets.py               resolve_targets: what PEFT is told; exclude_modules, target_parameters
     names.py                 which parameters are packed, and how PEFT matches names
     rewrite.py               PEFT's rewrite of names from transformers v4, and how to avoid it
+    packed.py                whether experts are packed, before LoRA is made
+    left_out.py              experts that target_modules names in vain
+    coverage.py              what got LoRA, in one line for the log
     supported.py             what LoRA on packed experts cannot have
     unloaded.py              a packed model on meta, for configs that are needed before the load
     inject.py                how the wrappers get into the model

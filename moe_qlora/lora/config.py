@@ -17,6 +17,7 @@ from ..checkpoint import rounding
 from ..checkpoint.fingerprint import TOP_K_FIELDS
 from ..errors import ConfigError
 from ..layout import name_pattern
+from . import left_out
 from .inject import wrap_parameter
 from .names import as_set, base_model, packed_parameters
 from .rewrite import rewritten
@@ -83,7 +84,8 @@ def adapt_lora_config(
             "quantization_config is for a model that is not loaded yet, and a "
             f"{type(model).__name__} was given: leave it out, or name the model's folder."
         )
-    return _adapt(model, lora_config, experts, router, scale_expert_rank, packing)
+    warns = not isinstance(lora_config, AdaptedLoraConfig) and not lora_config.inference_mode
+    return adapt(model, lora_config, experts, router, scale_expert_rank, packing, warns=warns)
 
 
 class AdaptedLoraConfig(LoraConfig):
@@ -124,15 +126,21 @@ class AdaptedLoraConfig(LoraConfig):
             rounding.write_note(Path(save_directory), self._packed)
 
 
-def _adapt(
+def adapt(
     model: nn.Module,
     config: PeftConfig,
-    experts: bool | Collection[str],
-    router: bool,
-    scale_expert_rank: bool | int,
-    to_be_loaded: rounding.Rounding | None,
+    experts: bool | Collection[str] = False,
+    router: bool = False,
+    scale_expert_rank: bool | int = False,
+    to_be_loaded: rounding.Rounding | None = None,
+    *,
+    warns: bool = False,
 ) -> PeftConfig:
-    """Return the config adapted to a built model, or to one that stands for a load to come."""
+    """Return the config adapted to a built model, or to one that stands for a load to come.
+
+    `warns` says whether experts that `target_modules` names in vain are worth a word: they are not
+    where the config is of an adapter that was trained so.
+    """
     model = base_model(model)
     packed = packed_parameters(model)
     options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
@@ -155,6 +163,8 @@ def _adapt(
     check_modules_to_save(asked, packed)
     targets = resolve_targets(model, asked, experts=experts, router=router)
     check_supported(asked, targets.experts, packed)
+    if warns and (note := left_out.check_named(model, asked, targets, packed)):
+        warnings.warn(note, UserWarning, stacklevel=3)
     if scale_expert_rank and targets.experts:
         _scale_rank(model, cast(LoraConfig, asked), targets.experts, scale_expert_rank)
     awaited = frozenset(targets.experts) if to_be_loaded else frozenset[str]()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+import types
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
-from types import MethodType
 from typing import Any, cast
 
 import peft
@@ -27,13 +27,16 @@ from ..packing.sharding import prepare_sharding, restore_linear, runs_distribute
 from ..packing.shares import first_share, keep_from_ddp
 from .combine import SingleExpert, concatenate, stored_factors
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
+from .coverage import log_coverage
 from .divided import check_whole
 from .inject import check_connected, upgrade_wrappers
 from .layer import ParamWrapper
 from .linear import Linear4bit, Linear8bitLt, merge_exactly
 from .merge import check_repack
 from .names import as_set, packed_parameters
+from .packed import check_packed
 from .replicated import check_copies, replicate_adapters
+from .rewrite import reached_modules
 from .save import check_unsharded, save_pretrained
 
 _OFFLINE = (
@@ -55,12 +58,14 @@ def get_peft_model(
     experts: bool | Collection[str] = False,
     router: bool = False,
     scale_expert_rank: bool | int = False,
+    unpacked_ok: bool = False,
     **peft_kwargs: Any,
 ) -> PeftModel:
     """Make a PEFT model over packed experts: `peft.get_peft_model` with the config adapted.
 
     Names, shapes and files are those of stock PEFT on the unpacked model. On a model without packed
-    experts this is stock PEFT with a copy of the config.
+    experts this is stock PEFT with a copy of the config, and a warning if the model has experts.
+    What got LoRA is logged in one line, at INFO.
 
         adapt_lora_config          config.py     a new config, what PEFT is told:
         |   resolve_targets        targets.py    pure: Targets(excludes, modules, parameters, notes)
@@ -80,17 +85,39 @@ def get_peft_model(
         experts: As for `adapt_lora_config`.
         router: As for `adapt_lora_config`.
         scale_expert_rank: As for `adapt_lora_config`.
+        unpacked_ok: The model's experts are there and are not packed on purpose: no warning, and no
+            error.
         **peft_kwargs: Passed on to `peft.get_peft_model` (low_cpu_mem_usage,
             autocast_adapter_dtype, ...).
 
     Raises:
-        ConfigError: See `adapt_lora_config`; also `mixed=True`, and a `PeftModel`.
+        ConfigError: See `adapt_lora_config`; also `mixed=True`, a `PeftModel`, and experts that are
+            not packed although the model's quantization_config asks for it.
         AdapterError: LoRA on an expert parameter did not get connected.
     """
+    plain = []
+    asks_for_packed = bool(experts or router or scale_expert_rank)  # an error of its own, if none
+    if not asks_for_packed and not packed_parameters(model):
+        plain = check_packed(model, unpacked_ok=unpacked_ok, stacklevel=2)
+    options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
+    peft_model = make_peft_model(model, lora_config, adapter_name, options, **peft_kwargs)
+    log_coverage(peft_model, adapter_name, [name for param in plain for name in param.names])
+    return peft_model
+
+
+def make_peft_model(
+    model: nn.Module,
+    lora_config: PeftConfig,
+    adapter_name: str = "default",
+    options: Mapping[str, Any] = types.MappingProxyType({}),
+    **peft_kwargs: Any,
+) -> PeftModel:
+    """Do what `get_peft_model` does, silently, and on models whose experts are not packed too.
+
+    `options` are those of `adapt_lora_config`.
+    """
     warn_untested()
-    config = adapt_lora_config(
-        model, lora_config, experts=experts, router=router, scale_expert_rank=scale_expert_rank
-    )
+    config = adapt_lora_config(model, lora_config, **options)
     if not packed_parameters(model):
         return peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
     if isinstance(model, PeftModel):
@@ -105,7 +132,7 @@ def get_peft_model(
     if runs_distributed():
         prepare_sharding(model)
         check_copies(model, config)
-    with without_false_warning(config):
+    with without_false_warning(model, config):
         peft_model = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
     return connect_adapters(peft_model)
 
@@ -136,8 +163,8 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     if first_share(tuner.model) is not None:
         keep_from_ddp(model)
     replicate_adapters(tuner.model)
-    model.__dict__["save_pretrained"] = MethodType(save_pretrained, model)
-    model.__dict__["load_adapter"] = MethodType(_load_adapter, model)
+    model.__dict__["save_pretrained"] = types.MethodType(save_pretrained, model)
+    model.__dict__["load_adapter"] = types.MethodType(_load_adapter, model)
     return model
 
 
@@ -150,7 +177,9 @@ def _load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
                 "partitioned by DeepSpeed ZeRO-3, whose optimizer has a copy of each: load "
                 "adapters before the engine is made, or go on from a checkpoint of the engine."
             )
-    return type(self).load_adapter(self, model_id, *args, **kwargs)
+    with warnings.catch_warnings():  # an adapter was trained as it is, also where it is trained on
+        warnings.filterwarnings("ignore", ".* packed expert weights .* get no LoRA", UserWarning)
+        return type(self).load_adapter(self, model_id, *args, **kwargs)
 
 
 def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
@@ -191,7 +220,7 @@ class LoraModel(StockLoraModel):
         check_unsharded(model, f"Adding the adapter {adapter_name!r}", _BEFORE_SHARDING)
         config = adapt_lora_config(model, self.peft_config[adapter_name])
         self.peft_config[adapter_name] = config
-        with without_false_warning(config):
+        with without_false_warning(model, config):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         merge_exactly(model)
         check_connected(model, adapter_name, config)
@@ -323,16 +352,27 @@ def make_plain(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def without_false_warning(config: PeftConfig) -> Iterator[None]:
-    """Keep PEFT, which looks at modules only, from saying that patterns for parameters are idle."""
+def without_false_warning(model: nn.Module, config: PeftConfig) -> Iterator[None]:
+    """Keep PEFT, which looks at modules only, from saying that patterns for parameters are idle.
+
+    Patterns that match nothing at all are still named, in PEFT's words.
+    """
     parameters = getattr(config, "target_parameters", None) or ()
     fields = ("rank_pattern", "alpha_pattern")
-    patterns = [key for field in fields for key in getattr(config, field, None) or ()]
-    with warnings.catch_warnings():
-        if all(any(re.match(rf"(.*\.)?({key})$", name) for name in parameters) for key in patterns):
-            message = r"The following (rank|alpha)_pattern keys did not match any targeted module"
-            warnings.filterwarnings("ignore", message=message, category=RuntimeWarning)
+    patterns = {field: list(getattr(config, field, None) or ()) for field in fields}
+    if not parameters or not any(patterns.values()):
         yield
+        return
+    names = [*parameters, *map(unwrapped_name, reached_modules(model, config))]
+    message = "The following {} keys did not match any targeted module and were ignored"
+    with warnings.catch_warnings():
+        for field in fields:
+            warnings.filterwarnings("ignore", message.format(field), RuntimeWarning)
+        yield
+    for field, keys in patterns.items():
+        idle = [key for key in keys if not any(re.match(rf"(.*\.)?({key})$", n) for n in names)]
+        if idle:
+            warnings.warn(f"{message.format(field)}: {sorted(idle)}.", RuntimeWarning, stacklevel=4)
 
 
 @cache

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, cast, overload
 
 from peft import LoraConfig, PeftConfig
@@ -34,6 +35,7 @@ from .names import (
     packed_modules,
     packed_parameters,
 )
+from .packed import check_packed
 from .rewrite import ExactName, changed, exact_targets, reached_modules, rewritten
 
 
@@ -173,14 +175,25 @@ def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> 
         for name, _ in model.named_parameters()
         if ".parametrizations." not in name
     }.difference(known)
-    # A target that matches nothing at all stays, so that PEFT says so.
-    kept = [
-        target
-        for target in named
-        if not any(names_parameter(target, name) for name in full)
-        or any(names_parameter(target, name) for name in elsewhere)
-    ]
+    kept = []
+    for target in named:
+        if any(names_parameter(target, name) for name in elsewhere):
+            kept.append(target)
+        elif not any(names_parameter(target, name) for name in full):
+            raise _unknown_parameter(target, [*known, *sorted(elsewhere)])
     return _merge(full, kept)
+
+
+def _unknown_parameter(target: str, names: Sequence[str]) -> ConfigError:
+    """Return the error for a target that names no parameter, with the nearest names there are."""
+    depth = target.count(".") + 1
+    ends = _merge(".".join(name.split(".")[-depth:]) for name in names)
+    near = get_close_matches(target, ends, n=3)
+    say = f"did you mean {' or '.join(map(repr, near))}; " if near else ""
+    return ConfigError(
+        f"target_parameters names {target!r}, which is no parameter of this model: {say}the "
+        "experts' names are what moe_qlora.target_parameters(model) returns."
+    )
 
 
 def _merge(*groups: Iterable[str] | None) -> list[str]:
@@ -222,17 +235,26 @@ def exclude_modules(
 
 @overload
 def target_parameters(
-    model: nn.Module, existing: str, *, roles: Collection[str] | None = None
+    model: nn.Module,
+    existing: str,
+    *,
+    roles: Collection[str] | None = None,
+    unpacked_ok: bool = False,
 ) -> str: ...
 @overload
 def target_parameters(
-    model: nn.Module, existing: Names | None = None, *, roles: Collection[str] | None = None
+    model: nn.Module,
+    existing: Names | None = None,
+    *,
+    roles: Collection[str] | None = None,
+    unpacked_ok: bool = False,
 ) -> list[str]: ...
 def target_parameters(
     model: nn.Module,
     existing: str | Names | None = None,
     *,
     roles: Collection[str] | None = None,
+    unpacked_ok: bool = False,
 ) -> list[str] | str:
     """Return what PEFT's `target_parameters` must name for LoRA on every packed expert parameter.
 
@@ -243,14 +265,18 @@ def target_parameters(
         model: Any model, a `PeftModel` included; names are those of the model without adapters.
         existing: The caller's own targets; never changed.
         roles: Only parameters with one of these roles ("gate_up", "gate", "up", "down", ...).
+        unpacked_ok: The model's experts are there and are not packed on purpose: no warning, and no
+            error.
 
     Returns:
         A new list for None, a list, a tuple or a set; one regex for a string. Where no expert is
-        packed, nothing is added.
+        packed, nothing is added, and a warning says so if the model has experts.
 
     Raises:
-        ConfigError: `existing` is no regex or holds something else than names, or no parameter has
-            the role.
+        ConfigError: `existing` is no regex or holds something else than names, no parameter has the
+            role, or no expert is packed although the model's quantization_config asks for it.
     """
+    if not packed_parameters(model):
+        check_packed(model, unpacked_ok=unpacked_ok, stacklevel=2)
     targets = resolve_targets(model, experts=True if roles is None else roles)
     return extend("target_parameters", existing, targets.experts)

@@ -12,7 +12,7 @@ from typing import Any
 
 from peft import PeftConfig
 
-from .config import adapt_lora_config
+from .config import adapt, adapt_lora_config
 from .load import check_base, misfit
 
 
@@ -41,7 +41,7 @@ def load_adapter(
     if peft_model_id is not None:
         check_base(self, peft_model_id, kwargs.get("download_kwargs", {}).get("subfolder"))
     if peft_config is not None:
-        peft_config = adapt_lora_config(self, peft_config)
+        peft_config = adapt(self, peft_config)
     info = type(self).load_adapter(
         self,
         peft_model_id,

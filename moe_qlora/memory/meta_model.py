@@ -2,7 +2,7 @@
 
 It is packed the way the model would be: by transformers' own replacement of Linear layers (so that
 its skips are followed: `llm_int8_skip_modules`, the head, tied weights), by this package's storage
-for experts, and adapted by this package's `get_peft_model`. What it holds can then be counted
+for experts, and adapted as by this package's `get_peft_model`. What it holds can then be counted
 rather than estimated.
 """
 
@@ -26,7 +26,7 @@ from ..experts import forward
 from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora.config import top_k_of
-from ..lora.model import get_peft_model
+from ..lora.model import make_peft_model
 from ..packing import parametrize
 from ..packing.decoders import PackedCodes, ShardableStatistics, hold
 from ..packing.meta import blank_weight, pack_blank, pack_blank_linear
@@ -192,7 +192,7 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
     forward.activate(meta.base, {part.module for part in meta.parts if not part.linear})
     config = lora_config or _lora_config(meta, settings)
     try:
-        meta.model = get_peft_model(
+        meta.model = make_peft_model(
             meta.base, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True
         )
     except ValueError as error:

@@ -91,7 +91,7 @@ def randomise(model: nn.Module) -> None:
 
 def adapt(model: Any, folder: Path) -> Any:
     """A random adapter on everything, saved."""
-    packed = bool(moe_qlora.target_parameters(model))
+    packed = bool(moe_qlora.target_parameters(model, unpacked_ok=True))
     linears, experts = targets(model)
     config: Any = LoraConfig(r=3, lora_alpha=7, target_modules=linears, target_parameters=experts)
     with warnings.catch_warnings():

@@ -663,7 +663,9 @@ def test_models_that_are_none():
     with pytest.raises(moe_qlora.CheckpointError, match="does not exist"):
         moe_qlora.plan("./nothing")
     model = tiny_model("mixtral", dtype=torch.bfloat16)
-    wrapped = moe_qlora.get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    wrapped = moe_qlora.get_peft_model(
+        model, LoraConfig(target_modules=["q_proj"]), unpacked_ok=True
+    )
     with pytest.raises(moe_qlora.ConfigError, match="has adapters already"):
         moe_qlora.plan(wrapped)
 

@@ -1,0 +1,346 @@
+"""Calls that would train something other than was meant: each is said, by name, before training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from torch import nn
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
+from moe_qlora.testing import tiny_model
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+
+
+def nf4(**fields: Any) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **fields)
+
+
+def packed(model_type: str = "qwen3_moe", **overrides: Any) -> Any:
+    model = tiny_model(model_type, **overrides)
+    moe_qlora.quantize_experts(model, nf4())
+    return model
+
+
+def marked(**fields: Any) -> Any:
+    """A model that looks as if it was loaded with a BitsAndBytesConfig, outside of `enabled()`."""
+    model = tiny_model("qwen3_moe")
+    model.config.quantization_config = nf4(**fields)
+    return model
+
+
+def lora(*modules: str, **fields: Any) -> LoraConfig:
+    return LoraConfig(r=2, target_modules=list(modules) or ["q_proj"], **fields)
+
+
+def adapted(model: nn.Module) -> set[str]:
+    """The leaf names of layers, and the names of expert modules, that have LoRA."""
+    names = {
+        name.partition(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name
+    }
+    return {name.replace(".base_layer", "").rpartition(".")[2] for name in names}
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "get_peft_model": lambda model, **more: moe_qlora.get_peft_model(model, lora(), **more),
+    "target_parameters": lambda model, **more: moe_qlora.target_parameters(model, **more),
+}
+calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+# Experts that are there, and not packed.
+
+
+@calls
+def test_unpacked_experts_are_a_warning_that_names_the_calls(call: Callable[..., Any]) -> None:
+    with pytest.warns(UserWarning, match="4 expert weights are not packed") as caught:
+        call(tiny_model("qwen3_moe"))
+    (warning,) = [one for one in caught if one.category is UserWarning]
+    text = str(warning.message)
+    assert "model.layers.*.mlp.experts.gate_up_proj" in text
+    assert "moe_qlora.quantize_experts(model)" in text and "moe_qlora.enabled()" in text
+    assert warning.filename == __file__
+
+
+@calls
+def test_unpacked_experts_that_a_config_would_pack_are_an_error(
+    call: Callable[..., Any],
+) -> None:
+    with pytest.raises(ConfigError, match=r"4 expert weights are not packed .* asks for nf4"):
+        call(marked())
+
+
+@calls
+@pytest.mark.parametrize("build", [lambda: tiny_model("qwen3_moe"), marked], ids=["16bit", "nf4"])
+def test_unpacked_experts_that_are_meant_are_silent(call: Callable[..., Any], build: Any) -> None:
+    call(build(), unpacked_ok=True)  # warnings are errors
+
+
+@calls
+def test_a_config_that_skips_all_experts_means_it(call: Callable[..., Any]) -> None:
+    call(marked(llm_int8_skip_modules=["experts"]))
+    with pytest.raises(ConfigError, match="2 expert weights are not packed"):
+        call(marked(llm_int8_skip_modules=["model.layers.0"]))
+
+
+@calls
+def test_partly_packed_and_dense_models_are_silent(call: Callable[..., Any]) -> None:
+    partly = tiny_model("qwen3_moe")
+    moe_qlora.quantize_experts(partly, nf4(llm_int8_skip_modules=["model.layers.0"]))
+    call(partly)
+    dense = tiny_model("qwen3_moe", mlp_only_layers=[0, 1])
+    dense.config.quantization_config = nf4()
+    call(dense)
+
+
+def test_a_config_of_another_method_is_no_error() -> None:
+    model = tiny_model("qwen3_moe")
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    with pytest.warns(UserWarning, match="are not packed"):
+        assert moe_qlora.target_parameters(model) == []
+
+
+# Lists of module targets that name matrices of experts.
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "more", [MLP, ["down_proj"], ["experts"], ["w1", "w2", "w3"]], ids=lambda names: "-".join(names)
+)
+def test_module_targets_that_name_experts_are_told_what_they_leave_out(
+    model_type: str, more: list[str]
+) -> None:
+    model = packed(model_type)
+    with pytest.warns(UserWarning, match="4 packed expert weights .* get no LoRA") as caught:
+        peft_model = moe_qlora.get_peft_model(model, lora("q_proj", *more))
+    (warning,) = [one for one in caught if one.category is UserWarning]
+    text = str(warning.message)
+    assert f"names {', '.join(sorted(more))}," in text
+    assert "experts=True" in text and "moe_qlora.target_parameters(model)" in text
+    assert not any("experts" in name for name in adapted(peft_model))
+
+
+def test_a_regex_that_names_experts_is_told_so_too() -> None:
+    for regex in (r".*\.(q_proj|down_proj)", r".*(q_proj|experts\.\d+\.(gate|up|down)_proj)"):
+        with pytest.warns(UserWarning, match="packed expert weights .* get no LoRA"):
+            moe_qlora.get_peft_model(packed(), LoraConfig(r=2, target_modules=regex))
+
+
+@pytest.mark.parametrize("modules", [MLP, ["experts"]], ids=["mlp", "experts"])
+def test_targets_that_would_reach_experts_alone_are_an_error(modules: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"and nothing else does: pass experts=True"):
+        moe_qlora.get_peft_model(packed(), lora(*modules))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lora(*ATTENTION),
+        LoraConfig(r=2, target_modules="all-linear"),
+        LoraConfig(r=2, target_modules=r".*self_attn\.\w+_proj"),
+        lora("q_proj", "down_proj", exclude_modules=["experts"]),
+        lora("q_proj", "shared_expert.down_proj"),
+    ],
+    ids=["attention", "all-linear", "regex", "excluded", "shared"],
+)
+def test_targets_that_do_not_mean_experts_are_silent(config: LoraConfig) -> None:
+    moe_qlora.get_peft_model(packed("qwen2_moe"), config)
+
+
+def test_experts_that_are_asked_for_or_excluded_by_the_call_it_names_are_silent() -> None:
+    for options in ({"experts": True}, {"experts": ["down"]}):
+        peft_model = moe_qlora.get_peft_model(packed(), lora("q_proj", *MLP), **options)
+        assert "experts" in adapted(peft_model)
+    model = packed()
+    named = lora("q_proj", *MLP, target_parameters=moe_qlora.target_parameters(model))
+    assert "experts" in adapted(moe_qlora.get_peft_model(model, named))
+    model = packed()
+    left = lora("q_proj", *MLP, exclude_modules=moe_qlora.exclude_modules(model))
+    assert adapted(moe_qlora.get_peft_model(model, left)) == {"q_proj"}
+
+
+def test_it_is_said_once_and_not_again_of_adapters_that_are_loaded(tmp_path: Path) -> None:
+    model = packed("qwen2_moe")
+    with pytest.warns(UserWarning, match="get no LoRA"):
+        config = moe_qlora.adapt_lora_config(model, lora("q_proj", *MLP))
+    moe_qlora.get_peft_model(model, config).save_pretrained(tmp_path)
+    loaded = moe_qlora.load_adapter(packed("qwen2_moe"), str(tmp_path), is_trainable=True)
+    loaded.load_adapter(str(tmp_path), "second", is_trainable=True)
+    with pytest.warns(UserWarning, match="get no LoRA"):
+        loaded.add_adapter("third", lora("q_proj", *MLP))
+
+
+# Misspelt parameters.
+
+
+@pytest.mark.parametrize(
+    ("target", "near"),
+    [
+        ("gate_up_prj", "gate_up_proj"),
+        ("mlp.experts.down_prj", "mlp.experts.down_proj"),
+        ("gate_proj", "gate_up_proj"),
+        ("model.layer.1.mlp.experts.down_proj", "model.layers.1.mlp.experts.down_proj"),
+    ],
+)
+def test_misspelt_target_parameters_get_the_near_names(target: str, near: str) -> None:
+    config = lora("q_proj", target_parameters=[target, "experts.down_proj"])
+    with pytest.raises(ConfigError) as caught:
+        moe_qlora.get_peft_model(packed(), config)
+    assert f"names {target!r}, which is no parameter of this model" in str(caught.value)
+    assert f"did you mean {near!r}" in str(caught.value)
+
+
+def test_a_parameter_like_no_other_gets_no_suggestion() -> None:
+    with pytest.raises(ConfigError) as caught:
+        moe_qlora.get_peft_model(packed(), lora(target_parameters=["zzz"]))
+    assert "did you mean" not in str(caught.value)
+
+
+# What was done, in the log.
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name.startswith("moe_qlora")]
+
+
+@pytest.mark.parametrize("config", [nf4(), BitsAndBytesConfig(load_in_8bit=True)], ids=["4", "8"])
+def test_one_line_says_what_got_lora(config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = tiny_model("qwen3_moe")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    moe_qlora.quantize_experts(model, config)
+    with caplog.at_level(logging.INFO):
+        peft_model = moe_qlora.get_peft_model(model, lora(*ATTENTION), experts=["down"])
+    trained = sum(p.numel() for p in peft_model.parameters() if p.requires_grad)
+    (line,) = logged(caplog)
+    assert line == (
+        "LoRA on 8 layers (k_proj, o_proj, q_proj, v_proj) and 2 of 4 expert weights (down_proj): "
+        f"{trained:,} weights ({100 * trained / (total + trained):.2g} %) are trained"
+    )
+
+
+def test_the_line_counts_experts_that_got_none(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    moe_qlora.get_peft_model(packed(), lora("q_proj", target_parameters=["gate.weight"]))
+    moe_qlora.get_peft_model(tiny_model("qwen3_moe"), lora("q_proj"), unpacked_ok=True)
+    moe_qlora.get_peft_model(tiny_model("qwen3_moe", mlp_only_layers=[0, 1]), lora("q_proj"))
+    first, second, third = (line.partition(":")[0] for line in logged(caplog))
+    assert first == (
+        "LoRA on 2 layers (q_proj) and 0 of 4 expert weights and 2 other parameters (weight)"
+    )
+    assert second == "LoRA on 2 layers (q_proj) and 0 of 4 expert weights"
+    assert third == "LoRA on 2 layers (q_proj)"
+
+
+# Patterns of ranks for experts.
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("add", [False, True], ids=["first", "second"])
+def test_rank_patterns_of_experts_are_not_said_to_be_ignored(add: bool) -> None:
+    fields: Any = {
+        "rank_pattern": {"gate_up_proj": 5, "q_proj": 3},
+        "alpha_pattern": {"down_proj": 7},
+    }
+    model = packed()
+    fields["target_parameters"] = moe_qlora.target_parameters(model)
+    peft_model = moe_qlora.get_peft_model(model, lora(**({} if add else fields)))
+    if add:
+        peft_model.add_adapter("second", lora(**fields))
+    name = "second" if add else "default"
+    factors = {
+        path: parameter
+        for path, parameter in peft_model.named_parameters()
+        if f"lora_A.{name}" in path
+    }
+    ranks = {path: len(parameter) for path, parameter in factors.items()}
+    assert {rank for path, rank in ranks.items() if "q_proj" in path} == {3}
+    assert {rank for path, rank in ranks.items() if ".base_layer." in path} == {5 * 4}
+
+
+def test_a_pattern_that_matches_nothing_is_still_named_alone() -> None:
+    patterns = {"gate_up_proj": 5, "q_proj": 3, "gate_up_prj": 7}
+    with pytest.warns(RuntimeWarning, match=r"rank_pattern .* \['gate_up_prj'\]\.$") as caught:
+        moe_qlora.get_peft_model(packed(), lora(rank_pattern=patterns), experts=True)
+    assert sum(one.category is RuntimeWarning for one in caught) == 1
+
+
+# Adapters that cannot be loaded.
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters") / "adapter"
+    moe_qlora.get_peft_model(packed(), lora(), experts=True).save_pretrained(folder)
+    return folder
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "gone": (shutil.rmtree, "is no folder; name the one"),
+    "no-config": (lambda d: (d / "adapter_config.json").unlink(), "it has no adapter_config.json"),
+    "bad-config": (lambda d: (d / "adapter_config.json").write_text("{"), "is no valid JSON"),
+    "list": (lambda d: (d / "adapter_config.json").write_text("[]"), "holds list and no JSON"),
+    "kind": (
+        lambda d: (d / "adapter_config.json").write_text(json.dumps({"peft_type": "NEW"})),
+        "peft_type='NEW', which the installed PEFT does not know",
+    ),
+    "no-weights": (
+        lambda d: (d / "adapter_model.safetensors").unlink(),
+        r"has no adapter_model\.safetensors",
+    ),
+    "cut": (lambda d: cut(d / "adapter_model.safetensors"), "damaged weights .*; copy the folder"),
+    "garbage": (
+        lambda d: (d / "adapter_model.safetensors").write_bytes(b"x" * 99),
+        "damaged weights .*; copy the folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_files_that_are_missing_or_damaged_are_our_errors(
+    case: str, adapter: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapter, folder)
+    damage, message = DAMAGES[case]
+    damage(folder)
+    model = packed()
+    with pytest.raises(CheckpointError, match=message) as caught:
+        moe_qlora.load_adapter(model, str(folder))
+    assert str(folder) in str(caught.value)
+    # Where the config told, the model is as it was, and takes the right adapter next.
+    if case not in ("cut", "garbage"):
+        assert moe_qlora.load_adapter(model, adapter).peft_config.keys() == {"default"}
+
+
+def test_a_folder_of_adapters_names_those_in_it(adapter: Path) -> None:
+    with pytest.raises(CheckpointError, match="such as the adapter in it"):
+        moe_qlora.load_adapter(packed(), str(adapter.parent))
+
+
+def test_an_id_that_the_hub_does_not_have_is_our_error() -> None:
+    with pytest.raises(CheckpointError, match="nobody/no-such-adapter cannot be loaded"):
+        moe_qlora.load_adapter(packed(), "nobody/no-such-adapter")
+
+
+def test_an_adapter_of_another_model_is_our_error(adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="use it with the model that it was trained on"):
+        moe_qlora.load_adapter(packed("mixtral"), str(adapter))
+    copy = tmp_path / "without-note"
+    shutil.copytree(adapter, copy)
+    (copy / "moe_qlora_adapter.json").unlink()
+    with pytest.raises(AdapterError, match="load it on the model that it was trained on"):
+        moe_qlora.load_adapter(packed("qwen3_moe", num_hidden_layers=3), str(copy))
