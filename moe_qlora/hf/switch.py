@@ -67,8 +67,9 @@ def enable() -> None:
 
     Such a config wins over the `quantization_config` of a folder that its maker quantized, which
     is dequantized as it is read. Holds for the whole process, whoever calls `from_pretrained`,
-    until `disable`. Calling it twice is the same as once. Models that were loaded meanwhile go on
-    working after `disable`.
+    until `disable`. It is a switch and counts no calls: however often it was called, one `disable`
+    turns it off. Use `enabled` for parts that nest. Models that were loaded meanwhile go on working
+    after `disable`.
     """
     global _always
     with _lock:
@@ -77,7 +78,10 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo `enable`. Blocks of `enabled` that are still open keep the switch on until they end."""
+    """Undo `enable`, however often it was called; without it, do nothing.
+
+    Blocks of `enabled` that are still open keep the switch on until they end.
+    """
     global _always
     with _lock:
         _always = False
