@@ -333,6 +333,7 @@ def _share_class(module: nn.Module) -> None:
         body = {k: v for k, v in vars(own).items() if k not in ("__dict__", "__weakref__")}
         body |= {name: _decoding_property(name) for name in names}
         body["__call__"] = _caching_call(own.__bases__[0])
+        body["__getstate__"] = _refuse_pickling  # for torch's, which does not say what to do
         body |= {} if members is None else members(own.__bases__[0])
         shared = type(own.__name__, own.__bases__, body)
         if len(lists) == len(names):  # what others parametrized is theirs alone
@@ -353,6 +354,15 @@ def _caching_call(base: Any) -> Callable[..., Any]:
             return base.__call__(self, *args, **kwargs)
 
     return __call__
+
+
+def _refuse_pickling(module: nn.Module) -> Any:
+    """Raise instead of giving the state to pickle, which cannot find a parametrized class."""
+    raise QuantizationError(
+        f"{type(module).__name__}.{packed_names(module)[0]} is packed, and a model with packed "
+        "weights cannot be pickled, by torch.save(model) or for another process: save it with "
+        "save_pretrained(folder), or its state_dict() with torch.save."
+    )
 
 
 def _decoding_property(name: str) -> property:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
+import multiprocessing.reduction
+import pickle
 
 import bitsandbytes as bnb
 import pytest
@@ -62,6 +65,31 @@ def assert_reads(module: nn.Module, decoded: dict[str, torch.Tensor]) -> None:
 @pytest.fixture(params=SETTINGS)
 def settings(request: pytest.FixtureRequest) -> CodecSettings:
     return SETTINGS[request.param]
+
+
+def test_pickling_is_refused_in_one_sentence(settings: CodecSettings) -> None:
+    module, decoded = packed_experts(settings)
+    holder = nn.ModuleDict({"experts": module})
+    for dump in (
+        pickle.dumps,
+        lambda model: torch.save(model, io.BytesIO()),
+        multiprocessing.reduction.ForkingPickler.dumps,  # what a spawned process is given
+    ):
+        with pytest.raises(QuantizationError, match=r"Experts\.gate_up is packed") as caught:
+            dump(holder)
+        message = str(caught.value)
+        assert "save_pretrained(folder)" in message
+        assert message.count(". ") == 0
+    assert_reads(copy.deepcopy(holder)["experts"], decoded)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other, _ = packed_experts(settings, seed=1)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert_reads(other, decoded)
+    for name in decoded:  # plain again, as if never packed
+        storage.detach(module, name)
+    assert_reads(pickle.loads(pickle.dumps(module)), decoded)  # noqa: S301 - our own bytes
 
 
 def test_reads_give_the_decoded_stack(settings: CodecSettings) -> None:
