@@ -21,5 +21,6 @@ config is never changed.
     factor_tensor.py         their DTensor, which optimizers and clipping take
     merge.py, combine.py     LoRA merged into packed weights; weighted sums of adapters
     load.py                  load_adapter, for saved adapters
+    folder.py                what a saved adapter's folder must hold
     transformers_methods.py  add_adapter and load_adapter of transformers' own models
 """

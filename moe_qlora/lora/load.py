@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import peft
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
-from ..build.files import read_json
 from ..checkpoint import rounding
 from ..checkpoint.fingerprint import of_model
-from ..errors import AdapterError, CheckpointError, MoeQloraError, first_line
-from ..layout import listed
+from ..errors import AdapterError, MoeQloraError
 from .config import adapt, spell_exactly
+from .folder import check_folder, reading
 from .model import connect_adapters, warn_untested, without_false_warning
 from .names import base_model, packed_parameters
 from .rewrite import rewritten
 
 _HUB_KEYS = ("revision", "subfolder", "cache_dir", "token")
 _CREATION_KEYS = ("low_cpu_mem_usage", "autocast_adapter_dtype")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _EXPERT_KEY = re.compile(r"\.experts\.\d+\.")
 
 
@@ -73,7 +67,7 @@ def load_adapter(
     hub = {key: peft_kwargs[key] for key in _HUB_KEYS if key in peft_kwargs}
     check_folder(adapter, hub.get("subfolder"))
     check_base(base, adapter, hub.get("subfolder"))
-    with _reading(adapter):
+    with reading(adapter):
         config = _read_config(base, adapter, **hub)
     config.inference_mode = not is_trainable
     config = adapt(base, config)
@@ -82,10 +76,12 @@ def load_adapter(
         peft_model.set_requires_grad(adapter_name)
     peft_kwargs.setdefault("key_mapping", getattr(base, "_checkpoint_conversion_mapping", None))
     try:
-        with _reading(adapter):
+        with reading(adapter):
             result = peft_model.load_adapter(
                 adapter, adapter_name, is_trainable=is_trainable, **peft_kwargs
             )
+    except MoeQloraError:
+        raise
     except RuntimeError as error:  # torch's list of all that has another shape
         first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
         raise AdapterError(
@@ -96,54 +92,6 @@ def load_adapter(
     if (missing or unexpected) and not _load_by_own_names(peft_model, adapter, adapter_name, **hub):
         raise misfit(adapter, missing, unexpected)
     return peft_model
-
-
-def check_folder(adapter: str, subfolder: str | None = None) -> None:
-    """Refuse a path that is no folder of an adapter; names on a hub are left to PEFT."""
-    root, folder = Path(adapter), Path(adapter) / (subfolder or "")
-    if not folder.is_dir():
-        if root.exists() or root.is_absolute() or not _HUB_ID.fullmatch(adapter):
-            raise CheckpointError(
-                f"{folder} is no folder; name the one that save_pretrained wrote the adapter to."
-            )
-        return
-    if not (folder / CONFIG_NAME).is_file():
-        inner = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_NAME}"))
-        hint = f", such as the {listed(inner)} in it" if inner else ""
-        raise CheckpointError(
-            f"{folder} is no adapter: it has no {CONFIG_NAME}; name the folder that "
-            f"save_pretrained wrote the adapter to{hint}."
-        )
-    kind = read_json(folder / CONFIG_NAME).get("peft_type")
-    if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        raise CheckpointError(
-            f"{folder / CONFIG_NAME} has peft_type={kind!r}, which the installed PEFT does not "
-            "know; name an adapter that it can load."
-        )
-    weights = (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)
-    if not any((folder / name).is_file() for name in weights):
-        raise CheckpointError(
-            f"{folder} has no {SAFETENSORS_WEIGHTS_NAME}; copy the whole folder that "
-            "save_pretrained wrote."
-        )
-
-
-@contextmanager
-def _reading(adapter: str) -> Iterator[None]:
-    """Say what could not be read, where PEFT, safetensors or the hub raise their own errors."""
-    try:
-        yield
-    except MoeQloraError:
-        raise
-    except (SafetensorError, UnpicklingError, EOFError) as error:
-        raise CheckpointError(
-            f"{adapter} has damaged weights ({first_line(error)}); copy the folder again."
-        ) from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"{adapter} cannot be loaded as an adapter: {first_line(error)}; name a folder that "
-            "save_pretrained wrote, or the id of an adapter on the hub."
-        ) from error
 
 
 def check_base(model: nn.Module, adapter: str, subfolder: str | None = None) -> None:

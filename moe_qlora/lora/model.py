@@ -29,6 +29,7 @@ from .combine import SingleExpert, concatenate, stored_factors
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
 from .coverage import log_coverage
 from .divided import check_whole
+from .folder import check_folder, reading
 from .inject import check_connected, upgrade_wrappers
 from .layer import ParamWrapper
 from .linear import Linear4bit, Linear8bitLt, merge_exactly
@@ -177,7 +178,9 @@ def _load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
                 "partitioned by DeepSpeed ZeRO-3, whose optimizer has a copy of each: load "
                 "adapters before the engine is made, or go on from a checkpoint of the engine."
             )
-    with warnings.catch_warnings():  # an adapter was trained as it is, also where it is trained on
+    check_folder(model_id, kwargs.get("subfolder"))
+    with reading(model_id), warnings.catch_warnings():
+        # An adapter was trained as it is, also where it is to be trained further.
         warnings.filterwarnings("ignore", ".* packed expert weights .* get no LoRA", UserWarning)
         return type(self).load_adapter(self, model_id, *args, **kwargs)
 

@@ -13,6 +13,7 @@ from typing import Any
 from peft import PeftConfig
 
 from .config import adapt, adapt_lora_config
+from .folder import check_folder, reading
 from .load import check_base, misfit
 
 
@@ -37,7 +38,9 @@ def load_adapter(
         download = load_config.download_kwargs if load_config is not None else {}
         download = {**download, **kwargs.get("download_kwargs", {}), **(adapter_kwargs or {})}
         kwargs["download_kwargs"] = download
-        peft_config = PeftConfig.from_pretrained(peft_model_id, **download)
+        check_folder(peft_model_id, download.get("subfolder"))
+        with reading(peft_model_id):
+            peft_config = PeftConfig.from_pretrained(peft_model_id, **download)
     if peft_model_id is not None:
         check_base(self, peft_model_id, kwargs.get("download_kwargs", {}).get("subfolder"))
     if peft_config is not None:

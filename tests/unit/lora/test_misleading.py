@@ -297,6 +297,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: (d / "adapter_config.json").write_text(json.dumps({"peft_type": "NEW"})),
         "peft_type='NEW', which the installed PEFT does not know",
     ),
+    "kind-of-list": (
+        lambda d: (d / "adapter_config.json").write_text(json.dumps({"peft_type": ["LORA"]})),
+        "which the installed PEFT does not know",
+    ),
+    "rank": (
+        lambda d: (d / "adapter_config.json").write_text('{"peft_type": "LORA", "r": "many"}'),
+        r"adapter_config\.json is damaged: r is 'many'",
+    ),
     "no-weights": (
         lambda d: (d / "adapter_model.safetensors").unlink(),
         r"has no adapter_model\.safetensors",
@@ -321,9 +329,20 @@ def test_files_that_are_missing_or_damaged_are_our_errors(
     with pytest.raises(CheckpointError, match=message) as caught:
         moe_qlora.load_adapter(model, str(folder))
     assert str(folder) in str(caught.value)
-    # Where the config told, the model is as it was, and takes the right adapter next.
-    if case not in ("cut", "garbage"):
-        assert moe_qlora.load_adapter(model, adapter).peft_config.keys() == {"default"}
+    # The model is as it was, and takes the right adapter next.
+    assert not any("lora_" in name for name, _ in model.named_parameters())
+    loaded = moe_qlora.load_adapter(model, adapter)
+    with pytest.raises(CheckpointError, match=message):
+        loaded.load_adapter(str(folder), "second")
+    assert loaded.peft_config.keys() == {"default"}
+
+
+def test_transformers_own_method_says_the_same(adapter: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapter, folder)
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match="it has no adapter_config"):
+        packed().load_adapter(str(folder))
 
 
 def test_a_folder_of_adapters_names_those_in_it(adapter: Path) -> None:
