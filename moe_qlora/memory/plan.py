@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -166,12 +166,12 @@ def _report(planner: Planner, capacities: tuple[int, ...], *, search: bool) -> M
     report = planner.report(capacities)
     if search:
         batch, seq = planner.settings.batch, planner.settings.seq
-        seq_fits = partial(planner.fits, batch, capacities=capacities)
-        batch_fits = partial(planner.fits, seq=seq, capacities=capacities)
+        by_seq = partial(planner.fullness, batch, capacities=capacities)
+        by_batch = partial(planner.fullness, seq=seq, capacities=capacities)
         report = replace(
             report,
-            largest_seq=_largest(seq_fits, seq, _LONGEST, _SEQ_STEP),
-            largest_batch=_largest(batch_fits, batch, _LARGEST_BATCH, 1),
+            largest_seq=_largest(by_seq, seq, _LONGEST, _SEQ_STEP),
+            largest_batch=_largest(by_batch, batch, _LARGEST_BATCH, 1),
         )
     if report.fits is False:
         report = replace(report, hints=tuple(hints_of(planner, report, capacities)))
@@ -181,14 +181,39 @@ def _report(planner: Planner, capacities: tuple[int, ...], *, search: bool) -> M
     return replace(report, notes=tuple(notes), estimated=planner.estimated)
 
 
-def _largest(fits: Callable[[int], bool], start: int, limit: int, step: int) -> int:
-    """Return the largest multiple of `step` that fits (within 1/128), 0 where none does."""
-    low, high = 0, max(start // step, 1)
-    while high * step <= limit and fits(high * step):
-        low, high = high, high * 2
-    if high * step > limit:
-        high = limit // step + 1
-    while high - low > max(1, low // 128):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
+def _largest(fullness: Callable[[int], float], start: int, limit: int, step: int) -> int:
+    """Return the largest multiple of `step` that fits (within 1/128), 0 where none does.
+
+    Memory grows nearly in proportion to tokens: where it ends is found on the line through the two
+    sizes nearest to it.
+    """
+    sizes: dict[int, float] = {}  # Fullness by the multiple of `step`
+
+    def fits(multiple: int) -> bool:
+        sizes[multiple] = fullness(multiple * step)
+        return sizes[multiple] <= 1.0
+
+    low, high, most = 0, max(start // step, 1), limit // step
+    while high <= most and fits(high):
+        # Past where the line ends by a little, so that the end is between.
+        end = _end_of_line(sizes, high)
+        low, high = high, 2 * high if end is None else max(high + 1, int(1.02 * end) + 1)
+    high = min(high, most + 1)
+    turn = 0
+    while high - low > (least := max(1, low // 128)):
+        # Every third time the half, where memory grows faster than the line (eager attention).
+        end = None if turn % 3 == 2 else _end_of_line(sizes, high)
+        middle = (low + high) // 2 if end is None else int(end)
+        middle = min(max(middle, low + least), high - least)
+        low, high = (middle, high) if fits(middle) else (low, middle)
+        turn += 1
     return low * step
+
+
+def _end_of_line(sizes: Mapping[int, float], near: int) -> float | None:
+    """Return where fullness is 1 on the line through the two sizes nearest to `near`."""
+    if len(sizes) < 2:
+        return None
+    first, second = sorted(sorted(sizes, key=lambda size: abs(size - near))[:2])
+    slope = (sizes[second] - sizes[first]) / (second - first)
+    return None if slope <= 0 else first + (1 - sizes[first]) / slope

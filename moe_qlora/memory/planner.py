@@ -137,7 +137,11 @@ class Planner:
 
     def fits(self, batch: int, seq: int, capacities: Sequence[int]) -> bool:
         """Whether a step of this size fits these devices."""
-        return all(use.fits for use in self.uses(batch, seq, capacities))
+        return self.fullness(batch, seq, capacities) <= 1.0
+
+    def fullness(self, batch: int, seq: int, capacities: Sequence[int]) -> float:
+        """Return the part of its bytes that the fullest device needs; it fits up to 1."""
+        return max(use.needed / use.capacity for use in self.uses(batch, seq, capacities))
 
     def _budget(
         self, batch: int, seq: int, workspace_cap: int | None, loss_part: float

@@ -18,6 +18,7 @@ import moe_qlora
 from moe_qlora.kernels import limits
 from moe_qlora.memory import blocks as block_names
 from moe_qlora.memory import budget, devices, experts, meta_ops, meta_step
+from moe_qlora.memory import plan as planning
 from moe_qlora.memory.budget import Activity, Block, Settings, StepBudget, optimizer_nbytes
 from moe_qlora.memory.planner import Planner
 from moe_qlora.memory.source import source_of
@@ -540,6 +541,23 @@ def test_largest_sequence_and_batch_are_the_largest():
     assert not asked.fits(1, int(made.largest_seq * 1.02) + 64, sizes)
     assert asked.fits(made.largest_batch, 1024, sizes)
     assert not asked.fits(made.largest_batch + 1, 1024, sizes)
+
+
+@pytest.mark.parametrize("square", [0.0, 1e-9, 1e-6, 1e-3])
+@pytest.mark.parametrize("base", [0.0, 0.4, 0.97, 0.9999, 1.2])
+@pytest.mark.parametrize(("start", "step"), [(4096, 32), (1, 1), (7, 1)])
+def test_the_largest_size_is_found_in_few_steps(start, step, base, square):
+    def fullness(size: int) -> float:
+        asked.append(size)
+        rounded = -(-size // 3) * 3
+        return base + rounded / 30_000 + square * rounded**2
+
+    asked: list[int] = []
+    largest = planning._largest(fullness, start, 1 << 20, step)
+    assert len(set(asked)) == len(asked) <= (24 if square == 1e-6 else 16)
+    fits = [size for size in range(step, 1 << 17, step) if fullness(size) <= 1]
+    wanted = fits[-1] if fits else 0
+    assert wanted - max(step, wanted // 64) < largest <= wanted
 
 
 def test_hints_say_what_they_save():
