@@ -293,7 +293,10 @@ class _GraphedLayer:
         if not leaves or not isinstance(leaves[0], Tensor):
             raise ObstacleError("it is not called with its hidden states first")
         if _gathers_outputs():
-            raise ObstacleError("outputs of layers are gathered (output_router_logits and others)")
+            raise ObstacleError(
+                "outputs of layers are gathered, such as router logits (TRL asks for these unless "
+                "router_aux_loss_coef=0.0)"
+            )
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         return leaves, spec, (spec, tuple(shapes), autocast, self._state())
 
