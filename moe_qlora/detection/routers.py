@@ -70,6 +70,19 @@ class RouterIndex:
             for candidate in _readings(leaf, parameter, num_choices)
         ]
 
+    def slot_scores(self, parameter: Leaf) -> Leaf | None:
+        """Return a parameter `(hidden, E, slots)` near one of E matrices: Soft-MoE's router.
+
+        It scores slots of every expert, which all run, each on mixtures of tokens.
+        """
+        blocks = [n for n in parameter.node.ancestors() if n is parameter.node or not is_list(n)]
+        for leaf in (leaf for n in blocks[: MAX_CLIMB + 1] for leaf in self.visible(n)):
+            if leaf.kind == "bare" and len(leaf.shape) == 3 and leaf is not parameter:
+                hidden, experts, _ = leaf.shape
+                if experts == parameter.shape[0] and hidden in parameter.shape[1:]:
+                    return leaf
+        return None
+
 
 def _matrix_like(leaf: Leaf) -> bool:
     if leaf.kind in ("conv", "table", "layer") or not (leaf.dtype.is_floating_point or leaf.packed):

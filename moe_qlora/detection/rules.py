@@ -6,7 +6,7 @@ The first rule that speaks decides. Its words are what `moe-qlora dump --why` pr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
 from operator import attrgetter
@@ -203,16 +203,45 @@ class Classifier:
         for group in find_groups(candidates, self.index):
             self._classify_group(group)
         self._find_shared(candidates)
-        for leaf in (leaf for leaf in candidates if leaf not in self._by_leaf):
-            count, shape = leaf.shape[0], leaf.shape_text
-            reason = f"no router: nothing near it chooses among {count} ({shape})"
-            if near := self.index.candidates(leaf, count):
-                reason = (
-                    f"{near[0].leaf.known_as} with its {count} choices stands nearer to other "
-                    f"weights, or this {shape} chains with none of its siblings"
-                )
-            self._reject(leaf, reason)
+        left = [leaf for leaf in candidates if leaf not in self._by_leaf]
+        experts: dict[Leaf, list[Leaf]] = defaultdict(list)  # of a soft mixture, by its router
+        for leaf in left:
+            if len(leaf.shape) == 3 and (scores := self.index.slot_scores(leaf)) is not None:
+                experts[scores].append(leaf)
+        soft = {scores: served for scores, served in experts.items() if len(served) > 1}
+        for leaf in left:
+            self._reject(leaf, self._why_ungrouped(leaf, soft))
         return [self._by_leaf[leaf] for leaf in self.leaves if leaf in self._by_leaf]
+
+    def _why_ungrouped(self, leaf: Leaf, soft: Mapping[Leaf, Sequence[Leaf]]) -> str:
+        """Return why a candidate is in no group; `soft` has soft mixtures' experts by router."""
+        count, shape = leaf.shape[0], leaf.shape_text
+        if leaf in soft:
+            names = ", ".join(other.name for other in soft[leaf])
+            return (
+                f"scores {leaf.shape[2]} slots for each of {leaf.shape[1]} experts ({names}): the "
+                f"router of a soft mixture ({shape})"
+            )
+        if near := self.index.candidates(leaf, count):
+            return (
+                f"{near[0].leaf.known_as} with its {count} choices stands nearer to other "
+                f"weights, or this {shape} chains with none of its siblings"
+            )
+        slots = next((scores for scores, served in soft.items() if leaf in served), None)
+        if slots is not None:
+            return (
+                f"a soft mixture: {slots.name} ({slots.shape_text}) scores {slots.shape[2]} slots "
+                f"for each of {count}, which all run on mixtures of tokens, so that nothing "
+                f"chooses among them ({shape}); not packed"
+            )
+        if len(leaf.shape) == 4 and min(leaf.shape) > 1:
+            layers, experts = leaf.shape[:2]
+            return (
+                f"no router: nothing near it chooses among {layers} or {experts} ({shape}); if "
+                f"these are {layers} layers of {experts} experts, give each layer a parameter of "
+                "its own beside its router to have it packed"
+            )
+        return f"no router: nothing near it chooses among {count} ({shape})"
 
     def _reject(self, leaf: Leaf, reason: str) -> None:
         self._by_leaf[leaf] = Classification(leaf, rejection=reason)

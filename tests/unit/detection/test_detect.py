@@ -400,6 +400,43 @@ class LayersInOne(nn.Module):
         return x
 
 
+class LayersInOneApart(nn.Module):
+    """All layers' experts in parameters of the root, and each router in its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(H), "choose": nn.Linear(H, E)}) for _ in range(3)
+        )
+        self.enter, self.leave = P(3, E, 2 * I, H), P(3, E, H, I)
+
+    def forward(self, x):
+        for layer, block in enumerate(self.blocks):
+
+            def one(t, e, layer=layer):
+                return gated(t, self.enter[layer, e], self.leave[layer, e])
+
+            x = x + routed(block["norm"](x), block["choose"], one)
+        return x
+
+
+class SoftSlots(nn.Module):
+    """Soft-MoE: a router `(H, E, slots)`, and experts that all run on mixtures of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.phi = P(H, E, 2)
+        self.enter, self.leave = P(E, H, I), P(E, I, H)
+
+    def forward(self, x):
+        scores = torch.einsum("bth,hes->btes", x, self.phi)
+        slots = torch.einsum("bth,btes->besh", x, scores.softmax(1))
+        inner = torch.einsum("besh,ehi->besi", slots, self.enter).relu()
+        y = torch.einsum("besi,eih->besh", inner, self.leave)
+        combine = scores.flatten(2).softmax(-1).view_as(scores)
+        return torch.einsum("besh,btes->bth", y, combine)
+
+
 class RoutersApart(nn.Module):
     """Routers of all layers in one list, experts in another."""
 
@@ -732,6 +769,31 @@ def checked_names(model: nn.Module) -> set[str]:
     for p in layout.experts:
         assert p.evidence and p.name == f"{p.module_name}.{p.parameter_name}".lstrip(".")
     return names
+
+
+def test_layers_in_one_parameter_without_a_router_beside_it_say_what_to_do():
+    reasons = {r.name: r.reason for r in moe_qlora.detect(LayersInOneApart()).rejected}
+    assert reasons.keys() == {"enter", "leave"}
+    for reason in reasons.values():
+        assert f"nothing near it chooses among 3 or {E}" in reason
+        assert f"if these are 3 layers of {E} experts, give each layer a parameter" in reason
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_soft_mixture_is_named(nested):
+    model = nn.ModuleList([SoftSlots(), SoftSlots()]) if nested else SoftSlots()
+    layout = moe_qlora.detect(model)
+    assert not layout.experts
+    reasons = {r.name: r.reason for r in layout.rejected}
+    prefixes = ("0.", "1.") if nested else ("",)
+    assert reasons.keys() == {f"{p}{n}" for p in prefixes for n in ("phi", "enter", "leave")}
+    for prefix in prefixes:
+        router = reasons[f"{prefix}phi"]
+        assert "the router of a soft mixture" in router
+        assert f"2 slots for each of {E} experts ({prefix}enter, {prefix}leave)" in router
+        for name in ("enter", "leave"):
+            assert f"a soft mixture: {prefix}phi ({H}x{E}x2) scores" in reasons[prefix + name]
+            assert "not packed" in reasons[prefix + name]
 
 
 # block, arguments, names relative to the block with their `transposed`
