@@ -217,7 +217,7 @@ class Classifier:
         """Return why a candidate is in no group; `soft` has soft mixtures' experts by router."""
         count, shape = leaf.shape[0], leaf.shape_text
         if leaf in soft:
-            names = ", ".join(other.name for other in soft[leaf])
+            names = ", ".join(_name_beside(other, leaf) for other in soft[leaf])
             return (
                 f"scores {leaf.shape[2]} slots for each of {leaf.shape[1]} experts ({names}): the "
                 f"router of a soft mixture ({shape})"
@@ -230,7 +230,8 @@ class Classifier:
         slots = next((scores for scores, served in soft.items() if leaf in served), None)
         if slots is not None:
             return (
-                f"a soft mixture: {slots.name} ({slots.shape_text}) scores {slots.shape[2]} slots "
+                f"a soft mixture: {_name_beside(slots, leaf)} ({slots.shape_text}) scores "
+                f"{slots.shape[2]} slots "
                 f"for each of {count}, which all run on mixtures of tokens, so that nothing "
                 f"chooses among them ({shape}); not packed"
             )
@@ -352,6 +353,11 @@ class Classifier:
                     self._accept(leaf, count, use, evidence, None)
 
 
+def _name_beside(other: Leaf, leaf: Leaf) -> str:
+    """Return the name of a tensor in a sentence on one that may stand in the same module."""
+    return other.attribute if other.node is leaf.node else other.name
+
+
 def _evidence(group: ExpertGroup, key: int, routed: bool) -> str:
     """Return in words why a member of a routed group is an expert parameter."""
     leaf, count, router = group.members[key], group.counts[key], group.router
@@ -359,7 +365,7 @@ def _evidence(group: ExpertGroup, key: int, routed: bool) -> str:
     words = [f"{count} matrices of {rows} x {leaf.shape[-1]} in one {leaf.shape_text} parameter"]
     if group.chain is not None and len(group.members) > 1:
         siblings = (other for other in group.members if other is not leaf)
-        names = [other.attribute if other.node is leaf.node else other.name for other in siblings]
+        names = [_name_beside(other, leaf) for other in siblings]
         words.append(f"they chain with {', '.join(names)} ({group.chain.describe()})")
     relation = ""
     if router.num_choices % count:

@@ -790,9 +790,9 @@ def test_a_soft_mixture_is_named(nested):
     for prefix in prefixes:
         router = reasons[f"{prefix}phi"]
         assert "the router of a soft mixture" in router
-        assert f"2 slots for each of {E} experts ({prefix}enter, {prefix}leave)" in router
+        assert f"2 slots for each of {E} experts (enter, leave)" in router
         for name in ("enter", "leave"):
-            assert f"a soft mixture: {prefix}phi ({H}x{E}x2) scores" in reasons[prefix + name]
+            assert f"a soft mixture: phi ({H}x{E}x2) scores" in reasons[prefix + name]
             assert "not packed" in reasons[prefix + name]
 
 
