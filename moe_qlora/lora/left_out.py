@@ -15,6 +15,8 @@ from .packed import patterns
 from .rewrite import changed, reached_modules
 from .targets import Targets
 
+WARNING = "target_modules names .* packed expert weights .* get no LoRA"  # the message, as a regex
+
 # What transformers v4, and so most tutorials, call the matrices of one expert; the model's own
 # names of fused ones come beside them.
 _MATRICES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")

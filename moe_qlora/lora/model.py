@@ -25,6 +25,7 @@ from ..experts import restore
 from ..layout import unwrapped, unwrapped_name
 from ..packing.sharding import prepare_sharding, restore_linear, runs_distributed
 from ..packing.shares import first_share, keep_from_ddp
+from . import left_out
 from .combine import SingleExpert, concatenate, stored_factors
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
 from .coverage import log_coverage
@@ -181,7 +182,7 @@ def _load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
     check_folder(model_id, kwargs.get("subfolder"))
     with reading(model_id), warnings.catch_warnings():
         # An adapter was trained as it is, also where it is to be trained further.
-        warnings.filterwarnings("ignore", ".* packed expert weights .* get no LoRA", UserWarning)
+        warnings.filterwarnings("ignore", left_out.WARNING, UserWarning)
         return type(self).load_adapter(self, model_id, *args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from ..errors import ConfigError, MoeQloraError
 from ..experts.rebinding import is_ligers
 from ..kernels.limits import WORKSPACE_PART
 from ..kernels.weights import PackedWeight
+from ..lora import left_out
 from ..packing.format import ABSMAX, packed_tensors
 from ..packing.settings import CodecSettings
 from . import blocks, meta_model, meta_step
@@ -222,7 +224,10 @@ class Planner:
                 expert_ranks=expert_ranks,
                 kept=source.kept,
             )
-            meta_model.adapt(meta, self.settings, self.lora_config)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.filterwarnings("always", left_out.WARNING, UserWarning)
+                meta_model.adapt(meta, self.settings, self.lora_config)
+            self.notes += [f"{warning.message}" for warning in said]
             meta_model.fake_packed(meta, dispatched=expert_ranks > 1)
             meta.model.train()
             if self.settings.checkpointing and not meta_step.enable_checkpointing(meta.base):

@@ -180,6 +180,14 @@ def test_it_is_said_once_and_not_again_of_adapters_that_are_loaded(tmp_path: Pat
         loaded.add_adapter("third", lora("q_proj", *MLP))
 
 
+def test_a_plan_notes_experts_that_its_targets_leave_out() -> None:
+    model = tiny_model("qwen3_moe")
+    notes = moe_qlora.plan(model, nf4(), seq=32, targets="q_proj,down_proj").notes
+    assert sum("4 packed expert weights" in note and "get no LoRA" in note for note in notes) == 1
+    notes = moe_qlora.plan(model, nf4(), seq=32, targets="q_proj,down_proj,experts").notes
+    assert not any("get no LoRA" in note for note in notes)
+
+
 # Misspelt parameters.
 
 
