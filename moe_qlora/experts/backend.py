@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels.limits import GROUP, MAX_EXPERTS, MAX_LORA_RANK, dequantizes_whole, supports_fused
 from ..kernels.weights import PackedWeight, WeightSpec
+from ..layout import dtype_name
 from .activation import find_gate
 from .lora_source import LoraFactors, active_lora
 from .operands import PackedOperand, read_operand
@@ -78,6 +79,11 @@ def choose_backend(module: Any, call: Call) -> Backend:
         return FUSED
     name = "projection by projection"
     if not torch.compiler.is_compiling():  # there the custom operator chooses as it runs
+        if call.x.device.type == "cuda" and call.autocast is None and call.x.dtype in HALVES:
+            for parameter, weight in zip(call.names, call.weights, strict=True):
+                if weight is not None and weight.compute_dtype == torch.float32:
+                    _warn_of_float32(parameter, call.x.dtype)
+                    break
         grouped = (
             weight is not None
             and runs_grouped(
@@ -90,6 +96,18 @@ def choose_backend(module: Any, call: Call) -> Backend:
         )
         name = name if all(grouped) else "reference loop"
     return Backend(name, *obstacle)
+
+
+@cache  # once in a process: all layers of a model are packed by one config
+def _warn_of_float32(parameter: str, dtype: torch.dtype) -> None:
+    """Warn that a GPU computes experts in float32, which no fast kernel does."""
+    warnings.warn(
+        f"{parameter} is computed in float32, which no fast kernel serves, since "
+        "bnb_4bit_compute_dtype is float32, its default, and the activations are "
+        f"{dtype_name(dtype)}: give the BitsAndBytesConfig bnb_4bit_compute_dtype={dtype}.",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def fused_obstacle(module: Any, call: Call) -> Obstacle:
