@@ -76,7 +76,9 @@ def close(ours, theirs, tolerance):
 
 
 def adapted(model):
-    model = moe_qlora.get_peft_model(model, lora_config(target_modules=["q_proj", "o_proj"]))
+    model = moe_qlora.get_peft_model(
+        model, lora_config(target_modules=["q_proj", "o_proj"]), unpacked_ok=True
+    )
     fill(model)
     return gradients(model)
 
