@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.cards import HALVES
 from ..kernels.limits import GROUP, MAX_EXPERTS, MAX_LORA_RANK, dequantizes_whole, supports_fused
 from ..kernels.weights import PackedWeight, WeightSpec
 from ..layout import dtype_name
 from .activation import find_gate
 from .lora_source import LoraFactors, active_lora
 from .operands import PackedOperand, read_operand
-
-HALVES = (torch.bfloat16, torch.float16)
 
 _kernels_run: dict[int, bool] = {}
 """By CUDA device: whether the fused layer's kernels run there; found out in eager calls."""

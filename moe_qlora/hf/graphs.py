@@ -10,8 +10,8 @@ calls of the driver:
                layer's trained weights; the layer is computed again first
 
 Both are what `torch.utils.checkpoint` does, recorded. All graphs share one memory pool, since no
-graph leaves anything in it: what goes in and comes out is copied (a step of Qwen3-30B-A3B with
-4,096 tokens copies 16 MiB in 8 us, five times a layer).
+graph leaves anything in it: what goes in and comes out is copied, which takes 3 of 325 ms (48
+layers of Qwen3-30B-A3B, 4,096 tokens, H200).
 
     LayerGraphs        the layers of one model, and what they share
       _GraphedLayer    one layer: its `forward` runs a call as before, records or replays it

@@ -11,6 +11,7 @@ import torch
 import trl
 from peft import LoraConfig
 from torch import nn
+from training import NF4
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,12 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit"),
 ]
 
-BNB = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=torch.bfloat16,
-)
+BNB = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=torch.bfloat16)
 STEPS = 12
 
 
