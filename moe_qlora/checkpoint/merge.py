@@ -104,8 +104,9 @@ def merge_adapter(
         out: The new folder; must not exist, or be empty. It appears whole or not at all.
         dtype: Of floating tensors; None leaves each as it is on disk. What transformers always
             keeps in fp32 stays so.
-        like_training: Round the base, in the dtype that it has on disk, through the codec that the
-            adapter was trained on first. A packed base is rounded already.
+        like_training: Round the base through the codec that the adapter was trained on first, from
+            the dtype that its note says the weights had then (from the base's own on disk without
+            one). A packed base is rounded already.
         quantization_config: The `BitsAndBytesConfig` of the training, for `like_training` where
             neither the base nor the adapter's folder tells.
         max_shard_size: Of the files, where the base is packed or its maker quantized it; otherwise
@@ -307,7 +308,8 @@ class _Merge:
             values = self._base.values(group, start, stop)
             for name, weight in packed.items():
                 last = weight.shape[0] if stop is None else stop
-                values[name] = codec.unpack_range(weight, start, last)
+                wide = torch.promote_types(weight.dtype, values[name].dtype)
+                values[name] = codec.unpack_range(weight, start, last).to(wide)
             sums = {name: self._sum(name, value, start, stop) for name, value in values.items()}
             on_disk = self._base.layout.restore(group, sums)
             for key, stand_in in group.part(start, stop).items():
@@ -336,7 +338,7 @@ class _Merge:
                 if name in training:
                     if name not in packers:
                         packer = training.packer(name, group.shapes[name], value.dtype)
-                        packers[name] = packer, value.dtype
+                        packers[name] = packer, training.decoded_dtype(name, value.dtype)
                     packers[name][0].add(value)
         self._rounded.update(packers)
         return {n: replace(packer.finish(), dtype=dtype) for n, (packer, dtype) in packers.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,11 +24,11 @@ from torch import nn
 from ..build.files import read_json
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
-from ..layout import unwrapped_name
+from ..layout import dtype_name, unwrapped_name
 from ..packing import parametrize
 from ..packing.codec import Packer
 from ..packing.selection import weights_to_pack
-from ..packing.settings import CodecSettings
+from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from .fingerprint import Fingerprint, check_base, of_model
 from .reader import parse_fields
 from .staging import replace_file
@@ -36,6 +36,7 @@ from .staging import replace_file
 NOTE = "moe_qlora_adapter.json"
 NOTE_VERSION = 1
 _CPU = torch.device("cpu")
+_DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Rounding:
     base: Fingerprint | None = field(default=None, compare=False)  # the model; None in old notes
     # of the experts, those that keep their checkpoint's own codes, which nothing has rounded
     kept: Mapping[str, CodecSettings] = field(default_factory=dict, compare=False)
+    # of the weights before they were packed, and decoded; None where that is unknown or differs
+    dtype: torch.dtype | None = field(default=None, compare=False)
 
     def __contains__(self, name: object) -> bool:
         return (name in self.experts and name not in self.kept) or name in self.linears
@@ -55,10 +58,22 @@ class Rounding:
     def packer(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU
     ) -> Packer:
-        """Return a packer that packs this parameter as in training."""
-        if self.settings.kind == "int8" and name in self.linears:
+        """Return a packer that packs this parameter as in training.
+
+        `dtype` is the parameter's here; it is rounded to the one in training first, where that is
+        known.
+        """
+        dtype = self.dtype or dtype
+        if self._as_int8_layer(name):
             dtype = torch.float16  # what bitsandbytes' own 8-bit Linear layers are cast to
         return Packer(shape, dtype, device, self.settings)
+
+    def decoded_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return what the packed parameter is decoded to; `dtype` is the parameter's here."""
+        return dtype if self._as_int8_layer(name) else self.dtype or dtype
+
+    def _as_int8_layer(self, name: str) -> bool:
+        return self.settings.kind == "int8" and name in self.linears
 
 
 def from_config(model: nn.Module, config: Any) -> Rounding:
@@ -82,16 +97,28 @@ def from_packed(model: nn.Module) -> Rounding | None:
     packed = list(parametrize.iter_packed(model))
     if not packed:
         return None
-    how = {
-        unwrapped_name(f"{owner}.{name}".lstrip(".")): CodecSettings.of(
-            parametrize.read_packed(module, name)
-        )
+    weights = {
+        unwrapped_name(f"{owner}.{name}".lstrip(".")): parametrize.read_packed(module, name)
         for owner, module, name in packed
     }
+    how = {name: CodecSettings.of(weight) for name, weight in weights.items()}
     kept = {name: settings for name, settings in how.items() if settings.is_kept}
     rounded = (settings for settings in how.values() if not settings.is_kept)
     settings = next(rounded, None) or _of_linears(model)
-    return Rounding(settings, frozenset(how), _packed_linears(model), of_model(model), kept)
+    linears = _packed_linears(model)
+    dtypes = {weight.dtype for weight in weights.values()} | set(_linear_dtypes(model))
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    return Rounding(settings, frozenset(how), linears, of_model(model), kept, dtype)
+
+
+def _linear_dtypes(model: nn.Module) -> Iterator[torch.dtype]:
+    """Yield what the weights of bitsandbytes' 4-bit Linear layers were before they were packed."""
+    for module in model.modules():
+        if parametrize.is_packed_linear(module):
+            host: Any = module
+            state = getattr(host.weight, "quant_state", None)
+            if state is not None:
+                yield state.dtype
 
 
 def _of_linears(model: nn.Module) -> CodecSettings:
@@ -115,6 +142,12 @@ def _packed_linears(model: nn.Module) -> frozenset[str]:
     )
 
 
+def _check_dtype(name: str | None) -> str | None:
+    if name is not None and name not in _DTYPES:
+        raise ValueError(f"no dtype of weights ({', '.join(_DTYPES)})")
+    return name
+
+
 @checked
 class _Note:
     """The note beside an adapter."""
@@ -124,6 +157,7 @@ class _Note:
     experts: list[str]
     linears: list[str]
     base: Fingerprint | None = None
+    dtype: Annotated[str | None, AfterValidator(_check_dtype)] = None
 
 
 def write_note(folder: Path, packed: Rounding) -> None:
@@ -135,6 +169,8 @@ def write_note(folder: Path, packed: Rounding) -> None:
         "experts": sorted(packed.experts - packed.kept.keys()),
         "linears": sorted(packed.linears),
     }
+    if packed.dtype is not None:
+        note["dtype"] = dtype_name(packed.dtype)
     if packed.base is not None:
         note["base"] = asdict(packed.base)
     replace_file(folder / NOTE, (json.dumps(note, indent=1) + "\n").encode())
@@ -153,7 +189,9 @@ def from_note(folder: Path) -> Rounding | None:
         )
     fields = parse_fields(_Note, note, file)
     settings: Any = fields.codec
-    return Rounding(settings, frozenset(fields.experts), frozenset(fields.linears), fields.base)
+    experts, linears = frozenset(fields.experts), frozenset(fields.linears)
+    dtype = None if fields.dtype is None else _DTYPES[fields.dtype]
+    return Rounding(settings, experts, linears, fields.base, dtype=dtype)
 
 
 def check_noted_base(adapter: Path, base: Callable[[Iterable[str]], Fingerprint]) -> None:

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from typer.testing import CliRunner
 
 import moe_qlora
@@ -641,6 +642,45 @@ def test_int8_linear_layers_are_rounded_in_fp16_as_bitsandbytes_holds_them() -> 
         packed, expected = packer.finish(), codec.pack(weight.to(dtype), CodecSettings("int8"))
         assert packed.dtype == dtype
         assert torch.equal(codec.unpack(packed), codec.unpack(expected))
+
+
+@pytest.mark.parametrize("trained", [torch.bfloat16, torch.float16])
+def test_like_training_rounds_to_the_dtype_that_was_trained_in(
+    trained: torch.dtype, tmp_path: Path
+) -> None:
+    """Of a base in fp32 on disk, whose weights a load has rounded before it packed them."""
+    model = testing.tiny_model("qwen3_moe", dtype=torch.float32)
+    save(model, tmp_path / "base")
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=trained)
+    with moe_qlora.enabled():
+        packed = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "base", dtype=trained, quantization_config=four
+        )
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    adapted: Any = moe_qlora.get_peft_model(packed, config, experts=True)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    noted = tmp_path / "adapter"
+    store(adapted, noted)
+    note = json.loads((noted / "moe_qlora_adapter.json").read_text())
+    assert note["dtype"] == str(trained).removeprefix("torch.")
+    old = shutil.copytree(noted, tmp_path / "old")
+    without = {key: value for key, value in note.items() if key != "dtype"}
+    (old / "moe_qlora_adapter.json").write_text(json.dumps(without))
+    for adapter in (noted, old):
+        out = tmp_path / f"merged-{adapter.name}"
+        moe_qlora.merge_adapter(tmp_path / "base", adapter, out, like_training=True)
+    save(adapted.merge_and_unload(dtype=torch.float32), tmp_path / "reference")
+    reference = tensors(tmp_path / "reference")
+    merged, unrounded = tensors(tmp_path / "merged-adapter"), tensors(tmp_path / "merged-old")
+    for key in (key for key in reference if "experts" in key or "q_proj" in key):
+        assert torch.allclose(merged[key], reference[key], rtol=1e-5, atol=1e-6), key
+        assert not torch.allclose(unrounded[key], reference[key], rtol=1e-5, atol=1e-6), key
+    (old / "moe_qlora_adapter.json").write_text(json.dumps(note | {"dtype": "int4"}))
+    arguments = (tmp_path / "base", old, tmp_path / "out")
+    refuses(CheckpointError, "dtype", *arguments, like_training=True)
 
 
 def test_codes_of_another_tool_are_copied_and_never_rounded(folders: Path, tmp_path: Path) -> None:
