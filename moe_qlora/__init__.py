@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from .quantize import quantize_experts as quantize_experts
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "AdapterError": "errors",

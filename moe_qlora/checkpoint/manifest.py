@@ -46,8 +46,8 @@ FORMAT_VERSION, KEPT_VERSION = 2, 3
 A reader of version 2 would take the second for damaged ones.
 """
 SENTENCE = (
-    "The experts in this folder are packed by moe_qlora: pip install moe-qlora, and load it inside "
-    "`with moe_qlora.enabled():`."
+    "The experts in this folder are packed by moe_qlora: install that package, and load the folder "
+    "inside `with moe_qlora.enabled():`."
 )
 """What stock transformers quotes when it is asked to load a packed folder."""
 

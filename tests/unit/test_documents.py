@@ -117,6 +117,14 @@ def test_messages_under_troubleshooting_are_real():
     assert not bad, bad
 
 
+def test_nobody_is_sent_to_a_registry_for_this_package():
+    """It is on none; only the page about releases says how that changes."""
+    sent = re.compile(r"(pip|uv|conda)3? (\w+ )*install[^\n`]*moe[-_]qlora")
+    pages = [text_of(file) for file in DOCUMENTS if file.name != "RELEASING.md"]
+    assert not [text for text in messages() + pages if sent.search(text)]
+    assert sent.search("pip install -U moe-qlora")
+
+
 @pytest.mark.filterwarnings("ignore")  # of the libraries that the recipe calls
 def test_the_recipe_runs(tmp_path):
     tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path)

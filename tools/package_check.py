@@ -1,0 +1,176 @@
+"""Check the built package: what its files hold, and that it works where only the wheel is.
+
+    python tools/package_check.py contents SDIST WHEEL    in the checkout
+    python tools/package_check.py release WHEEL           whether it can be given to a registry
+    python -I tools/package_check.py use CHECKOUT         in an environment that has the wheel
+
+`bash tools/package_check` builds both files and calls these. Exit code 1, with one line, where
+something is missing, too much, or imported from the checkout.
+"""
+
+from __future__ import annotations
+
+import email
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+STEPS = 6
+OWN_FOLDER = {"model_registry": "moe_qlora/model_registry"}  # in the checkout, in the wheel
+
+
+def main() -> None:
+    command, *arguments = sys.argv[1:]
+    if command == "contents":
+        check_contents(*map(Path, arguments))
+    elif command == "release":
+        check_release(Path(arguments[0]))
+    else:
+        check_use(Path(arguments[0]).resolve())
+
+
+def fail(message: str) -> None:
+    sys.exit(f"package_check: {message}")
+
+
+def check_contents(sdist: Path, wheel: Path) -> None:
+    """Compare both files with what git tracks: code and data, all of it, and nothing else."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "moe_qlora", "model_registry"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    wanted = {name for name in tracked if not name.endswith(".md")}  # pages of the repository
+    with tarfile.open(sdist) as archive:
+        packed = {str(PurePosixPath(*PurePosixPath(n).parts[1:])) for n in archive.getnames()}
+    missing = wanted - packed
+    if missing:
+        fail(f"{sdist.name} lacks {sorted(missing)}")
+    foreign = {name for name in packed if name.startswith(("tests", "tools", "build", ".ci"))}
+    if foreign:
+        fail(f"{sdist.name} holds {sorted(foreign)}")
+
+    installed = set()
+    for name in wanted:
+        top, _, rest = name.partition("/")
+        installed.add(f"{OWN_FOLDER.get(top, top)}/{rest}")
+    names = zipfile.ZipFile(wheel).namelist()
+    package = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
+    if package != installed:
+        lacks, more = sorted(installed - package), sorted(package - installed)
+        fail(f"{wheel.name} lacks {lacks} and holds {more} beside what git tracks")
+    if "moe_qlora/py.typed" not in package:
+        fail(f"{wheel.name} lacks py.typed, without which type checkers ignore the package")
+    if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):
+        fail(f"{wheel.name} lacks the license")
+    print(f"{wheel.name}: {len(package)} files, those that git tracks; {sdist.name}: the same")
+
+
+def check_release(wheel: Path) -> None:
+    """See whether a registry's page would lead somewhere, and whether the changelog is closed."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    about = email.message_from_bytes(archive.read(name))
+    if not any(url.startswith("Repository,") for url in about.get_all("Project-URL", [])):
+        fail("pyproject.toml has no [project.urls] with a Repository")
+    relative = re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", str(about.get_payload()))
+    if relative:
+        fail(f"README.md has relative links, which lead nowhere on a registry's page: {relative}")
+    heading = next(
+        line for line in Path("CHANGELOG.md").read_text("utf-8").splitlines() if line[:3] == "## "
+    )
+    if not re.fullmatch(rf"## {re.escape(about['Version'])} \(\d{{4}}-\d\d-\d\d\)", heading):
+        fail(f"CHANGELOG.md begins with {heading!r}, not with {about['Version']} and a date")
+
+
+def check_use(checkout: Path) -> None:
+    """Work with the installed wheel: the command line, packing, training, an adapter's folder."""
+    import moe_qlora
+
+    home = Path(str(moe_qlora.__file__)).resolve().parent
+    if not home.is_relative_to(Path(sys.prefix).resolve()) or home.is_relative_to(checkout):
+        fail(f"moe_qlora was imported from {home}, and not from the wheel in {sys.prefix}")
+    if metadata.version("moe-qlora") != moe_qlora.__version__:
+        fail(f"metadata says {metadata.version('moe-qlora')}, the code {moe_qlora.__version__}")
+    with tempfile.TemporaryDirectory() as folder:
+        train(Path(folder))
+        run_commands(Path(folder))
+    ours = [m for name, m in sys.modules.items() if name.split(".")[0] == "moe_qlora"]
+    files = [Path(module.__file__ or next(iter(module.__path__))).resolve() for module in ours]
+    foreign = sorted(str(file) for file in files if not file.is_relative_to(home))
+    if foreign:
+        fail(f"these modules do not come from the wheel: {foreign}")
+    print(f"moe_qlora {moe_qlora.__version__} works from {home}: {len(files)} modules")
+
+
+def train(folder: Path) -> None:
+    """Save a tiny model to `folder`/model, load it packed, train LoRA on it, reload the adapter."""
+    import torch
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, logging
+
+    import moe_qlora
+    from moe_qlora import testing
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    testing.tiny_model("qwen3_moe").save_pretrained(folder / "model")
+    bnb_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+    def load() -> Any:
+        with moe_qlora.enabled():
+            return AutoModelForCausalLM.from_pretrained(
+                folder / "model", quantization_config=bnb_config, dtype=torch.float32
+            )
+
+    torch.manual_seed(0)
+    lora_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    model = moe_qlora.get_peft_model(load(), lora_config, experts=True).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    rows = testing.tiny_inputs(model.get_base_model())["input_ids"]
+    losses = []
+    for _ in range(STEPS):
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if not losses[-1] < losses[0]:
+        fail(f"the loss of the tiny model did not fall: {losses}")
+    model.save_pretrained(folder / "adapter")
+    again = moe_qlora.load_adapter(load(), str(folder / "adapter"))
+    names = dict(again.named_parameters())
+    for name, value in model.named_parameters():
+        if value.requires_grad and not torch.equal(names[name], value):
+            fail(f"{name} of the saved adapter is not what was trained")
+
+
+def run_commands(folder: Path) -> None:
+    """Run the installed program on the model that `train` saved."""
+    from typer.testing import CliRunner
+
+    from moe_qlora.cli.app import app
+
+    program = Path(sys.prefix) / "bin/moe-qlora"
+    script = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    model = str(folder / "model")
+    commands = [["dump", model], ["plan", model, "--gpus", "1x1GiB", "--seq", "64"]]
+    commands += [["quantize", model, str(folder / "packed"), "--quiet"]]
+    commands += [["verify", str(folder / "packed")]]
+    for command in commands:
+        result = CliRunner().invoke(app, command)
+        if result.exit_code or not result.output.strip():
+            fail(f"moe-qlora {' '.join(command)} ended with {result.exit_code}: {result.output}")
+    print(f"{script.stdout.strip()}: {', '.join(command[0] for command in commands)}")
+
+
+if __name__ == "__main__":
+    main()
