@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .errors import QuantizationError as QuantizationError
     from .errors import UnsupportedWeightError as UnsupportedWeightError
     from .experts.tune import tune_kernels as tune_kernels
+    from .experts.use import expert_use as expert_use
+    from .experts.use import hot_experts as hot_experts
     from .hf.graphs import LayerGraphs as LayerGraphs
     from .hf.graphs import graph_layers as graph_layers
     from .hf.load_sharded import load_sharded as load_sharded
@@ -76,9 +78,11 @@ _HOME = {
     "exclude_modules": "lora.targets",
     "expert_parallel": "distributed.expert_parallel",
     "expert_parallel_parameters": "distributed.expert_parallel",
+    "expert_use": "experts.use",
     "full_state_dict": "distributed.state",
     "get_peft_model": "lora.model",
     "graph_layers": "hf.graphs",
+    "hot_experts": "experts.use",
     "load_adapter": "lora.load",
     "load_sharded": "hf.load_sharded",
     "merge_adapter": "checkpoint.merge",

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -158,10 +159,16 @@ class _Note:
     linears: list[str]
     base: Fingerprint | None = None
     dtype: Annotated[str | None, AfterValidator(_check_dtype)] = None
+    chosen_experts: dict[str, list[int]] | None = None
 
 
-def write_note(folder: Path, packed: Rounding) -> None:
-    """Write a note of what was packed in training beside an adapter."""
+def write_note(
+    folder: Path, packed: Rounding, chosen: Mapping[str, Sequence[int]] = MappingProxyType({})
+) -> None:
+    """Write a note of what was packed in training beside an adapter.
+
+    `chosen` are the experts with LoRA, by the name of the weight, where these are not all.
+    """
     settings = packed.settings.to_dict()
     note = {
         "format_version": NOTE_VERSION,
@@ -173,11 +180,29 @@ def write_note(folder: Path, packed: Rounding) -> None:
         note["dtype"] = dtype_name(packed.dtype)
     if packed.base is not None:
         note["base"] = asdict(packed.base)
+    if chosen:
+        note["chosen_experts"] = {name: list(experts) for name, experts in chosen.items()}
     replace_file(folder / NOTE, (json.dumps(note, indent=1) + "\n").encode())
 
 
 def from_note(folder: Path) -> Rounding | None:
     """Return what the note beside an adapter says; None where there is none."""
+    fields = _read_note(folder)
+    if fields is None:
+        return None
+    settings: Any = fields.codec
+    experts, linears = frozenset(fields.experts), frozenset(fields.linears)
+    dtype = None if fields.dtype is None else _DTYPES[fields.dtype]
+    return Rounding(settings, experts, linears, fields.base, dtype=dtype)
+
+
+def chosen_experts(folder: Path) -> dict[str, list[int]] | None:
+    """Return the experts with LoRA by the note beside an adapter; None where these are all."""
+    fields = _read_note(folder)
+    return None if fields is None else fields.chosen_experts
+
+
+def _read_note(folder: Path) -> _Note | None:
     file = folder / NOTE
     if not file.exists():
         return None
@@ -187,11 +212,7 @@ def from_note(folder: Path) -> Rounding | None:
             f"{file} has the format version {note.get('format_version')!r}; this moe_qlora reads "
             f"{NOTE_VERSION}."
         )
-    fields = parse_fields(_Note, note, file)
-    settings: Any = fields.codec
-    experts, linears = frozenset(fields.experts), frozenset(fields.linears)
-    dtype = None if fields.dtype is None else _DTYPES[fields.dtype]
-    return Rounding(settings, experts, linears, fields.base, dtype=dtype)
+    return parse_fields(_Note, note, file)
 
 
 def check_noted_base(adapter: Path, base: Callable[[Iterable[str]], Fingerprint]) -> None:

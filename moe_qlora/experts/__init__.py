@@ -17,4 +17,5 @@ out comes the layer's output, with gradients for activations, routing weights an
     checks.py       checks before a packed model runs
     restore.py      packed experts back to plain parameters
     tune.py         `tune_kernels`
+    use.py          `expert_use`: which experts a user's data goes to
 """

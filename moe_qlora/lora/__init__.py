@@ -17,6 +17,7 @@ config is never changed.
     unloaded.py              a packed model on meta, for configs that are needed before the load
     inject.py                how the wrappers get into the model
     layer.py                 the wrapper: one expert parameter and its adapters
+    chosen.py                LoRA on some experts of a weight: factors of these alone
     divided.py               factors of experts that are divided over ranks
     factor_tensor.py         their DTensor, which optimizers and clipping take
     merge.py, combine.py     LoRA merged into packed weights; weighted sums of adapters

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from peft import LoraConfig, PeftConfig
@@ -17,7 +18,9 @@ from ..checkpoint import rounding
 from ..checkpoint.fingerprint import TOP_K_FIELDS
 from ..errors import ConfigError
 from ..layout import name_pattern
+from ..packing.parametrize import read_packed
 from . import left_out
+from .chosen import Chosen, choose_experts
 from .inject import wrap_parameter
 from .names import as_set, base_model, packed_parameters
 from .rewrite import rewritten
@@ -33,7 +36,7 @@ def adapt_lora_config(
     model: nn.Module | PretrainedConfig | str | Path,
     lora_config: PeftConfig,
     *,
-    experts: bool | Collection[str] = False,
+    experts: bool | Collection[str] | Mapping[str, Collection[int]] = False,
     router: bool = False,
     scale_expert_rank: bool | int = False,
     quantization_config: Any = None,
@@ -53,7 +56,8 @@ def adapt_lora_config(
         lora_config: A `peft.LoraConfig` (or any other PEFT config with target_modules, where
             experts are left alone).
         experts: True adds LoRA on every packed expert parameter, a collection of roles ("gate_up",
-            "down") on those.
+            "down") on those. A mapping from names of experts modules to indices of experts, as
+            `hot_experts` returns it, adds LoRA on these experts alone.
         router: Adds LoRA on the routers, which are left alone otherwise, unless `target_modules` or
             `target_parameters` names them.
         scale_expert_rank: True gives experts the rank r // top_k (at least 1) with the model's own
@@ -95,6 +99,7 @@ class AdaptedLoraConfig(LoraConfig):
     _notes: tuple[str, ...] = ()  # warnings for a save, where stock PEFT would not load the file
     _packed: rounding.Rounding | None = None  # what was packed, for the note that a merge reads
     _awaited: frozenset[str] = frozenset()  # packed parameters that are not loaded yet
+    _chosen: Chosen = MappingProxyType({})  # experts with LoRA, where these are not all
 
     def callers(self) -> dict[str, Any]:
         """Return the caller's value of each field that still has the value set here."""
@@ -123,13 +128,13 @@ class AdaptedLoraConfig(LoraConfig):
         finally:
             self.__dict__.update(adapted)
         if self._packed is not None:
-            rounding.write_note(Path(save_directory), self._packed)
+            rounding.write_note(Path(save_directory), self._packed, self._chosen)
 
 
 def adapt(
     model: nn.Module,
     config: PeftConfig,
-    experts: bool | Collection[str] = False,
+    experts: bool | Collection[str] | Mapping[str, Collection[int]] = False,
     router: bool = False,
     scale_expert_rank: bool | int = False,
     to_be_loaded: rounding.Rounding | None = None,
@@ -160,6 +165,10 @@ def adapt(
     if not packed or config.is_prompt_learning:  # which touches no module
         return copy.deepcopy(config)
     asked = _as_asked(config)
+    chosen = dict(getattr(asked, "_chosen", {}))
+    if isinstance(experts, Mapping):
+        shapes = {name: _packed_shape(packed[name], name) for name in packed}
+        experts = chosen = choose_experts(shapes, experts)
     check_modules_to_save(asked, packed)
     targets = resolve_targets(model, asked, experts=experts, router=router)
     check_supported(asked, targets.experts, packed)
@@ -168,7 +177,14 @@ def adapt(
     if scale_expert_rank and targets.experts:
         _scale_rank(model, cast(LoraConfig, asked), targets.experts, scale_expert_rank)
     awaited = frozenset(targets.experts) if to_be_loaded else frozenset[str]()
-    return make_adapted(asked, targets, to_be_loaded or rounding.from_packed(model), awaited)
+    adapted = make_adapted(asked, targets, to_be_loaded or rounding.from_packed(model), awaited)
+    if chosen:
+        cast(AdaptedLoraConfig, adapted)._chosen = chosen
+    return adapted
+
+
+def _packed_shape(module: nn.Module, name: str) -> Sequence[int]:
+    return tuple(read_packed(module, name.rpartition(".")[2]).shape)
 
 
 def top_k_of(config: Any) -> int | None:

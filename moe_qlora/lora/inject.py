@@ -13,6 +13,7 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from torch import nn
 
+from ..detection.tree import join
 from ..errors import AdapterError, ConfigError
 from ..layout import unwrapped, unwrapped_name
 from ..packing.parametrize import is_packed, packed_names, read_packed
@@ -79,6 +80,7 @@ def upgrade_wrappers(model: nn.Module) -> None:
         source = ExpertAdapters()
         for wrapper, inner in zip(chain, [*chain[1:], base], strict=True):
             wrapper.__class__ = ParamWrapper
+            wrapper.full_name = join(name, wrapper.parameter_name)
             wrapper.base_layer = inner
         for wrapper in chain:
             wrapper.connect(source)

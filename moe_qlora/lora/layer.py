@@ -36,10 +36,11 @@ from ..experts.forward import asks_for_lora
 from ..experts.lora_source import LoraFactors, clear_lora_source, set_lora_source
 from ..experts.rebinding import bound_forward, forward_property
 from ..kernels.weights import PackedWeight
-from ..layout import unwrapped
+from ..layout import unwrapped, unwrapped_name
 from ..packing.codec import first_nonfinite, require_whole
 from ..packing.parametrize import decoded_by, is_packed, packed_names, read_packed
 from ..packing.shares import ExpertShare, share_of
+from .chosen import ChosenFactor, whole_factor
 from .divided import divided_factors, local_factor
 from .merge import Product, merged_weight, replace_parameter, restore_packed
 from .supported import check_dropout
@@ -72,10 +73,12 @@ class ParamWrapper(StockParamWrapper):
     adds_itself: bool = False  # whether a call runs with LoRA in the plain weight
     _unmerged: PackedWeight | None = None
     _share: ExpertShare | None = None  # of experts that are divided over ranks
+    full_name: str = ""  # of the parameter, by which a config chooses experts
 
     def __init__(
         self, target: nn.Module, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any
     ) -> None:
+        self.full_name = unwrapped_name(kwargs.get("target_name", ""))  # which `update_layer` reads
         super().__init__(target, adapter_name, *args, config=_without_dropout(config), **kwargs)
         self.set_dropout(adapter_name, config.lora_dropout)
 
@@ -86,8 +89,20 @@ class ParamWrapper(StockParamWrapper):
         super().update_layer(adapter_name, *args, config=_without_dropout(config), **kwargs)
         self.set_dropout(adapter_name, config.lora_dropout)
         self._share = share_of(self.get_base_layer())
-        if self._share is not None:
-            a, b = self.lora_A[adapter_name], self.lora_B[adapter_name]
+        chosen = getattr(config, "_chosen", {}).get(self.full_name)
+        a, b = self.lora_A[adapter_name], self.lora_B[adapter_name]
+        if chosen is not None and self._share is not None:
+            raise AdapterError(
+                f"LoRA on {len(chosen)} chosen experts of {self.full_name}, whose experts are "
+                "divided over ranks: pass experts=True, or keep all experts on each rank."
+            )
+        if chosen is not None:
+            for factors, slowest in ((self.lora_A, True), (self.lora_B, False)):
+                whole = cast(nn.Parameter, factors[adapter_name].weight)
+                factors[adapter_name] = ChosenFactor(
+                    whole, chosen, self.num_experts, slowest=slowest
+                )
+        elif self._share is not None:
             a.weight, b.weight = divided_factors(a.weight, b.weight, self._share)
 
     def set_dropout(self, adapter_name: str, probability: float) -> None:
@@ -142,8 +157,8 @@ class ParamWrapper(StockParamWrapper):
         share = self._share
         return tuple(
             LoraFactors(
-                a=a[name].weight if share is None else local_factor(a[name].weight, share),
-                b=b[name].weight if share is None else local_factor(b[name].weight, share),
+                a=whole_factor(a[name]) if share is None else local_factor(a[name].weight, share),
+                b=whole_factor(b[name]) if share is None else local_factor(b[name].weight, share),
                 scaling=self.scaling[name],
                 dropout=None if isinstance(dropouts[name], nn.Identity) else dropouts[name],
             )
@@ -237,7 +252,7 @@ class ParamWrapper(StockParamWrapper):
 
     def expert_factors(self, adapter_name: str) -> tuple[Tensor, Tensor]:
         """Return `lora_A` as `(E, r, in)` and `lora_B` as `(E, out, r)`, detached."""
-        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
+        a, b = whole_factor(self.lora_A[adapter_name]), whole_factor(self.lora_B[adapter_name])
         return self._by_expert(a.detach(), b.detach())
 
     def _by_expert(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,7 +267,7 @@ class ParamWrapper(StockParamWrapper):
         return a.transpose(1, 2), b.transpose(1, 2)  # (E, in, out)
 
     def _product(self, adapter_name: str, device: torch.device | None = None) -> Product:
-        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
+        a, b = whole_factor(self.lora_A[adapter_name]), whole_factor(self.lora_B[adapter_name])
         wide = torch.promote_types(a.dtype, torch.float32)
         left, right = self._oriented(a.to(device, wide), b.to(device, wide))
         return left, right, self.scaling[adapter_name]

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import peft
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from ..checkpoint import rounding
 from ..checkpoint.fingerprint import of_model
 from ..errors import AdapterError, MoeQloraError
+from .chosen import ChosenFactor
 from .config import adapt, spell_exactly
 from .folder import check_folder, reading
 from .model import connect_adapters, warn_untested, without_false_warning
@@ -70,7 +71,7 @@ def load_adapter(
     with reading(adapter):
         config = _read_config(base, adapter, **hub)
     config.inference_mode = not is_trainable
-    config = adapt(base, config)
+    config = adapt(base, config, _chosen_experts(base, adapter, hub.get("subfolder")))
     peft_model = _add_empty_adapter(model, adapter_name, config, peft_kwargs)
     if is_trainable:
         peft_model.set_requires_grad(adapter_name)
@@ -99,6 +100,18 @@ def check_base(model: nn.Module, adapter: str, subfolder: str | None = None) -> 
     folder = Path(adapter) / (subfolder or "")
     if folder.is_dir():
         rounding.check_noted_base(folder, lambda names: of_model(model, names))
+
+
+def _chosen_experts(
+    base: nn.Module, adapter: str, subfolder: str | None
+) -> dict[str, list[int]] | Literal[False]:
+    """Return the experts that an adapter's note chooses; False without one, or for plain experts.
+
+    The file then has zeros for the others, which any reader may take as they are.
+    """
+    folder = Path(adapter) / (subfolder or "")
+    chosen = rounding.chosen_experts(folder) if folder.is_dir() else None
+    return chosen if chosen and packed_parameters(base) else False
 
 
 def misfit(
@@ -159,4 +172,8 @@ def _load_by_own_names(model: PeftModel, adapter: str, adapter_name: str, **hub:
     with torch.no_grad():
         for key, place in places.items():
             place.copy_(tensors[key])
+    for name, module in model.named_modules():
+        if isinstance(module, ChosenFactor) and name.endswith(f".{adapter_name}"):
+            whole = tensors[f"{name.removesuffix(f'.{adapter_name}')}.weight"]
+            module.load_state_dict({"weight": whole})
     return True

@@ -57,7 +57,7 @@ def get_peft_model(
     lora_config: PeftConfig,
     adapter_name: str = "default",
     *,
-    experts: bool | Collection[str] = False,
+    experts: bool | Collection[str] | Mapping[str, Collection[int]] = False,
     router: bool = False,
     scale_expert_rank: bool | int = False,
     unpacked_ok: bool = False,
@@ -309,6 +309,12 @@ class LoraModel(StockLoraModel):
         if adapter_name in self.peft_config:
             return
         check_whole(self.model, "add_weighted_adapter")
+        for adapter in adapters:
+            if getattr(self.peft_config.get(adapter), "_chosen", None):
+                raise AdapterError(
+                    f"add_weighted_adapter needs LoRA on all experts, and {adapter!r} is on chosen "
+                    "ones: load its folder with stock PEFT on the 16-bit model, or merge it."
+                )
         check_unsharded(self.model, "add_weighted_adapter", _OFFLINE)
         super().add_weighted_adapter(
             adapters, weights, adapter_name, combination_type=combination_type, **kwargs

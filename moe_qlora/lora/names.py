@@ -7,7 +7,7 @@ full names and their ends after a dot, or one regular expression for `re.fullmat
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -47,9 +47,16 @@ def packed_parameters(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def expert_parameters(model: nn.Module, roles: bool | Collection[str] = True) -> list[str]:
-    """Return the full names of the packed parameters, or of those with one of these roles."""
+def expert_parameters(
+    model: nn.Module, roles: bool | Collection[str] | Mapping[str, Any] = True
+) -> list[str]:
+    """Return the full names of the packed parameters, or of those with one of these roles.
+
+    Of a mapping the keys are the names themselves.
+    """
     packed = packed_parameters(model)
+    if isinstance(roles, Mapping):
+        return [name for name in packed if name in roles]
     if roles is True:
         return list(packed)
     wanted = {roles} if isinstance(roles, str) else set(roles or ())

@@ -55,7 +55,7 @@ def resolve_targets(
     model: nn.Module,
     config: PeftConfig | None = None,
     *,
-    experts: bool | Collection[str] = False,
+    experts: bool | Collection[str] | Mapping[str, Any] = False,
     router: bool = False,
 ) -> Targets:
     """Work out what PEFT is told for this model, which may be a `PeftModel`.
