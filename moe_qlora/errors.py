@@ -21,6 +21,8 @@ what was seen, what was expected and what to do.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 # C0 and C1 controls, DEL, line separators, invisible and bidirectional marks, lone surrogates.
 _HIDDEN = re.compile(
@@ -52,6 +54,13 @@ def first_line(error: BaseException) -> str:
     """Return the first line of another library's error, without its full stop, to quote it."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean a or b?)` with the nearest of the known words, "" where none is."""
+    by_lower = {each.lower(): each for each in known}
+    near = [by_lower[one] for one in get_close_matches(word.lower(), by_lower, n=3, cutoff=0.7)]
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 class MoeQloraError(Exception):

@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 import transformers
 import yaml
@@ -28,7 +29,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from .. import registry
-from ..errors import CheckpointError, ConfigError, MoeQloraError
+from ..errors import CheckpointError, ConfigError, MoeQloraError, did_you_mean
 from ..packing.settings import CodecSettings
 from .files import check_depth, read_json
 
@@ -77,6 +78,7 @@ def resolve(
         raise CheckpointError("MODEL is empty; name a folder, a file, a model type or a hub id.")
     path = Path(model).expanduser()
     if path.is_dir():
+        check_no_adapter(path)
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{model} is a folder without config.json; name a checkpoint.")
         return _from_config(model, path, trust_remote_code)
@@ -90,7 +92,29 @@ def resolve(
         raise CheckpointError(f"{model} does not exist.")
     if model.count("/") > 1:
         raise CheckpointError(f"{model!r} does not exist, and is no hub id (owner/name) either.")
-    return _from_registry(model) or _from_config(model, model, trust_remote_code)
+    source = _from_registry(model)
+    if (
+        source is None
+        and "/" not in model
+        and (near := did_you_mean(model, registry.model_types()))
+    ):
+        raise CheckpointError(f"{model} is no local path and no model type{near}.")
+    return source or _from_config(model, model, trust_remote_code)
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raise a `CheckpointError` where a folder holds an adapter of PEFT's and no model."""
+    file = folder / "adapter_config.json"
+    if not file.is_file() or (folder / "config.json").exists():
+        return
+    try:
+        base = read_json(file).get("base_model_name_or_path")
+    except CheckpointError:
+        base = None
+    whose = f"of {base}, and no model: name {base}" if base else "and no model: name its base"
+    raise CheckpointError(
+        f"{folder} is an adapter {whose}; moe-qlora merge checks and merges the two."
+    )
 
 
 def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
@@ -129,15 +153,18 @@ def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' and torch's advice about models only looked at off the terminal."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    """Keep the libraries' advice about models only looked at off the terminal."""
+    loggers = transformers.logging, huggingface_hub.logging
+    before = [logger.get_verbosity() for logger in loggers]
+    for logger in loggers:
+        logger.set_verbosity_error()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        transformers.logging.set_verbosity(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.set_verbosity(level)
 
 
 def _from_config(label: str, where: str | Path, trust_remote_code: bool) -> Source:
@@ -274,11 +301,22 @@ def _explain(label: str, error: Exception) -> str:
             "the checkpoint brings no code of its own."
         )
     if isinstance(error, OSError):
-        return (
-            f"{label} is no local path and no model type, and its configuration is neither "
-            "cached nor to be had from the hub."
-        )
+        return f"{label} is no local path and no model type, and {_why_not_from_hub(text)}"
     return f"{label}: its configuration cannot be read ({_first_line(error)})"
+
+
+def _why_not_from_hub(text: str) -> str:
+    """Return the rest of the sentence about a configuration that transformers did not get."""
+    if huggingface_hub.is_offline_mode():
+        return (
+            "its configuration is neither cached nor to be had from the hub: this process is "
+            "offline (HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, is set)."
+        )
+    if "gated" in text:
+        return "the hub gives it to those only who asked on its page and logged in (hf auth login)."
+    if "is not a valid model identifier" in text or "404" in text:
+        return "the hub has none of this name that it shows you (a private one needs a login)."
+    return "the hub, which may have its configuration, cannot be reached: check the network."
 
 
 def _first_line(error: Exception) -> str:

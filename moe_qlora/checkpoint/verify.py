@@ -117,6 +117,7 @@ def verify(
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
+    named.check_no_adapter(folder)
     tell = progress or (lambda done, total, name: None)
     if not _is_packed(folder):
         if against is None:
@@ -279,7 +280,8 @@ def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
     try:
         checkpoint = (open_checkpoint if problems or warnings else open_plain)(folder)
     except CheckpointError as error:
-        return VerifyReport(folder, method=method, problems=(*problems, str(error)))
+        problems = list(dict.fromkeys((*problems, str(error))))  # both may read config.json
+        return VerifyReport(folder, method=method, problems=tuple(problems))
     with checkpoint:
         for number, key in enumerate(checkpoint):
             tell(number, len(checkpoint), key)

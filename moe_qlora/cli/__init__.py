@@ -4,6 +4,7 @@ Open app.py first, which holds the program and how errors end it. Each subcomman
 name (dump, merge, plan, quantize, verify) that reads options and calls the library:
 
     options.py      options that several subcommands take
+    messages.py     stderr: errors, warnings, interruptions
     findings.py     what dump prints, as data
     render*.py      how dump, plan and verify print; render.py is common to them
     chart.py        plan --chart;  heat_map.py: verify --heat-map

@@ -1,38 +1,61 @@
 """The program itself: its subcommands, `--version`, and how errors end it.
 
-Exit codes: 0 for success, 2 for bad input with one line on stderr; a subcommand names any others.
+A new subcommand is a file with a function of its name and `EXAMPLES`, command lines that `--help`
+shows; add it to `SUBCOMMANDS`. It prints with what render.py has: `console`, `say`, `FittedTable`,
+and `working` around what takes over two seconds.
+
+Exit codes: 0 for success, 2 for bad input with one line on stderr, 130 for Ctrl-C; a subcommand
+names any others.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
-from ..errors import MoeQloraError, one_line, visible
+from ..errors import MoeQloraError, one_line
 from .dump import dump
 from .merge import merge
+from .messages import Interrupted, streams, usage_message
 from .plan import PlanCommand, plan
 from .quantize import quantize
 from .verify import verify
 
 BAD_INPUT = 2
+INTERRUPTED = 130
 
-_PLAIN: dict[str, Any] = {
-    "add_completion": False,
-    "pretty_exceptions_enable": False,
-    "rich_markup_mode": None,
+SUBCOMMANDS: dict[Callable[..., Any], str] = {
+    dump: "Expert weights, their bytes, lists for PEFT.",
+    plan: "Memory of training, what fits, what to change.",
+    quantize: "A packed folder from a checkpoint.",
+    verify: "Is a folder whole; the error of packing.",
+    merge: "A plain checkpoint with an adapter merged.",
 }
+"""In the order of `moe-qlora --help`, with what it says of each in at most 48 characters."""
+
+_PLAIN: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
+_UsageError: Any = typer.BadParameter.__base__  # typer's own, wherever it takes click from
+
+
+def _examples(command: Callable[..., Any]) -> str:
+    lines = sys.modules[command.__module__].EXAMPLES
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
 
 app = typer.Typer(no_args_is_help=True, **_PLAIN)
-dump_alone = typer.Typer(**_PLAIN)  # the subcommand of another program
+dump_alone = typer.Typer(add_completion=False, **_PLAIN)  # the subcommand of another program
 dump_alone.command()(dump)
-for command in (dump, merge, plan, quantize, verify):
-    app.command(cls=PlanCommand if command is plan else None)(command)
+for command, short in SUBCOMMANDS.items():
+    app.command(
+        cls=PlanCommand if command is plan else None,
+        short_help=short,
+        epilog=_examples(command),
+    )(command)
 
 
 def _version(asked: bool) -> None:
@@ -41,7 +64,10 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(
+    epilog="\b\nmoe-qlora --install-completion   completion for your shell, once\n"
+    "moe-qlora plan --help            options and examples of a command"
+)
 def _program(
     version: Annotated[
         bool,
@@ -51,33 +77,38 @@ def _program(
     """4-bit LoRA fine-tuning of Mixture-of-Experts models."""
 
 
-def run(program: typer.Typer = app, **arguments: Any) -> None:
+def run(program: typer.Typer = app, prog_name: str = "moe-qlora", **arguments: Any) -> None:
     """Run a program, by default on `sys.argv`; an error of ours is one line and exit code 2."""
-    with redirect_stdout(_Filtered(sys.stdout)), redirect_stderr(_Filtered(sys.stderr)):
+    with streams():
         try:
-            program(**arguments)
+            code = program(prog_name=prog_name, standalone_mode=False, **arguments)
+            if code == INTERRUPTED:  # which typer makes of Ctrl-C
+                raise Interrupted("nothing is left half written.")
         except MoeQloraError as error:
             sys.stderr.write(one_line("error", error))
-            sys.exit(BAD_INPUT)
+            code = BAD_INPUT
+        except _UsageError as error:
+            code = _end_of_usage(error)
+        except Interrupted as said:
+            sys.stderr.write(one_line("interrupted", said))
+            code = INTERRUPTED
+        finally:
+            _flush()
+    sys.exit(code or 0)
 
 
-class _Filtered:
-    """A stream of text in which control characters are seen, whoever writes them.
+def _end_of_usage(error: Any) -> int:
+    """Say what is wrong with the arguments, and return the exit code; no arguments show help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+    else:
+        sys.stderr.write(one_line("error", usage_message(error)))
+    return int(error.exit_code)
 
-    A carriage return may lead, as it does in tqdm's bars.
-    """
 
-    def __init__(self, stream: Any) -> None:
-        self.unfiltered = stream
-
-    def write(self, text: str) -> int:
-        head = text[: text.startswith("\r")]
-        self.unfiltered.write(head + visible(text[len(head) :], keep="\n\t"))
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.unfiltered, name)
+def _flush() -> None:
+    """Write out stdout; whoever closed the pipe (`| head`) has seen enough."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,6 +10,12 @@ import typer
 from .options import Color, Colored, Json, Model, ModelDoubleQuant, ModelQuant, trust_remote_code_of
 
 NO_EXPERTS = 3
+EXAMPLES = (
+    "moe-qlora dump qwen3_moe",
+    "moe-qlora dump ./model --why",
+    "moe-qlora dump ./model --peft > targets.py",
+    "moe-qlora dump train.yaml --yaml >> train.yaml",
+)
 
 
 def dump(
@@ -36,11 +42,13 @@ def dump(
     """
     from ..errors import ConfigError
     from . import render, render_dump
-    from .findings import inspect_model
 
     if as_json + peft + yaml > 1:
         raise ConfigError("--json, --peft and --yaml exclude each other; give one of them.")
-    findings = inspect_model(model, quant, double_quant, trust_remote_code=trust_remote_code)
+    with render.working(f"Looking for experts in {model}"):
+        from .findings import inspect_model
+
+        findings = inspect_model(model, quant, double_quant, trust_remote_code=trust_remote_code)
     if as_json:
         render.print_json(render_dump.as_dict(findings))
     elif peft and findings.layout:

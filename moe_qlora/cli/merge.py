@@ -9,16 +9,25 @@ import typer
 
 from .options import Float, Quant, Quiet, trust_remote_code_of
 
+EXAMPLES = (
+    "moe-qlora merge ./model ./adapter ./merged",
+    "moe-qlora merge ./model-nf4 ./adapter ./merged --dtype bfloat16",
+    "moe-qlora merge ./model ./adapter ./merged --like-training",
+)
+
 
 def merge(
     base: Annotated[
         str,
         typer.Argument(
-            help="Checkpoint folder: 16-bit, as its maker quantized it, or packed by moe-qlora."
+            metavar="BASE",
+            help="Checkpoint folder: 16-bit, as its maker quantized it, or packed by moe-qlora.",
         ),
     ],
-    adapter: Annotated[str, typer.Argument(help="Folder that PEFT saved the adapter to.")],
-    out: Annotated[str, typer.Argument(help="New folder; nothing is overwritten.")],
+    adapter: Annotated[
+        str, typer.Argument(metavar="ADAPTER", help="Folder that PEFT saved the adapter to.")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="New folder; nothing is overwritten.")],
     dtype: Annotated[
         Float | None, typer.Option(help="Of the merged weights; default: each as it is in BASE.")
     ] = None,

@@ -19,4 +19,4 @@ def moe_experts(arguments: tuple[str, ...]) -> None:
     """Show every expert parameter of the model that an axolotl file names."""
     from .app import dump_alone, run
 
-    run(dump_alone, args=list(arguments), prog_name="axolotl moe-experts")
+    run(dump_alone, "axolotl moe-experts", args=list(arguments))

@@ -38,10 +38,19 @@ def trust_remote_code_of(source: str) -> Any:
     return typer.Option("--trust-remote-code", help=f"Run model code that {source} brings.")
 
 
+def _model_types(incomplete: str) -> list[str]:
+    """Return the model types that begin so, for the shell; it completes paths where none does."""
+    from ..registry import model_types
+
+    return [name for name in model_types() if name.startswith(incomplete)]
+
+
 Model = Annotated[
     str,
     typer.Argument(
-        help="Checkpoint folder, config.json, axolotl-style YAML, model type or hub id."
+        metavar="MODEL",
+        help="Checkpoint folder, config.json, axolotl-style YAML, model type or hub id.",
+        autocompletion=_model_types,
     ),
 ]
 ModelQuant = Annotated[

@@ -21,6 +21,12 @@ from .options import (
 )
 
 DOES_NOT_FIT = 4
+EXAMPLES = (
+    "moe-qlora plan qwen3_moe --gpus 24GiB",
+    "moe-qlora plan ./model --gpus 4090 --seq 2048 --targets experts",
+    "moe-qlora plan ./model --gpus 8xH100 --fsdp 8",
+    "moe-qlora plan train.yaml --gpus 2xA100-80GB --chart plan.png",
+)
 _ALL = -1  # What stands for a --ddp without a number
 
 
@@ -37,7 +43,7 @@ class PlanCommand(TyperCommand):
         return super().parse_args(ctx, filled)
 
 
-Gpus = Annotated[str | None, typer.Option(help="Devices: 24GiB, 8xH100, or 24GiB,2x48GiB.")]
+Gpus = Annotated[str | None, typer.Option(help="Devices: 24GiB, 4090, 8xH100, or 24GiB,2x48GiB.")]
 Targets = Annotated[
     str, typer.Option(help="What gets LoRA: attention, all-linear, experts, or names, by comma.")
 ]
@@ -91,32 +97,35 @@ def plan(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 4 where it does not fit
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
     """
-    from ..build import named
-    from ..memory.plan import plan as plan_memory
     from . import chart as charts
-    from . import render, render_plan
+    from . import render
 
     if chart is not None:
         charts.check(chart)
-    source = named.resolve(model, trust_remote_code=trust_remote_code)
-    report = plan_memory(
-        source,
-        codec_settings(source.settings, quant, double_quant),
-        gpus=gpus,
-        ddp=True if ddp == _ALL else ddp,
-        fsdp=fsdp,
-        ep=ep,
-        zero3=zero3,
-        batch=batch,
-        seq=seq,
-        rank=rank,
-        targets=targets,
-        adapter_dtype=adapter_dtype,
-        optimizer=optimizer,
-        checkpointing=checkpointing,
-        accumulation=accumulation,
-        trust_remote_code=trust_remote_code,
-    )
+    with render.working(f"Rehearsing a training step of {model}"):
+        from ..build import named
+        from ..memory.plan import plan as plan_memory
+        from . import render_plan
+
+        source = named.resolve(model, trust_remote_code=trust_remote_code)
+        report = plan_memory(
+            source,
+            codec_settings(source.settings, quant, double_quant),
+            gpus=gpus,
+            ddp=True if ddp == _ALL else ddp,
+            fsdp=fsdp,
+            ep=ep,
+            zero3=zero3,
+            batch=batch,
+            seq=seq,
+            rank=rank,
+            targets=targets,
+            adapter_dtype=adapter_dtype,
+            optimizer=optimizer,
+            checkpointing=checkpointing,
+            accumulation=accumulation,
+            trust_remote_code=trust_remote_code,
+        )
     if chart is not None:
         with charts.writing(chart):
             charts.draw(report, chart)

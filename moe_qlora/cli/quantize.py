@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
+from ..layout import human_bytes
+from .messages import Interrupted
 from .options import Float, Quant, Quiet, trust_remote_code_of
+
+EXAMPLES = (
+    "moe-qlora quantize ./model ./model-nf4",
+    "moe-qlora quantize ./model ./packed --quant int8 --device cpu",
+    "moe-qlora quantize ./gpt-oss-20b ./packed --skip lm_head",
+)
 
 Storage = StrEnum("Storage", ["uint8", "bfloat16", "float16", "float32"])
 
@@ -17,10 +25,11 @@ def quantize(
     src: Annotated[
         str,
         typer.Argument(
-            help="Checkpoint folder (safetensors), 16-bit or as its maker quantized it."
+            metavar="SRC",
+            help="Checkpoint folder (safetensors), 16-bit or as its maker quantized it.",
         ),
     ],
-    dst: Annotated[str, typer.Argument(help="New folder; nothing is overwritten.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="New folder; nothing is overwritten.")],
     quant: Annotated[Quant, typer.Option(help="What to pack to.")] = Quant.nf4,
     double_quant: Annotated[
         bool,
@@ -60,18 +69,21 @@ def quantize(
         getattr(torch, compute_dtype),
         skip_modules=tuple(skip or ()),
     )
-    manifest = quantize_checkpoint(
-        src,
-        dst,
-        settings.bnb_fields(),
-        dtype=getattr(torch, dtype) if dtype else None,
-        device=device,
-        max_shard_size=max_shard_size,
-        progress=None if quiet else sys.stderr.isatty(),
-        trust_remote_code=trust_remote_code,
-    )
+    try:
+        manifest = quantize_checkpoint(
+            src,
+            dst,
+            settings.bnb_fields(),
+            dtype=getattr(torch, dtype) if dtype else None,
+            device=device,
+            max_shard_size=max_shard_size,
+            progress=None if quiet else sys.stderr.isatty(),
+            trust_remote_code=trust_remote_code,
+        )
+    except KeyboardInterrupt as stop:
+        raise Interrupted(f"there is no {dst} yet; the same command goes on from here.") from stop
     total = sum(shard.nbytes for shard in manifest.shards.values())
     typer.echo(
         f"{dst}: {len(manifest.experts)} expert weights packed to {manifest.codec['kind']}, "
-        f"{total / 1e9:.2f} GB in {len(manifest.shards)} files."
+        f"{human_bytes(total)} in {len(manifest.shards)} file{'s' * (len(manifest.shards) > 1)}."
     )

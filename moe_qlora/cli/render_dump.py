@@ -11,11 +11,10 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.markup import escape
-from rich.table import Table
 
 from ..layout import ExpertParam, human_bytes, name_pattern
 from .findings import Findings, ParamGroup
-from .render import table
+from .render import Column, FittedTable, say
 
 _LISTS = ("target_parameters", "exclude_modules")
 _PLAIN = re.compile(r"[\w.]+")  # a name that YAML and f-strings take as it is
@@ -29,41 +28,49 @@ def orientation(param: ExpertParam) -> str:
 def show(findings: Findings, out: Console, *, why: bool = False) -> None:
     """Print the table, the totals, the lists for PEFT and the notes; with `why` the evidence."""
     for note in findings.source.notes:
-        out.print(f"[yellow]note:[/] {escape(note)}")
+        say(out, f"[yellow]note:[/] {escape(note)}")
     if not findings.layout:
-        out.print(
+        say(
+            out,
             f"{escape(findings.source.label)}: no fused expert parameters "
-            f"({len(findings.layout.rejected)} other parameters of three or more dimensions)."
+            f"({len(findings.layout.rejected)} other parameters of three or more dimensions).",
         )
         _linear_experts(findings, out)
         if why:
             _why(findings, out)
         return
-    out.print(_table(findings))
+    if findings.source.notes:
+        out.line()
+    _table(findings).show(out)
     nbytes, packed_nbytes = findings.layout.nbytes, findings.packed_nbytes
-    out.print(
+    say(
+        out,
         f"{len(findings.layout)} expert parameters: {human_bytes(nbytes)} now, "
-        f"{human_bytes(packed_nbytes)} packed ({nbytes / max(packed_nbytes, 1):.2f} times smaller)."
+        f"{human_bytes(packed_nbytes)} packed "
+        f"({nbytes / max(packed_nbytes, 1):.2f} times smaller).",
     )
     _linear_experts(findings, out)
     plain = [router.name for router in findings.layout.routers if router.plain_linear]
     if plain:
-        out.print(
+        say(
+            out,
             f"[yellow]Routers that are plain Linear layers[/], so that bitsandbytes packs them "
-            f"unless llm_int8_skip_modules names them: {escape(_patterns(plain))}"
+            f"unless llm_int8_skip_modules names them: {escape(_patterns(plain))}",
         )
     rejected = len(findings.layout.rejected)
     if rejected:
-        out.print(
+        say(
+            out,
             f"{rejected} other parameters of three or more dimensions are no experts"
-            + ("." if why else " (--why says why).")
+            + ("." if why else " (--why says why)."),
         )
     owners = [param.module_name for group in findings.groups for param in group.params]
     modules = escape(_patterns(dict.fromkeys(owners)))
-    out.print(
+    say(
+        out,
         f"PEFT: {len(findings.target_parameters)} target_parameters; "
         f"{len(findings.exclude_modules)} exclude_modules, in and below {modules} "
-        "(--peft and --yaml print them)."
+        "(--peft and --yaml print them).",
     )
     if why:
         _why(findings, out)
@@ -168,13 +175,23 @@ def _folded(names: tuple[str, ...]) -> list[str]:
     return items
 
 
-def _table(findings: Findings) -> Table:
+_COLUMNS = (
+    Column("parameter", "name"),
+    Column("count", "number", rank=1),
+    Column("shape", rank=2),
+    Column("layout", rank=5),
+    Column("role", rank=4),
+    Column("dtype", rank=3),
+    Column("now", "number"),
+    Column("packed", "number"),
+)
+
+
+def _table(findings: Findings) -> FittedTable:
     nested = ", double quantization" if findings.settings.double_quant else ""
-    rows = table(
-        f"{escape(findings.source.label)}: experts packed as {findings.settings.kind}{nested}",
-        ("parameter", "count", "shape", "layout", "role", "dtype", "now", "packed"),
-        right=("count", "now", "packed"),
-    )
+    label = escape(findings.source.label)
+    title = f"{label}: experts packed as {findings.settings.kind}{nested}"
+    rows = FittedTable(title, _COLUMNS)
     for group in findings.groups:
         param = group.params[0]
         rows.add_row(
@@ -193,9 +210,10 @@ def _table(findings: Findings) -> Table:
 def _linear_experts(findings: Findings, out: Console) -> None:
     names = [item.name for item in findings.layout.linear_experts]
     if names:
-        out.print(
+        say(
+            out,
             f"Experts that are lists of Linear layers, which bitsandbytes packs itself: "
-            f"{escape(_patterns(names))}"
+            f"{escape(_patterns(names))}",
         )
 
 

@@ -7,14 +7,13 @@ from itertools import groupby
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ..layout import human_bytes, name_pattern
 from ..memory.budget import DeviceUse
 from ..memory.devices import CONTEXT_BYTES, FRAGMENTATION
 from ..memory.engines import ENGINES
 from ..memory.report import MemoryPlan
-from .render import table
+from .render import Column, FittedTable, say
 
 _BAR = 24
 
@@ -22,46 +21,54 @@ _BAR = 24
 def show(report: MemoryPlan, out: Console) -> None:
     """Print the table, the devices, what is the most that fits, and what to change."""
     for note in report.notes:
-        out.print(f"[yellow]note:[/] {escape(note)}")
-    out.print(_table(report))
+        say(out, f"[yellow]note:[/] {escape(note)}")
+    if report.notes:
+        out.line()
+    _table(report).show(out)
     settings = report.settings
     packed = report.kind or "nothing packed"
     nested = ", double quantization" if report.double_quant else ""
     whole = report.resident if report.whole is None else report.whole
     share = "" if settings.engine is None else f"on each rank {human_bytes(report.resident)}, "
-    out.print(
+    say(
+        out,
         f"Model: {human_bytes(report.unpacked)} unpacked, {human_bytes(whole)} as "
-        f"{packed}{nested}; {share}{human_bytes(report.load_peak)} at most while loading."
+        f"{packed}{nested}; {share}{human_bytes(report.load_peak)} at most while loading.",
     )
-    out.print(
+    say(
+        out,
         f"Training {report.trained_weights:,} weights (rank {settings.rank} on "
         f"{escape(settings.targets)}, {settings.adapter_dtype}, {settings.optimizer}), "
         f"{settings.batch} x {settings.seq} tokens, "
         f"{'with' if settings.checkpointing else 'without'} gradient checkpointing: "
-        f"{human_bytes(report.peak.nbytes)} at the peak, which is {escape(report.peak.moment)}."
+        f"{human_bytes(report.peak.nbytes)} at the peak, which is {escape(report.peak.moment)}.",
     )
     if report.peak.paged:
-        out.print(
-            f"{human_bytes(report.peak.paged)} of optimizer states are in pages, and not counted."
+        say(
+            out,
+            f"{human_bytes(report.peak.paged)} of optimizer states are in pages, and not counted.",
         )
-    out.print(
+    say(
+        out,
         f"Beside its tensors a process takes about {human_bytes(report.reserve)}: "
         f"{human_bytes(CONTEXT_BYTES)} of CUDA context, and gaps of "
-        f"{FRAGMENTATION:.0%} of the peak."
+        f"{FRAGMENTATION:.0%} of the peak.",
     )
     if report.devices:
         _devices(report, out)
 
 
-def _table(report: MemoryPlan) -> Table:
+def _table(report: MemoryPlan) -> FittedTable:
     where, engine = "one device", report.settings.engine
     if engine is not None:
         where = f"each of {engine.ranks} ranks ({ENGINES[engine.name]})"
-    rows = table(
-        f"{escape(report.label)}: memory in training, on {where}",
-        ("component", "at most", "at the peak", ""),
-        right=("at most", "at the peak"),
+    columns = (
+        Column("component"),
+        Column("at most", "number", rank=1),
+        Column("at the peak", "number"),
+        Column("", rank=2),
     )
+    rows = FittedTable(f"{escape(report.label)}: memory in training, on {where}", columns)
     for name, most, now in report.rows():
         share = "#" * round(_BAR * now / report.peak.nbytes)
         rows.add_row(name, human_bytes(most), human_bytes(now) if now else "-", share)
@@ -71,10 +78,19 @@ def _table(report: MemoryPlan) -> Table:
 
 
 def _devices(report: MemoryPlan, out: Console) -> None:
-    numbers = ("size", "weights", "at the peak", "with reserve")
-    rows = table("Devices", ("device", *numbers, "fits", "blocks"), right=numbers)
-    if report.settings.engine is not None:
-        rows = table("Devices, one rank each", ("devices", *numbers, "fits"), right=numbers)
+    out.line()
+    columns = [
+        Column("device" if report.settings.engine is None else "devices"),
+        Column("size", "number", rank=1),
+        Column("weights", "number", rank=3),
+        Column("at the peak", "number", rank=2),
+        Column("with reserve", "number"),
+        Column("fits"),
+    ]
+    if report.settings.engine is None:
+        rows = FittedTable("Devices", [*columns, Column("blocks", "prose", rank=4)])
+    else:
+        rows = FittedTable("Devices, one rank each", columns)
     for names, use in _rows_of(report):
         full = f"{use.needed / use.capacity:.0%}"
         rows.add_row(
@@ -86,28 +102,31 @@ def _devices(report: MemoryPlan, out: Console) -> None:
             "[green]yes[/]" if use.fits else "[red]no[/]",
             *([] if report.settings.engine else [escape(_blocks(use))]),
         )
-    out.print(rows)
+    rows.show(out)
     if report.fits:
-        out.print("[green]It fits.[/]")
+        say(out, "[green]It fits.[/]")
     elif all(use.fits for use in report.devices):
-        out.print("[red]It would train, but does not fit while it is loaded.[/]")
+        say(out, "[red]It would train, but does not fit while it is loaded.[/]")
     else:
-        out.print("[red]It does not fit.[/]")
+        say(out, "[red]It does not fit.[/]")
     settings = report.settings
     if report.largest_seq:
-        out.print(
+        say(
+            out,
             f"Longest sequence at batch {settings.batch}: {report.largest_seq:,} tokens; largest "
-            f"batch at {settings.seq} tokens: {report.largest_batch}."
+            f"batch at {settings.seq} tokens: {report.largest_batch}.",
         )
     elif report.largest_seq == 0:
-        out.print("No sequence fits, however short.")
+        say(out, "No sequence fits, however short.")
     if report.hints:
+        out.line()
         title = "What to change, each by itself; what costs least first"
-        rows = table(title, ("change", "setting", "saves", "then fits"), right=("saves",))
+        columns = [Column("change", "prose"), Column("setting", rank=1)]
+        rows = FittedTable(title, [*columns, Column("saves", "number"), Column("then fits")])
         for hint in report.hints:
             fits = "[green]yes[/]" if hint.fits else "no"
             rows.add_row(hint.what, hint.setting, human_bytes(hint.saves), fits)
-        out.print(rows)
+        rows.show(out)
 
 
 def _rows_of(report: MemoryPlan) -> Iterator[tuple[str, DeviceUse]]:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ..checkpoint.verify import VerifyReport, WeightError
 from ..layout import human_bytes, name_pattern
-from .render import table
+from .render import Column, FittedTable, say
 
 
 def show(report: VerifyReport, out: Console) -> None:
-    """Print whether the folder is whole, the warnings, and the errors of packing where known."""
-    for warning in report.warnings:
-        out.print(f"[yellow]warning:[/] {escape(warning)}")
-    for problem in report.problems:
-        out.print(f"[red]damaged:[/] {escape(problem)}")
+    """Print whether the folder is whole, and the errors of packing where known."""
     if report.errors:
-        out.print(_table(report))
+        _table(report).show(out)
     if not report.good:
         return
     what = "plain" if report.kind == "plain" else f"packed as {report.kind}"
@@ -29,15 +24,21 @@ def show(report: VerifyReport, out: Console) -> None:
     if report.kind == "plain":
         codes = f"; {report.dequantized} weights are codes, and are read dequantized"
         more = codes if report.dequantized else ""
-    out.print(f"[green]{escape(str(report.folder))} is whole[/]: {what}, {held}{more}.")
+    say(out, f"[green]{escape(str(report.folder))} is whole[/]: {what}, {held}{more}.")
 
 
-def _table(report: VerifyReport) -> Table:
-    rows = table(
-        f"{escape(str(report.folder))}: error of {report.kind}, relative (Frobenius)",
-        ("parameter", "count", "shape", "error", "worst", "where", "largest difference"),
-        right=("count", "error", "worst", "largest difference"),
+def _table(report: VerifyReport) -> FittedTable:
+    title = f"{escape(str(report.folder))}: error of {report.kind}, relative (Frobenius)"
+    columns = (
+        Column("parameter", "name"),
+        Column("count", "number", rank=3),
+        Column("shape", rank=4),
+        Column("error", "number"),
+        Column("worst", "number"),
+        Column("where", "name", rank=1),
+        Column("largest difference", "number", rank=2),
     )
+    rows = FittedTable(title, columns)
     for error in report.errors:
         if error.expert:
             rows.add_row(

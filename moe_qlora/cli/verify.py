@@ -11,11 +11,17 @@ import typer
 from .options import Color, Colored, Quiet, trust_remote_code_of
 
 DAMAGED = 1
+EXAMPLES = (
+    "moe-qlora verify ./model-nf4",
+    "moe-qlora verify ./model-nf4 --against ./model",
+    "moe-qlora verify ./model-nf4 --against ./model --heat-map map.png",
+)
 
 
 def verify(
     folder: Annotated[
-        Path, typer.Argument(help="Checkpoint folder, packed by moe-qlora or plain.")
+        Path,
+        typer.Argument(metavar="FOLDER", help="Checkpoint folder, packed by moe-qlora or plain."),
     ],
     against: Annotated[
         Path | None,
@@ -32,8 +38,8 @@ def verify(
 ) -> None:
     """Check a checkpoint's files, checksums, shapes and statistics; nothing is written to it.
 
-    Ends with 0 where all is well, with 1 where something is damaged (named on stderr), and with 2
-    where FOLDER is no checkpoint or a setting cannot be followed.
+    Ends with 0 where all is well, with 1 where something is damaged (named on stderr, or in the
+    JSON), and with 2 where FOLDER is no checkpoint or a setting cannot be followed.
     """
     from ..checkpoint.verify import verify as check
     from ..errors import ConfigError, one_line
@@ -54,9 +60,9 @@ def verify(
     if as_json:
         render.print_json(report.as_dict())
     else:
+        for kind, sentences in (("warning", report.warnings), ("damaged", report.problems)):
+            for sentence in sentences:
+                sys.stderr.write(one_line(kind, sentence))
         render_verify.show(report, render.console(color.value))
     if not report.good:
-        more = len(report.problems) - 1
-        line = report.problems[0] + (f" (and {more} more)" if more else "")
-        sys.stderr.write(one_line("damaged", line))
         raise typer.Exit(DAMAGED)

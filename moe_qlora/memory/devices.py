@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
+from ..errors import did_you_mean
 from ..layout import parse_bytes
 
 CONTEXT_BYTES = 600 << 20
@@ -14,10 +16,62 @@ CONTEXT_BYTES = 600 << 20
 FRAGMENTATION = 0.04
 """Part of the peak that the caching allocator reserves beyond it, in gaps between blocks."""
 
-_KNOWN = {"H100": 79 << 30, "H200": 139 << 30}
-"""What `torch.cuda` reports of cards that go by their name, rounded down: 79.1 and 139.8 GiB."""
+
+class Gpu(NamedTuple):
+    """A card that goes by its name."""
+
+    nbytes: int  # What `torch.cuda` reports, rounded down to whole GiB
+    capability: tuple[int, int]  # Of CUDA
+
+
+GPUS = {
+    "B200": Gpu(178 << 30, (10, 0)),
+    "H200": Gpu(139 << 30, (9, 0)),
+    "H100": Gpu(79 << 30, (9, 0)),
+    "A100-80GB": Gpu(79 << 30, (8, 0)),
+    "A100-40GB": Gpu(39 << 30, (8, 0)),
+    "A30": Gpu(23 << 30, (8, 0)),
+    "A40": Gpu(44 << 30, (8, 6)),
+    "A10": Gpu(21 << 30, (8, 6)),
+    "A10G": Gpu(21 << 30, (8, 6)),
+    "A6000": Gpu(47 << 30, (8, 6)),
+    "L4": Gpu(21 << 30, (8, 9)),
+    "L40": Gpu(44 << 30, (8, 9)),
+    "L40S": Gpu(44 << 30, (8, 9)),
+    "RTX6000-Ada": Gpu(47 << 30, (8, 9)),
+    "RTX-PRO-6000": Gpu(94 << 30, (12, 0)),
+    "RTX3090": Gpu(23 << 30, (8, 6)),
+    "RTX4090": Gpu(23 << 30, (8, 9)),
+    "RTX5090": Gpu(31 << 30, (12, 0)),
+    "V100-16GB": Gpu(15 << 30, (7, 0)),
+    "V100-32GB": Gpu(31 << 30, (7, 0)),
+    "T4": Gpu(14 << 30, (7, 5)),
+}
+"""By name. `gpu_named` reads them in any spelling: RTX 4090, rtx-4090, 4090."""
 
 _COUNTED = re.compile(r"(\d+)\s*[xX*]\s*(.+)")
+
+
+_MAKER = re.compile(r"NVIDIA|GEFORCE|TESLA|QUADRO|RTX|[\s_-]")
+_BY_PLAIN_NAME = {_MAKER.sub("", name.upper()): name for name in GPUS}
+
+
+def gpu_named(text: str) -> str | None:
+    """Return the entry of `GPUS` that a text names; None where it names none.
+
+    ValueError where cards of that name differ in memory.
+    """
+    plain = _MAKER.sub("", text.upper())
+    sizes = [name for name in GPUS if plain and name.upper().startswith(f"{plain}-")]
+    if sizes and plain not in _BY_PLAIN_NAME:
+        raise ValueError(f"{text.strip()} has more than one size; write {' or '.join(sizes)}")
+    return _BY_PLAIN_NAME.get(plain)
+
+
+def unknown_gpu(text: str) -> str:
+    """Return the sentence, without its full stop, that a text names no card of `GPUS`."""
+    near = did_you_mean(text.strip(), GPUS)
+    return f"{text.strip()!r} is no card that is known{near}; known are {', '.join(GPUS)}"
 
 
 def exact_size(nbytes: int) -> str:
@@ -36,7 +90,11 @@ def parse_devices(text: str) -> tuple[int, ...]:
         count, one = (1, part) if counted is None else (int(counted[1]), counted[2])
         if not 1 <= count <= 1024:
             raise ValueError(f"{part.strip()!r} asks for {count} devices; give 1 to 1024")
-        size = _KNOWN.get(one.strip().upper()) or parse_bytes(one)
+        name = gpu_named(one)
+        try:
+            size = parse_bytes(one) if name is None else GPUS[name].nbytes
+        except ValueError as error:
+            raise ValueError(f"{error}, or name the card: {unknown_gpu(one)}") from None
         if size <= 0:
             raise ValueError(f"{one!r} is no size of a device; it must be over 0")
         sizes += [size] * count

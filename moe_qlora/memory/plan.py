@@ -121,7 +121,9 @@ def _capacities(gpus: Any) -> tuple[int, ...]:
                 raise ValueError(f"{entry} is no size of a device; it must be over 0")
             sizes += parse_devices(str(entry))
             if min(sizes) < _SMALLEST_DEVICE:
-                raise ValueError(f"{min(sizes)} is a number of bytes; write {min(sizes)}GiB")
+                least = min(sizes)
+                meant = f"{least}GiB" if least < 1000 else "the memory, as in 24GiB"
+                raise ValueError(f"{least} is a number of bytes; write {meant}")
     except ValueError as error:
         raise ConfigError(f"gpus: {error}.") from error
     return tuple(sizes)

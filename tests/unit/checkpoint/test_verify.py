@@ -75,8 +75,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 def check_damaged(result: tuple[int, str, str], *parts: str) -> None:
     code, _, err = result
     assert code == 1
-    assert err.startswith("damaged: ")
-    assert err.count("\n") == 1
+    lines = err.splitlines()
+    assert any(line.startswith("damaged: ") for line in lines)
+    assert all(line.startswith(("damaged: ", "warning: ")) for line in lines)
+    assert len(set(lines)) == len(lines)
     for part in parts:
         assert part in err
 
@@ -91,7 +93,7 @@ def test_a_sound_folder_is_good_and_stays_as_it_is(cli, tmp_path, kind):
     code, out, err = cli(folder)
     assert (code, err) == (0, "")
     assert "is whole" in out
-    assert "warning" not in out
+    assert "warning:" not in out
     found = json.loads(cli(folder, "--json")[1])
     assert (found["good"], found["problems"], found["warnings"]) == (True, [], [])
     assert found["kind"] == KINDS[kind].get("bnb_4bit_quant_type", "int8")
@@ -318,9 +320,21 @@ def test_leftovers_are_warnings(cli, tmp_path):
     assert len(report.warnings) == 6
     for name in [*names, *staged]:
         assert any(name in warning for warning in report.warnings)
-    code, out, _ = cli(folder)
+    code, out, err = cli(folder)
     assert code == 0
-    assert out.count("warning:") == 6
+    assert [line.split()[0] for line in err.splitlines()] == ["warning:"] * 6
+    assert "warning:" not in out
+
+
+def test_an_adapter_is_named_as_one(cli, tmp_path):
+    config = {"peft_type": "LORA", "base_model_name_or_path": "some/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    code, _, err = cli(tmp_path)
+    assert code == 2
+    assert err.startswith(f"error: {tmp_path} is an adapter of some/base, and no model")
+    (tmp_path / "adapter_config.json").write_text("{")
+    assert "is an adapter and no model: name its base" in cli(tmp_path)[2]
 
 
 # --- plain folders ------------------------------------------------------------------------------

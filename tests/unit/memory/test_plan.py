@@ -390,10 +390,30 @@ def test_bitsandbytes_states():
         ("24GB, 2 x 1.5TiB", [24 * 10**9, 1536 * GIB, 1536 * GIB]),
         ("80g", [80 * GIB]),
         ("1024", [1024]),
+        ("2xH100", [79 * GIB] * 2),
+        ("4090, 2*rtx-4090, NVIDIA GeForce RTX 4090", [23 * GIB] * 4),
+        ("A100 80GB,A100-40GB", [79 * GIB, 39 * GIB]),
+        ("rtx 6000 ada,RTX A6000,a10", [47 * GIB, 47 * GIB, 21 * GIB]),
     ],
 )
 def test_devices(text, sizes):
     assert list(devices.parse_devices(text)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("2xH10", "did you mean H100"),
+        ("A100", "write A100-80GB or A100-40GB"),
+        ("rtx4091", "did you mean RTX4090"),
+        ("3060", "write the memory, as in 24GiB"),
+        ("24", "write 24GiB"),
+    ],
+)
+def test_cards_that_are_not_known(text, message):
+    with pytest.raises(moe_qlora.errors.ConfigError, match=message) as caught:
+        moe_qlora.plan(small(), gpus=text)
+    assert str(caught.value).startswith("gpus: ")
 
 
 @pytest.mark.parametrize("text", ["", "x", "2x", "24GX", "-1GiB", "0x24GiB", "2*3*4GiB", "0"])

@@ -1,0 +1,147 @@
+"""What goes to stderr: each problem once, on one line; libraries' noise not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from types import FunctionType
+
+import pytest
+
+from moe_qlora.cli import app, messages
+from moe_qlora.errors import did_you_mean
+
+PROGRAM = [sys.executable, "-m", "moe_qlora.cli"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "x", "--gpu", "2"), "There is no option --gpu (did you mean --gpus?)"),
+        (("plan", "x", "--optimiser", "a"), "no option --optimiser (did you mean --optimizer?)"),
+        (("dumb", "x"), "No such command 'dumb' (did you mean 'dump'?)"),
+        (("dump",), "Missing argument 'MODEL'"),
+        (("dump", "x", "--quant", "nf5"), "'nf5' is not one of 'nf4', 'fp4', 'int8'"),
+        (("plan", "x", "--seq", "long"), "Invalid value for '--seq'"),
+        (("dump", "qwen3_mo"), "(did you mean qwen3_moe or"),
+        (("plan", "qwen3_moe", "--gpus", "2xH10"), "(did you mean H100"),
+    ],
+)
+def test_bad_arguments_are_one_line(cli, arguments, message):
+    code, out, err = cli(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1 and "Value error" not in err
+
+
+def test_no_command_shows_help(cli):
+    _, out, err = cli()
+    assert "Commands:" in out + err
+    assert "error:" not in out + err
+
+
+def test_offline_is_named_as_such(cli):
+    code, _, err = cli("dump", "somebody/something")
+    assert code == 2
+    assert "this process is offline (HF_HUB_OFFLINE" in err
+
+
+def test_did_you_mean():
+    known = ["qwen3_moe", "mixtral", "RTX4090"]
+    assert did_you_mean("Mixtrall", known) == " (did you mean mixtral?)"
+    assert did_you_mean("rtx4080", known) == " (did you mean RTX4090?)"
+    assert did_you_mean("something else", known) == ""
+
+
+def test_our_warnings_are_a_line_and_others_none(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "warnoptions", [])
+
+    def warn(text, category):
+        warnings.warn(text, category, stacklevel=1)
+
+    modules = {"__name__": "moe_qlora.lora.somewhere"}, {"__name__": "torch.somewhere"}
+    ours, theirs = (FunctionType(warn.__code__, {"warnings": warnings} | m) for m in modules)
+    with messages.streams():
+        warnings.simplefilter("always")
+        ours("of ours\nin two lines", UserWarning)
+        theirs("of theirs", FutureWarning)
+        logging.getLogger("bitsandbytes.backends").warning("Failed to load %s", "gemm_4bit")
+        logging.getLogger("peft.x").error("broken")
+        logging.getLogger("moe_qlora.hf").warning("slow")
+        logging.getLogger("moe_qlora.hf").info("quick")
+    err = capsys.readouterr().err
+    assert err.splitlines() == [
+        "warning: of ours in two lines",
+        "error (peft.x): broken",
+        "warning: slow",
+    ]
+    assert not [h for h in logging.getLogger().handlers if type(h).__module__ == messages.__name__]
+
+
+def test_a_reader_that_has_seen_enough():
+    """`| head -1`: no traceback, and nothing on stderr."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*PROGRAM, "dump", "qwen3_moe", "--json"], stdout=write, stderr=subprocess.PIPE, check=False
+    )
+    os.close(write)
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize("name", ["quantize", "merge"])
+def test_interrupted(cli, monkeypatch, tmp_path, name):
+    """Said on one line, with what is left; the exit code is a shell's for Ctrl-C."""
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moe_qlora.checkpoint.quantize.quantize_checkpoint", stop)
+    monkeypatch.setattr("moe_qlora.checkpoint.merge.merge_adapter", stop)
+    arguments = {"quantize": ("src", "dst"), "merge": ("base", "adapter", "out")}
+    code, out, err = cli(name, *arguments[name])
+    assert (code, out) == (130, "")
+    said = {
+        "quantize": "there is no dst yet; the same command goes on from here.",
+        "merge": "nothing is left half written.",
+    }
+    assert err == f"interrupted: {said[name]}\n"
+
+
+def test_examples_and_summaries():
+    for command, summary in app.SUBCOMMANDS.items():
+        lines = sys.modules[command.__module__].EXAMPLES
+        assert lines and all(line.startswith(f"moe-qlora {command.__name__} ") for line in lines)
+        assert len(summary) <= 48 and max(map(len, lines)) <= 68
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("moe-qlora pl", "plan"),
+        ("moe-qlora dump qwen3_m", "qwen3_moe"),
+        ("x plan m --gp", "--gpus"),
+    ],
+)
+def test_completion(words, expected):
+    """What bash asks for, and what it gets, without torch."""
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "moe_qlora.cli"],
+        env=os.environ | asked | {"_MOE_QLORA_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert expected in done.stdout.split()
+    assert " torch\n" not in done.stderr
+
+
+def test_the_script_of_the_completion(cli):
+    code, out, _ = cli("--show-completion", "bash")
+    assert code == 0
+    assert "complete -o default -F _moe_qlora_completion moe-qlora" in out
