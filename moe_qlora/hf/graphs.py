@@ -1,4 +1,4 @@
-"""CUDA graphs of decoder layers, for training in which the GPU waits for the host.
+"""CUDA graphs of decoder layers, for training and `generate` where the GPU waits for the host.
 
 A step of few tokens launches some hundred small kernels a layer, and the host cannot send them as
 fast as the GPU ends them. `graph_layers` records each decoder layer twice and replays it with two
@@ -16,6 +16,7 @@ layers of Qwen3-30B-A3B, 4,096 tokens, H200).
     LayerGraphs        the layers of one model, and what they share
       _GraphedLayer    one layer: its `forward` runs a call as before, records or replays it
         RecordedCall   one kind of call (shapes, active adapters, addresses): recording.py
+        RecordedDecode likewise, for one new token on a static cache: decoding.py
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import copy
 import logging
 import traceback
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +33,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ConfigError, first_line
+from . import decoding
 from .recording import ObstacleError, RecordedCall, end_recording
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_COMPILES = "_valid_auto_compile_criteria"
+"""transformers' method that says whether `generate` compiles a model."""
 
 _MOST_KINDS = 4
 """Kinds of calls of a layer that are recorded; with more, batches are not of a fixed length."""
@@ -49,7 +55,9 @@ def graph_layers(model: nn.Module, *, compiled: bool = False) -> LayerGraphs:
     The first call of a layer runs as before, the second one like it is recorded, and later ones are
     replayed. What cannot be recorded runs as before, and a warning says why, once: calls of more
     than four shapes, a key-value cache, outputs of layers that are gathered, foreign hooks. So do
-    layers that are sharded, or spread over devices. Evaluation is never recorded.
+    layers that are sharded, or spread over devices. Of evaluation, only `generate` with
+    `cache_implementation="static"` is recorded: each layer's call for one new token, in place of
+    the compilation with which transformers would begin.
 
     Backward computes a layer again, whether gradient checkpointing is on or not. Adapters may be
     switched, disabled, added and saved at any time. Gradients are those of the same kernels.
@@ -94,18 +102,36 @@ class LayerGraphs:
         self._sources: dict[int, tuple[Tensor, int]] = {}
         self._warned: set[str] = set()
         self._layers = [_GraphedLayer(layer, self, compiled) for layer in layers]
+        self._generators = [m for m in model.modules() if hasattr(m, _COMPILES)]
+        self._criteria = [vars(module).get(_COMPILES) for module in self._generators]
+        for module in self._generators:
+            setattr(module, _COMPILES, self._criterion(getattr(module, _COMPILES)))
+
+    def _criterion(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Return whether `generate` compiles the model: where asked to, or no layer is recorded."""
+
+        def compiles(model_kwargs: Any, generation_config: Any) -> Any:
+            asked = getattr(generation_config, "compile_config", None) is not None
+            recorded = any(layer.active for layer in self._layers)
+            return (asked or not recorded) and before(model_kwargs, generation_config)
+
+        return compiles
 
     @property
     def recorded(self) -> int:
-        """How many calls are recorded, each as one graph forward and one backward."""
-        calls = (call for layer in self._layers for call in layer.calls.values())
-        return sum(call is not None for call in calls)
+        """How many calls are recorded: of training each as two graphs, of decoding as one."""
+        kinds = (kind for layer in self._layers for kind in (layer.calls, layer.tokens))
+        return sum(call is not None for calls in kinds for call in calls.values())
 
     def remove(self) -> None:
         """Let the layers run as they did before, and free the graphs."""
         for layer in self._layers:
             layer.remove()
-        self._layers = []
+        for module, criterion in zip(self._generators, self._criteria, strict=True):
+            vars(module).pop(_COMPILES, None)
+            if criterion is not None:
+                setattr(module, _COMPILES, criterion)
+        self._layers, self._generators, self._criteria = [], [], []
         self._buffers.clear()
         self._sources.clear()
 
@@ -135,16 +161,10 @@ class LayerGraphs:
                         (leaf._version),
                     )
 
-    def record(self, layer: _GraphedLayer, leaves: Sequence[Any], spec: TreeSpec) -> RecordedCall:
+    def record(self, layer: _GraphedLayer, device: torch.device, make: Callable[[], _T]) -> _T:
         """Record a call of a layer; where that fails, all layers run as before from now on."""
-        device = leaves[0].device
         try:
-            return RecordedCall(
-                layer.layer,
-                lambda arguments: layer.checkpointed(arguments, spec, preserve_rng_state=False),
-                self,
-                leaves,
-            )
+            return make()
         except ObstacleError:
             layer.remove()
             raise
@@ -171,6 +191,8 @@ class _GraphedLayer:
     def __init__(self, layer: nn.Module, shared: LayerGraphs, compiled: bool) -> None:
         self.layer, self.shared = layer, shared
         self.calls: dict[Hashable, RecordedCall | None] = {}
+        self.tokens: dict[Hashable, decoding.RecordedDecode | None] = {}
+        self.cache_index: int | None = None  # Of its layer in a cache, once it is known
         self.adapters: tuple[str, ...] | None = None
         self.tensors: list[Tensor] = []
         self.tuners: list[Any] = []
@@ -194,12 +216,14 @@ class _GraphedLayer:
             self.layer.__dict__.pop("forward", None)
             self.layer._compiled_call_impl = self._compiled
         self.calls.clear()
+        self.tokens.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GraphedLayer:
         """Return what runs a copy of the layer as its class does."""
         ungraphed = copy.copy(self)
         memo[id(self)] = ungraphed
         ungraphed.layer, ungraphed.calls = copy.deepcopy(self.layer, memo), {}
+        ungraphed.tokens = {}
         ungraphed.active = False
         return ungraphed
 
@@ -223,36 +247,88 @@ class _GraphedLayer:
         """Replay the call if it is recorded, record it if it is the second of its kind."""
         layer = self.layer
         trains = layer.training and torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or not (self.active and trains):
+        if torch.compiler.is_compiling() or not self.active:
             return type(layer).forward(layer, *args, **kwargs)
+        if not trains:
+            return self._without_gradients(args, kwargs)
         try:
             leaves, spec, kind = self._describe(args, self._without_cache(kwargs))
-            call = self._recorded(leaves, spec, kind)
+            call = self._recorded(self.calls, kind, lambda: self._record(leaves, spec))
         except ObstacleError as obstacle:
             self.shared.warn(str(obstacle))
-            leaves = None
-        if leaves is None:
             return type(layer).forward(layer, *args, **kwargs)
         if call is None:
             return self.checkpointed(leaves, spec, preserve_rng_state=True)
         return call.run(leaves)
 
+    def _without_gradients(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a call as before, or replay it where it is for one new token on a static cache."""
+        layer = self.layer
+        x = args[0] if args else kwargs.get("hidden_states")
+        if not (decoding.decodes(kwargs) and isinstance(x, Tensor) and x.shape[-2] == 1):
+            return type(layer).forward(layer, *args, **kwargs)
+        cache = kwargs["past_key_values"]
+        if self.cache_index is None:
+            before = decoding.versions(cache)
+            out = type(layer).forward(layer, *args, **kwargs)
+            pairs = zip(before, decoding.versions(cache), strict=True)
+            written = [index for index, (old, new) in enumerate(pairs) if old != new]
+            self.cache_index = written[0] if len(written) == 1 else -1
+            return out
+        cached = cache.layers[self.cache_index]
+        if self.cache_index < 0 or not decoding.is_recordable(cached):
+            return type(layer).forward(layer, *args, **kwargs)
+        try:
+            leaves, spec, kind = self._describe(args, kwargs | {"past_key_values": None})
+            kind = kind, cached.keys.shape, cached.keys.dtype
+            call = self._recorded(
+                self.tokens, kind, lambda: self._record_token(leaves, spec, cache)
+            )
+        except ObstacleError as obstacle:
+            self.shared.warn(str(obstacle))
+            call = None
+        if call is None:
+            return type(layer).forward(layer, *args, **kwargs)
+        return call.run(leaves, cached)
+
+    def _record(self, leaves: Sequence[Any], spec: TreeSpec) -> RecordedCall:
+        def compute(arguments: Sequence[Any]) -> Any:
+            return self.checkpointed(arguments, spec, preserve_rng_state=False)
+
+        return RecordedCall(self.layer, compute, self.shared, leaves)
+
+    def _record_token(
+        self, leaves: Sequence[Any], spec: TreeSpec, cache: Any
+    ) -> decoding.RecordedDecode:
+        assert self.cache_index is not None
+
+        def compute(arguments: Sequence[Any], cache: Any) -> Any:
+            args, kwargs = tree_unflatten(arguments, spec)
+            return type(self.layer).forward(
+                self.layer, *args, **(kwargs | {"past_key_values": cache})
+            )
+
+        return decoding.RecordedDecode(
+            self.layer, compute, self.shared, leaves, cache, self.cache_index
+        )
+
     def _recorded(
-        self, leaves: Sequence[Any], spec: TreeSpec, kind: Hashable
-    ) -> RecordedCall | None:
+        self, calls: dict[Hashable, _T | None], kind: Hashable, make: Callable[[], _T]
+    ) -> _T | None:
         """Return a call's graphs, recorded now where it is the second; None for the first."""
-        call = self.calls.get(kind)
+        call = calls.get(kind)
         if call is not None:
             return call
-        if kind in self.calls:
-            call = self.calls[kind] = self.shared.record(self, leaves, spec)
+        if kind in calls:
+            device = next(self.layer.parameters()).device
+            call = calls[kind] = self.shared.record(self, device, make)
             return call
-        if len(self.calls) >= _MOST_KINDS:
+        if len(calls) >= _MOST_KINDS:
             raise ObstacleError(
                 f"it was called in more than {_MOST_KINDS} ways; train in batches of one fixed "
                 "length, packed or padded"
             )
-        self.calls[kind] = None
+        calls[kind] = None
         return None
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def end_recording(device: torch.device, pool: Any) -> None:
         torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
-def _check_hooks(layer: nn.Module) -> None:
+def check_hooks(layer: nn.Module) -> None:
     """Raise where a module within a layer has a hook that a graph would skip."""
     for name, module in layer.named_modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
@@ -86,7 +86,7 @@ class RecordedCall:
             ObstacleError: The layer has hooks that a graph would skip, or returns more than hidden
                 states.
         """
-        _check_hooks(layer)
+        check_hooks(layer)
         self.shared = shared
         self.trained = [p for p in layer.parameters() if p.requires_grad]
         self.used: list[nn.Parameter] = []  # Of these, what gets a gradient
@@ -121,9 +121,9 @@ class RecordedCall:
             self._gradients(forward(), hidden_states, weights, grad)
             self.generator.set_offset(offset)
             with workspace.recorded(x.device):
-                with _capture(graphs[0], shared.pool):
+                with capture(graphs[0], shared.pool):
                     computed = forward()
-                with _capture(graphs[1], shared.pool):
+                with capture(graphs[1], shared.pool):
                     grad_x, weight_grads = self._gradients(computed, hidden_states, weights, grad)
                 buffers = workspace.buffers(x.device)
         return _Graphs(*graphs, arguments, out, grad, grad_x, weight_grads, buffers)
@@ -250,7 +250,7 @@ def _exchanged(
 
 
 @contextmanager
-def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Record the kernels that are launched within."""
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     # A cast weight that autocast kept would lie in the graph's memory.

@@ -9,8 +9,8 @@ activated anyway, the routing weights' gradient with the gate's. No atomics: eve
 one program, in one order.
 
 Rows are worked on in tiles of some rows of one expert (`limits.tile_rows`), each tile by programs
-of 16 rows. Which tile is whose is written by a kernel as well (`routing.py`), so that the host
-never has to know the routing.
+of 16 or 32 rows. Which tile is whose is written by a kernel as well (`routing.py`), so that the
+host never has to know the routing.
 """
 
 from __future__ import annotations
@@ -220,9 +220,9 @@ def gate_backward_kernel(
     scaling, limit, alpha, shift,
     I: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr,
-    DOTS: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
+    DOTS: tl.constexpr, KEEPS: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the pre-activation and of the routing weights.
+    """Gradients of the pre-activation and of the routing weights; h in the place of u if KEEPS.
 
     u (R, I): gradient of h before the routing weight w. out[i] = (d, scaling d F_e) with
     d = w u dh/dpre, out (R, width + RANK) in rows STRIDE apart, F (E, width, RANK);
@@ -246,9 +246,12 @@ def gate_backward_kernel(
         gate, up = _load_pre(
             pre, bias, expert, rows, i, live, I, BI, GATED, INTERLEAVED, BIASED
         )  # fmt: skip
-        d = tl.load(u + rows[:, None] * I + i[None, :], mask=ok, other=0.0).to(tl.float32)
+        spots_u = u + rows[:, None] * I + i[None, :]
+        d = tl.load(spots_u, mask=ok, other=0.0).to(tl.float32)
         h, d_gate, d_up = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED)
         dot += tl.sum(d * h, 1)
+        if KEEPS:
+            tl.store(spots_u, h.to(dtype), mask=ok)
         d *= w[:, None]
         d_gate = tl.where(inside[None, :], d * d_gate, 0.0).to(dtype)
         start_out = out + rows[:, None] * STRIDE
@@ -319,17 +322,15 @@ def sum_kernel(
 
 @triton.jit
 def outer_kernel(
-    small, big, bias, weights, order, expert_offsets, out, limit, alpha, shift,
+    small, big, weights, order, expert_offsets, out,
     SMALL: tl.constexpr, BIG: tl.constexpr, SE: tl.constexpr, SN: tl.constexpr, SJ: tl.constexpr,
     N: tl.constexpr, RANK: tl.constexpr, REAL: tl.constexpr, TOP_K: tl.constexpr,
-    GATHERS: tl.constexpr, WEIGHTED: tl.constexpr, GATES: tl.constexpr,
-    ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
-    BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    GATHERS: tl.constexpr, WEIGHTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out[e, n, j] = sum over e's rows i of big[i, n] small[i, j] (w_i).
 
-    big is (R, N) rows, rows of tokens (GATHERS), or the gate of a pre-activation (GATES).
-    SMALL and BIG are strides of rows, SE, SN and SJ those of out; only j < REAL is written.
+    big is (R, N) rows, or rows of tokens (GATHERS). SMALL and BIG are strides of rows, SE, SN and
+    SJ those of out; only j < REAL is written.
     """
     expert = tl.program_id(1)
     low, high = tl.load(expert_offsets + expert), tl.load(expert_offsets + expert + 1)
@@ -341,17 +342,10 @@ def outer_kernel(
         live = rows < high
         ok = live[:, None] & (n < N)[None, :]
         s = tl.load(small + rows[:, None] * SMALL + j[None, :], mask=live[:, None], other=0.0)
-        if GATES:
-            gate, up = _load_pre(
-                big, bias, expert, rows, n, live, N, BN, GATED, INTERLEAVED, BIASED
-            )  # fmt: skip
-            h, _, _ = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED)
-            value = tl.where(ok, h, 0.0).to(s.dtype)
-        else:
-            source = rows
-            if GATHERS:
-                source = (tl.load(order + rows, mask=live, other=0) // TOP_K).to(tl.int64)
-            value = tl.load(big + source[:, None] * BIG + n[None, :], mask=ok, other=0.0)
+        source = rows
+        if GATHERS:
+            source = (tl.load(order + rows, mask=live, other=0) // TOP_K).to(tl.int64)
+        value = tl.load(big + source[:, None] * BIG + n[None, :], mask=ok, other=0.0)
         if WEIGHTED:
             assignment = tl.load(order + rows, mask=live, other=0)
             w = tl.load(weights + assignment, mask=live, other=0.0).to(tl.float32)
@@ -360,3 +354,15 @@ def outer_kernel(
     to = out + expert.to(tl.int64) * SE + n[:, None].to(tl.int64) * SN + j[None, :] * SJ
     ok = (n < N)[:, None] & (j < REAL)[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def interleave_kernel(
+    matrices, out, total, E: tl.constexpr, BQ: tl.constexpr, BE: tl.constexpr
+):  # fmt: skip
+    """(E, total) -> (total, E): a gradient of lora_B, experts first, as PEFT has it."""
+    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    ok = (q < total)[:, None] & (e < E)[None, :]
+    value = tl.load(matrices + e.to(tl.int64)[None, :] * total + q[:, None], mask=ok, other=0.0)
+    tl.store(out + q.to(tl.int64)[:, None] * E + e[None, :], value, mask=ok)

@@ -18,19 +18,28 @@ from .limits import cdiv
 
 ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
-# 16 rows by 2 warps: 0.051 ms for Qwen3-30B-A3B's gate at 4,096 tokens, 0.067 with 64 rows by 4,
-# and 0.90 against 1.15 for Mixtral-8x7B's at 16,384 (H200). One stage: with loads ahead a layer is
-# 3 % slower, and 64 rows by 4 are a race: Hopper's product goes on while its tile, which is stored
-# as well, is overwritten, since Triton 3.6 gives such a load a buffer too few (up to 21 % off).
+# How many rows and columns a program takes at a time, measured on an H200 with the sizes of
+# Qwen3-30B-A3B. One stage: with loads ahead a layer is 3 % slower, and 64 rows by 4 warps are a
+# race: Hopper's product goes on while its tile, which is stored as well, is overwritten, since
+# Triton 3.6 gives such a load a buffer too few (up to 21 % off).
 _ROWS = 16
 _COPY = {"BM": _ROWS, "BK": 64, "num_warps": 2, "num_stages": 1}
+_COPY_MANY = {"BM": _ROWS, "BK": 128, "num_warps": 2, "num_stages": 1}
+"""For `_MANY` tiles and more: 0.26 ms at 16,384 tokens, not 0.31; 0.08 at 4,096, not 0.07."""
+_COPY_FEW = {"BM": _ROWS, "BK": 512, "num_warps": 4, "num_stages": 1}
+"""Where a program's steps are what takes the time: a token takes 0.011 ms instead of 0.034."""
 _COPY_LONG = {"BK": 64, "num_warps": 4, "num_stages": 1}
 """For rows of over 4,096, in whole tiles: DeepSeek-V3's 7,168 take 0.99 ms instead of 1.10."""
+_MANY = 1024
 
-_GATE = {"BM": _ROWS, "BI": 64, "num_warps": 2, "num_stages": 1}
-# H200, the five shapes of NOTES.md: wide where rows are read, narrow where a gate is computed.
-_OUTER = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 2}
-_OUTER_GATES = {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
+_GATE = {"BM": _ROWS, "BI": 128, "num_warps": 4, "num_stages": 1}
+_GATE_FEW = {"BM": _ROWS, "BI": 256, "num_warps": 8, "num_stages": 1}
+_GATE_BACKWARD = {"BM": 32, "BI": 64, "num_warps": 4, "num_stages": 1}
+_GATE_BACKWARD_FEW = {"BM": _ROWS, "BI": 64, "num_warps": 2, "num_stages": 1}
+# H200, Qwen3-30B-A3B's four at 4,096 and 16,384 tokens; ranks over 32 would not fit into the 99 KiB
+# of most cards.
+_OUTER = {"BM": 128, "BN": 64, "num_warps": 4, "num_stages": 3}
+_OUTER_HIGH_RANK = {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 3}
 
 
 class Gate(NamedTuple):
@@ -77,9 +86,10 @@ def gate(
     bias: torch.dtype | None, device: int,
 ) -> Launch:  # fmt: skip
     """The gate, and the second factor's product beside it."""
+    cut = _GATE_FEW if tile == _ROWS else _GATE
     return Launch(
-        row_kernels.gate_kernel, (tiles, tile // _ROWS),
-        I=size, STRIDE=stride, RANK=rank, BIASED=bias is not None, **_gate_flags(gate), **_GATE,
+        row_kernels.gate_kernel, (tiles, tile // cut["BM"]),
+        I=size, STRIDE=stride, RANK=rank, BIASED=bias is not None, **_gate_flags(gate), **cut,
     )  # fmt: skip
 
 
@@ -89,7 +99,11 @@ def copy(
     dtype: torch.dtype, bias: torch.dtype | None, device: int,
 ) -> Launch:  # fmt: skip
     """The tokens' rows, and the first factor's product beside them."""
-    cut = _COPY if size <= 4096 else {"BM": tile, **_COPY_LONG}
+    cut = _COPY_MANY if tiles >= _MANY else _COPY
+    if tile == _ROWS:
+        cut = _COPY_FEW
+    elif size > 4096:
+        cut = {"BM": tile, **_COPY_LONG}
     return Launch(
         row_kernels.copy_kernel, (tiles, tile // cut["BM"]),
         K=size, STRIDE=stride, TOP_K=top_k, RANK=rank, OVER=over_rows, BIASED=bias is not None,
@@ -114,29 +128,38 @@ def to_tokens(
 
 @lru_cache(maxsize=256)
 def gate_backward(
-    gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int, dtype: torch.dtype,
-    kinds: tuple[torch.dtype | None, ...], device: int,
+    gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int, keeps: bool,
+    dtype: torch.dtype, kinds: tuple[torch.dtype | None, ...], device: int,
 ) -> Launch:  # fmt: skip
     """Back through the gate; kinds: dtypes of the weights and both biases."""
+    cut = _GATE_BACKWARD_FEW if tile == _ROWS else _GATE_BACKWARD
     return Launch(
-        row_kernels.gate_backward_kernel, (tiles, tile // _ROWS),
+        row_kernels.gate_backward_kernel, (tiles, tile // cut["BM"]),
         I=size, STRIDE=stride, RANK=rank, BIASED=kinds[1] is not None, DOTS=kinds[2] is not None,
-        **_gate_flags(gate), **_GATE,
+        KEEPS=keeps, **_gate_flags(gate), **cut,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
 def outer(
-    gate: Gate, size: int, rank: int, small: int, big: int, real: int, experts: int, top_k: int,
-    gathers: bool, gates: bool, over: bool, kinds: tuple[torch.dtype | None, ...], device: int,
+    size: int, rank: int, small: int, big: int, real: int, experts: int, top_k: int,
+    gathers: bool, over: bool, kinds: tuple[torch.dtype | None, ...], device: int,
 ) -> Launch:  # fmt: skip
-    """A factor's gradient; kinds: dtypes of rows, gradient, weights and bias."""
-    cut = _OUTER_GATES if gates else _OUTER
-    strides = (1, real * experts, experts) if over else (real * size, 1, size)
+    """A factor's gradient, experts first; kinds: dtypes of rows, gradient and weights."""
+    cut = _OUTER if rank <= 32 else _OUTER_HIGH_RANK
+    strides = (real, 1) if over else (1, size)
     return Launch(
         row_kernels.outer_kernel, (cdiv(size, cut["BN"]), experts),
-        SMALL=small, BIG=big, SE=strides[0], SN=strides[1], SJ=strides[2],
+        SMALL=small, BIG=big, SE=real * size, SN=strides[0], SJ=strides[1],
         N=size, RANK=rank, REAL=real, TOP_K=top_k, GATHERS=gathers,
-        WEIGHTED=kinds[2] is not None, GATES=gates, BIASED=kinds[3] is not None,
-        **_gate_flags(gate), **cut,
+        WEIGHTED=kinds[2] is not None, **cut,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def interleave(experts: int, total: int, dtype: torch.dtype, device: int) -> Launch:
+    """A gradient of lora_B, experts last; total is that of one expert's factor."""
+    return Launch(
+        row_kernels.interleave_kernel, (cdiv(total, 64), cdiv(experts, 64)), E=experts,
+        BQ=64, BE=64,
     )  # fmt: skip

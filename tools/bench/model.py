@@ -16,7 +16,7 @@
 Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains the adapters.
 `--liger` (its norms, rotary embedding and loss, not its experts), `--compile` (each decoder layer)
 and `--graphs` (`moe_qlora.graph_layers`) are the same for every peer. `--generate` measures
-decoding with a static cache, which transformers compiles, in place of training. A
+decoding with a static cache in place of training; without `--graphs`, transformers compiles it. A
 model is made on the device one module at a time, and an expert stack packed as soon as it is made,
 so that models fit that do not in 16 bits; `--pack after` packs a model that was made in 16 bits, as
 after a stock load. A peer's memory is given back before the next: `allocated before` says what is
@@ -188,7 +188,8 @@ def run(
     add(peft_model, options)
     if options.generate:
         for batch in map(int, options.generate.split(",")):
-            generate(peft_model, batch, device, rows)
+            with moe_qlora.graph_layers(peft_model) if options.graphs else nullcontext():
+                generate(peft_model, batch, device, rows)
         return
     if not options.checkpointing and device.type == "cuda":
         record_kept(peft_model, options, device, rows)

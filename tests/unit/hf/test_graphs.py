@@ -319,3 +319,64 @@ def test_generate_compiles_with_a_static_cache(linears: bool, tmp_path: Any) -> 
     )
     # Greedy tokens may differ where two logits are nearly equal.
     assert (got == wanted).float().mean() > 0.8
+
+
+def new_tokens(model: Any, ids: Tensor, **arguments: Any) -> Tensor:
+    arguments |= {"do_sample": False, "pad_token_id": 0, "use_cache": True}
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        made = model.generate(
+            input_ids=ids, attention_mask=mask, **arguments, min_new_tokens=12, max_new_tokens=12
+        )
+    return getattr(made, "sequences", made)[:, ids.shape[1] :]
+
+
+def assert_alike(got: Tensor, wanted: Tensor) -> None:
+    """Greedy tokens may differ where two logits are nearly equal."""
+    assert (got == wanted).float().mean() > 0.8
+
+
+@gpu
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_generate_replays_each_token(model_type: str) -> None:
+    model = packed(model_type).eval()
+    prompts = [batch(step, 8) for step in range(3)]
+    wanted = [new_tokens(model, ids) for ids in prompts]
+    with moe_qlora.graph_layers(model) as graphs:
+        for ids, right in zip(prompts, wanted, strict=True):
+            assert_alike(new_tokens(model, ids, cache_implementation="static"), right)
+            assert graphs.recorded == 2  # one a layer, which later calls' caches use as well
+        assert not hasattr(model.get_base_model(), "_compiled_call")
+        model.set_adapter("default")
+        with model.disable_adapter():
+            without = new_tokens(model, prompts[0], cache_implementation="static")
+        assert graphs.recorded == 4
+    assert not (without == wanted[0]).all()
+
+
+@gpu
+def test_a_cache_that_is_kept_stays_as_it_was() -> None:
+    model = packed().eval()
+    with moe_qlora.graph_layers(model):
+        ids = batch(0, 8)
+        arguments = {"use_cache": True, "cache_implementation": "static", "do_sample": False}
+        first = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, pad_token_id=0,
+            return_dict_in_generate=True, **arguments,
+        )  # fmt: skip
+        held = [layer.keys.clone() for layer in first.past_key_values.layers]
+        new_tokens(model, batch(1, 8), cache_implementation="static")
+        for layer, before in zip(first.past_key_values.layers, held, strict=True):
+            assert torch.equal(layer.keys, before)
+            assert layer.cumulative_length == 8 + 11
+
+
+@gpu
+def test_training_and_generating_take_turns() -> None:
+    model = packed()
+    wanted = gradients(model, batch(0)), new_tokens(model.eval(), batch(1, 8))
+    with moe_qlora.graph_layers(model):
+        for _ in range(3):
+            assert_near(gradients(model.train(), batch(0)), wanted[0])
+            got = new_tokens(model.eval(), batch(1, 8), cache_implementation="static")
+            assert_alike(got, wanted[1])
