@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .packing.sharding import prepare_sharding as prepare_sharding
     from .quantize import QuantizationReport as QuantizationReport
     from .quantize import quantize_experts as quantize_experts
+    from .report.write import write_report as write_report
 
 
 __version__ = "0.2.0"
@@ -95,6 +96,7 @@ _HOME = {
     "shards_integers": "distributed.fsdp",
     "target_parameters": "lora.targets",
     "tune_kernels": "experts.tune",
+    "write_report": "report.write",
 }
 
 __all__ = list(_HOME)

@@ -1,7 +1,7 @@
 """The command line `moe-qlora`: arguments go in; text, JSON or files come out.
 
 Open app.py first, which holds the program and how errors end it. Each subcommand has a file of its
-name (dump, merge, plan, quantize, verify) that reads options and calls the library:
+name (dump, merge, plan, quantize, report, verify) that reads options and calls the library:
 
     options.py      options that several subcommands take
     messages.py     stderr: errors, warnings, interruptions

@@ -24,6 +24,7 @@ from .merge import merge
 from .messages import Interrupted, streams, usage_message
 from .plan import PlanCommand, plan
 from .quantize import quantize
+from .report import report
 from .verify import verify
 
 BAD_INPUT = 2
@@ -35,6 +36,7 @@ SUBCOMMANDS: dict[Callable[..., Any], str] = {
     quantize: "A packed folder from a checkpoint.",
     verify: "Is a folder whole; the error of packing.",
     merge: "A plain checkpoint with an adapter merged.",
+    report: "A page about a model, adapter or run.",
 }
 """In the order of `moe-qlora --help`, with what it says of each in at most 48 characters."""
 

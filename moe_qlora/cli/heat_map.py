@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 
-from ..checkpoint.verify import VerifyReport, WeightError
+from ..checkpoint.verify import VerifyReport
 from ..errors import CheckpointError, visible
-from ..layout import name_pattern
+from ..report.error import grids
 
 
 def draw(report: VerifyReport, file: Path) -> None:
@@ -40,20 +39,3 @@ def draw(report: VerifyReport, file: Path) -> None:
     title = visible(f"{report.folder.name}: error of {report.kind}")
     figure.suptitle(title, parse_math=False)
     FigureCanvasAgg(figure).print_png(str(file))
-
-
-def grids(errors: tuple[WeightError, ...]) -> dict[str, tuple[list[str], list[list[float]]]]:
-    """Return, for each kind of expert weight, its layers and a row of its experts' errors for each.
-
-    Weights of one name but of different numbers of experts are of different kinds.
-    """
-    panels: dict[str, tuple[list[str], list[list[float]]]] = {}
-    for error in errors:
-        if not error.expert:
-            continue
-        pattern = f"{name_pattern(error.name)} ({len(error.experts)} experts)"
-        layers, grid = panels.setdefault(pattern, ([], []))
-        numbers = re.findall(r"(?<![^.])\d+(?![^.])", error.name)
-        layers.append(".".join(numbers) or "-")
-        grid.append(list(error.experts))
-    return panels

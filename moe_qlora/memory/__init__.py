@@ -15,6 +15,7 @@ In goes a model, a configuration or a name, with training settings and sizes of 
     engines.py     what a rank holds under DDP, FSDP2, expert parallelism and ZeRO-3
     hints.py       tries what to change where it does not fit; of engines, `engine_notes.py`
     report.py      `MemoryPlan` and `Hint`, which `plan` returns
+    rehearsal.py   bytes by kind, and the step moment by moment, for pages about a model
 
 budget.py, devices.py, engines.py, experts.py and report.py are plain arithmetic without torch.
 """

@@ -154,6 +154,20 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
+class StepMoment:
+    """What a device holds while one block runs in a training step."""
+
+    phase: str  # "forward", "backward" or "optimizer's step"
+    block: str  # Name of the block; "" in the optimizer's step
+    parts: dict[str, int]  # Bytes by component, where there are any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all components."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceUse:
     """One device of a plan."""
 
@@ -274,6 +288,20 @@ class StepBudget:
             parts={name: parts.get(name, 0) for name in names},
             largest=largest | fixed,
             paged=sum(state.paged for state in self._states[first:last]),
+        )
+
+    def moments(self) -> tuple[StepMoment, ...]:
+        """Return a step on one device that holds all, moment by moment, in the order of time."""
+        fixed = self._fixed(0, len(self.groups))
+        optimizer, *others = self._moments(0, len(self.groups))
+        forward, backward = others[::2], others[1::2]
+        return tuple(
+            StepMoment(
+                moment.phase or "optimizer's step",
+                "" if moment.activity is None else moment.activity.name,
+                {name: size for name, size in (self._parts(moment) | fixed).items() if size},
+            )
+            for moment in (*forward, *reversed(backward), optimizer)
         )
 
     def spread(self, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:

@@ -88,7 +88,7 @@ def plan(
     )
     if lora_config is not None:
         settings = replace(settings, rank=getattr(lora_config, "r", rank), targets="lora_config")
-    _check(settings)
+    check_settings(settings)
     capacities = _capacities(gpus)
     asked = {"ddp": ddp, "fsdp": fsdp, "ep": ep, "zero3": zero3}
     settings = replace(settings, engine=_engine(asked, len(capacities)))
@@ -97,7 +97,8 @@ def plan(
     return _report(planner, capacities, search=search and bool(capacities))
 
 
-def _check(settings: Settings) -> None:
+def check_settings(settings: Settings) -> None:
+    """Refuse settings of a step that make no sense, in a `ConfigError`."""
     for name in ("batch", "seq", "rank", "accumulation"):
         value = getattr(settings, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -24,7 +24,7 @@ from ..lora import left_out
 from ..packing.format import ABSMAX, packed_tensors
 from ..packing.settings import CodecSettings
 from . import blocks, meta_model, meta_step
-from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget
+from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget, StepMoment
 from .devices import reserve_nbytes
 from .engines import Sharding
 from .experts import workspace_nbytes
@@ -127,6 +127,10 @@ class Planner:
     def peak(self, batch: int, seq: int, loss_part: float = 1.0) -> Peak:
         """Return the peak on one device that holds all, and `loss_part` of the loss at a time."""
         return self._budget(batch, seq, None, loss_part).peak()
+
+    def moments(self) -> tuple[StepMoment, ...]:
+        """Return a step on one device that holds all, moment by moment."""
+        return self._budget(self.settings.batch, self.settings.seq, None, 1.0).moments()
 
     def uses(
         self, batch: int, seq: int, capacities: Sequence[int], loss_part: float = 1.0

@@ -1,0 +1,140 @@
+"""What a report shows of a model's memory: bytes by kind, and a training step moment by moment.
+
+Both come from the models on meta that a plan is made of.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..layout import ModelLayout
+from . import meta_model
+from .budget import Settings, StepMoment
+from .plan import check_settings
+from .planner import Planner
+from .report import MemoryPlan
+from .source import ModelSource, source_of
+
+KINDS = ("experts", "Linear layers", "embeddings and head", "routers", "norms and others")
+"""What weights are counted as, in the order of tables. Linear layers are those that are packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindBytes:
+    """The weights of one of `KINDS`, as they are loaded and packed."""
+
+    kind: str
+    weights: int  # Number of weights
+    before: int  # Bytes in the dtype that the model is loaded in
+    codes: int  # Bytes packed, or the same where the kind is not
+    statistics: int  # Bytes of quantization statistics beside the codes
+
+    @property
+    def after(self) -> int:
+        """Bytes once packed."""
+        return self.codes + self.statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a model consists of."""
+
+    label: str
+    config: Any  # None where it has none
+    layout: ModelLayout  # As it is before packing
+    packed: str | None  # The packed type, None where nothing is packed
+    kinds: tuple[KindBytes, ...]  # Those that the model has
+    notes: tuple[str, ...]  # What to know, a sentence each
+
+
+def take_inventory(
+    model: Any, quantization_config: Any = None, *, trust_remote_code: bool = False
+) -> Inventory:
+    """Count a model's weights by kind, before and after packing; arguments are those of `plan`."""
+    source = source_of(model, quantization_config, None, trust_remote_code)
+    meta = meta_model.pack(
+        source.build(), source.quantization, linears=source.linears, kept=source.kept
+    )
+    kinds = tuple(_kinds(meta, source))
+    return Inventory(source.label, source.config, meta.layout, meta.kind, kinds, source.notes)
+
+
+def rehearse(
+    model: Any,
+    quantization_config: Any = None,
+    *,
+    settings: Settings,
+    lora_config: Any = None,
+    trust_remote_code: bool = False,
+) -> tuple[MemoryPlan, tuple[StepMoment, ...]]:
+    """Return the plan of one training step on one device, and the step's moments in their order.
+
+    Other arguments are those of `plan`, and so are errors. The moments are of a device that holds
+    the whole model; the plan's peak is the largest of them.
+    """
+    check_settings(settings)
+    source = source_of(model, quantization_config, None, trust_remote_code)
+    planner = Planner(source, settings, lora_config)
+    return planner.report(()), planner.moments()
+
+
+def _kinds(meta: meta_model.MetaModel, source: ModelSource) -> Iterator[KindBytes]:
+    plain = dict(_tensors(source.build()))
+    weights: Counter[str] = Counter()
+    before, codes, statistics = Counter[str](), Counter[str](), Counter[str]()
+    held: set[int] = set()
+    for part in meta.parts:
+        kind = "Linear layers" if part.linear else "experts"
+        if id(part.weight.owner) in held:
+            continue
+        tensors = (part.weight.codes, *part.weight.statistics)
+        held |= {id(part.weight.owner)} | {tensor.untyped_storage()._cdata for tensor in tensors}
+        weight = plain.get(f"{part.module}.{part.leaf}".lstrip("."))
+        numel = part.weight.numel
+        loaded = numel * part.weight.dtype.itemsize
+        if weight is not None and weight.numel() == numel and weight.is_floating_point():
+            loaded = weight.nbytes  # else it comes packed
+        weights[kind] += numel
+        before[kind] += loaded
+        codes[kind] += part.weight.codes.nbytes
+        statistics[kind] += part.statistics
+    kind_of = _kind_of_plain(meta)
+    for name, tensor in _tensors(meta.base):
+        if id(tensor) in held or tensor.untyped_storage()._cdata in held:
+            continue
+        held.add(id(tensor))
+        kind = kind_of.get(id(tensor)) or ("experts" if meta.layout.find(name) else KINDS[-1])
+        weights[kind] += tensor.numel()
+        before[kind] += tensor.nbytes
+        codes[kind] += tensor.nbytes
+    for kind in KINDS:
+        if weights[kind]:
+            yield KindBytes(kind, weights[kind], before[kind], codes[kind], statistics[kind])
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _kind_of_plain(meta: meta_model.MetaModel) -> dict[int, str]:
+    """Return the kind of tensors that are not packed, by id, where their module tells it."""
+    kinds: dict[int, str] = {}
+    modules = dict(meta.base.named_modules())
+    routers = {router.name for router in meta.layout.routers}
+    try:
+        head = meta.base.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        head = None
+    for name, module in modules.items():
+        table = isinstance(module, nn.Embedding) or module is head
+        kind = "embeddings and head" if table else "routers" if name in routers else None
+        for key, tensor in module.named_parameters(recurse=kind == "routers"):
+            if kind or f"{name}.{key}".lstrip(".") in routers:
+                kinds.setdefault(id(tensor), kind or "routers")
+    return kinds

@@ -1,0 +1,13 @@
+"""The page that `moe_qlora.write_report` and `moe-qlora report` write.
+
+What goes in is anything a person can name: a checkpoint, an adapter, a Trainer's run, a live model.
+What comes out is one HTML file without scripts and without links to elsewhere. Open write.py first.
+
+    write.py        the public function: what is measured, in which order
+    subject.py      what was named -> model, weights, adapter, log
+    pieces.py       the records in between, each measured or `Missing` with the reason
+    model.py        layout, bytes, a rehearsed step;  error.py, lora.py, training.py: one piece each
+    routing.py      which experts a text goes to;  text.py: JSONL and text files as token ids
+    charts.py       numbers -> places and paths
+    page.py         records -> HTML, with the templates beside it
+"""

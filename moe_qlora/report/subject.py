@@ -1,0 +1,130 @@
+"""What a report is about: a checkpoint, an adapter, a Trainer's run or a live model.
+
+Its parts are found in what was named:
+
+    checkpoint folder, packed or not    model and weights
+    adapter folder                      adapter; the model is the base that it names, or `base`
+    folder of a Trainer's run           its log, and the adapter or model that it saved, in the
+                                        folder itself or in its latest checkpoint
+    anything else that `plan` takes     model
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..build.files import read_json
+from ..checkpoint.adapter import CONFIG as ADAPTER_CONFIG
+from ..errors import CheckpointError, ConfigError
+
+LOG = "trainer_state.json"
+MODEL_CONFIG = "config.json"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The parts of what was named; those that it does not have are None."""
+
+    title: str
+    source: str
+    model: Any = None  # What `plan` takes
+    weights: Path | None = None  # Folder of the model's weights
+    adapter: Path | None = None  # Folder
+    log: Path | None = None  # File
+    live: Any = None  # The model itself, where it is in memory
+    no_model: str = ""  # Why there is no model, a sentence
+
+
+def subject_of(source: Any, base: str | Path | None = None) -> Subject:
+    """Look at what a report is to be about; `base` is the model that an adapter was trained on.
+
+    A folder that is neither a checkpoint, nor an adapter, nor a run is a `CheckpointError`.
+    """
+    if isinstance(source, nn.Module):
+        return _of_live(source)
+    if isinstance(source, PretrainedConfig):
+        name = source.name_or_path or source.model_type
+        return Subject(str(name), str(name), source)
+    if not isinstance(source, (str, Path)):
+        raise ConfigError(
+            f"source is a {type(source).__name__}; give a model, a transformers configuration, a "
+            "folder, or what moe-qlora dump takes."
+        )
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        return Subject(path.name or str(source), str(source), str(source))
+    return _of_folder(path, base)
+
+
+def _of_live(model: Any) -> Subject:
+    adapted = hasattr(model, "peft_config")
+    config = getattr(model, "config", None)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name = getattr(config, "name_or_path", "") or type(inner).__name__
+    weights = Path(name) if name and Path(name).is_dir() else None
+    described = config if adapted else model
+    title = weights.name if weights else str(name)
+    return Subject(title, str(name), described, weights=weights, live=model)
+
+
+def _of_folder(folder: Path, base: str | Path | None) -> Subject:
+    latest = _latest_checkpoint(folder)
+    own = [folder, *([latest] if latest else [])]
+    log = next((place / LOG for place in own if (place / LOG).is_file()), None)
+    saved = next((p for p in own if _has(p, ADAPTER_CONFIG) or _has(p, MODEL_CONFIG)), None)
+    title = folder.resolve().name
+    subject = Subject(title, str(folder), log=log)
+    if saved is not None and _has(saved, ADAPTER_CONFIG):
+        return _with_base(replace(subject, adapter=saved), saved, base)
+    if saved is not None:
+        return replace(subject, model=str(saved), weights=saved)
+    if base is not None:
+        return _with_base(subject, folder, base)
+    if log is None:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint, adapter or Trainer's run: it has no {MODEL_CONFIG}, "
+            f"{ADAPTER_CONFIG} or {LOG}; name a folder that has one."
+        )
+    return replace(
+        subject, no_model="The run's folder holds no model or adapter; name its model with base."
+    )
+
+
+def _with_base(subject: Subject, adapter: Path, base: str | Path | None) -> Subject:
+    """Add the model that an adapter was trained on."""
+    name = base
+    if name is None:
+        name = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(name, (str, Path)) or not str(name).strip():
+        return replace(
+            subject, no_model="The adapter does not say which model it is for; name it with base."
+        )
+    beside = adapter / name
+    place = beside if not Path(name).is_dir() and beside.is_dir() else Path(name)
+    if not place.is_dir() and base is None and (place.is_absolute() or str(name).count("/") > 1):
+        return replace(
+            subject,
+            no_model=f"The adapter is for {name}, which is not here; name its model with base.",
+        )
+    return replace(subject, model=str(place), weights=place if place.is_dir() else None)
+
+
+def _latest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint of the most steps in a run's folder."""
+    steps = {}
+    for path in folder.iterdir():
+        match = _CHECKPOINT.fullmatch(path.name)
+        if match and path.is_dir():
+            steps[int(match[1])] = path
+    return steps[max(steps)] if steps else None
+
+
+def _has(folder: Path, name: str) -> bool:
+    return (folder / name).is_file()

@@ -1,0 +1,107 @@
+"""The user's own text, as token ids: from a JSONL file, a plain text file, or a list of strings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..build.files import check_depth
+from ..errors import CheckpointError, ConfigError
+
+_LONGEST_LINE = 16 << 20  # characters
+_MESSAGES = ("messages", "conversations", "conversation")
+_JOINED = (("prompt", "completion"), ("prompt", "chosen"), ("instruction", "input", "output"))
+
+
+def texts_of(text: str | Path | Iterable[str]) -> Iterator[str | list[dict[str, Any]]]:
+    """Yield the texts of a sample, one at a time; a conversation as its messages.
+
+    A line of a .jsonl file holds a string, or an object with `text`, `messages`, `prompt` and
+    `completion`, or `instruction` and `output`. Any other file is one text for each paragraph. A
+    list gives its strings.
+    """
+    if not isinstance(text, (str, Path)):
+        yield from text
+        return
+    file = Path(text).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"text is {text}, which is no file; name a JSONL or text file.")
+    try:
+        with file.open(encoding="utf-8") as lines:
+            if file.suffix.lower() in (".jsonl", ".ndjson"):
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield _text_of_row(_row(file, number, line), f"{file}, line {number}")
+            else:
+                paragraphs = lines.read(_LONGEST_LINE).split("\n\n")
+                yield from (part.strip() for part in paragraphs if part.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+
+
+def _row(file: Path, number: int, line: str) -> Any:
+    try:
+        if len(line) > _LONGEST_LINE:
+            raise ValueError("it is too long")
+        row = json.loads(line)
+        check_depth(row)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}, line {number} is no valid JSON: {error}.") from error
+    return row
+
+
+def _text_of_row(row: Any, where: str) -> str | list[dict[str, Any]]:
+    if isinstance(row, str):
+        return row
+    if isinstance(row, dict):
+        if isinstance(row.get("text"), str):
+            return row["text"]
+        for name in _MESSAGES:
+            if isinstance(row.get(name), list):
+                return [_message(item, where) for item in row[name]]
+        for names in _JOINED:
+            parts = [row.get(name) for name in names]
+            if isinstance(parts[0], str) and isinstance(parts[-1], str):
+                return "\n".join(part for part in parts if isinstance(part, str) and part)
+    raise CheckpointError(
+        f"{where} has no text: expected a string, or an object with text, messages, prompt and "
+        "completion, or instruction and output."
+    )
+
+
+def _message(item: Any, where: str) -> dict[str, Any]:
+    if isinstance(item, dict):
+        content = item.get("content", item.get("value"))
+        if isinstance(content, str):
+            return {"role": str(item.get("role", item.get("from", "user"))), "content": content}
+    raise CheckpointError(f"{where} has a message without role and content as strings.")
+
+
+def token_ids(
+    texts: Iterable[str | list[dict[str, Any]]], tokenizer: Any, *, longest: int, most: int
+) -> list[list[int]]:
+    """Return the ids of each text, cut to `longest`, until `most` tokens are there.
+
+    Conversations go through the tokenizer's chat template where it has one.
+    """
+    rows: list[list[int]] = []
+    left = most
+    for text in texts:
+        if left <= 0:
+            break
+        ids = _ids(text, tokenizer)[: min(longest, left)]
+        if ids:
+            rows.append(ids)
+            left -= len(ids)
+    return rows
+
+
+def _ids(text: str | Sequence[dict[str, Any]], tokenizer: Any) -> list[int]:
+    if isinstance(text, str):
+        return list(tokenizer(text)["input_ids"])
+    if getattr(tokenizer, "chat_template", None):
+        shown = tokenizer.apply_chat_template(list(text), tokenize=False)
+        return list(tokenizer(shown, add_special_tokens=False)["input_ids"])
+    return list(tokenizer("\n".join(message["content"] for message in text))["input_ids"])

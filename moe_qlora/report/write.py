@@ -1,0 +1,211 @@
+"""`moe_qlora.write_report`: measure what can be measured of a model, and write it as one page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import transformers
+
+from ..checkpoint.staging import replace_file
+from ..errors import ConfigError, MoeQloraError
+from ..layout import ModelLayout
+from ..memory.rehearsal import Inventory, take_inventory
+from ..memory.source import bnb_config, source_of
+from ..progress import Progress, reporting
+from . import error as errors
+from . import lora, model, page, routing, training
+from .pieces import (
+    LoraPiece,
+    MemoryPiece,
+    Missing,
+    Report,
+    TrainingPiece,
+)
+from .subject import Subject, subject_of
+
+_Piece = TypeVar("_Piece")
+
+
+def write_report(
+    source: Any,
+    out: str | Path,
+    *,
+    against: str | Path | None = None,
+    text: str | Path | Iterable[str] | None = None,
+    base: str | Path | None = None,
+    tokenizer: Any = None,
+    quantization_config: Any = None,
+    batch: int | None = None,
+    seq: int = 4096,
+    max_tokens: int = 16384,
+    trust_remote_code: bool = False,
+    progress: bool | Progress | None = None,
+) -> Report:
+    """Write one self-contained HTML page about a model, an adapter or a training run.
+
+    What cannot be measured from what was given says so on the page, in a sentence.
+
+    Args:
+        source: A checkpoint folder, packed or not; an adapter's folder; the folder of a Trainer's
+            run; a configuration, path, model type or hub id as `plan` takes it; or a live model.
+        out: The file to write; an existing one is replaced at once when the page is complete.
+        against: The checkpoint that a packed folder was packed from: shows the quantization error.
+        text: A JSONL or text file, or strings: shows which experts these texts go to, which loads
+            and runs the model.
+        base: The model of an adapter or run, where its own folder does not name one that is here.
+        tokenizer: Reads `text`; None takes that of the adapter's or the model's folder.
+        quantization_config: As `plan` takes it.
+        batch: Sequences in the rehearsed step; None is what a run's log says, else 1.
+        seq: Tokens in each.
+        max_tokens: Most tokens of `text`.
+        trust_remote_code: Run model code that the folders bring.
+        progress: True for a bar, or a function as `quantize_experts` takes it.
+
+    Returns:
+        What is on the page, as records.
+
+    Raises:
+        CheckpointError: A folder or file is none, or damaged.
+        ConfigError: A setting makes no sense, or `out` cannot be written.
+    """
+    target = Path(out).expanduser()
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        raise ConfigError(
+            f"out is {target}, which is no file that can be written; name one in a folder that "
+            "exists."
+        )
+    for name, value in {"seq": seq, "max_tokens": max_tokens, "batch": batch or 1}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
+    subject = subject_of(source, base)
+    with reporting(progress, "Reading", "Written", stderr=True, transient=True) as tell:
+        collector = _Collector(subject, quantization_config, trust_remote_code, tell)
+        report = collector.report(against, text, tokenizer, batch, seq, max_tokens)
+        content = page.render(report).encode("utf-8")
+    try:
+        replace_file(target, content)
+    except OSError as error:
+        raise ConfigError(
+            f"out is {target}, which cannot be written: {error.strerror}; name another file."
+        ) from error
+    return report
+
+
+class _Collector:
+    """Measures the pieces of one report, in turn."""
+
+    def __init__(self, subject: Subject, quantization: Any, remote: bool, tell: Progress) -> None:
+        self.subject, self.remote, self.tell = subject, remote, tell
+        self.quantization = quantization
+        self.inventory: Inventory | Missing = Missing(subject.no_model or _NO_MODEL)
+        if subject.model is not None:
+            self.inventory = self._inventory()
+
+    def _inventory(self) -> Inventory | Missing:
+        self.tell(0, _STEPS, "layout")
+        count = lambda: take_inventory(  # noqa: E731
+            self.subject.model, self.quantization, trust_remote_code=self.remote
+        )
+        # Where there is nothing besides, the error is the answer.
+        alone = self.subject.log is None and self.subject.adapter is None
+        return count() if alone else _unless(count)
+
+    def report(
+        self, against: Any, text: Any, tokenizer: Any, batch: int | None, seq: int, most: int
+    ) -> Report:
+        """Measure everything."""
+        subject = self.subject
+        done = training.read_log(subject.log)
+        run = done if isinstance(done, TrainingPiece) else None
+        self.tell(1, _STEPS, "quantization error")
+        error = errors.measure(subject.weights, against, trust_remote_code=self.remote)
+        self.tell(2, _STEPS, "memory of a step")
+        memory = self._memory(batch or (run and run.batch) or 1, seq)
+        covered = self._lora()
+        self.tell(3, _STEPS, "routing")
+        routed = routing.measure(
+            subject,
+            text,
+            tokenizer=tokenizer,
+            quantization_config=bnb_config(self.quantization),
+            most_tokens=most,
+            trust_remote_code=self.remote,
+        )
+        inventory = self.inventory
+        layout = inventory if isinstance(inventory, Missing) else model.describe(inventory)
+        notes = () if isinstance(inventory, Missing) else inventory.notes
+        if isinstance(memory, MemoryPiece):
+            notes = (*notes, *memory.plan.notes)
+        self.tell(_STEPS, _STEPS, "")
+        return Report(
+            subject.title,
+            subject.source,
+            _made(),
+            layout,
+            error,
+            routed,
+            covered,
+            memory,
+            done,
+            tuple(dict.fromkeys(notes)),
+        )
+
+    def _memory(self, batch: int, seq: int) -> MemoryPiece | Missing:
+        if isinstance(self.inventory, Missing):
+            return self.inventory
+        return _unless(
+            lambda: model.rehearsed(
+                self.subject.model,
+                self.quantization,
+                self.subject.adapter,
+                batch=batch,
+                seq=seq,
+                trust_remote_code=self.remote,
+            )
+        )
+
+    def _lora(self) -> LoraPiece | Missing:
+        subject = self.subject
+        if isinstance(self.inventory, Missing):
+            return self.inventory
+        layout: ModelLayout = self.inventory.layout
+        total = sum(kind.weights for kind in self.inventory.kinds)
+        if hasattr(subject.live, "peft_config"):
+            return _unless(lambda: lora.of_live(subject.live, layout, total))
+        if subject.adapter is None:
+            return Missing(
+                "There is no adapter: name the folder that save_pretrained wrote one to."
+            )
+        folder = subject.adapter
+
+        def of_folder() -> LoraPiece:
+            source = source_of(subject.model, self.quantization, None, self.remote)
+            return lora.of_folder(folder, source.build(), layout, total)
+
+        return _unless(of_folder)
+
+
+_STEPS = 4
+_NO_MODEL = "There is no model."
+
+
+def _unless(measure: Callable[[], _Piece]) -> _Piece | Missing:
+    """Return what was measured, or the sentence that says why it could not be."""
+    try:
+        return measure()
+    except MoeQloraError as error:
+        return Missing(str(error))
+
+
+def _made() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        own = f"moe-qlora {version('moe-qlora')}"
+    except PackageNotFoundError:
+        own = "moe-qlora"
+    now = datetime.now().astimezone()
+    return f"{now:%Y-%m-%d %H:%M}, {own}, transformers {transformers.__version__}"

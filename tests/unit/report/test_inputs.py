@@ -1,0 +1,216 @@
+"""What reports read: folders, logs and texts, whole, odd and damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_qlora.errors import CheckpointError, ConfigError, MoeQloraError
+from moe_qlora.report import text as texts
+from moe_qlora.report.pieces import Missing
+from moe_qlora.report.subject import subject_of
+from moe_qlora.report.training import read_log
+
+
+def write(file: Path, value: object) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(value))
+    return file
+
+
+def log(*entries: object, **more: object) -> dict[str, object]:
+    return {"log_history": list(entries), "global_step": 3, "max_steps": 4, "epoch": 0.5} | more
+
+
+def test_a_log(tmp_path):
+    file = write(
+        tmp_path / "trainer_state.json",
+        log(
+            {"step": 1, "loss": 2.5, "learning_rate": 1e-4},
+            {"step": 2, "loss": float("nan")},
+            {"step": 2, "eval_loss": 2.25},
+            {"step": 3, "loss": 2.0},
+            {"step": 1, "loss": 2.4},  # resumed
+            train_batch_size=4,
+        ),
+    )
+    piece = read_log(file)
+    assert (piece.steps, piece.max_steps, piece.epochs, piece.batch) == (3, 4, 0.5, 4)
+    assert piece.curve("loss").points == ((1.0, 2.4), (3.0, 2.0))
+    assert piece.curve("loss").lost == (2.0,)
+    assert piece.curve("eval_loss").points == ((2.0, 2.25),)
+    assert piece.curve("grad_norm") is None
+
+
+def test_a_run_without_losses_says_so(tmp_path):
+    assert "logging_steps" in read_log(write(tmp_path / "s.json", log({"step": 1}))).why
+    assert isinstance(read_log(None), Missing)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "{}", '{"log_history": 3}', "\udcff"])
+def test_a_damaged_log_is_named(tmp_path, content):
+    file = tmp_path / "trainer_state.json"
+    file.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
+        read_log(file)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+entries = st.lists(
+    st.dictionaries(st.sampled_from(["step", "loss", "eval_loss", "x"]), json_values) | json_values,
+    max_size=5,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(entries, json_values)
+def test_any_log_is_read_or_refused_in_a_sentence(tmp_path_factory, history, other):
+    file = tmp_path_factory.getbasetemp() / "any_state.json"
+    write(file, {"log_history": history, "global_step": other, "epoch": other, "max_steps": other})
+    try:
+        piece = read_log(file)
+    except MoeQloraError as error:
+        said = str(error)
+        assert str(file) in said
+    else:
+        curves = () if isinstance(piece, Missing) else piece.curves
+        assert all(
+            a[0] < b[0] for c in curves for a, b in zip(c.points, c.points[1:], strict=False)
+        )
+
+
+def test_folders_are_told_apart(tmp_path):
+    write(tmp_path / "model/config.json", {})
+    subject = subject_of(tmp_path / "model")
+    assert (subject.model, subject.weights) == (str(tmp_path / "model"), tmp_path / "model")
+    assert (subject.adapter, subject.log, subject.title) == (None, None, "model")
+
+    adapter = tmp_path / "adapter"
+    write(adapter / "adapter_config.json", {"base_model_name_or_path": str(tmp_path / "model")})
+    subject = subject_of(str(adapter))
+    assert (subject.adapter, subject.weights) == (adapter, tmp_path / "model")
+    assert subject_of(adapter, base="owner/name").model == "owner/name"
+
+    write(adapter / "adapter_config.json", {"base_model_name_or_path": "/gone/model"})
+    subject = subject_of(adapter)
+    assert subject.model is None and "/gone/model" in subject.no_model
+    write(adapter / "adapter_config.json", {"base_model_name_or_path": None})
+    assert "name it with base" in subject_of(adapter).no_model
+
+
+def test_a_run_has_its_latest_checkpoint(tmp_path):
+    write(tmp_path / "model/config.json", {})
+    run = tmp_path / "run"
+    for step in (9, 100, 20):
+        write(run / f"checkpoint-{step}/trainer_state.json", {})
+        config = {"base_model_name_or_path": str(tmp_path / "model")}
+        write(run / f"checkpoint-{step}/adapter_config.json", config)
+    subject = subject_of(run)
+    assert subject.adapter == run / "checkpoint-100"
+    assert subject.log == run / "checkpoint-100/trainer_state.json"
+    write(run / "trainer_state.json", {})
+    write(run / "adapter_config.json", {"base_model_name_or_path": str(tmp_path / "model")})
+    subject = subject_of(run)
+    assert (subject.adapter, subject.log) == (run, run / "trainer_state.json")
+    alone = write(tmp_path / "log/trainer_state.json", {}).parent
+    assert subject_of(alone).model is None
+    assert subject_of(alone, base=tmp_path / "model").weights == tmp_path / "model"
+
+
+def test_a_folder_of_nothing_and_a_source_of_another_kind(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint, adapter or Trainer's run"):
+        subject_of(tmp_path)
+    with pytest.raises(ConfigError, match="source is a int"):
+        subject_of(7)
+
+
+def lines(folder: Path, *rows: object) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return file
+
+
+def test_rows_of_every_kind(tmp_path):
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file = lines(
+        tmp_path,
+        {"text": "one"},
+        '"two"',
+        "",
+        {"prompt": "p", "completion": "c"},
+        {"instruction": "i", "input": "", "output": "o"},
+        {"messages": said},
+        {"conversations": [{"from": "human", "value": "v"}]},
+    )
+    assert list(texts.texts_of(file)) == [
+        "one",
+        "two",
+        "p\nc",
+        "i\no",
+        said,
+        [{"role": "human", "content": "v"}],
+    ]
+    plain = tmp_path / "a.txt"
+    plain.write_text("first\nline\n\n\n  second \n\n")
+    assert list(texts.texts_of(plain)) == ["first\nline", "second"]
+    assert list(texts.texts_of(["x", "y"])) == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "{",
+        "3",
+        "{}",
+        '{"text": 3}',
+        '{"messages": [3]}',
+        '{"messages": [{"role": "user"}]}',
+        "[" * 999,
+    ],
+)
+def test_a_row_without_text_is_named_by_its_line(tmp_path, row):
+    file = lines(tmp_path, {"text": "fine"}, row)
+    with pytest.raises(CheckpointError, match=r"rows\.jsonl, line 2"):
+        list(texts.texts_of(file))
+
+
+def test_a_text_that_is_no_file_and_one_that_is_binary(tmp_path):
+    with pytest.raises(ConfigError, match="is no file"):
+        list(texts.texts_of(tmp_path / "gone.jsonl"))
+    binary = tmp_path / "b.txt"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CheckpointError, match=r"b\.txt"):
+        list(texts.texts_of(binary))
+
+
+class Letters:
+    """A tokenizer of one id for each character."""
+
+    chat_template: str | None = None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> SimpleNamespace:
+        return {"input_ids": [1] * add_special_tokens + [ord(char) for char in text]}
+
+    def apply_chat_template(self, messages: list, tokenize: bool) -> str:
+        return "".join(f"<{message['content']}>" for message in messages)
+
+
+def test_tokens_stop_at_the_limits():
+    rows = texts.token_ids(["abc", "", "defgh", "ij"], Letters(), longest=4, most=9)
+    assert rows == [[1, 97, 98, 99], [1], [1, 100, 101, 102]]
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert texts.token_ids([said], Letters(), longest=9, most=9) == [[1, 97, 10, 98]]
+    templated = Letters()
+    templated.chat_template = "x"
+    assert texts.token_ids([said], templated, longest=9, most=9) == [[ord(c) for c in "<a><b>"]]

@@ -1,0 +1,260 @@
+"""Reports of real folders: what each piece says is what the parts themselves say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import moe_qlora
+from moe_qlora.checkpoint.verify import verify
+from moe_qlora.errors import CheckpointError, ConfigError
+from moe_qlora.report.pieces import (
+    ErrorPiece,
+    LayoutPiece,
+    LoraPiece,
+    MemoryPiece,
+    Missing,
+    RoutingPiece,
+    TrainingPiece,
+)
+from moe_qlora.testing import tiny_model
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+LAYERS, EXPERTS, TOP_K = 3, 8, 2  # of the inputs in conftest.py
+PIECES = ("layout", "error", "routing", "lora", "memory", "training")
+
+
+class Page(HTMLParser):
+    """Tags, ids, links and text of a page; unbalanced tags fail."""
+
+    VOID = {"meta", "link", "br", "wbr", "path", "rect"}
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.attributes: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self.feed(file.read_text(encoding="utf-8"))
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.attributes.append((tag, values))
+        self.ids += [values["id"]] if "id" in values else []
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag in ("li", "p") and self.open[-1] != tag:
+            return
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, tmp_path_factory):
+    """A report of a run with everything that can be measured, and its page."""
+    file = tmp_path_factory.mktemp("out") / "report.html"
+    report = moe_qlora.write_report(
+        inputs.run, file, against=inputs.plain, text=inputs.text, seq=128
+    )
+    return report, file
+
+
+def test_layout_and_bytes(whole, inputs):
+    layout = whole[0].layout
+    assert isinstance(layout, LayoutPiece)
+    assert (layout.layers, layout.experts, layout.top_k) == (LAYERS, (EXPERTS,), TOP_K)
+    assert {(g.role, g.count) for g in layout.groups} == {("gate_up", LAYERS), ("down", LAYERS)}
+    assert layout.packed == "nf4"
+    plan = moe_qlora.plan(str(inputs.packed), search=False)
+    assert (layout.before, layout.after) == (plan.unpacked, plan.resident)
+
+
+def test_errors_are_those_of_verify(whole, inputs):
+    error = whole[0].error
+    assert isinstance(error, ErrorPiece)
+    expected = verify(inputs.packed, inputs.plain).errors
+    maps = {one.pattern.split(" ")[0]: one for one in error.maps}
+    for one in expected:
+        if one.expert:
+            layer = re.search(r"\d+", one.name)[0]
+            row = maps[one.name.replace(f".{layer}.", ".*.")]
+            assert row.errors[row.layers.index(layer)] == one.experts
+    linears = [one for one in expected if not one.expert]
+    assert sum(group.count for group in error.linears) == len(linears)
+    worst = max(error.linears, key=lambda group: group.worst)
+    assert worst.worst == max(one.relative for one in linears)
+
+
+def test_routing_is_what_the_routers_chose(whole, inputs):
+    """Against router logits of the adapted model, which transformers returns itself."""
+    routing = whole[0].routing
+    assert isinstance(routing, RoutingPiece)
+    assert routing.adapted
+    rows = [json.loads(line)["text"].encode() for line in inputs.text.read_text().splitlines()]
+    assert (routing.texts, routing.tokens) == (len(rows), sum(map(len, rows)))
+    with moe_qlora.enabled():
+        model = AutoModelForCausalLM.from_pretrained(inputs.packed)
+    model = moe_qlora.load_adapter(model, inputs.run / "checkpoint-4").eval()
+    tokenizer = AutoTokenizer.from_pretrained(inputs.packed)
+    counts = torch.zeros(LAYERS, EXPERTS, dtype=torch.long)
+    for row in rows:
+        with torch.no_grad():
+            ids = torch.tensor([tokenizer(row.decode())["input_ids"]])
+            out = model(input_ids=ids, output_router_logits=True)
+        for layer, logits in enumerate(out.router_logits):
+            for choice in logits.reshape(-1, EXPERTS).topk(TOP_K).indices.flatten():
+                counts[layer, choice] += 1
+    assert [list(layer.counts) for layer in routing.layers] == counts.tolist()
+
+
+def test_lora_is_what_the_adapter_holds(whole, inputs):
+    lora = whole[0].lora
+    assert isinstance(lora, LoraPiece)
+    stored = load_file(inputs.run / "checkpoint-4/adapter_model.safetensors")
+    assert lora.trained == sum(tensor.numel() for tensor in stored.values())
+    covered = {g.pattern.rpartition(".")[2]: (g.covered, g.count) for g in lora.groups}
+    assert covered == {
+        "gate_up_proj": (LAYERS, LAYERS),
+        "down_proj": (LAYERS, LAYERS),
+        "q_proj": (LAYERS, LAYERS),
+        "v_proj": (LAYERS, LAYERS),
+        "k_proj": (0, LAYERS),
+        "o_proj": (0, LAYERS),
+        "lm_head": (0, 1),
+    }
+    assert all(group.ranks == (4,) for group in lora.groups if group.covered)
+
+
+def test_the_rehearsed_step_trains_what_the_adapter_does(whole):
+    memory, lora = whole[0].memory, whole[0].lora
+    assert isinstance(memory, MemoryPiece)
+    assert memory.plan.trained_weights == lora.trained
+    assert (memory.plan.settings.batch, memory.plan.settings.seq) == (12, 128)  # as the run had it
+    assert max(moment.nbytes for moment in memory.moments) == memory.plan.peak.nbytes
+
+
+def test_curves_are_those_of_the_run(whole, inputs):
+    training = whole[0].training
+    assert isinstance(training, TrainingPiece)
+    state = json.loads((inputs.run / "checkpoint-4/trainer_state.json").read_text())
+    losses = [(e["step"], e["loss"]) for e in state["log_history"] if "loss" in e]
+    assert list(training.curve("loss").points) == losses and len(losses) == 4
+
+
+def test_the_page_is_well_formed_alone_and_described(whole):
+    page = Page(whole[1])
+    assert len(page.ids) == len(set(page.ids))
+    assert "Not measured" not in page.text
+    for tag, values in page.attributes:
+        assert tag not in ("script", "img", "iframe", "object", "form", "base")
+        assert not any(name.startswith("on") for name in values)
+        for name in ("href", "src"):
+            assert values.get(name, "#").startswith(("#", "data:,"))
+        if values.get("role") == "img":
+            labels = values["aria-labelledby"].split()
+            assert len(labels) == 2 and set(labels) <= set(page.ids)
+    assert {v["href"][1:] for t, v in page.attributes if t == "a"} <= set(page.ids)
+    style = whole[1].read_text().split("<style>")[1].split("</style>")[0]
+    assert "url(" not in style and "@import" not in style
+    assert "prefers-color-scheme: dark" in style
+
+
+@pytest.mark.parametrize("missing", ["text", "against", "weights", "adapter", "model"])
+def test_what_is_missing_says_so(inputs, tmp_path, missing):
+    file = tmp_path / "report.html"
+    source = {
+        "text": lambda: inputs.packed,
+        "against": lambda: inputs.packed,
+        "weights": lambda: tiny_model("qwen3_moe", device="meta").config,
+        "adapter": lambda: inputs.plain,
+        "model": lambda: inputs.run / "checkpoint-4/trainer_state.json",
+    }[missing]()
+    if missing == "model":  # a log, and nothing else
+        folder = tmp_path / "log"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_bytes(source.read_bytes())
+        source = folder
+    report = moe_qlora.write_report(source, file, seq=64)
+    without = {name for name in PIECES if isinstance(getattr(report, name), Missing)}
+    expected = {
+        "text": {"error", "routing", "lora", "training"},
+        "against": {"error", "routing", "lora", "training"},
+        "weights": {"error", "routing", "lora", "training"},
+        "adapter": {"error", "routing", "lora", "training"},
+        "model": {"layout", "error", "routing", "lora", "memory"},
+    }[missing]
+    assert without == expected
+    page = Page(file)
+    for name in without:
+        why = getattr(report, name).why
+        assert why.endswith(".") and why in page.text
+
+
+def test_a_live_model_and_texts_of_a_notebook(inputs, tmp_path):
+    with moe_qlora.enabled():
+        model = AutoModelForCausalLM.from_pretrained(inputs.packed)
+    config = LoraConfig(r=2, target_modules=["k_proj"])
+    adapted = moe_qlora.get_peft_model(model, config, experts=True).train()
+    file = tmp_path / "live.html"
+    report = moe_qlora.write_report(adapted, file, text=["some text", "more"], seq=64)
+    assert isinstance(report.routing, RoutingPiece)
+    assert report.routing.tokens == len("some textmore")
+    assert {sum(layer.counts) for layer in report.routing.layers} == {13 * TOP_K}
+    assert report.lora.trained == adapted.get_nb_trainable_parameters()[0]
+    assert {g.pattern.rpartition(".")[2] for g in report.lora.groups if g.covered} == {
+        "gate_up_proj",
+        "down_proj",
+        "k_proj",
+    }
+    assert report.layout.packed == "nf4" and report.layout.layers == LAYERS
+    assert isinstance(report.memory, MemoryPiece)
+    assert adapted.training
+
+
+def test_names_of_others_are_text_on_the_page(inputs, tmp_path):
+    folder = tmp_path / "<script>alert(1)<b>\u202e"
+    shutil.copytree(inputs.plain, folder)
+    out = tmp_path / "report.html"
+    moe_qlora.write_report(folder, out, seq=64)
+    content = out.read_text(encoding="utf-8")
+    assert "<script" not in content and "\u202e" not in content
+    assert "<script>alert(1)<b>\\u202e" in Page(out).text
+
+
+def test_errors_are_sentences_and_leave_no_file(inputs, tmp_path):
+    out = tmp_path / "report.html"
+    with pytest.raises(ConfigError, match="seq is 0"):
+        moe_qlora.write_report(inputs.plain, out, seq=0)
+    with pytest.raises(ConfigError, match="no file that can be written"):
+        moe_qlora.write_report(inputs.plain, tmp_path)
+    with pytest.raises(ConfigError, match="no file that can be written"):
+        moe_qlora.write_report(inputs.plain, tmp_path / "gone/report.html")
+    with pytest.raises(CheckpointError, match="without config"):
+        moe_qlora.write_report(inputs.packed, out, against=tmp_path)
+    with pytest.raises(CheckpointError, match="no checkpoint, adapter or Trainer's run"):
+        moe_qlora.write_report(tmp_path, out)
+    with pytest.raises(ConfigError, match="is no file"):
+        moe_qlora.write_report(inputs.packed, out, text=tmp_path / "gone.txt")
+    assert not list(tmp_path.iterdir())
