@@ -30,6 +30,13 @@ COLORS = dict(
         strict=True,
     )
 )
+PLOTS = {
+    "codecs": "held-out loss over bf16, by codec",
+    "ranks": "held-out loss by rank and by learning rate",
+    "chosen": "what is gained, by which experts have LoRA",
+    "errors": "error by use",
+    "tokens": "loss over bf16 by how rare a token's experts are",
+}
 CHOSEN = ("all", "by use", "hot-50", "hot-25", "random-25", "cold-25")
 
 Row = dict[str, Any]
@@ -51,11 +58,15 @@ def main() -> None:
         "errors": error_table(experts),
         "tokens": token_table(tokens),
     }
+    draw(results, runs, experts, tokens)
+    folder = "results/" if results == HERE / "results" else ""
+    for name, words in PLOTS.items():
+        if (results / f"{name}.svg").exists():
+            tables[name] = f"![{words}]({folder}{name}.svg)\n\n{tables[name]}"
     page = HERE / "README.md" if results == HERE / "results" else results / "README.md"
     if not page.exists():
         page.write_text((HERE / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
     page.write_text(fill(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
-    draw(results, runs, experts, tokens)
 
 
 def read(file: Path) -> list[Row]:
