@@ -121,7 +121,8 @@ def train(folder: Path) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    testing.tiny_model("qwen3_moe").save_pretrained(folder / "model")
+    tiny: Any = testing.tiny_model("qwen3_moe")
+    tiny.save_pretrained(folder / "model")
     bnb_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
     def load() -> Any:
@@ -132,9 +133,10 @@ def train(folder: Path) -> None:
 
     torch.manual_seed(0)
     lora_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    model = moe_qlora.get_peft_model(load(), lora_config, experts=True).train()
+    model: Any = moe_qlora.get_peft_model(load(), lora_config, experts=True).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
+
     rows = testing.tiny_inputs(model.get_base_model())["input_ids"]
     losses = []
     for _ in range(STEPS):

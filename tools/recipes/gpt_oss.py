@@ -1,0 +1,74 @@
+"""Train LoRA on the attention and all experts of gpt-oss-20b, on the MXFP4 codes of its checkpoint.
+
+    python tools/recipes/gpt_oss.py data.jsonl out                 {"text": "..."} on each line
+    moe-qlora plan openai/gpt-oss-20b --gpus 24GiB --targets attention,experts
+
+The experts keep the codes that OpenAI published, bit for bit, so that the adapter is trained on
+what engines serve; attention is packed to nf4. The plan says 24.0 GB at 4,096 tokens with Liger's
+loss, and that 3,008 tokens fit 24 GB without.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainingArguments,
+)
+
+import moe_qlora
+
+parser = argparse.ArgumentParser()
+parser.add_argument("data", type=Path, help='JSON Lines with a "text"')
+parser.add_argument("out", type=Path, help="folder for the adapter")
+parser.add_argument("--model", default="openai/gpt-oss-20b", help="folder or hub id")
+parser.add_argument("--seq", type=int, default=2048, help="tokens in a row")
+parser.add_argument("--steps", type=int, default=200)
+options = parser.parse_args()
+gpu = torch.cuda.is_available()
+dtype = torch.bfloat16 if gpu else torch.float32
+
+tokenizer = AutoTokenizer.from_pretrained(options.model)
+texts = [json.loads(line)["text"] for line in options.data.read_text("utf-8").splitlines()]
+ids = [t for text in texts for t in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
+blocks = [ids[i : i + options.seq] for i in range(0, len(ids) - options.seq + 1, options.seq)]
+rows = [{"input_ids": block, "labels": block} for block in blocks]
+
+bnb_config = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=dtype,
+)
+with moe_qlora.enabled(keep_codes=True):  # else MXFP4 would be packed to nf4
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, quantization_config=bnb_config, dtype=dtype, device_map="auto"
+    )
+attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+lora_config = LoraConfig(r=16, lora_alpha=32, target_modules=attention)
+model = moe_qlora.get_peft_model(model, lora_config, experts=True)
+model.config.use_cache = False
+if gpu:
+    moe_qlora.graph_layers(model)
+args = TrainingArguments(
+    output_dir=options.out,
+    max_steps=options.steps,
+    per_device_train_batch_size=1,
+    gradient_accumulation_steps=8,
+    learning_rate=2e-4,
+    optim="adamw_torch_fused",
+    gradient_checkpointing=True,  # for what graphs do not record
+    use_liger_kernel=gpu,
+    use_cpu=not gpu,
+    logging_steps=1,
+    save_strategy="no",
+    report_to=[],
+)
+Trainer(model, args, train_dataset=rows).train()
+model.save_pretrained(options.out)

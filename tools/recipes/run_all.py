@@ -1,0 +1,215 @@
+"""Run every recipe of this folder once, on models of full width with a few layers, made here.
+
+    python tools/recipes/run_all.py                      on a GPU: a few minutes, no download
+    python tools/recipes/run_all.py --only dpo,grpo
+    python tools/recipes/run_all.py --tiny               on a CPU: tiny models, to see that it runs
+
+Each recipe is a process of its own, as a user starts it. Weights are random, so only a falling loss
+and what is saved say that it works: a line for each has the first and the last loss, the adapters
+that were saved, and the seconds. The exit code is 1 where a recipe failed. Those for which a package is
+missing are left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "bench"))  # shapes.py, for published sizes
+
+DEEPSEEK_V2_LITE = {
+    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 102400,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+LOSS = r"(?:(?<![a-z_])loss'?:? '?|^(?:nothing|both) .* )([\d.]+)"
+EXPERT_KEYS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a recipe is run here.
+
+    Attributes:
+        model: Of `MODELS`.
+        data: Of `DATA`.
+        needs: Packages beside those of the project.
+        launcher: What stands before the script, behind Python.
+        arguments: Further ones.
+    """
+
+    model: str
+    data: str = "text"
+    needs: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ("--seq", "512")
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{gpus}")
+RECIPES = {
+    "qwen3_24gb": Recipe("qwen3_moe"),
+    "gpt_oss": Recipe("gpt_oss"),
+    "mixtral": Recipe("mixtral"),
+    "deepseek": Recipe("deepseek_v2"),
+    "glm_air_80gb": Recipe("glm4_moe"),
+    "attention_or_experts": Recipe("qwen3_moe"),
+    "two_gpus": Recipe("glm4_moe", launcher=TORCHRUN),
+    "dpo": Recipe("qwen3_moe", "pairs", ("trl", "datasets")),
+    "grpo": Recipe("qwen3_moe", "tasks", ("trl", "datasets"), arguments=("--length", "16")),
+}
+DATA: dict[str, Callable[[int], dict[str, str]]] = {
+    "text": lambda i: {"text": " ".join(WORDS[(i + j) % 10] for j in range(200))},
+    "pairs": lambda i: {
+        "prompt": f"After {WORDS[i % 10]} comes",
+        "chosen": f" {WORDS[(i + 1) % 10]}",
+        "rejected": f" {WORDS[(i + 5) % 10]}",
+    },
+    "tasks": lambda i: {"prompt": f"After {WORDS[i % 10]} comes", "answer": WORDS[(i + 1) % 10]},
+}
+
+
+def main() -> int:
+    options = _options()
+    rows = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as root:
+        folder = Path(root)
+        for kind, make in DATA.items():
+            lines = [json.dumps(make(i)) for i in range(60)]
+            (folder / f"{kind}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        for name in options.only.split(",") if options.only else RECIPES:
+            recipe = RECIPES[name]
+            missing = [p for p in recipe.needs if importlib.util.find_spec(p) is None]
+            if missing:
+                rows.append((name, f"left out: {', '.join(missing)} not installed"))
+            else:
+                model = folder / recipe.model
+                if not model.exists():
+                    write_model(model, recipe.model, tiny=options.tiny, layers=options.layers)
+                rows.append((name, run(name, recipe, folder, options)))
+            print(f"{rows[-1][0]:22}{rows[-1][1]}", flush=True)
+    return int(any(text.startswith("FAILED") for _, text in rows))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", help="names of recipes, by comma")
+    parser.add_argument("--layers", type=int, default=2, help="decoder layers of each model")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--tiny", action="store_true", help="tiny models, for a CPU")
+    parser.add_argument("--folder", type=Path, help="where models are made; a temporary one")
+    return parser.parse_args()
+
+
+def run(name: str, recipe: Recipe, folder: Path, options: argparse.Namespace) -> str:
+    """Run one recipe and say what came of it, in a line."""
+    import torch
+
+    gpus = str(max(1, min(2, torch.cuda.device_count())))
+    arguments = recipe.arguments
+    if options.tiny and "--seq" in arguments:
+        arguments = ("--seq", "64")
+    command = [
+        sys.executable,
+        *(part.format(gpus=gpus) for part in recipe.launcher),
+        str(HERE / f"{name}.py"),
+        *(str(folder / f"{recipe.data}.jsonl"), str(folder / "out" / name)),
+        *("--model", str(folder / recipe.model), "--steps", str(options.steps), *arguments),
+    ]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE.parents[1])}
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    seconds = time.perf_counter() - began
+    if done.returncode:
+        return f"FAILED after {seconds:.0f} s: {done.stdout[-800:]}\n{done.stderr[-3000:]}"
+    losses = [float(value) for value in re.findall(LOSS, done.stdout, re.MULTILINE)]
+    saved = len(list((folder / "out" / name).rglob("adapter_model.safetensors")))
+    graphs = [line for line in done.stderr.splitlines() if "graph_layers:" in line]
+    first, last = (f"{losses[0]:.3f}", f"{losses[-1]:.3f}") if losses else ("", "")
+    return f"loss {first} -> {last}, {saved} saved, {seconds:.0f} s {' '.join(graphs[:1])}"
+
+
+def write_model(folder: Path, model_type: str, *, tiny: bool, layers: int = 2) -> None:
+    """Save a random model of this type, and a tokenizer of bytes, as a checkpoint's folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from moe_qlora.testing import tiny_model
+
+    torch.manual_seed(0)
+    model: Any
+    if tiny:
+        model = tiny_model(model_type, vocab_size=300)
+    else:
+        from shapes import _cut, whole_config
+        from transformers import DeepseekV2Config
+
+        if model_type == "deepseek_v2":
+            config: Any = DeepseekV2Config(**_cut(DEEPSEEK_V2_LITE, layers))
+        else:
+            config = whole_config(model_type, layers=layers)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    if model_type == "gpt_oss":
+        quantize_as_published(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Save a tokenizer with a token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = ["<|end|>", "<|pad|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>"
+    ).save_pretrained(folder)
+
+
+def quantize_as_published(folder: Path) -> None:
+    """Put random MXFP4 codes in the place of a saved gpt-oss's experts, under their keys."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for key in [key for key in tensors if key.endswith(EXPERT_KEYS)]:
+            experts, inner, out = tensors.pop(key).shape
+            blocks = torch.randint(256, (experts, out, inner // 32, 16), dtype=torch.uint8)
+            tensors[f"{key}_blocks"] = blocks
+            tensors[f"{key}_scales"] = torch.full(blocks.shape[:-1], 120, dtype=torch.uint8)
+        save_file(tensors, file, {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        table = json.loads(index.read_text("utf-8"))
+        for key in [key for key in table["weight_map"] if key.endswith(EXPERT_KEYS)]:
+            home = table["weight_map"].pop(key)
+            table["weight_map"] |= {f"{key}_blocks": home, f"{key}_scales": home}
+        index.write_text(json.dumps(table), encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
