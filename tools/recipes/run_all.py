@@ -6,8 +6,8 @@
 
 Each recipe is a process of its own, as a user starts it. Weights are random, so only a falling loss
 and what is saved say that it works: a line for each has the first and the last loss, the adapters
-that were saved, and the seconds. The exit code is 1 where a recipe failed. Those for which a package is
-missing are left out, with the reason.
+that were saved, and the seconds. The exit code is 1 where a recipe failed. Those for which a
+package is missing are left out, with the reason.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ RECIPES = {
     "deepseek": Recipe("deepseek_v2"),
     "glm_air_80gb": Recipe("glm4_moe"),
     "attention_or_experts": Recipe("qwen3_moe"),
+    "hot_experts": Recipe("qwen3_moe"),
     "two_gpus": Recipe("glm4_moe", launcher=TORCHRUN),
     "dpo": Recipe("qwen3_moe", "pairs", ("trl", "datasets")),
     "grpo": Recipe("qwen3_moe", "tasks", ("trl", "datasets"), arguments=("--length", "16")),

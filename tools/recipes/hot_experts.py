@@ -1,0 +1,80 @@
+"""Train LoRA on the attention of a model and on those experts alone that your data goes to.
+
+    python tools/recipes/hot_experts.py data.jsonl out             {"text": "..."} on each line
+
+Before training, a pass over some rows counts the tokens that each layer's router sends to each
+expert; the most used quarter of each layer gets LoRA, which is what is held and trained. With rank
+16 on Qwen3-30B-A3B the plan says 23.0 GB at 2,048 tokens with the stock loss; LoRA on all experts
+takes 24.8 GB with half the rank. Files have PEFT's shapes, with zeros for the other experts.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainingArguments,
+)
+
+import moe_qlora
+
+parser = argparse.ArgumentParser()
+parser.add_argument("data", type=Path, help='JSON Lines with a "text"')
+parser.add_argument("out", type=Path, help="folder for the adapter")
+parser.add_argument("--model", default="Qwen/Qwen3-30B-A3B", help="folder or hub id")
+parser.add_argument("--seq", type=int, default=2048, help="tokens in a row")
+parser.add_argument("--steps", type=int, default=200)
+options = parser.parse_args()
+gpu = torch.cuda.is_available()
+dtype = torch.bfloat16 if gpu else torch.float32
+
+tokenizer = AutoTokenizer.from_pretrained(options.model)
+texts = [json.loads(line)["text"] for line in options.data.read_text("utf-8").splitlines()]
+ids = [t for text in texts for t in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
+blocks = [ids[i : i + options.seq] for i in range(0, len(ids) - options.seq + 1, options.seq)]
+rows = [{"input_ids": block, "labels": block} for block in blocks]
+
+bnb_config = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=dtype,
+)
+with moe_qlora.enabled():
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, quantization_config=bnb_config, dtype=dtype, device_map="auto"
+    )
+batches = [torch.tensor([block], device=model.device) for block in blocks[:: len(blocks) // 64 + 1]]
+use = moe_qlora.expert_use(model, batches)
+hot = moe_qlora.hot_experts(use, share=0.25)
+for name, experts in hot.items():
+    covered = use[name][experts].sum() / use[name].sum()
+    print(f"{name}: {len(experts)} of {len(use[name])} experts, {covered:.0%} of the tokens")
+attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+lora_config = LoraConfig(r=16, lora_alpha=32, target_modules=attention)
+model = moe_qlora.get_peft_model(model, lora_config, experts=hot)
+model.config.use_cache = False
+if gpu:
+    moe_qlora.graph_layers(model)
+args = TrainingArguments(
+    output_dir=options.out,
+    max_steps=options.steps,
+    per_device_train_batch_size=1,
+    gradient_accumulation_steps=8,
+    learning_rate=2e-4,
+    optim="adamw_torch_fused",
+    gradient_checkpointing=True,  # for what graphs do not record
+    use_liger_kernel=gpu,
+    use_cpu=not gpu,
+    logging_steps=1,
+    save_strategy="no",
+    report_to=[],
+)
+Trainer(model, args, train_dataset=rows).train()
+model.save_pretrained(options.out)
