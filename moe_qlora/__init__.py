@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .quantize import QuantizationReport as QuantizationReport
     from .quantize import quantize_experts as quantize_experts
     from .report.write import write_report as write_report
+    from .serving.export import export_adapter as export_adapter
 
 
 __version__ = "0.2.0"
@@ -80,6 +81,7 @@ _HOME = {
     "expert_parallel": "distributed.expert_parallel",
     "expert_parallel_parameters": "distributed.expert_parallel",
     "expert_use": "experts.use",
+    "export_adapter": "serving.export",
     "full_state_dict": "distributed.state",
     "get_peft_model": "lora.model",
     "graph_layers": "hf.graphs",

@@ -124,14 +124,14 @@ def merge_adapter(
         raise ConfigError(f"dtype is {dtype}; give torch.bfloat16, torch.float16 or torch.float32.")
     if quantization_config is not None and not like_training:
         raise ConfigError("quantization_config is for like_training=True; leave it out.")
-    _check_roles(source, adapter_folder)
+    check_roles(source, adapter_folder)
     check_new(target)
     auxiliary_files(source)
     before = [identify(folder) for folder in (source, adapter_folder)]
     with ExitStack() as stack:
         lora = open_adapter(adapter_folder)
         stack.enter_context(lora.file)
-        build_model = _model_builder(source, trust_remote_code)
+        build_model = model_builder(source, trust_remote_code)
         model = build_model()
         packed = is_packed(source)
         kind = PackedBase if packed else PlainBase
@@ -162,7 +162,7 @@ def merge_adapter(
     return merge.report(target)
 
 
-def _check_roles(base: Path, adapter: Path) -> None:
+def check_roles(base: Path, adapter: Path) -> None:
     """Raise where base and adapter are swapped, or the base is no checkpoint folder."""
     if not base.is_dir():
         raise CheckpointError(f"The base {base} is no folder; name a checkpoint folder.")
@@ -174,7 +174,7 @@ def _check_roles(base: Path, adapter: Path) -> None:
         raise CheckpointError(f"The base {base} has no config.json; name a checkpoint folder.")
 
 
-def _model_builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Module]:
+def model_builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Module]:
     """Return a function that builds the base's model on meta, tied; the same each time."""
     if is_packed(folder):
         source = checkpoint_source.resolve(str(folder), trust_remote_code=trust_remote_code)

@@ -20,6 +20,7 @@ import typer
 from .. import __version__
 from ..errors import MoeQloraError, one_line
 from .dump import dump
+from .export import export
 from .merge import merge
 from .messages import Interrupted, streams, usage_message
 from .plan import PlanCommand, plan
@@ -37,6 +38,7 @@ SUBCOMMANDS: dict[Callable[..., Any], str] = {
     verify: "Is a folder whole; the error of packing.",
     merge: "A plain checkpoint with an adapter merged.",
     report: "A page about a model, adapter or run.",
+    export: "An adapter as vLLM or another server takes it.",
 }
 """In the order of `moe-qlora --help`, with what it says of each in at most 48 characters."""
 

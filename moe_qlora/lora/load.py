@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weight
 from safetensors import safe_open
 from torch import nn
 
-from ..checkpoint import rounding
+from ..checkpoint import per_expert, rounding
 from ..checkpoint.fingerprint import of_model
 from ..errors import AdapterError, MoeQloraError
 from .chosen import ChosenFactor
@@ -40,9 +41,9 @@ def load_adapter(
 ) -> PeftModel:
     """Load a saved adapter: `PeftModel.from_pretrained` for packed experts.
 
-    Reads adapters that this package, or stock PEFT on the unpacked model, has saved, those from
-    transformers v4 with one LoRA for each expert included. Files of adapters on experts carry no
-    `lora_dropout`, which stock PEFT would refuse to load.
+    Reads adapters that this package, or stock PEFT on the unpacked model, has saved, and those with
+    LoRA for each single expert (transformers v4, Tinker, `export_adapter`). Files of adapters on
+    experts carry no `lora_dropout`, which stock PEFT would refuse to load.
 
     Args:
         model: A model with packed experts, or a `PeftModel` of it, which gets one more adapter.
@@ -68,10 +69,35 @@ def load_adapter(
     hub = {key: peft_kwargs[key] for key in _HUB_KEYS if key in peft_kwargs}
     check_folder(adapter, hub.get("subfolder"))
     check_base(base, adapter, hub.get("subfolder"))
+    with _with_fused_experts(base, adapter, hub.get("subfolder")) as folder:
+        return _load(model, adapter, folder, adapter_name, is_trainable, hub, peft_kwargs)
+
+
+@contextmanager
+def _with_fused_experts(base: nn.Module, adapter: str, subfolder: str | None) -> Iterator[str]:
+    """Yield a folder with LoRA on fused experts; what lies on a hub is left to PEFT."""
+    if subfolder or not Path(adapter).is_dir():
+        yield adapter
+        return
+    with per_expert.fused(Path(adapter), base) as folder:
+        yield os.fspath(folder)
+
+
+def _load(
+    model: nn.Module,
+    adapter: str,
+    folder: str,
+    adapter_name: str,
+    is_trainable: bool,
+    hub: dict[str, Any],
+    peft_kwargs: dict[str, Any],
+) -> PeftModel:
+    """Load the adapter of a folder; `adapter` is what messages call it."""
+    base = base_model(model)
     with reading(adapter):
-        config = _read_config(base, adapter, **hub)
+        config = _read_config(base, folder, **hub)
     config.inference_mode = not is_trainable
-    config = adapt(base, config, _chosen_experts(base, adapter, hub.get("subfolder")))
+    config = adapt(base, config, _chosen_experts(base, folder, hub.get("subfolder")))
     peft_model = _add_empty_adapter(model, adapter_name, config, peft_kwargs)
     if is_trainable:
         peft_model.set_requires_grad(adapter_name)
@@ -79,7 +105,7 @@ def load_adapter(
     try:
         with reading(adapter):
             result = peft_model.load_adapter(
-                adapter, adapter_name, is_trainable=is_trainable, **peft_kwargs
+                folder, adapter_name, is_trainable=is_trainable, **peft_kwargs
             )
     except MoeQloraError:
         raise
@@ -90,7 +116,7 @@ def load_adapter(
             "was trained on."
         ) from error
     missing, unexpected = result.missing_keys, result.unexpected_keys
-    if (missing or unexpected) and not _load_by_own_names(peft_model, adapter, adapter_name, **hub):
+    if (missing or unexpected) and not _load_by_own_names(peft_model, folder, adapter_name, **hub):
         raise misfit(adapter, missing, unexpected)
     return peft_model
 

@@ -1,0 +1,334 @@
+"""Adapters that hold LoRA for each single expert, read as LoRA on fused expert weights.
+
+transformers v4, Tinker, vLLM and SGLang know experts as Linear layers or as one tensor for each
+projection. `fused` writes such an adapter as PEFT has it for the fused weights of a model:
+
+    <path>.experts.<e>.<leaf>.lora_A.weight, .lora_B.weight    (r, in), (out, r)
+    <path>.experts.<leaf>.lora_A.weight, .lora_B.weight        (E or 1, r, in), (E or 1, out, r)
+
+Gate and up of one expert share A where both files' are equal bit for bit, and the fused pair has
+their rank; where they differ it has both ranks, and zeros beside each B. Sums stay what they were.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from ..build.files import read_json
+from ..detection.detect import detect
+from ..errors import AdapterError
+from ..layout import ExpertParam, unwrapped_name
+from .adapter import CONFIG, WEIGHTS, LoraSettings
+from .reader import Checkpoint, inside, parse_fields
+
+PREFIX = "base_model.model."
+ROLE_OF_LEAF = {
+    "gate_proj": "gate",
+    "w1": "gate",
+    "up_proj": "up",
+    "w3": "up",
+    "down_proj": "down",
+    "w2": "down",
+}
+_KEY = re.compile(
+    r"(?P<path>.+\.experts)\.(?:(?P<expert>\d+)\.)?(?P<leaf>\w+)\.lora_(?P<half>[AB])\.weight$"
+)
+_PAIR = re.compile(r"(?P<path>.+)\.lora_(?:[AB]\.(?:weight|bias)|embedding_[AB])$")
+
+
+@dataclass
+class Factors:
+    """LoRA of one projection of all experts: A `(E, r, in)`, B `(E, out, r)` and their scaling."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.a.shape[1]
+
+
+def holds_single_experts(keys: Iterator[str] | list[str]) -> bool:
+    """Tell whether an adapter's keys name single experts, or projections of all of them."""
+    return any((match := _KEY.match(key)) and match["leaf"] in ROLE_OF_LEAF for key in keys)
+
+
+@contextmanager
+def fused(folder: Path, model: nn.Module) -> Iterator[Path]:
+    """Yield an adapter folder with LoRA on the model's fused expert weights.
+
+    That is the folder itself where no key names a single expert, or where experts of the model are
+    no fused weights; else a temporary one.
+
+    Raises:
+        AdapterError: Experts are missing in the file, have ranks of their own, or belong to no
+            module of the model.
+    """
+    source = folder / WEIGHTS
+    modules = _expert_modules(model)
+    if not modules or not source.is_file():
+        yield folder
+        return
+    with Checkpoint([inside(folder, WEIGHTS)]) as file:
+        if not holds_single_experts(list(file)):
+            yield folder
+            return
+        config = read_json(inside(folder, CONFIG))
+        settings = parse_fields(LoraSettings, config, folder / CONFIG)
+        written = _Fusion(folder, file, settings, model, modules).write(config)
+    with tempfile.TemporaryDirectory(prefix="moe_qlora-") as work:
+        for other in folder.iterdir():
+            if other.is_file() and other.name not in (CONFIG, WEIGHTS):
+                shutil.copyfile(other, Path(work) / other.name)
+        save_file(written, Path(work) / WEIGHTS, metadata={"format": "pt"})
+        (Path(work) / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        yield Path(work)
+
+
+def _expert_modules(model: nn.Module) -> dict[str, dict[str, ExpertParam]]:
+    """Return the model's expert parameters by module, without adapters' names, and role."""
+    modules: dict[str, dict[str, ExpertParam]] = {}
+    for param in detect(model):
+        roles = modules.setdefault(unwrapped_name(param.module_name), {})
+        roles[param.role] = param
+    return {name: roles for name, roles in modules.items() if "down" in roles}
+
+
+def interleaved(module: Any) -> bool:
+    """Tell whether gate and up alternate in a fused weight; else gate is the first half."""
+    gate = getattr(module, "_apply_gate", None)
+    if gate is None:
+        return False
+    with torch.no_grad():
+        probe = torch.linspace(0.5, 1.5, 8).unsqueeze(0)
+        moved = probe.clone()
+        moved[0, 1] += 0.25
+        changed = gate(probe.clone()) != gate(moved)
+    return bool(changed[0, 0])
+
+
+def joined(gate: Tensor, up: Tensor, alternate: bool) -> Tensor:
+    """Return rows `(E, 2 I, r)` of a fused weight from those of its halves."""
+    return torch.stack((gate, up), 2).flatten(1, 2) if alternate else torch.cat((gate, up), 1)
+
+
+def halves(fused: Tensor, alternate: bool) -> tuple[Tensor, Tensor]:
+    """Undo `joined`."""
+    if alternate:
+        return fused[:, ::2], fused[:, 1::2]
+    gate, up = fused.chunk(2, dim=1)
+    return gate, up
+
+
+def flat_factors(factors: Factors) -> tuple[Tensor, Tensor]:
+    """Return PEFT's `(E r, in)` and `(out, r E)`."""
+    b = factors.b.permute(1, 2, 0).flatten(1)
+    return factors.a.flatten(0, 1).contiguous(), b.contiguous()
+
+
+def alpha_of(scaling: float, rank: int) -> float:
+    """Return the `lora_alpha` whose quotient with the rank is this scaling, bit for bit."""
+    alpha = scaling * rank
+    near = (alpha, math.nextafter(alpha, math.inf), math.nextafter(alpha, -math.inf))
+    alpha = next((one for one in near if one / rank == scaling), alpha)
+    return int(alpha) if alpha.is_integer() else alpha
+
+
+@dataclass
+class _Fusion:
+    folder: Path
+    file: Checkpoint
+    settings: LoraSettings
+    model: nn.Module
+    modules: Mapping[str, Mapping[str, ExpertParam]]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)  # of what is adapted, by its full name
+    scalings: dict[str, float] = field(default_factory=dict)
+
+    def write(self, config: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors of the fused adapter, and make its config of the given one."""
+        keys: dict[str, dict[str, dict[tuple[int | None, str], str]]] = {}
+        others: list[str] = []
+        for key in self.file:
+            match = _KEY.match(key.removeprefix(PREFIX))
+            module = match and match["leaf"] in ROLE_OF_LEAF and self._module(match["path"])
+            if not match or not module:
+                others.append(key)
+                continue
+            expert = None if match["expert"] is None else int(match["expert"])
+            by_leaf = keys.setdefault(module, {}).setdefault(match["leaf"], {})
+            by_leaf[expert, match["half"]] = key
+        for module, leaves in keys.items():
+            roles = {ROLE_OF_LEAF[leaf]: self._stacked(leaves[leaf]) for leaf in leaves}
+            self._add_experts(module, roles)
+        parameters = set(self.ranks)
+        modules = self._add_others(others, parameters)
+        self._write_config(config, modules, parameters)
+        return self.tensors
+
+    def _module(self, path: str) -> str | None:
+        """Return the module that a path means: its own, or the only one with these numbers."""
+        if path in self.modules:
+            return path
+        numbers = re.findall(r"\.(\d+)(?=\.)", f".{path}.")
+        same = [n for n in self.modules if re.findall(r"\.(\d+)(?=\.)", f".{n}.") == numbers]
+        if len(same) != 1:
+            raise AdapterError(
+                f"{self.folder} has LoRA for the experts of {path}, which this model does not have "
+                f"({next(iter(self.modules))} is one that it has); use it with the model that it "
+                "was trained on."
+            )
+        return same[0]
+
+    def _stacked(self, keys: Mapping[tuple[int | None, str], str]) -> Factors:
+        """Return all experts' factors of one projection."""
+        first = next(iter(keys.values()))
+        read = {place: self.file.read(key) for place, key in keys.items()}
+        experts = sorted({expert for expert, _ in read if expert is not None})
+        places: list[int | None] = [*experts] or [None]
+        if any((expert, half) not in read for expert in places for half in "AB"):
+            raise AdapterError(f"{self.folder}: {first} lacks its other half.")
+        if not experts:
+            a, b = read[None, "A"], read[None, "B"]
+            count = max(a.shape[0], b.shape[0])
+            a, b = (one.expand(count, -1, -1) for one in (a, b))  # factors that experts share
+            return Factors(a, b, self._scaling(keys[None, "A"]))
+        if experts != list(range(len(experts))) or len({read[e, "A"].shape for e in experts}) > 1:
+            raise AdapterError(
+                f"{self.folder} has LoRA for some experts only, or of different ranks, beside "
+                f"{first}; one fused weight cannot hold that: merge it instead."
+            )
+        scalings = [self._scaling(keys[expert, "A"]) for expert in experts]
+        parts = [read[expert, "B"] for expert in experts]
+        if len(set(scalings)) > 1:
+            ratios = [one / scalings[0] for one in scalings]
+            parts = [part.float() * ratio for part, ratio in zip(parts, ratios, strict=True)]
+        a = torch.stack([read[expert, "A"] for expert in experts])
+        return Factors(a, torch.stack(parts), scalings[0])
+
+    def _scaling(self, key: str) -> float:
+        path = key.removeprefix(PREFIX).rpartition(".lora_")[0]
+        return self.settings.rank_and_scaling(path)[1]
+
+    def _add_experts(self, module: str, roles: dict[str, Factors]) -> None:
+        """Note the pairs of one module's parameters, the last of which is PEFT's outermost."""
+        params = list(self.modules[module].values())
+        pairs: list[tuple[ExpertParam, Factors]] = []
+        for param in params:
+            if param.role == "gate_up" and roles.keys() & {"gate", "up"}:
+                alternate = interleaved(self.model.get_submodule(param.module_name))
+                pairs.append((param, _fuse(roles.get("gate"), roles.get("up"), alternate)))
+            elif param.role in roles:
+                pairs.append((param, roles[param.role]))
+        for depth, (param, factors) in enumerate(reversed(pairs)):
+            self._check(module, param, factors)
+            name = f"{module}.{param.parameter_name}"
+            self.ranks[name], self.scalings[name] = factors.rank, factors.scaling
+            path = PREFIX + module + ".base_layer" * depth
+            a, b = flat_factors(factors)
+            self.tensors[f"{path}.lora_A.weight"], self.tensors[f"{path}.lora_B.weight"] = a, b
+
+    def _check(self, module: str, param: ExpertParam, factors: Factors) -> None:
+        seen = (factors.a.shape[0], factors.b.shape[1], factors.a.shape[2])
+        wanted = (param.num_experts, param.out_features, param.in_features)
+        if seen != wanted:
+            raise AdapterError(
+                f"{self.folder} has LoRA for {seen[0]} experts of {seen[1]} x {seen[2]} in "
+                f"{module}, whose {param.parameter_name} has {wanted[0]} of {wanted[1]} x "
+                f"{wanted[2]}; use it with the model that it was trained on."
+            )
+
+    def _add_others(self, keys: list[str], parameters: set[str]) -> set[str]:
+        """Note what is not of experts, under the model's names; return the modules with LoRA."""
+        own = set(self.model.state_dict())
+        mapping: list[Any] = list(get_model_conversion_mapping(self.model))
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        prefix = getattr(self.model, "base_model_prefix", "")
+        modules: set[str] = set()
+        for key in keys:
+            match = _PAIR.match(key.removeprefix(PREFIX))
+            if match is None:
+                self.tensors[key] = self.file.read(key)
+                continue
+            path = match["path"]
+            renamed, _ = rename_source_key(
+                f"{path}.weight", renamings, converters, prefix, dict.fromkeys(own)
+            )
+            known = renamed.removesuffix(".weight") if renamed in own else path
+            rank, scaling = self.settings.rank_and_scaling(path)
+            module = _submodule(self.model, known)
+            bare = module is not None and not _is_layer(module)
+            name = f"{known}.weight" if bare else known
+            (parameters if bare else modules).add(name)
+            self.ranks[name], self.scalings[name] = rank, scaling
+            end = key.removeprefix(PREFIX)[len(path) :]
+            self.tensors[PREFIX + known + end] = self.file.read(key)
+        return modules
+
+    def _write_config(
+        self, config: dict[str, Any], modules: set[str], parameters: set[str]
+    ) -> None:
+        rank, alpha = uniform(self.ranks, self.scalings)
+        config.update(r=rank, lora_alpha=alpha, use_rslora=False)
+        config["rank_pattern"] = {
+            re.escape(name): one for name, one in self.ranks.items() if one != rank
+        }
+        config["alpha_pattern"] = {
+            re.escape(name): alpha_of(scaling, self.ranks[name])
+            for name, scaling in self.scalings.items()
+            if (scaling, self.ranks[name]) != (alpha / rank, rank)
+        }
+        config["target_modules"] = sorted(modules) or None
+        config["target_parameters"] = sorted(parameters)
+
+
+def uniform(ranks: Mapping[str, int], scalings: Mapping[str, float]) -> tuple[int, float]:
+    """Return the commonest rank and the `lora_alpha` of its commonest scaling."""
+    pairs = [(ranks[name], scalings[name]) for name in ranks]
+    rank, scaling = max(sorted(set(pairs)), key=pairs.count)
+    return rank, alpha_of(scaling, rank)
+
+
+def _fuse(gate: Factors | None, up: Factors | None, alternate: bool) -> Factors:
+    """Return LoRA of the fused projection; of a half that has none, zeros."""
+    one = gate or up
+    assert one is not None
+    gate = gate or Factors(one.a, torch.zeros_like(one.b), one.scaling)
+    up = up or Factors(one.a, torch.zeros_like(one.b), one.scaling)
+    b_up = up.b if up.scaling == gate.scaling else up.b.float() * (up.scaling / gate.scaling)
+    if torch.equal(gate.a, up.a):
+        return Factors(gate.a, joined(gate.b.to(b_up.dtype), b_up, alternate), gate.scaling)
+    beside_gate = torch.nn.functional.pad(gate.b.to(b_up.dtype), (0, up.rank))
+    beside_up = torch.nn.functional.pad(b_up, (gate.rank, 0))
+    a = torch.cat((gate.a, up.a), 1)
+    return Factors(a, joined(beside_gate, beside_up, alternate), gate.scaling)
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _is_layer(module: nn.Module) -> bool:
+    layers = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+    return isinstance(module, layers) or hasattr(module, "base_layer")

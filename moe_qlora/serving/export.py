@@ -1,0 +1,333 @@
+"""Writes an adapter in the layout that a server takes.
+
+open the base      names on disk, the model on meta, its fingerprint
+resolve            every pair of factors and the weight that it changes
+lay out            experts one by one or fused; ranks and scalings alike where a server needs it
+write              safetensors, adapter_config.json, the note, the card
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..build.files import read_json
+from ..checkpoint import rounding
+from ..checkpoint.adapter import (
+    CONFIG,
+    WEIGHTS,
+    Adapter,
+    Resolver,
+    Updates,
+    open_adapter,
+)
+from ..checkpoint.base import Base, PackedBase, PlainBase
+from ..checkpoint.fingerprint import take
+from ..checkpoint.manifest import is_packed
+from ..checkpoint.merge import check_roles, model_builder
+from ..checkpoint.per_expert import (
+    PREFIX,
+    Factors,
+    alpha_of,
+    flat_factors,
+    fused,
+    halves,
+    interleaved,
+    uniform,
+)
+from ..checkpoint.staging import absolute, check_new, new_folder
+from ..detection.detect import detect
+from ..errors import AdapterError, ConfigError
+from ..layout import ExpertParam
+from .layouts import MERGE, ServerLayout, layout_for, servers
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export has written."""
+
+    folder: Path
+    server: str
+    tested: str  # the server's version that the layout was seen to work with
+    fused: bool
+    tensors: int
+    rank: int
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        layout = "PEFT's layout of fused experts" if self.fused else "one pair for each expert"
+        notes = "".join(f"\n  {note}" for note in self.notes)
+        return (
+            f"{self.folder}: {self.tensors} tensors, rank {self.rank}, {layout}, as "
+            f"{self.server} {self.tested} takes it.{notes}"
+        )
+
+
+def export_adapter(
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    base: str | Path,
+    target: str,
+    trust_remote_code: bool = False,
+) -> ExportReport:
+    """Write an adapter in the layout that a server takes for its architecture.
+
+    Products B A stay what they were: factors are cut, joined and padded with zeros. Where the
+    server knows one scaling only and the adapter has several, B takes up the quotient, in float32.
+
+    Args:
+        adapter: The folder, in PEFT's layout or with one pair for each expert.
+        out: The new folder; must not exist, or be empty. It appears whole or not at all.
+        base: The folder of the model that the adapter was trained on: 16-bit, as its maker
+            quantized it, or packed by this package. Names and shapes are read, and a sample of
+            weights that tells it from other models.
+        target: The server: "vllm", "sglang", "gguf" (the folder that llama.cpp's
+            convert_lora_to_gguf.py takes), or "peft".
+        trust_remote_code: Run model code that the base brings.
+
+    Raises:
+        CheckpointError: A folder is missing, damaged or of another kind, or `out` is not empty.
+        AdapterError: The adapter does not fit the base, or the server cannot serve it.
+        ConfigError: The server is not known, or was not seen to serve this architecture.
+    """
+    if target not in servers():
+        raise ConfigError(f"target is {target!r}; give one of {', '.join(servers())}.")
+    source, folder, place = absolute(base), absolute(adapter), absolute(out)
+    check_roles(source, folder)
+    check_new(place)
+    with ExitStack() as stack:
+        model = model_builder(source, trust_remote_code)()
+        layout = layout_for(target, _architecture(source, model))
+        kind = PackedBase if is_packed(source) else PlainBase
+        opened = stack.enter_context(closing(kind(source, model, max_shard_size="5GB")))
+        rounding.check_noted_base(
+            folder, lambda names: take(model, str(base), names, opened.first_rows)
+        )
+        lora = open_adapter(stack.enter_context(fused(folder, model)))
+        stack.enter_context(lora.file)
+        shapes = {key: shape for key, (shape, _) in opened.disk.items()}
+        updates = Resolver(model, shapes, lora).resolve()
+        work = stack.enter_context(new_folder(place))
+        if target == "peft":
+            shutil.copyfile(lora.folder / CONFIG, work / CONFIG)
+            shutil.copyfile(lora.folder / WEIGHTS, work / WEIGHTS)
+            report = ExportReport(
+                place, target, layout.tested, True, len(lora.file), lora.settings.r
+            )
+        else:
+            export = _Export(model, opened, lora, layout, updates)
+            report = export.write(work, place)
+        if (folder / rounding.NOTE).is_file():
+            shutil.copyfile(folder / rounding.NOTE, work / rounding.NOTE)
+    return report
+
+
+def _architecture(folder: Path, model: nn.Module) -> str:
+    names = read_json(folder / "config.json").get("architectures")
+    return names[0] if isinstance(names, list) and names else type(model).__name__
+
+
+@dataclass
+class _Export:
+    model: nn.Module
+    base: Base
+    adapter: Adapter
+    layout: ServerLayout
+    updates: Updates
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def write(self, work: Path, place: Path) -> ExportReport:
+        """Write the folder's adapter and its config."""
+        self._refuse()
+        experts, layers = self._factors()
+        scalings = {name: one.scaling for name, one in (*experts.items(), *layers.items())}
+        ranks = {name: one.rank for name, one in (*experts.items(), *layers.items())}
+        alike = len(set(ranks.values())) == 1 and len(set(scalings.values())) == 1
+        _, alpha = uniform(ranks, scalings)
+        rank = max(ranks.values())
+        common, _ = uniform(ranks, scalings)
+        scaling = alpha / common
+        if not alike:
+            self._unify({**experts, **layers}, rank, scaling)
+        for name, factors in layers.items():
+            self._put(self._served(name), factors.a[0], factors.b[0])
+        modules = self._put_experts(experts, rank, scaling)
+        self._complete()
+        config = read_json(self.adapter.folder / CONFIG)
+        names = sorted(map(self._served, layers))
+        config.update(
+            r=rank, lora_alpha=alpha_of(scaling, rank), use_rslora=False, inference_mode=True,
+            rank_pattern={}, alpha_pattern={}, target_modules=names, target_parameters=None,
+        )  # fmt: skip
+        if self.layout.fused:
+            config["target_parameters"] = sorted(modules)
+        else:
+            leaves = {key.removeprefix(PREFIX).split(".lora_")[0] for key in self.tensors}
+            config["target_modules"] = sorted({one.rpartition(".")[2] for one in leaves})
+        save_file(self.tensors, work / WEIGHTS, metadata={"format": "pt"})
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (work / CONFIG).write_text(text, encoding="utf-8")
+        layout = self.layout
+        return ExportReport(
+            place, layout.server, layout.tested, layout.fused, len(self.tensors), rank,
+            tuple(self.notes),
+        )  # fmt: skip
+
+    def _refuse(self) -> None:
+        """Raise where the adapter changes what no server takes from an adapter."""
+        server = f"{self.layout.server} {self.layout.tested}"
+        for name in self.updates.replacements:
+            raise AdapterError(
+                f"{self.adapter.folder} holds {name} trained in full (modules_to_save), which "
+                f"{server} does not take from an adapter: {MERGE}."
+            )
+        for name, deltas in self.updates.deltas.items():
+            module = self.model.get_submodule(name.rpartition(".")[0])
+            if any(delta.bias for delta in deltas) or len(deltas) > 1:
+                raise AdapterError(
+                    f"{self.adapter.folder} changes a bias or a weight twice ({name}), which "
+                    f"{server} does not take from an adapter: {MERGE}."
+                )
+            if isinstance(module, nn.modules.conv._ConvNd | nn.Embedding):
+                raise AdapterError(
+                    f"{self.adapter.folder} has LoRA on {name} ({type(module).__name__}), which "
+                    f"was not seen to be served by {server}: {MERGE}."
+                )
+
+    def _factors(self) -> tuple[dict[str, Factors], dict[str, Factors]]:
+        """Return the factors of expert weights, and of other layers as of one expert, by name."""
+        experts: dict[str, Factors] = {}
+        layers: dict[str, Factors] = {}
+        file = self.adapter.file
+        for name, (delta,) in self.updates.deltas.items():
+            a, b = file.read(delta.a), file.read(delta.b)
+            if delta.experts:
+                a = a.unflatten(0, (delta.experts, -1))
+                b = b.unflatten(1, (-1, delta.experts)).permute(2, 0, 1)
+                experts[name] = Factors(a, b, delta.scaling)
+            else:
+                layers[name] = Factors(a.unsqueeze(0), b.unsqueeze(0), delta.scaling)
+        return experts, layers
+
+    def _unify(self, factors: Mapping[str, Factors], rank: int, scaling: float) -> None:
+        """Give all pairs one rank, with zeros, and one scaling, in place."""
+        ranks = {one.rank for one in factors.values()}
+        if len(ranks) > 1:
+            least = min(ranks)
+            self.notes.append(f"ranks from {least} to {rank} are padded to {rank} with zeros")
+        folded = 0
+        for one in factors.values():
+            extra = rank - one.rank
+            one.a = nn.functional.pad(one.a, (0, 0, 0, extra))
+            one.b = nn.functional.pad(one.b, (0, extra))
+            if one.scaling != scaling:
+                one.b = one.b.float() * (one.scaling / scaling)
+                one.scaling, folded = scaling, folded + 1
+        if folded:
+            self.notes.append(f"the scaling of {folded} weights is folded into B, in float32")
+
+    def _served(self, name: str) -> str:
+        """Return the path of a layer as the checkpoint names it, which servers go by."""
+        group = self.base.layout.by_name.get(name)
+        key = group.keys[0] if group is not None and len(group.keys) == 1 else name
+        return key.removesuffix(".weight")
+
+    def _put(self, path: str, a: Tensor, b: Tensor) -> None:
+        self.tensors[f"{PREFIX}{path}.lora_A.weight"] = a.clone(
+            memory_format=torch.contiguous_format
+        )
+        self.tensors[f"{PREFIX}{path}.lora_B.weight"] = b.contiguous()
+
+    def _put_experts(self, experts: Mapping[str, Factors], rank: int, scaling: float) -> set[str]:
+        """Lay out the experts' factors; return the names of the fused weights."""
+        modules: dict[str, dict[str, ExpertParam]] = {}
+        for param in detect(self.model):
+            modules.setdefault(param.module_name, {})[param.role] = param
+        adapted = {name.rpartition(".")[0] for name in experts}
+        names: set[str] = set()
+        for module in sorted(adapted):
+            params = modules[module]
+            dtype = next(one.a.dtype for name, one in experts.items() if name.startswith(module))
+            pairs = {
+                role: experts.get(param.name) or _zeros(param, rank, scaling, dtype)
+                for role, param in params.items()
+            }
+            if self.layout.fused:
+                self._put_fused(module, [(params[role].name, pairs[role]) for role in params])
+                names |= {param.name for param in params.values()}
+            else:
+                self._put_single(module, pairs)
+        return names
+
+    def _put_fused(self, module: str, pairs: list[tuple[str, Factors]]) -> None:
+        for depth, (_, factors) in enumerate(reversed(pairs)):
+            self._put(module + ".base_layer" * depth, *flat_factors(factors))
+
+    def _put_single(self, module: str, pairs: dict[str, Factors]) -> None:
+        if "gate_up" in pairs:
+            both = pairs.pop("gate_up")
+            alternate = interleaved(self.model.get_submodule(module))
+            gate, up = halves(both.b, alternate)
+            pairs["gate"] = Factors(both.a, gate, both.scaling)
+            pairs["up"] = Factors(both.a, up, both.scaling)
+        unknown = sorted(pairs.keys() - self.layout.leaves.keys())
+        if unknown:
+            raise AdapterError(
+                f"{module} has expert weights of the role {unknown[0]!r}, which "
+                f"{self.layout.server} {self.layout.tested} has no name for: {MERGE}."
+            )
+        path = self._experts_path(module)
+        for role, factors in pairs.items():
+            for expert in range(factors.a.shape[0]):
+                leaf = f"{path}.{expert}.{self.layout.leaves[role]}"
+                self._put(leaf, factors.a[expert], factors.b[expert])
+
+    def _experts_path(self, module: str) -> str:
+        """Return the path of an experts module as the checkpoint on disk names it."""
+        for name, group in self.base.layout.by_name.items():
+            if name.startswith(f"{module}.") and ".experts." in group.keys[0]:
+                return f"{group.keys[0].partition('.experts.')[0]}.experts"
+        return module
+
+    def _complete(self) -> None:
+        """Add pairs of zeros where the server takes all of some layers or none."""
+        paths = {key.rpartition(".lora_")[0] for key in self.tensors}
+        for names in self.layout.together:
+            for path in sorted(paths):
+                parent, _, leaf = path.rpartition(".")
+                if leaf not in names or ".experts." in path:
+                    continue
+                a = self.tensors[f"{path}.lora_A.weight"]
+                for other in names:
+                    twin = f"{parent}.{other}"
+                    if twin in paths:
+                        continue
+                    shape = self.base.disk.get(f"{twin.removeprefix(PREFIX)}.weight")
+                    if shape is None:
+                        continue
+                    self.tensors[f"{twin}.lora_A.weight"] = torch.zeros_like(a)
+                    rows = shape[0][0]
+                    self.tensors[f"{twin}.lora_B.weight"] = a.new_zeros(rows, a.shape[0])
+                    paths.add(twin)
+
+
+def _zeros(param: ExpertParam, rank: int, scaling: float, dtype: torch.dtype) -> Factors:
+    """Return the factors of an expert weight that the adapter leaves alone."""
+    experts, rows, columns = param.num_experts, param.out_features, param.in_features
+    if rows is None or columns is None:
+        raise AdapterError(
+            f"{param.name} has no orientation that could be found ({param.orientation_evidence}): "
+            f"{MERGE}."
+        )
+    a = torch.zeros(experts, rank, columns, dtype=dtype)
+    return Factors(a, torch.zeros(experts, rows, rank, dtype=dtype), scaling)

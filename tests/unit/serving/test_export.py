@@ -1,0 +1,266 @@
+"""Adapters in the layouts of servers: what is written, that it loads back, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import moe_qlora
+from moe_qlora.checkpoint import per_expert
+from moe_qlora.errors import AdapterError, ConfigError
+from moe_qlora.serving.layouts import layout_for, servers
+from moe_qlora.testing import tiny_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path`"),
+    pytest.mark.filterwarnings("ignore:stock PEFT rewrites the target_modules"),
+    pytest.mark.filterwarnings("ignore:The explicitly set RoPE scaling factor"),
+    pytest.mark.filterwarnings("ignore:.*experts of this model are not packed"),
+]
+# One whose server wants fused experts, and three with other names and orders of single ones
+FAMILIES = {
+    "qwen3_moe": ("model.layers.0.mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("model.layers.0.block_sparse_moe.experts", ("w1", "w3", "w2")),
+    "granitemoe": (
+        "model.layers.0.block_sparse_moe.experts",
+        ("gate_proj", "up_proj", "down_proj"),
+    ),
+    "gpt_oss": ("model.layers.0.mlp.experts", ()),
+}
+IDS = torch.randint(5, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def experts_of(model: Any) -> list[str]:
+    return [param.name for param in moe_qlora.detect(model)]
+
+
+def trained(model: Any, folder: Path, **settings: Any) -> Any:
+    """An adapter with random factors on all experts and two layers, saved; and its model."""
+    settings.setdefault("target_parameters", experts_of(model))
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"], **settings}
+    peft_model = moe_qlora.get_peft_model(model, LoraConfig(**settings), unpacked_ok=True)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in peft_model.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.randn(weight.shape, generator=generator) * 0.2
+    peft_model.save_pretrained(folder, save_embedding_layers=False)
+    return peft_model.eval()
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("bases")
+    for family in FAMILIES:
+        tiny_model(family, initializer_range=0.2).save_pretrained(root / family)
+    return {family: root / family for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def adapters(
+    bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, torch.Tensor]]:
+    """Adapter folders, and the logits of their models."""
+    root = tmp_path_factory.mktemp("adapters")
+    made = {}
+    for family in FAMILIES:
+        model = trained(load(bases[family]), root / family)
+        made[family] = (root / family, logits(model))
+    return made
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+UNSEEN = {("gguf", "granitemoe"), ("gguf", "gpt_oss")}
+
+
+@pytest.mark.parametrize("server", servers())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_loads_back_bit_for_bit(
+    family: str, server: str, bases: dict[str, Path], adapters: Any, tmp_path: Path
+) -> None:
+    folder, expected = adapters[family]
+    if (server, family) in UNSEEN:
+        with pytest.raises(ConfigError, match=r"was not seen to serve .* moe-qlora merge"):
+            moe_qlora.export_adapter(folder, tmp_path / "out", base=bases[family], target=server)
+        assert not (tmp_path / "out").exists()
+        return
+    moe_qlora.export_adapter(folder, tmp_path / "out", base=bases[family], target=server)
+    again = moe_qlora.load_adapter(load(bases[family]), str(tmp_path / "out"))
+    with per_expert.fused(tmp_path / "out", load(bases[family])) as fused:
+        original, back = tensors(folder), tensors(fused)
+    assert original.keys() <= back.keys()
+    for name, value in back.items():
+        assert torch.equal(value, original.get(name, torch.zeros_like(value))), name
+    assert torch.equal(logits(again), expected)
+
+
+@pytest.mark.parametrize("family", [name for name, (_, leaves) in FAMILIES.items() if leaves])
+def test_single_experts_hold_the_products_of_the_fused_weight(
+    family: str, bases: dict[str, Path], adapters: Any, tmp_path: Path
+) -> None:
+    """By the definition: expert e's B A, cut from the fused weight's, row by row."""
+    folder, _ = adapters[family]
+    moe_qlora.export_adapter(folder, tmp_path / "out", base=bases[family], target="vllm")
+    written, source = tensors(tmp_path / "out"), tensors(folder)
+    path, (gate, up, down) = FAMILIES[family]
+    own = f"base_model.model.{experts_of(load(bases[family]))[0].rpartition('.')[0]}"
+    outer_a, outer_b = (source[f"{own}.lora_{h}.weight"] for h in "AB")
+    inner_a, inner_b = (source[f"{own}.base_layer.lora_{h}.weight"] for h in "AB")
+    experts = len(outer_a) // 4
+    for expert in range(experts):
+        rows = slice(expert * 4, expert * 4 + 4)
+        fused = inner_b[:, expert::experts] @ inner_a[rows]
+        half = len(fused) // 2
+        single = {
+            leaf: written[f"base_model.model.{path}.{expert}.{leaf}.lora_B.weight"]
+            @ written[f"base_model.model.{path}.{expert}.{leaf}.lora_A.weight"]
+            for leaf in (gate, up, down)
+        }
+        torch.testing.assert_close(single[gate], fused[:half])
+        torch.testing.assert_close(single[up], fused[half:])
+        torch.testing.assert_close(single[down], outer_b[:, expert::experts] @ outer_a[rows])
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert config["lora_alpha"] / config["r"] == 2 and not config["target_parameters"]
+    assert {gate, up, down, "q_proj", "o_proj"} == set(config["target_modules"])
+
+
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
+def test_ranks_and_scalings_are_made_alike(bases: dict[str, Path], tmp_path: Path) -> None:
+    base = bases["qwen3_moe"]
+    model = trained(
+        load(base), tmp_path / "adapter", rank_pattern={"q_proj": 3, r".*\.down_proj": 7},
+        alpha_pattern={"o_proj": 4}, use_rslora=True,
+    )  # fmt: skip
+    report = moe_qlora.export_adapter(
+        tmp_path / "adapter", tmp_path / "out", base=base, target="vllm"
+    )
+    assert report.rank == 7 and "padded to 7" in str(report) and "folded into B" in str(report)
+    for key, value in tensors(tmp_path / "out").items():
+        assert value.shape[0 if "lora_A" in key else 1] == 7, key
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert not config["rank_pattern"] and not config["alpha_pattern"] and not config["use_rslora"]
+    again = moe_qlora.load_adapter(load(base), str(tmp_path / "out"))
+    torch.testing.assert_close(logits(again), logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_what_the_adapter_leaves_alone_is_zeros(
+    family: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """vLLM asserts that all projections of all experts are there."""
+    base = load(bases[family])
+    down = [name for name in experts_of(base) if name.endswith("down_proj")]
+    model = trained(base, tmp_path / "adapter", target_parameters=down)
+    moe_qlora.export_adapter(
+        tmp_path / "adapter", tmp_path / "out", base=bases[family], target="vllm"
+    )
+    written = tensors(tmp_path / "out")
+    blank = [key for key, value in written.items() if not value.any()]
+    assert blank and all("gate" in key or "up" in key or "base_layer" in key for key in blank)
+    again = moe_qlora.load_adapter(load(bases[family]), str(tmp_path / "out"))
+    torch.testing.assert_close(logits(again), logits(model))
+
+
+def test_sglang_gets_all_of_what_it_stacks(
+    bases: dict[str, Path], adapters: Any, tmp_path: Path
+) -> None:
+    folder, _ = adapters["qwen3_moe"]
+    moe_qlora.export_adapter(folder, tmp_path / "out", base=bases["qwen3_moe"], target="sglang")
+    written = tensors(tmp_path / "out")
+    for layer in range(2):
+        for leaf, rows in (("k_proj", 32), ("v_proj", 32)):
+            key = f"base_model.model.model.layers.{layer}.self_attn.{leaf}.lora_B.weight"
+            assert written[key].shape == (rows, 4) and not written[key].any()
+
+
+def test_tinkers_adapters_load(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Projections of all experts in one tensor, of which some are shared; own A of gate and up."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.2
+
+    experts, hidden, inner = 4, 64, 40
+    deltas, saved = {}, {}
+    for layer in range(2):
+        parts = {
+            "w1": (draw(1, 2, hidden), draw(experts, inner, 2)),
+            "w3": (draw(1, 2, hidden), draw(experts, inner, 2)),
+            "w2": (draw(experts, 2, inner), draw(1, hidden, 2)),
+        }
+        for leaf, (a, b) in parts.items():
+            path = f"base_model.model.model.layers.{layer}.mlp.experts.{leaf}"
+            saved[f"{path}.lora_A.weight"], saved[f"{path}.lora_B.weight"] = a, b
+        one = {leaf: (b @ a) * 3 for leaf, (a, b) in parts.items()}
+        prefix = f"model.layers.{layer}.mlp.experts"
+        deltas[f"{prefix}.gate_up_proj"] = torch.cat((one["w1"], one["w3"]), 1)
+        deltas[f"{prefix}.down_proj"] = one["w2"]
+    folder = tmp_path / "tinker"
+    LoraConfig(target_modules=["w1", "w2", "w3"], r=2, lora_alpha=6).save_pretrained(folder)
+    save_file(saved, folder / "adapter_model.safetensors")
+    reference = load(bases["qwen3_moe"])
+    for name, delta in deltas.items():
+        reference.get_parameter(name).data += delta
+    ours = moe_qlora.load_adapter(load(bases["qwen3_moe"]), str(folder))
+    torch.testing.assert_close(logits(ours), logits(reference), rtol=1e-3, atol=1e-4)
+
+
+def test_interleaved_single_experts_load_onto_gpt_oss(
+    bases: dict[str, Path], adapters: Any, tmp_path: Path
+) -> None:
+    folder, expected = adapters["gpt_oss"]
+    moe_qlora.export_adapter(folder, tmp_path / "out", base=bases["gpt_oss"], target="sglang")
+    keys = tensors(tmp_path / "out")
+    assert "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight" in keys
+    again = moe_qlora.load_adapter(load(bases["gpt_oss"]), str(tmp_path / "out"))
+    assert torch.equal(logits(again), expected)
+
+
+def test_some_experts_alone_are_refused(
+    bases: dict[str, Path], adapters: Any, tmp_path: Path
+) -> None:
+    folder, _ = adapters["qwen3_moe"]
+    moe_qlora.export_adapter(folder, tmp_path / "out", base=bases["qwen3_moe"], target="vllm")
+    kept = {k: v for k, v in tensors(tmp_path / "out").items() if ".experts.1.up_proj" not in k}
+    save_file(kept, tmp_path / "out/adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"some experts only.*merge it instead"):
+        moe_qlora.load_adapter(load(bases["qwen3_moe"]), str(tmp_path / "out"))
+
+
+def test_what_servers_do_not_take_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    base = bases["qwen3_moe"]
+    trained(load(base), tmp_path / "full", modules_to_save=["lm_head"])
+    offer = r"merge the adapter with moe-qlora merge and serve the merged folder\.$"
+    with pytest.raises(AdapterError, match=rf"lm_head\.weight trained in full.*{offer}"):
+        moe_qlora.export_adapter(tmp_path / "full", tmp_path / "out", base=base, target="vllm")
+    with pytest.raises(ConfigError, match=r"target is 'tgi'; give one of vllm, sglang"):
+        moe_qlora.export_adapter(tmp_path / "full", tmp_path / "out", base=base, target="tgi")
+    with pytest.raises(ConfigError, match=rf"Foo \(it was for .*Qwen3MoeForCausalLM.*{offer}"):
+        layout_for("vllm", "Foo")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_base_must_be_the_adapters(
+    bases: dict[str, Path], adapters: Any, tmp_path: Path
+) -> None:
+    folder, _ = adapters["mixtral"]
+    with pytest.raises(AdapterError, match="does not fit the base"):
+        moe_qlora.export_adapter(folder, tmp_path / "out", base=bases["qwen3_moe"], target="vllm")
