@@ -8,7 +8,6 @@ training it further leaves most bits as they are; of another model's, half agree
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -74,8 +73,8 @@ def take(
 
 
 def check_base(adapter: str, noted: Fingerprint, base: Fingerprint) -> None:
-    """Refuse a base that computes otherwise than the noted one; warn where it has other weights."""
-    advice = "use it with the model that it was trained on"
+    """Refuse a base that computes otherwise than the noted one, or has other weights."""
+    advice = "use it with the model that it was trained on, or pass any_base=True (--any-base)"
     for field in noted.fields.keys() & base.fields.keys():
         was, now = noted.fields[field], base.fields[field]
         if was != now:
@@ -87,11 +86,9 @@ def check_base(adapter: str, noted: Fingerprint, base: Fingerprint) -> None:
     total = sum(4 * len(noted.bits[name]) for name in shared)
     other = sum((int(noted.bits[n], 16) ^ int(base.bits[n], 16)).bit_count() for n in shared)
     if total and 1 - other / total < _LEAST_AGREEMENT:
-        warnings.warn(
+        raise AdapterError(
             f"{adapter} was trained on {noted.name}, and {base.name} has the same shapes but other "
-            f"weights ({', '.join(shared[:2])}): {advice}.",
-            UserWarning,
-            stacklevel=3,
+            f"weights ({', '.join(shared[:2])}): {advice}."
         )
 
 

@@ -89,6 +89,7 @@ def merge_adapter(
     like_training: bool = False,
     quantization_config: Any = None,
     max_shard_size: int | str = "5GB",
+    any_base: bool = False,
     trust_remote_code: bool = False,
     progress: bool | Progress | None = None,
 ) -> MergeReport:
@@ -111,6 +112,7 @@ def merge_adapter(
             neither the base nor the adapter's folder tells.
         max_shard_size: Of the files, where the base is packed or its maker quantized it; otherwise
             its own files are kept.
+        any_base: True takes a base that is not the model in the adapter's note.
         trust_remote_code: Run model code that the base brings.
         progress: True shows a bar; a callable gets (tensors done, tensors in all, next key).
 
@@ -139,9 +141,10 @@ def merge_adapter(
         stack.enter_context(closing(opened))
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
         updates = Resolver(model, shapes, lora).resolve()
-        rounding.check_noted_base(
-            lora.folder, lambda names: take(model, str(base), names, opened.first_rows)
-        )
+        if not any_base:
+            rounding.check_noted_base(
+                lora.folder, lambda names: take(model, str(base), names, opened.first_rows)
+            )
         training: Rounding | None = None
         if like_training and not packed:
             asked = quantization_config

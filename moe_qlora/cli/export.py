@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .options import trust_remote_code_of
+from .options import AnyBase, trust_remote_code_of
 from .render import working
 
 EXAMPLES = (
@@ -30,6 +30,7 @@ def export(
     out: Annotated[
         str, typer.Option("-o", "--out", metavar="OUT", help="New folder; nothing is overwritten.")
     ],
+    any_base: AnyBase = False,
     trust_remote_code: Annotated[bool, trust_remote_code_of("BASE")] = False,
 ) -> None:
     """Write a LoRA adapter in the layout that a server takes for its architecture.
@@ -40,6 +41,11 @@ def export(
         from ..serving.export import export_adapter
 
         report = export_adapter(
-            adapter, out, base=base, target=target.value, trust_remote_code=trust_remote_code
+            adapter,
+            out,
+            base=base,
+            target=target.value,
+            any_base=any_base,
+            trust_remote_code=trust_remote_code,
         )
     sys.stdout.write(f"{report}\n")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Float, Quant, Quiet, trust_remote_code_of
+from .options import AnyBase, Float, Quant, Quiet, trust_remote_code_of
 
 EXAMPLES = (
     "moe-qlora merge ./model ./adapter ./merged",
@@ -54,6 +54,7 @@ def merge(
         str,
         typer.Option(help="Of the files, where BASE is packed or quantized; else BASE's are kept."),
     ] = "5GB",
+    any_base: AnyBase = False,
     trust_remote_code: Annotated[bool, trust_remote_code_of("BASE")] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -84,6 +85,7 @@ def merge(
         like_training=like_training,
         quantization_config=config and config.bnb_fields(),
         max_shard_size=max_shard_size,
+        any_base=any_base,
         trust_remote_code=trust_remote_code,
         progress=not quiet,
     )

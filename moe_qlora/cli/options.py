@@ -63,6 +63,9 @@ ModelDoubleQuant = Annotated[
         help="Quantize the statistics too; default: what MODEL says, else yes.",
     ),
 ]
+AnyBase = Annotated[
+    bool, typer.Option("--any-base", help="Take a BASE that is not the adapter's by its note.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]
 Colored = Annotated[Color, typer.Option("--color", help="When to colour.")]

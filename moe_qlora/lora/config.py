@@ -15,6 +15,7 @@ from peft import LoraConfig, PeftConfig
 from torch import nn
 
 from ..checkpoint import rounding
+from ..checkpoint.card import facts_of, write_card
 from ..checkpoint.fingerprint import TOP_K_FIELDS
 from ..errors import ConfigError
 from ..layout import name_pattern
@@ -128,7 +129,9 @@ class AdaptedLoraConfig(LoraConfig):
         finally:
             self.__dict__.update(adapted)
         if self._packed is not None:
-            rounding.write_note(Path(save_directory), self._packed, self._chosen)
+            folder = Path(save_directory)
+            rounding.write_note(folder, self._packed, self._chosen)
+            write_card(folder, facts_of(self.to_dict(), self._packed))
 
 
 def adapt(

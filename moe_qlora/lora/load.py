@@ -37,6 +37,7 @@ def load_adapter(
     adapter_name: str = "default",
     *,
     is_trainable: bool = False,
+    any_base: bool = False,
     **peft_kwargs: Any,
 ) -> PeftModel:
     """Load a saved adapter: `PeftModel.from_pretrained` for packed experts.
@@ -50,12 +51,13 @@ def load_adapter(
         adapter: The folder, or the repository id.
         adapter_name: Name of the adapter in the model.
         is_trainable: False freezes the adapter and puts the model in evaluation mode, as PEFT does.
+        any_base: True takes a model that is not the one in the adapter's note.
         **peft_kwargs: Passed on to `PeftModel.from_pretrained` or `PeftModel.load_adapter`.
 
     Raises:
         AdapterError: Tensors of the file have no place in the model, places got no tensor, or the
-            adapter's note says that it was trained on a model that computes otherwise. Other
-            weights than noted there are a warning.
+            adapter's note says that it was trained on another model: one that computes otherwise,
+            or has other weights.
         CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
         ConfigError: See `adapt_lora_config`.
     """
@@ -68,7 +70,8 @@ def load_adapter(
     base = base_model(model)
     hub = {key: peft_kwargs[key] for key in _HUB_KEYS if key in peft_kwargs}
     check_folder(adapter, hub.get("subfolder"))
-    check_base(base, adapter, hub.get("subfolder"))
+    if not any_base:
+        check_base(base, adapter, hub.get("subfolder"))
     with _with_fused_experts(base, adapter, hub.get("subfolder")) as folder:
         return _load(model, adapter, folder, adapter_name, is_trainable, hub, peft_kwargs)
 

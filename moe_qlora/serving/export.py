@@ -30,6 +30,7 @@ from ..checkpoint.adapter import (
     open_adapter,
 )
 from ..checkpoint.base import Base, PackedBase, PlainBase
+from ..checkpoint.card import CARD, facts_of, write_card
 from ..checkpoint.fingerprint import take
 from ..checkpoint.manifest import is_packed
 from ..checkpoint.merge import check_roles, model_builder
@@ -77,6 +78,7 @@ def export_adapter(
     *,
     base: str | Path,
     target: str,
+    any_base: bool = False,
     trust_remote_code: bool = False,
 ) -> ExportReport:
     """Write an adapter in the layout that a server takes for its architecture.
@@ -92,6 +94,7 @@ def export_adapter(
             weights that tells it from other models.
         target: The server: "vllm", "sglang", "gguf" (the folder that llama.cpp's
             convert_lora_to_gguf.py takes), or "peft".
+        any_base: True takes a base that is not the model in the adapter's note.
         trust_remote_code: Run model code that the base brings.
 
     Raises:
@@ -109,9 +112,10 @@ def export_adapter(
         layout = layout_for(target, _architecture(source, model))
         kind = PackedBase if is_packed(source) else PlainBase
         opened = stack.enter_context(closing(kind(source, model, max_shard_size="5GB")))
-        rounding.check_noted_base(
-            folder, lambda names: take(model, str(base), names, opened.first_rows)
-        )
+        if not any_base:
+            rounding.check_noted_base(
+                folder, lambda names: take(model, str(base), names, opened.first_rows)
+            )
         lora = open_adapter(stack.enter_context(fused(folder, model)))
         stack.enter_context(lora.file)
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
@@ -126,8 +130,12 @@ def export_adapter(
         else:
             export = _Export(model, opened, lora, layout, updates)
             report = export.write(work, place)
-        if (folder / rounding.NOTE).is_file():
-            shutil.copyfile(folder / rounding.NOTE, work / rounding.NOTE)
+        for name in (rounding.NOTE, CARD):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, work / name)
+        facts = facts_of(read_json(folder / CONFIG), rounding.from_note(folder))
+        layout_of = f"{target} {layout.tested}, {'fused' if report.fused else 'single'} experts"
+        write_card(work, {**facts, "layout": layout_of}, str(base))
     return report
 
 

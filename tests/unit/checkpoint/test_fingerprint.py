@@ -95,9 +95,9 @@ def test_the_unpacked_base_is_no_alarm(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("use", USES)
-def test_other_weights_are_a_warning_that_names_both(folders: dict[str, Path], use: Any) -> None:
+def test_other_weights_are_an_error_that_names_both(folders: dict[str, Path], use: Any) -> None:
     seen = rf"was trained on {folders['base']}, and {folders['another']} .* other weights"
-    with pytest.warns(UserWarning, match=seen):
+    with pytest.raises(AdapterError, match=rf"{seen}.*any_base=True \(--any-base\)\.$"):
         use(folders["another"], folders["adapter"])
 
 
@@ -123,3 +123,35 @@ def test_a_note_without_a_fingerprint_is_taken(
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*was trained on")
         use(folders["another"], adapter)
+
+
+def test_any_base_is_taken_where_asked(folders: dict[str, Path], tmp_path: Path) -> None:
+    adapter = str(folders["adapter"])
+    moe_qlora.load_adapter(base_model(folders["another"]), adapter, any_base=True)
+    moe_qlora.merge_adapter(folders["hidden_act"], adapter, tmp_path / "merged", any_base=True)
+    assert (tmp_path / "merged/config.json").is_file()
+
+
+def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Base, fingerprint, codec, targets and versions; once, also where PEFT adds to the card."""
+    card = (folders["adapter"] / "README.md").read_text()
+    for said in (
+        f"| base | `{folders['base']}` |",
+        "| base was packed as | `nf4, blocks of 64` |",
+        "| target_parameters | `model.layers.*.mlp.experts.down_proj, ",
+        "| rank, alpha | `2, 8` |",
+        f"moe-qlora {moe_qlora.__version__}, transformers ",
+    ):
+        assert said in card, said
+    assert card.startswith("---\n") and "library_name: peft" in card  # PEFT's own part
+    prints = {}
+    for name in ("base", "another"):
+        model = moe_qlora.get_peft_model(
+            base_model(folders[name]), LoraConfig(r=2, target_modules=["q_proj"])
+        )
+        for _ in range(2):
+            model.save_pretrained(tmp_path / name)
+        text = (tmp_path / name / "README.md").read_text()
+        assert text.count("moe_qlora: start") == text.count("moe_qlora: end") == 1
+        (prints[name],) = (line for line in text.splitlines() if "fingerprint" in line)
+    assert prints["base"] in card and prints["another"] not in card
