@@ -150,7 +150,6 @@ class Page:
 
     def screenshot(self) -> bytes:
         """A PNG of the whole page."""
-        taken = self.send("Page.captureScreenshot", captureBeyondViewport=True)
         size = self.send("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         taken = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
