@@ -37,3 +37,16 @@ print(sys.prefix + "/.moe-qlora-" + hashlib.sha256(key).hexdigest()[:16])' "$1")
         touch "$stamp"
     fi
 }
+
+# find_browser: on CI's machines, which are new and root's own, installs the headless Chromium of
+# Debian, in which tests look at pages. Without one, those tests are skipped and say so.
+find_browser() {
+    local name
+    for name in chromium-headless-shell chromium chromium-browser google-chrome; do
+        if command -v "$name" >/dev/null; then return; fi
+    done
+    [ "${CI:-}" = true ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
+    { timeout 60 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 120 \
+        apt-get install -qq -y --no-install-recommends chromium-headless-shell; } >/dev/null 2>&1 ||
+        echo "No Chromium could be installed: pages are not looked at." >&2
+}

@@ -167,6 +167,7 @@ def run_commands(folder: Path) -> None:
     commands = [["dump", model], ["plan", model, "--gpus", "1x1GiB", "--seq", "64"]]
     commands += [["quantize", model, str(folder / "packed"), "--quiet"]]
     commands += [["verify", str(folder / "packed")]]
+    commands += [["report", model, "--seq", "64", "-o", str(folder / "report.html")]]
     for command in commands:
         result = CliRunner().invoke(app, command)
         if result.exit_code or not result.output.strip():
