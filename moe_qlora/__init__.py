@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .checkpoint.merge import merge_adapter as merge_adapter
     from .checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
     from .detection.detect import detect as detect
+    from .diagnosis.doctor import doctor as doctor
+    from .diagnosis.report import Diagnosis as Diagnosis
     from .distributed.expert_parallel import expert_parallel as expert_parallel
     from .distributed.expert_parallel import (
         expert_parallel_parameters as expert_parallel_parameters,
@@ -62,6 +64,7 @@ _HOME = {
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "DetectionError": "errors",
+    "Diagnosis": "diagnosis.report",
     "ExpertParam": "layout",
     "LayerGraphs": "hf.graphs",
     "MemoryPlan": "memory.report",
@@ -75,6 +78,7 @@ _HOME = {
     "connect_adapters": "lora.model",
     "detect": "detection.detect",
     "disable": "hf.switch",
+    "doctor": "diagnosis.doctor",
     "enable": "hf.switch",
     "enabled": "hf.switch",
     "exclude_modules": "lora.targets",

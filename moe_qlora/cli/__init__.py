@@ -1,12 +1,12 @@
 """The command line `moe-qlora`: arguments go in; text, JSON or files come out.
 
 Open app.py first, which holds the program and how errors end it. Each subcommand has a file of its
-name (dump, merge, plan, quantize, report, verify) that reads options and calls the library:
+name (doctor, dump, export, merge, ...) that reads options and calls the library:
 
     options.py      options that several subcommands take
     messages.py     stderr: errors, warnings, interruptions
     findings.py     what dump prints, as data
-    render*.py      how dump, plan and verify print; render.py is common to them
+    render*.py      how they print; render.py is common to them
     chart.py        plan --chart;  heat_map.py: verify --heat-map
     moe_experts.py  dump as a subcommand of axolotl
 """

@@ -19,6 +19,7 @@ import typer
 
 from .. import __version__
 from ..errors import MoeQloraError, one_line
+from .doctor import doctor
 from .dump import dump
 from .export import export
 from .merge import merge
@@ -32,6 +33,7 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 
 SUBCOMMANDS: dict[Callable[..., Any], str] = {
+    doctor: "What runs fast here, what falls back, and why.",
     dump: "Expert weights, their bytes, lists for PEFT.",
     plan: "Memory of training, what fits, what to change.",
     quantize: "A packed folder from a checkpoint.",

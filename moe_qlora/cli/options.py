@@ -45,14 +45,13 @@ def _model_types(incomplete: str) -> list[str]:
     return [name for name in model_types() if name.startswith(incomplete)]
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="Checkpoint folder, config.json, axolotl-style YAML, model type or hub id.",
-        autocompletion=_model_types,
-    ),
-]
+_MODEL: Any = typer.Argument(
+    metavar="MODEL",
+    help="Checkpoint folder, config.json, axolotl-style YAML, model type or hub id.",
+    autocompletion=_model_types,
+)
+Model = Annotated[str, _MODEL]
+OptionalModel = Annotated[str | None, _MODEL]
 ModelQuant = Annotated[
     Quant | None, typer.Option(help="Packed type; default: what MODEL says, else nf4.")
 ]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.cards import HALVES
+from ..kernels.cards import HALVES, Card
 from ..kernels.limits import GROUP, MAX_EXPERTS, MAX_LORA_RANK, dequantizes_whole, supports_fused
 from ..kernels.weights import PackedWeight, WeightSpec
 from ..layout import dtype_name
@@ -18,6 +18,7 @@ from .activation import find_gate
 from .lora_source import LoraFactors, active_lora
 from .operands import PackedOperand, read_operand
 
+_LEAST_CAPABILITY = (8, 0)
 _kernels_run: dict[int, bool] = {}
 """By CUDA device: whether the fused layer's kernels run there; found out in eager calls."""
 
@@ -51,6 +52,8 @@ class Call(NamedTuple):
     weights: tuple[PackedWeight | PackedOperand | None, PackedWeight | PackedOperand | None]
     lora: tuple[tuple[LoraFactors, ...], tuple[LoraFactors, ...]]  # Of the active adapters
     autocast: torch.dtype | None  # None outside autocast
+    # The card to choose for, where it is another than the hidden states', which then lie on meta
+    card: Card | None = None
 
 
 def read_call(module: Any, x: Tensor) -> Call:
@@ -90,6 +93,7 @@ def choose_backend(module: Any, call: Call) -> Backend:
                 call.x,
                 call.autocast or weight.compute_dtype or call.x.dtype,
                 tuple(call.autocast or each.a.dtype for each in factors),
+                call.card,
             )
             for weight, factors in zip(call.weights, call.lora, strict=True)
         )
@@ -112,8 +116,8 @@ def _warn_of_float32(parameter: str, dtype: torch.dtype) -> None:
 def fused_obstacle(module: Any, call: Call) -> Obstacle:
     """Return why the fused layer does not compute a call, None where it does."""
     x = call.x
-    if not kernels_run(x.device):
-        return _device_obstacle(x.device)
+    if not (kernels_run(x.device) if call.card is None else suits(call.card)):
+        return _device_obstacle(x.device, call.card)
     if x.numel() == 0:
         return "there are no tokens", ()
     if module.has_post_expert_norm:
@@ -139,8 +143,14 @@ def fused_obstacle(module: Any, call: Call) -> Obstacle:
     return None
 
 
-def _device_obstacle(device: torch.device) -> Obstacle:
-    """Return why the kernels do not run on a device."""
+def _device_obstacle(device: torch.device, card: Card | None = None) -> Obstacle:
+    """Return why the kernels do not run on a device, or on a card that is asked for."""
+    if card is not None and card.maker == "nvidia":
+        if card.capability >= _LEAST_CAPABILITY:
+            return "the fused kernels need Triton, which is not installed", ()
+        return "the fused kernels need CUDA of compute capability 8.0, not {}.{}", card.capability
+    if card is not None:
+        device = torch.device({"amd": "cuda", "intel": "xpu"}.get(card.maker, "cpu"))
     if device.type == "cuda" and torch.version.hip is not None:
         return "the fused kernels do not compile for {}, or are not right (ROCm is not tested)", (
             device,
@@ -213,9 +223,18 @@ def _supports(spec: WeightSpec) -> bool:
 
 
 def runs_grouped(
-    shape: Sequence[int], x: Tensor, dtype: torch.dtype, lora_dtypes: tuple[torch.dtype, ...]
+    shape: Sequence[int],
+    x: Tensor,
+    dtype: torch.dtype,
+    lora_dtypes: tuple[torch.dtype, ...],
+    card: Card | None = None,
 ) -> bool:
-    """Whether `kernels/projection.py` computes a projection in such dtypes, else `reference.py`."""
+    """Whether `kernels/projection.py` computes a projection in such dtypes, else `reference.py`.
+
+    `card` is the one to ask for, where it is another than the hidden states'.
+    """
+    if card is not None:
+        return _computes(tuple(shape), _multiplies(card), dtype, lora_dtypes)
     some = x.is_cuda and x.shape[0] > 0
     return some and _grouped(tuple(shape), x.get_device(), dtype, lora_dtypes)
 
@@ -227,12 +246,23 @@ def _grouped(
     dtype: torch.dtype,
     lora_dtypes: tuple[torch.dtype, ...],
 ) -> bool:
-    known = dtype in HALVES and all(each in (*HALVES, torch.float32) for each in lora_dtypes)
     if torch.version.hip is None:
-        capable = torch.cuda.get_device_capability(device) >= (8, 0)
+        capable = torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
     else:
         capable = kernels_run(torch.device("cuda", device))
+    return _computes(shape, capable, dtype, lora_dtypes)
+
+
+def _computes(
+    shape: tuple[int, ...], capable: bool, dtype: torch.dtype, lora_dtypes: tuple[torch.dtype, ...]
+) -> bool:
+    known = dtype in HALVES and all(each in (*HALVES, torch.float32) for each in lora_dtypes)
     return known and capable and dequantizes_whole(*shape)
+
+
+def _multiplies(card: Card) -> bool:
+    """Whether a card multiplies by whole dequantized weights at once."""
+    return suits(card) if card.maker == "amd" else card.capability >= _LEAST_CAPABILITY
 
 
 @cache
@@ -243,6 +273,15 @@ def layer_kernels() -> Any:
     except ImportError:
         return None
     return moe_layer
+
+
+def suits(card: Card) -> bool:
+    """Whether the fused kernels are for a card, by what it is and has: nothing is tried there."""
+    return _suit(card.maker == "amd", card.capability)
+
+
+def _suit(rocm: bool, capability: tuple[int, int]) -> bool:
+    return layer_kernels() is not None and (rocm or capability >= _LEAST_CAPABILITY)
 
 
 def kernels_run(device: torch.device) -> bool:
@@ -256,9 +295,10 @@ def kernels_run(device: torch.device) -> bool:
     if index not in _kernels_run:
         if torch.compiler.is_compiling():
             return False
-        kernels, rocm = layer_kernels(), torch.version.hip is not None
-        capable = rocm or torch.cuda.get_device_capability(device) >= (8, 0)
-        _kernels_run[index] = kernels is not None and capable
+        rocm = torch.version.hip is not None
+        _kernels_run[index] = _suit(
+            rocm, (0, 0) if rocm else torch.cuda.get_device_capability(device)
+        )
         if _kernels_run[index]:
             from ..kernels import quantized_mm
 

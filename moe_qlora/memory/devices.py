@@ -70,7 +70,7 @@ def gpu_named(text: str) -> str | None:
 
 def unknown_gpu(text: str) -> str:
     """Return the sentence, without its full stop, that a text names no card of `GPUS`."""
-    near = did_you_mean(text.strip(), GPUS)
+    near = did_you_mean(text.strip(), [*_BY_PLAIN_NAME, *GPUS])
     return f"{text.strip()!r} is no card that is known{near}; known are {', '.join(GPUS)}"
 
 

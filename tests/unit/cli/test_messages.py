@@ -115,7 +115,9 @@ def test_interrupted(cli, monkeypatch, tmp_path, name):
 def test_examples_and_summaries():
     for command, summary in app.SUBCOMMANDS.items():
         lines = sys.modules[command.__module__].EXAMPLES
-        assert lines and all(line.startswith(f"moe-qlora {command.__name__} ") for line in lines)
+        assert lines and all(
+            f"{line} ".startswith(f"moe-qlora {command.__name__} ") for line in lines
+        )
         assert len(summary) <= 48 and max(map(len, lines)) <= 68
 
 

@@ -1,0 +1,66 @@
+"""`doctor`: what of this environment runs packed experts fast, what falls back, what breaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ConfigError
+from ..memory.source import source_of
+from . import combinations, devices, layers, versions
+from .report import PROBLEM, Diagnosis, LayerKind
+
+
+def doctor(
+    model: Any = None,
+    quantization_config: Any = None,
+    *,
+    gpu: str | None = None,
+    rank: int = 16,
+    trust_remote_code: bool = False,
+) -> Diagnosis:
+    """Examine this environment and, given a model, how its expert layers will be computed.
+
+    Nothing is loaded, downloaded or computed: a model is built on the meta device.
+
+    Args:
+        model: None, or what `plan` takes: a checkpoint folder, plain or packed, a configuration, a
+            model type, a hub id whose configuration is cached, or a model.
+        quantization_config: A `BitsAndBytesConfig`; None takes the model's own, else nf4 with
+            double quantization and bfloat16 as its compute dtype.
+        gpu: A card to answer for in place of what is here, by its name, such as "4090".
+        rank: Of LoRA on the experts.
+        trust_remote_code: Run model code that a checkpoint brings.
+
+    Returns:
+        Versions, devices, backends and findings; print it, or read its fields.
+
+    Raises:
+        ConfigError: `gpu`, `rank` or the quantization settings are none.
+        CheckpointError: `model` cannot be read or built.
+    """
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ConfigError(f"rank is {rank!r}; give a whole number of 1 or more.")
+    cards = devices.here() if gpu is None else [devices.named(gpu)]
+    device, card = cards[0]
+    packages = versions.packages()
+    kinds: tuple[LayerKind, ...] = ()
+    notes: tuple[str, ...] = ()
+    label, model_type = "", None
+    if model is not None:
+        source = source_of(model, quantization_config, None, trust_remote_code)
+        label, notes = source.label, source.notes
+        model_type = getattr(source.config, "model_type", None)
+        kinds = layers.layer_kinds(source, card, rank)
+        if not kinds:
+            notes = (*notes, "The model has no experts.")
+    found = versions.findings(packages)
+    found += combinations.findings(versions.releases(packages), device, card, model_type, kinds)
+    return Diagnosis(
+        packages,
+        device,
+        tuple(each for each, _ in cards),
+        label,
+        kinds,
+        tuple(sorted(found, key=lambda finding: finding.severity != PROBLEM)),
+        notes,
+    )

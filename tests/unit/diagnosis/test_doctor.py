@@ -1,0 +1,362 @@
+"""The doctor: what it says of versions, devices and layers is what holds."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.diagnosis import combinations, devices, layers, versions
+from moe_qlora.diagnosis.report import Device, LayerKind, Package
+from moe_qlora.experts import backend
+from moe_qlora.experts.backend import choose_backend, read_call
+from moe_qlora.kernels.cards import Card
+from moe_qlora.memory.devices import GPUS
+from moe_qlora.testing import tiny_model
+
+ROOT = Path(__file__).parents[3]
+BF16 = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+)
+FP32 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+WIDE = {"hidden_size": 64, "moe_intermediate_size": 64}
+
+
+def config(model_type: str = "qwen3_moe", **sizes: int) -> Any:
+    return tiny_model(model_type, dtype=torch.bfloat16, **sizes).config
+
+
+# Versions
+
+
+def test_versions_are_those_of_the_project_and_of_its_tests():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    wanted = {
+        one.name: next((s.version for s in one.specifier if s.operator == ">="), "")
+        for one in map(Requirement, [*extras, *project["dependencies"]])
+    }
+    lines = (ROOT / "tools/constraints.txt").read_text("utf-8").splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
+    assert project["requires-python"] == f">={versions.PYTHON.least}"
+    for name, tested in {**versions.REQUIRED, **versions.OPTIONAL}.items():
+        if name in wanted:
+            assert tested.least == wanted[name], name
+        if name in pinned:
+            assert pinned[name].startswith(f"{tested.last}."), name
+        assert versions.release_of(tested.least) <= versions.release_of(tested.first)
+    assert set(versions.REQUIRED) <= set(wanted) & set(pinned)
+
+
+@pytest.mark.parametrize(
+    ("installed", "status"),
+    [
+        ("2.13.0+cpu", "tested"),
+        ("2.12", "tested"),
+        ("2.10.1", "untested"),
+        ("2.14.0.dev20261122", "untested"),
+        ("2.8.1", "too old"),
+        (None, "missing"),
+    ],
+)
+def test_statuses_and_findings(monkeypatch, installed, status):
+    stock = versions.installed_version
+    monkeypatch.setattr(
+        versions, "installed_version", lambda name: installed if name == "torch" else stock(name)
+    )
+    rows = versions.packages()
+    assert next(row.status for row in rows if row.name == "torch") == status
+    found = [finding for finding in versions.findings(rows) if "torch" in finding.what]
+    severity = {"tested": [], "untested": ["warning"]}.get(status, ["problem"])
+    assert [finding.severity for finding in found] == severity
+    assert all(finding.cure for finding in found)
+
+
+# Layers
+
+
+class OnGpu:
+    """Hidden states as the choice of a backend sees them on a GPU that is not there."""
+
+    device, is_cuda, shape = torch.device("cuda", 0), True, (5, 64)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def numel(self) -> int:
+        return 5 * 64
+
+    def get_device(self) -> int:
+        return 0
+
+
+CASES = {
+    "fused": ("qwen3_moe", BF16, WIDE),
+    "float32": ("qwen3_moe", FP32, WIDE),
+    "odd sizes": ("qwen3_moe", BF16, {"hidden_size": 64, "moe_intermediate_size": 36}),
+    "transposed": ("gpt_oss", BF16, {}),
+    "double": ("mixtral", {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, {}),
+    "int8": ("qwen3_moe", BitsAndBytesConfig(load_in_8bit=True), WIDE),
+}
+
+
+def chosen(case: str, on_gpu: bool) -> set[tuple[str, str]]:
+    """What a forward of the packed model itself is computed by, and why."""
+    model_type, asked, sizes = CASES[case]
+    model: Any = tiny_model(model_type, dtype=torch.bfloat16, **sizes)
+    moe_qlora.quantize_experts(model, asked)
+    for bias in (value for name, value in model.named_parameters() if name.endswith("_bias")):
+        bias.requires_grad_(False)  # as PEFT does
+    found = set()
+    for entry in moe_qlora.detect(model).modules:
+        module = model.get_submodule(entry.name)
+        hidden = entry.parameters[0].in_features
+        call = read_call(module, torch.zeros(5, hidden, dtype=torch.bfloat16))
+        if on_gpu:
+            x: Any = OnGpu(torch.bfloat16)
+            call = call._replace(x=x)
+        backend_chosen = choose_backend(module, call)
+        found.add((backend_chosen.name, backend_chosen.reason))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:.*is computed in float32")
+def test_backends_are_those_of_a_forward(monkeypatch, case):
+    model_type, asked, sizes = CASES[case]
+    plain = config(model_type, **sizes)
+    report = moe_qlora.doctor(plain, asked)
+    assert {(layer.backend, layer.reason) for layer in report.layers} == chosen(case, False)
+    # And on a GPU: the choice is told that the weights lie there, and of its capability.
+    monkeypatch.setattr(backend, "kernels_run", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(backend, "_weight_obstacle", _on_any_device(backend._weight_obstacle))
+    backend._grouped.cache_clear()
+    expected = chosen(case, True)
+    backend._grouped.cache_clear()
+    monkeypatch.undo()
+    report = moe_qlora.doctor(plain, asked, gpu="4090")
+    assert {(layer.backend, layer.reason) for layer in report.layers} == expected
+    for layer in report.layers:
+        assert layer.fast == (layer.backend == "fused layer")
+        assert bool(layer.cost) != layer.fast
+
+
+def _on_any_device(stock: Any) -> Any:
+    return lambda name, weight, device, *rest: stock(name, weight, torch.device("cpu"), *rest)
+
+
+def test_the_cases_differ():
+    plain = config(**WIDE)
+    by = {
+        "fused layer": {},
+        "projection by projection": {"rank": 256},
+        "reference loop": {"quantization_config": FP32},
+    }
+    for name, settings in by.items():
+        report = moe_qlora.doctor(plain, **{"quantization_config": BF16, **settings}, gpu="H100")
+        assert [layer.backend for layer in report.layers] == [name]
+    assert [layer.backend for layer in moe_qlora.doctor(plain, BF16, gpu="T4").layers] == [
+        "reference loop"
+    ]
+
+
+def test_classes_with_a_forward_of_their_own():
+    report = moe_qlora.doctor(config("llama4_text"), gpu="H200")
+    (layer,) = report.layers
+    assert layer.backend == layers.OWN_FORWARD
+    assert "experts interface" in layer.reason
+    assert any(layer.reason in finding.what for finding in report.findings)
+
+
+def test_skipped_experts_and_models_without():
+    skipping = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["experts"])
+    (layer,) = moe_qlora.doctor(config(), skipping).layers
+    assert layer.backend == "unpacked"
+    from transformers import LlamaConfig
+
+    dense = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    report = moe_qlora.doctor(dense)
+    assert report.layers == ()
+    assert "The model has no experts." in report.notes
+
+
+def test_a_model_is_left_as_it_is():
+    model: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    moe_qlora.quantize_experts(model, BF16)
+    packed = {name: value.clone() for name, value in model.state_dict().items()}
+    (layer,) = moe_qlora.doctor(model).layers
+    assert layer.backend == "reference loop"
+    after = model.state_dict()
+    assert after.keys() == packed.keys() != before.keys()
+    assert all(torch.equal(after[name], value) for name, value in packed.items())
+
+
+def test_the_cost_of_a_fallback_is_what_was_measured():
+    with (ROOT / "tools/bench/results/layer.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    found = {
+        (peer, row["metric"]): float(row["p50"])
+        for row in rows
+        for peer in ("ours", "bnb")
+        if (row["commit"], row["name"]) == ("88efafc", "qwen3-30b-a3b")
+        and row["setting"] == f"tokens=4096 r=16 peer={peer} nf4+double bf16"
+    }
+    cost = layers.COSTS[layers.OWN_FORWARD]
+    numbers = [float(text.replace(",", "")) for text in re.findall(r"([\d,]+) MiB", cost)]
+    assert numbers == [round(found[peer, "kept"]) for peer in ("bnb", "ours")]
+    ratio = found["bnb", "step"] / found["ours", "step"]
+    assert f"{ratio:.1f} times" in cost
+
+
+# Devices
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_card_that_is_known(name):
+    device, card = devices.named(name)
+    assert device.capability == ".".join(map(str, card.capability))
+    fast = card.capability >= (8, 0)
+    assert ("quantized matmul" in device.few_tokens) == fast
+    assert ("grouped matmul" in device.many_tokens) == fast
+    assert ("Hopper" in device.few_tokens) == (name in ("H100", "H200"))
+    assert ("torch grouped" in device.many_tokens) == (name in ("H100", "H200", "B200"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("4091", "did you mean 4090"), ("A100", "A100-80GB"), ("24GiB", "no card")],
+)
+def test_no_card(name, message):
+    with pytest.raises(moe_qlora.ConfigError, match=message) as caught:
+        moe_qlora.doctor(gpu=name)
+    assert str(caught.value).startswith("gpu: ")
+
+
+def test_no_rank():
+    with pytest.raises(moe_qlora.ConfigError, match="rank is 0"):
+        moe_qlora.doctor(rank=0)
+
+
+# Combinations
+
+CPU = Device("CPU", None, "", True, "", "")
+H100, HOPPER = devices.named("H100")
+T4, TURING = devices.named("T4")
+
+
+def found(installed: dict, device: Device, card: Card, model_type=None, kinds=()) -> list[str]:
+    texts = {name: versions.release_of(text) for name, text in installed.items()}
+    result = combinations.findings(texts, device, card, model_type, kinds)
+    assert all(finding.what.endswith(".") and finding.cure for finding in result)
+    return [f"{finding.severity}: {finding.what}" for finding in result]
+
+
+@pytest.mark.parametrize(
+    ("installed", "model_type", "expected"),
+    [
+        ({"liger-kernel": "0.8.5", "transformers": "5.23.0"}, "qwen3_vl_moe", "problem: Liger"),
+        ({"liger-kernel": "0.8.5", "transformers": "5.23.0"}, None, "warning: Liger"),
+        ({"liger-kernel": "0.8.5", "transformers": "5.23.0"}, "qwen3_moe", None),
+        ({"liger-kernel": "0.8.5", "transformers": "5.22.0"}, "qwen3_vl_moe", None),
+        ({"liger-kernel": "0.9.0", "transformers": "5.23.0"}, "qwen3_vl_moe", None),
+        ({"torch": "2.11.0+cu128"}, None, "warning: fully_shard of torch 2.11.0"),
+        ({"torch": "2.13.0"}, None, None),
+        ({"llamafactory": "0.9.5", "transformers": "5.23.0"}, None, "warning: The gradient"),
+        ({"llamafactory": "0.9.5", "transformers": "5.6"}, None, None),
+        ({"ms-swift": "4.6.0", "trl": "1.16.0"}, None, "warning: `swift rlhf`"),
+        ({"ms-swift": "4.6.0", "trl": "0.29.1"}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_known_combinations(installed, model_type, expected):
+    texts = found(installed, H100, HOPPER, model_type)
+    assert len(texts) == (expected is not None)
+    assert expected is None or texts[0].startswith(expected)
+
+
+def test_ligers_failure_is_real():
+    """The error that is named, in the versions that are installed."""
+    pytest.importorskip("liger_kernel")
+    liger, host = (versions.installed_version(n) for n in ("liger-kernel", "transformers"))
+    names = found({"liger-kernel": liger, "transformers": host}, H100, HOPPER, "qwen3_vl_moe")
+    if names:
+        for model_type in combinations._LIGER_FAILS:
+            with pytest.raises(ImportError):
+                __import__(f"liger_kernel.transformers.model.{model_type}")
+
+
+def test_devices_that_fall_back(monkeypatch):
+    assert "needs 8.0" in found({}, T4, TURING)[0].replace("need 8.0", "needs 8.0")
+    slow = LayerKind(
+        "a", 3, "A", "reference loop", "b is to be computed in torch.float32", False, ""
+    )
+    assert found({}, H100, HOPPER, None, [slow, slow])[0].startswith("warning: 6 expert layers")
+    assert len(found({}, T4, TURING, None, [slow])) == 1
+    monkeypatch.setattr(combinations, "layer_kernels", lambda: None)
+    assert found({}, H100, HOPPER)[0].startswith("problem: Triton is not installed")
+
+
+def test_a_torch_that_does_not_see_the_gpu(monkeypatch, tmp_path):
+    driver = tmp_path / "version"
+    monkeypatch.setattr(combinations, "_DRIVER", driver)
+    cpu = Card("", (0, 0), 0)
+    assert found({}, CPU, cpu) == []
+    driver.write_text("NVRM version")
+    assert "is built without CUDA" in found({}, CPU, cpu)[0]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "sees no GPU" in found({}, CPU, cpu)[0]
+    assert found({}, H100, HOPPER) == []
+
+
+@pytest.mark.parametrize("avx", [True, False])
+def test_cpus_on_which_evaluation_converts_layers(monkeypatch, avx):
+    import bitsandbytes.functional
+
+    monkeypatch.setattr(bitsandbytes.functional, "has_avx512bf16", lambda: avx)
+    texts = found({}, CPU, Card("", (0, 0), 0))
+    assert [text.startswith("warning: On this CPU (AVX512-BF16)") for text in texts] == [True] * avx
+
+
+# The command
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """Versions and devices that are the same on every machine."""
+    rows = (Package("torch", "2.13.0", "2.9", "2.11 to 2.13", "tested"),)
+    monkeypatch.setattr(versions, "packages", lambda: rows)
+
+
+def test_the_command(cli, steady, tmp_path, monkeypatch):
+    config(**WIDE).save_pretrained(tmp_path)
+    code, out, err = cli("doctor", tmp_path, "--gpu", "H100")
+    assert (code, err) == (0, "")
+    assert "fused layer" in out and "0 problems" in out
+    code, out, err = cli("doctor", tmp_path, "--gpu", "H100", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report["good"] and report["device"]["capability"] == "9.0"
+    assert [layer["backend"] for layer in report["layers"]] == ["fused layer"]
+    monkeypatch.setattr(combinations, "layer_kernels", lambda: None)
+    code, out, err = cli("doctor", "--gpu", "H100")
+    assert (code, err) == (1, "")
+    assert "problem: Triton is not installed" in " ".join(out.split())
+    assert cli("doctor", "--gpu", "H101")[0] == 2
+    assert cli("doctor", tmp_path / "gone")[0] == 2
+
+
+def test_the_text_of_a_diagnosis(steady):
+    text = str(moe_qlora.doctor(gpu="H100"))
+    assert "H100: torch grouped matmul" in text
+    assert "torch 2.13.0: tested" in text
