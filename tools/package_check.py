@@ -164,7 +164,11 @@ def run_commands(folder: Path) -> None:
     program = Path(sys.prefix) / "bin/moe-qlora"
     script = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
     model = str(folder / "model")
-    commands = [["dump", model], ["plan", model, "--gpus", "1x1GiB", "--seq", "64"]]
+    commands = [
+        ["doctor", model],
+        ["dump", model],
+        ["plan", model, "--gpus", "1x1GiB", "--seq", "64"],
+    ]
     commands += [["quantize", model, str(folder / "packed"), "--quiet"]]
     commands += [["verify", str(folder / "packed")]]
     commands += [["report", model, "--seq", "64", "-o", str(folder / "report.html")]]

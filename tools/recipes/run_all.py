@@ -111,7 +111,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", help="names of recipes, by comma")
-    parser.add_argument("--layers", type=int, default=2, help="decoder layers of each model")
+    parser.add_argument("--layers", type=int, default=2, help="of each model; 2 or more")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tiny", action="store_true", help="tiny models, for a CPU")
     parser.add_argument("--folder", type=Path, help="where models are made; a temporary one")
