@@ -11,6 +11,10 @@
     frozen      bf16 experts, transformers' grouped_mm; LoRA on attention alone
     peft        bf16 experts, transformers' grouped_mm; PEFT's LoRA as `--lora` says
     bnb         experts packed by bitsandbytes' parametrization; LoRA on attention alone
+    axolotl     packed likewise, as `quantize_moe_experts: true` has it, on its scattermoe kernels;
+                PEFT's LoRA as `--lora` says
+    e4b         experts4bit-qlora's experts and LoRA, its fast path with dgrad; PEFT's LoRA on
+                attention
     mxfp4       ours, on random experts in MXFP4 as a checkpoint's are kept: `--peers ours,mxfp4`
 
 Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains the adapters.
@@ -34,15 +38,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 from common import RESULTS, Rows, allocated, environment, release, release_workspace, synchronize
 from mxfp4 import BLOCK, random_mxfp4
+from peers import UnavailableError
 from shapes import name_of, whole_config
 from torch import Tensor, nn
 
 import moe_qlora
 
-PEERS = ("ours", "frozen", "peft", "bnb")
+PEERS = ("ours", "frozen", "peft", "bnb", "axolotl", "e4b")
 OURS = ("ours", "mxfp4")
 """This package's, the second only where it is asked for."""
 LORA_RATE = 1e-4
@@ -54,10 +60,6 @@ NEW_TOKENS = 128
 """Tokens that `--generate` makes of a prompt of 64."""
 
 Each = Callable[[str, nn.Module], None]
-
-
-class UnavailableError(Exception):
-    """A peer that does not do what was asked for."""
 
 
 def main() -> None:
@@ -133,18 +135,19 @@ def _options() -> argparse.Namespace:
 
 
 def _lora(peer: str, options: argparse.Namespace) -> list[str]:
-    wanted: list[str] = options.lora if peer in (*OURS, "peft") else ["attention"]
+    wanted: list[str] = options.lora if peer not in ("frozen", "bnb") else ["attention"]
     return wanted
 
 
 def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
     additions = [name for name in ("liger", "compile", "graphs") if getattr(options, name)]
     additions += [options.optimizer] if options.optimizer != "adamw" else []
-    packed = {"ours": "nf4+double", "bnb": "nf4+double", "mxfp4": "mxfp4"}.get(peer, "bf16")
+    packed = {"frozen": "bf16", "peft": "bf16", "mxfp4": "mxfp4", "e4b": "nf4"}
     return (
         f"layers={layers} lora={','.join(_lora(peer, options))} r={options.rank} "
         f"seq={options.seq} batch={options.micro_batch} "
-        f"checkpointing={'non-reentrant' if options.checkpointing else 'none'} {packed}"
+        f"checkpointing={'non-reentrant' if options.checkpointing else 'none'} "
+        f"{packed.get(peer, 'nf4+double')}"
         f"{' liger' if options.loss == 'liger' else ''} peer={peer} adapters={options.adapters}"
         f"{' with=' + ','.join(additions) if additions else ''}"
         f"{' generate' if options.generate else ''}"
@@ -153,6 +156,19 @@ def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
 
 
 def run(
+    peer: str, options: argparse.Namespace, config: Any, device: torch.device, rows: Rows
+) -> None:
+    """Run one peer, within what it changes outside of its model.
+
+    Raises:
+        UnavailableError: The peer is not here, or has nothing of its own under these options.
+    """
+    peers.versions(peer)
+    with peers.axolotl(device) if peer == "axolotl" else nullcontext():
+        run_alone(peer, options, config, device, rows)
+
+
+def run_alone(
     peer: str, options: argparse.Namespace, config: Any, device: torch.device, rows: Rows
 ) -> None:
     """Build, pack, adapt and train one peer's model.
@@ -165,7 +181,7 @@ def run(
     loss_of = _loss(options, device)
     rows.add("allocated before", "bytes", allocated(device))
     start = time.perf_counter()
-    early = peer in ("bnb", "mxfp4") or (peer == "ours" and options.pack == "building")
+    early = peer in ("bnb", "axolotl", "mxfp4") or (peer == "ours" and options.pack == "building")
     packer = _Packer(peer, config) if early else None
     model = build(config, device, None if packer is None else packer.visit)
     synchronize(device)
@@ -179,8 +195,10 @@ def run(
         rows.add("peak while building", "bytes", torch.cuda.max_memory_allocated(device))
     if peer in OURS:
         pack(model, device, rows if packer is None else None)
+    elif peer == "e4b":
+        replace_experts(model, options)
     else:
-        model.set_experts_implementation("grouped_mm")
+        model.set_experts_implementation("scattermoe" if peer == "axolotl" else "grouped_mm")
     release(device)
     if device.type == "cuda":
         rows.add("model", "bytes", allocated(device))
@@ -397,9 +415,25 @@ def adapt(peer: str, model: Any, options: argparse.Namespace) -> Any:
     experts = [param.name for param in moe_qlora.detect(model)]
     if peer in OURS:
         experts = moe_qlora.target_parameters(model)
-    config = lora_config(model, experts, wanted, options)
+    config = lora_config(
+        model, experts, [w for w in wanted if peer != "e4b" or w != "experts"], options
+    )
     get = moe_qlora.get_peft_model if peer in OURS else peft.get_peft_model
-    return get(model, config, autocast_adapter_dtype=options.adapters == "fp32")
+    adapted = get(model, config, autocast_adapter_dtype=options.adapters == "fp32")
+    for name, parameter in adapted.named_parameters():
+        if peer == "e4b" and "_lora_" in name:  # PEFT has frozen what is not its own
+            parameter.requires_grad_(True)
+    return adapted
+
+
+def replace_experts(model: nn.Module, options: argparse.Namespace) -> None:
+    """Put experts4bit-qlora's modules in the place of the model's, one after the other."""
+    for found in moe_qlora.detect(model).modules:
+        parent, _, name = found.name.rpartition(".")
+        holder: Any = nn.Module()
+        holder.experts = model.get_submodule(found.name)
+        peers.e4b(options, holder)
+        setattr(model.get_submodule(parent), name, holder.experts)
 
 
 def lora_config(

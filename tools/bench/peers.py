@@ -10,7 +10,7 @@
     axolotl     what `quantize_moe_experts: true` packs, on its scattermoe kernels, PEFT's LoRA
 
 The last two are called as their documentation says. `fetch_peers` brings them; without them, or
-without a GPU, they are skipped.
+without a GPU, they are skipped. `model.py` makes whole models theirs by the same functions.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStac
         _pack_by_bitsandbytes(holder.experts)
     if peer == "axolotl":
         device = holder.experts.parametrizations.down_proj.original.device
-        stack.enter_context(_axolotl(device))
+        stack.enter_context(axolotl(device))
         holder.experts.config._experts_implementation = "scattermoe"
     if peer in ("peft", "axolotl"):
         _peft(options, holder)
     if peer == "e4b":
-        _e4b(options, holder)
+        e4b(options, holder)
     return [p for p in holder.parameters() if p.requires_grad]
 
 
@@ -191,7 +191,8 @@ def _peft(options: argparse.Namespace, holder: Any) -> None:
             parameter.data = parameter.data.bfloat16()
 
 
-def _e4b(options: argparse.Namespace, holder: Any) -> None:
+def e4b(options: argparse.Namespace, holder: Any) -> None:
+    """Make `holder.experts` the peer's own module, packed and with LoRA."""
     experts = holder.experts
     package = imported("experts4bit_qlora", experts.down_proj.device)
     if not experts.has_gate or experts.is_transposed or getattr(experts, "has_bias", False):
@@ -220,7 +221,7 @@ _replaced: dict[tuple[type, str], Any] = {}
 
 
 @contextmanager
-def _axolotl(device: torch.device) -> Iterator[None]:
+def axolotl(device: torch.device) -> Iterator[None]:
     """Its experts forward, and its changes to PEFT for as long as this lasts.
 
     It has no way to undo them, and the other peers are to run on PEFT as it is.
