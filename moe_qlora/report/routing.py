@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils import logging
 
 from ..build import named
 from ..checkpoint.manifest import is_packed
-from ..errors import CheckpointError, first_line
+from ..errors import MoeQloraError, first_line
 from ..experts.use import expert_use
 from ..hf.switch import enabled
 from ..lora.load import load_adapter
@@ -57,10 +59,16 @@ def measure(
     rows = token_ids(texts_of(text), reader, longest=LONGEST, most=most_tokens)
     if not rows:
         return Missing("Routing was not measured: the sample has no text.")
-    model = subject.live
-    if model is None:
-        model = _load(subject, quantization_config, trust_remote_code)
-    used = expert_use(model, _batches(rows, progress))
+    try:
+        model = subject.live
+        if model is None:
+            model = _load(subject, quantization_config, trust_remote_code)
+        used = expert_use(model, _batches(rows, progress))
+    except MoeQloraError as error:
+        return Missing(f"Routing was not measured: {error}")
+    except Exception as error:  # noqa: BLE001 - code of models, with what they do not expect
+        why = f"{type(error).__name__}: {first_line(error)}"
+        return Missing(f"Routing was not measured: the model did not run on the text ({why}).")
     sample = str(text) if isinstance(text, (str, Path)) else "texts given as a list"
     return RoutingPiece(
         tuple(LayerUse(name, tuple(counts.tolist())) for name, counts in used.items()),
@@ -109,12 +117,18 @@ def _load(subject: Subject, quantization_config: Any, trust_remote_code: bool) -
         options["quantization_config"] = settings
     if torch.cuda.is_available():
         options["device_map"] = "auto"
-    with named.quiet(), enabled():
-        try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{folder} cannot be loaded, so that its routing cannot be measured: "
-                f"{first_line(error)}."
-            ) from error
+    with named.quiet(), _no_bars(), enabled():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options)
     return model if subject.adapter is None else load_adapter(model, subject.adapter)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep transformers' own progress bars out of the one of a report."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -25,9 +25,7 @@ def texts_of(text: str | Path | Iterable[str]) -> Iterator[str | list[dict[str, 
     if not isinstance(text, (str, Path)):
         yield from text
         return
-    file = Path(text).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"text is {text}, which is no file; name a JSONL or text file.")
+    file = file_of(text)
     try:
         with file.open(encoding="utf-8") as lines:
             if file.suffix.lower() in (".jsonl", ".ndjson"):
@@ -39,6 +37,14 @@ def texts_of(text: str | Path | Iterable[str]) -> Iterator[str | list[dict[str, 
                 yield from (part.strip() for part in paragraphs if part.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}.") from error
+
+
+def file_of(text: str | Path) -> Path:
+    """Return the file of a sample; a `ConfigError` where there is none."""
+    file = Path(text).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"text is {text}, which is no file; name a JSONL or text file.")
+    return file
 
 
 def _row(file: Path, number: int, line: str) -> Any:

@@ -25,6 +25,7 @@ from .pieces import (
     TrainingPiece,
 )
 from .subject import Subject, subject_of
+from .text import file_of
 
 _Piece = TypeVar("_Piece")
 
@@ -80,6 +81,8 @@ def write_report(
     for name, value in {"seq": seq, "max_tokens": max_tokens, "batch": batch or 1}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
+    if isinstance(text, (str, Path)):
+        file_of(text)
     subject = subject_of(source, base)
     with reporting(progress, "Reading", "Written", stderr=True, transient=True) as tell:
         collector = _Collector(subject, quantization_config, trust_remote_code, tell)
