@@ -50,6 +50,13 @@ SENTENCE = (
     "inside `with moe_qlora.enabled():`."
 )
 """What stock transformers quotes when it is asked to load a packed folder."""
+EARLIER_SENTENCES = (
+    (
+        "The experts in this folder are packed by moe_qlora: pip install moe-qlora, and load it "
+        "inside `with moe_qlora.enabled():`."
+    ),
+)
+"""What it quotes of folders that earlier versions wrote."""
 
 SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")
@@ -180,11 +187,11 @@ class Manifest:
         """Return the name of the file, which its content decides."""
         return manifest_name(self.to_bytes())
 
-    def config_bytes(self) -> bytes:
+    def config_bytes(self, sentence: str = SENTENCE) -> bytes:
         """Return the content of config.json, which names this manifest."""
         ours = {
             CONFIG_KEY: asdict(Mark(self.id, self.file_name, self.entry, self.version)),
-            "transformers_weights": SENTENCE,
+            "transformers_weights": sentence,
         }
         return (json.dumps(self.config | ours, indent=2, sort_keys=True) + "\n").encode()
 

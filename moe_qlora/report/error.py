@@ -54,7 +54,7 @@ def measure(
         )
     report = verify(folder, against, trust_remote_code=trust_remote_code, progress=progress)
     if not report.good:
-        return Missing(f"The packed folder is damaged: {report.problems[0]}")
+        return Missing(f"The packed folder is damaged: {report.problems[0]}", fault=True)
     maps = tuple(
         ErrorMap(pattern, tuple(layers), tuple(map(tuple, rows)))
         for pattern, (layers, rows) in grids(report.errors).items()

@@ -123,7 +123,9 @@ def _breaks(name: str) -> Markup:
 
 def _section(piece: Any, view: Any) -> Any:
     """Return what a section shows: the view of its piece, or the sentence that stands for it."""
-    return {"missing": piece.why} if isinstance(piece, Missing) else {"missing": "", **view(piece)}
+    if isinstance(piece, Missing):
+        return {"missing": piece.why, "fault": piece.fault}
+    return {"missing": "", **view(piece)}
 
 
 def _figures(report: Report) -> Any:

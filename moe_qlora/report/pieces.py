@@ -15,6 +15,7 @@ class Missing:
     """A piece that was not measured, with the reason and what to do as one sentence."""
 
     why: str
+    fault: bool = False  # Something is wrong; otherwise it was only not asked for
 
 
 @dataclass(frozen=True, slots=True)

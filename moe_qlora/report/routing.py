@@ -65,10 +65,11 @@ def measure(
             model = _load(subject, quantization_config, trust_remote_code)
         used = expert_use(model, _batches(rows, progress))
     except MoeQloraError as error:
-        return Missing(f"Routing was not measured: {error}")
+        return Missing(f"Routing was not measured: {error}", fault=True)
     except Exception as error:  # noqa: BLE001 - code of models, with what they do not expect
         why = f"{type(error).__name__}: {first_line(error)}"
-        return Missing(f"Routing was not measured: the model did not run on the text ({why}).")
+        said = f"Routing was not measured: the model did not run on the text ({why})."
+        return Missing(said, fault=True)
     sample = str(text) if isinstance(text, (str, Path)) else "texts given as a list"
     return RoutingPiece(
         tuple(LayerUse(name, tuple(counts.tolist())) for name, counts in used.items()),
@@ -101,7 +102,8 @@ def _tokenizer(subject: Subject, trust_remote_code: bool) -> Any:
             why = first_line(error)
     return Missing(
         "Routing was not measured: neither the model's folder nor the adapter's has a tokenizer "
-        f"that can be loaded ({why}); pass one as tokenizer, or save it there."
+        f"that can be loaded ({why}); pass one as tokenizer, or save it there.",
+        fault=True,
     )
 
 

@@ -124,7 +124,12 @@ class _Collector:
         done = training.read_log(subject.log)
         run = done if isinstance(done, TrainingPiece) else None
         self.tell(1, _STEPS, "quantization error")
-        error = errors.measure(subject.weights, against, trust_remote_code=self.remote)
+        error = errors.measure(
+            subject.weights,
+            against,
+            trust_remote_code=self.remote,
+            progress=self._within(1, "quantization error"),
+        )
         self.tell(2, _STEPS, "memory of a step")
         memory = self._memory(batch or (run and run.batch) or 1, seq)
         covered = self._lora()
@@ -136,6 +141,7 @@ class _Collector:
             quantization_config=bnb_config(self.quantization),
             most_tokens=most,
             trust_remote_code=self.remote,
+            progress=self._within(3, "routing"),
         )
         inventory = self.inventory
         layout = inventory if isinstance(inventory, Missing) else model.describe(inventory)
@@ -155,6 +161,10 @@ class _Collector:
             done,
             tuple(dict.fromkeys(notes)),
         )
+
+    def _within(self, step: int, name: str) -> Progress:
+        """Return a function that tells how far one step is."""
+        return lambda done, total, _: self.tell(step, _STEPS, f"{name}, {done} of {total}")
 
     def _memory(self, batch: int, seq: int) -> MemoryPiece | Missing:
         if isinstance(self.inventory, Missing):
@@ -200,7 +210,7 @@ def _unless(measure: Callable[[], _Piece]) -> _Piece | Missing:
     try:
         return measure()
     except MoeQloraError as error:
-        return Missing(str(error))
+        return Missing(str(error), fault=True)
 
 
 def _made() -> str:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import quantize_experts
 from moe_qlora.checkpoint import conversion
-from moe_qlora.checkpoint.manifest import read_manifest
+from moe_qlora.checkpoint.manifest import EARLIER_SENTENCES, read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli import heat_map
 from moe_qlora.errors import CheckpointError
@@ -114,6 +114,17 @@ def test_a_stack_with_a_block_of_zeros_is_good(tmp_path):
         quantize_experts(model, BitsAndBytesConfig(**KINDS[kind]))
         model.save_pretrained(tmp_path / kind)
         assert verify(tmp_path / kind).problems == ()
+
+
+def test_what_an_earlier_version_wrote_is_whole(tmp_path):
+    folder = tmp_path / "packed"
+    small().save_pretrained(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    for sentence in EARLIER_SENTENCES:
+        changed = config | {"transformers_weights": sentence}
+        file.write_text(json.dumps(changed, indent=2, sort_keys=True) + "\n")
+        assert verify(folder).problems == ()
 
 
 def test_every_change_of_config_json_is_found(cli, tmp_path):
