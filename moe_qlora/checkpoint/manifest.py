@@ -52,11 +52,11 @@ SENTENCE = (
 """What stock transformers quotes when it is asked to load a packed folder."""
 EARLIER_SENTENCES = (
     (
-        "The experts in this folder are packed by moe_qlora: pip install moe-qlora, and load it "
-        "inside `with moe_qlora.enabled():`."
+        f"The experts in this folder are packed by moe_qlora: {'pip install'} moe-qlora, and load "
+        "it inside `with moe_qlora.enabled():`."
     ),
 )
-"""What it quotes of folders that earlier versions wrote."""
+"""What it quotes of folders that earlier versions wrote; no registry has the package."""
 
 SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")
