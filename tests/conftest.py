@@ -8,10 +8,17 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--regenerate", action="store_true", help="write golden files anew (tests/unit/cli/golden)"
+    )
 
 
 def pytest_collection_finish() -> None:

@@ -88,7 +88,7 @@ def resolve(
         if path.suffix == ".json":
             return _from_config(model, path, trust_remote_code)
         raise CheckpointError(f"{model} is neither a folder, nor a .json or .yaml file.")
-    if path.suffix in (".json", *_YAML) or model.startswith((".", "/", "~")):
+    if path.suffix in (".json", *_YAML) or model.startswith((".", "/", "~")) or model[-1] == "/":
         raise CheckpointError(f"{model} does not exist.")
     if model.count("/") > 1:
         raise CheckpointError(f"{model!r} does not exist, and is no hub id (owner/name) either.")
@@ -111,9 +111,10 @@ def check_no_adapter(folder: Path) -> None:
         base = read_json(file).get("base_model_name_or_path")
     except CheckpointError:
         base = None
-    whose = f"of {base}, and no model: name {base}" if base else "and no model: name its base"
+    name = f"its base ({base})" if base else "its base"
     raise CheckpointError(
-        f"{folder} is an adapter {whose}; moe-qlora merge checks and merges the two."
+        f"{folder} holds an adapter and no model: name {name}; moe-qlora merge checks and merges "
+        "the two."
     )
 
 

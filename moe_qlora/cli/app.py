@@ -24,6 +24,7 @@ from .dump import dump
 from .export import export
 from .merge import merge
 from .messages import Interrupted, streams, usage_message
+from .options import Subcommand
 from .plan import PlanCommand, plan
 from .quantize import quantize
 from .report import report
@@ -58,7 +59,7 @@ dump_alone = typer.Typer(add_completion=False, **_PLAIN)  # the subcommand of an
 dump_alone.command()(dump)
 for command, short in SUBCOMMANDS.items():
     app.command(
-        cls=PlanCommand if command is plan else None,
+        cls=PlanCommand if command is plan else Subcommand,
         short_help=short,
         epilog=_examples(command),
     )(command)

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from ..packing.settings import CodecSettings
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
 Quant = StrEnum("Quant", ["nf4", "fp4", "int8"])  # packed types
 Float = StrEnum("Float", ["bfloat16", "float16", "float32"])
 Color = StrEnum("Color", ["auto", "always", "never"])
+
+
+class Subcommand(TyperCommand):
+    """A subcommand whose usage has its arguments as their help names them."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the pieces of the usage line, without typer's braces around what is required."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
 def codec_settings(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from .options import (
     Color,
@@ -16,6 +15,7 @@ from .options import (
     Model,
     ModelDoubleQuant,
     ModelQuant,
+    Subcommand,
     codec_settings,
     trust_remote_code_of,
 )
@@ -30,7 +30,7 @@ EXAMPLES = (
 _ALL = -1  # What stands for a --ddp without a number
 
 
-class PlanCommand(TyperCommand):
+class PlanCommand(Subcommand):
     """The subcommand, whose `--ddp` may be without a number."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -43,17 +43,20 @@ def console(color: str) -> Console:
     )
 
 
-def say(out: Console, sentence: str, style: str = "") -> None:
-    """Print a sentence, in rich's markup, wrapped at spaces: a long name or path stays whole."""
+def say(out: Console, sentence: str, style: str = "", indent: int = 0) -> None:
+    """Print a sentence, in rich's markup, wrapped at spaces: a long name or path stays whole.
+
+    `indent` is of the second line and those after it.
+    """
     text = out.render_str(sentence, style=style)
-    cuts, start = [], 0
-    for word in re.finditer(r"\S+", text.plain):
-        if word.start() > start and cell_len(text.plain[start : word.end()]) > out.width:
-            start = word.start()
+    cuts, start, room = [], 0, out.width
+    for word in list(re.finditer(r"\S+", text.plain))[1:]:
+        if cell_len(text.plain[start : word.end()]) > room:
+            start, room = word.start(), out.width - indent
             cuts.append(start)
-    for line in text.divide(cuts):
+    for number, line in enumerate(text.divide(cuts)):
         line.rstrip()
-        out.print(line, soft_wrap=True)
+        out.print(line if number == 0 else Text(" " * indent) + line, soft_wrap=True)
 
 
 def print_json(content: object) -> None:

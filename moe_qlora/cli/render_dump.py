@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.markup import escape
 
 from ..layout import ExpertParam, human_bytes, name_pattern
@@ -58,10 +58,11 @@ def show(findings: Findings, out: Console, *, why: bool = False) -> None:
             f"unless llm_int8_skip_modules names them: {escape(_patterns(plain))}",
         )
     rejected = len(findings.layout.rejected)
+    others = "parameter" if rejected == 1 else "parameters"
     if rejected:
         say(
             out,
-            f"{rejected} other parameters of three or more dimensions are no experts"
+            f"No experts: {rejected} other {others} of three or more dimensions"
             + ("." if why else " (--why says why)."),
         )
     owners = [param.module_name for group in findings.groups for param in group.params]
@@ -239,4 +240,6 @@ def _why(findings: Findings, out: Console) -> None:
     for (pattern, shape, reason), count in rejected.items():
         blocks.append(f"[red]{escape(pattern)}[/] {'x'.join(map(str, shape))} ({count})")
         blocks.append(f"    no expert weight: {escape(reason)}")
-    out.print(Group(*blocks), soft_wrap=True)
+    out.line()
+    for block in blocks:
+        say(out, block, indent=6 if block.startswith(" ") else 2)

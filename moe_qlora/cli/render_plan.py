@@ -114,19 +114,38 @@ def _devices(report: MemoryPlan, out: Console) -> None:
         say(
             out,
             f"Longest sequence at batch {settings.batch}: {report.largest_seq:,} tokens; largest "
-            f"batch at {settings.seq} tokens: {report.largest_batch}.",
+            f"batch at {settings.seq} tokens: {report.largest_batch:,}.",
         )
     elif report.largest_seq == 0:
         say(out, "No sequence fits, however short.")
     if report.hints:
         out.line()
         title = "What to change, each by itself; what costs least first"
-        columns = [Column("change", "prose"), Column("setting", rank=1)]
-        rows = FittedTable(title, [*columns, Column("saves", "number"), Column("then fits")])
+        columns = [Column("change", "prose"), Column("option", "prose")]
+        more = [Column("saves", "number", rank=1), Column("then fits", rank=2)]
+        rows = FittedTable(title, [*columns, *more])
         for hint in report.hints:
             fits = "[green]yes[/]" if hint.fits else "no"
-            rows.add_row(hint.what, hint.setting, human_bytes(hint.saves), fits)
+            rows.add_row(
+                hint.what, escape(_as_options(hint.setting)), human_bytes(hint.saves), fits
+            )
         rows.show(out)
+
+
+def _as_options(settings: str) -> str:
+    """Return arguments of `plan`, "rank=8, seq=64", as options of the command line."""
+    own = {"bnb_4bit_use_double_quant=True": "--double-quant", "load_in_4bit=True": "--quant nf4"}
+    options = []
+    for setting in settings.split(", "):
+        name, _, value = setting.partition("=")
+        if setting in own:
+            options.append(own[setting])
+        elif value.endswith("(Trainer)"):  # of other programs
+            options.append(setting)
+        else:
+            option = f"--{name.replace('_', '-')}"
+            options.append(option if value == "True" else f"{option} {value.strip(chr(39))}")
+    return " ".join(options)
 
 
 def _rows_of(report: MemoryPlan) -> Iterator[tuple[str, DeviceUse]]:

@@ -19,7 +19,8 @@ def show(report: VerifyReport, out: Console) -> None:
     what = "plain" if report.kind == "plain" else f"packed as {report.kind}"
     if report.method:
         what = f"quantized by its maker ({escape(report.method)})"
-    held = f"{report.tensors} tensors in {report.files} files, {human_bytes(report.nbytes)}"
+    files = f"{report.files} file{'' if report.files == 1 else 's'}"
+    held = f"{report.tensors} tensors in {files}, {human_bytes(report.nbytes)}"
     more = f"; {report.experts} expert weights, {report.linears} Linear layers packed"
     if report.kind == "plain":
         codes = f"; {report.dequantized} weights are codes, and are read dequantized"

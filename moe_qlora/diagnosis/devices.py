@@ -34,7 +34,7 @@ def named(text: str) -> tuple[Device, Card]:
     except ValueError as error:
         raise ConfigError(f"gpu: {error}.") from error
     if name is None:
-        raise ConfigError(f"gpu: {unknown_gpu(text)}.")
+        raise ConfigError(f"gpu: {text.strip()!r} is no {unknown_gpu(text)}.")
     gpu = GPUS[name]
     card = Card("nvidia", gpu.capability, _SHARED.get(gpu.capability, SMALL_SHARED))
     return _described(name, gpu.nbytes, card, here=False), card

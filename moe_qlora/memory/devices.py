@@ -69,9 +69,9 @@ def gpu_named(text: str) -> str | None:
 
 
 def unknown_gpu(text: str) -> str:
-    """Return the sentence, without its full stop, that a text names no card of `GPUS`."""
+    """Return the end of a sentence, without its full stop, that a text names no card of `GPUS`."""
     near = did_you_mean(text.strip(), [*_BY_PLAIN_NAME, *GPUS])
-    return f"{text.strip()!r} is no card that is known{near}; known are {', '.join(GPUS)}"
+    return f"card that is known{near}: {', '.join(GPUS)}"
 
 
 def exact_size(nbytes: int) -> str:
@@ -93,8 +93,9 @@ def parse_devices(text: str) -> tuple[int, ...]:
         name = gpu_named(one)
         try:
             size = parse_bytes(one) if name is None else GPUS[name].nbytes
-        except ValueError as error:
-            raise ValueError(f"{error}, or name the card: {unknown_gpu(one)}") from None
+        except ValueError:
+            text = f"{one.strip()!r} is neither a size (24GiB, 80GB, 500MiB) nor a "
+            raise ValueError(text + unknown_gpu(one)) from None
         if size <= 0:
             raise ValueError(f"{one!r} is no size of a device; it must be over 0")
         sizes += [size] * count

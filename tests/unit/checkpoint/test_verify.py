@@ -343,9 +343,11 @@ def test_an_adapter_is_named_as_one(cli, tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     code, _, err = cli(tmp_path)
     assert code == 2
-    assert err.startswith(f"error: {tmp_path} is an adapter of some/base, and no model")
+    assert err.startswith(
+        f"error: {tmp_path} holds an adapter and no model: name its base (some/base)"
+    )
     (tmp_path / "adapter_config.json").write_text("{")
-    assert "is an adapter and no model: name its base" in cli(tmp_path)[2]
+    assert "no model: name its base; moe-qlora merge" in cli(tmp_path)[2]
 
 
 # --- plain folders ------------------------------------------------------------------------------

@@ -403,7 +403,7 @@ def test_devices(text, sizes):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("2xH10", "did you mean H100"),
+        ("2xH10", "neither a size .* nor a card that is known \\(did you mean H100"),
         ("A100", "write A100-80GB or A100-40GB"),
         ("rtx4091", "did you mean RTX4090"),
         ("3060", "write the memory, as in 24GiB"),

@@ -1,0 +1,184 @@
+"""What every command prints, at 60, 80 and 200 columns, kept in golden/.
+
+A change to an output changes its file; look at the difference as a user would:
+
+    pytest tests/unit/cli/test_golden.py --regenerate && git diff tests/unit/cli/golden
+
+No file holds a version, a time or a temporary path: commands run in a folder of small models, with
+packages and devices that are made up.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig, LlamaConfig
+
+import moe_qlora
+from moe_qlora.cli import app
+from moe_qlora.diagnosis import combinations, devices, versions
+from moe_qlora.diagnosis.report import Package
+from moe_qlora.kernels.cards import Card
+from moe_qlora.memory import plan as memory_plan
+from moe_qlora.testing import tiny_model
+
+GOLDEN = Path(__file__).parent / "golden"
+WIDTHS = (60, 80, 200)
+HELP = ["", *(f"{command.__name__} " for command in app.SUBCOMMANDS)]
+
+CASES: dict[str, list[str]] = {
+    **{f"help-{name.strip() or 'program'}": [f"{name}--help"] for name in HELP},
+    "dump": ["dump model", "dump model --quant int8"],
+    "dump-why": ["dump model --why"],
+    "dump-long-names": ["dump vision"],
+    "dump-peft": ["dump model --peft", "dump model --yaml"],
+    "dump-no-experts": ["dump dense"],
+    "plan": ["plan model --seq 256"],
+    "plan-fits": ["plan model --seq 256 --gpus 2x2GiB"],
+    "plan-does-not-fit": ["plan model --seq 8192 --gpus 640MiB --no-checkpointing"],
+    "plan-ranks": ["plan model --seq 256 --gpus 2x2GiB --fsdp 2"],
+    "doctor": ["doctor"],
+    "doctor-fast": ["doctor model --gpu H100"],
+    "doctor-slow": ["doctor model --gpu T4", "doctor llama4_text --gpu 4090"],
+    "quantize": ["quantize model new --quiet"],
+    "verify": ["verify packed", "verify model", "verify packed --against model"],
+    "verify-damaged": ["verify damaged"],
+    "merge": ["merge model adapter merged --quiet", "merge packed adapter merged --quiet"],
+    "export": ["export adapter --base model --for peft -o exported"],
+    "errors": [
+        "dump qwen3_mo",
+        "dump adapter",
+        "verify adapter",
+        "dump missing/",
+        "dump some/body",
+        "dump dense/generation_config.json --json --yaml",
+        "plan model --gpu 24GiB",
+        "plan model --gpus 2xH10",
+        "plan model --gpus A100",
+        "plan model --optimizer adam",
+        "doctor --gpu 4091",
+        "quantize model packed --quiet",
+        "quantize packed new --quiet",
+        "merge adapter model merged --quiet",
+        "merge model packed merged --quiet",
+        "verify missing",
+        "dumb model",
+        "dump",
+    ],
+}
+MADE = ("new", "merged", "exported")  # folders that commands write
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, the same packed and damaged, an adapter, and configurations of others."""
+    root = tmp_path_factory.mktemp("golden")
+    plain: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    plain.save_pretrained(root / "model")
+    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    with moe_qlora.enabled():
+        packed = type(plain).from_pretrained(root / "model", quantization_config=asked)
+    packed.save_pretrained(root / "packed")
+    shutil.copytree(root / "packed", root / "damaged")
+    (shard,) = (root / "damaged").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    (root / "damaged/old.safetensors").write_bytes(b"")
+    lora = LoraConfig(r=4, target_modules=["q_proj"], base_model_name_or_path="model")
+    adapted = moe_qlora.get_peft_model(packed, lora, experts=True)
+    adapted.save_pretrained(root / "adapter", save_embedding_layers=False)
+    config = root / "adapter/adapter_config.json"
+    config.write_text(config.read_text().replace(str(root / "model"), "model"))
+    tiny_model("qwen3_vl_moe", dtype=torch.bfloat16).config.save_pretrained(root / "vision")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    LlamaConfig(**sizes, num_attention_heads=2).save_pretrained(root / "dense")
+    return root
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Versions and devices that are the same on every machine; a plan is computed once."""
+    rows = (
+        Package("torch", "2.12.1", "2.9", "2.11 to 2.13", "tested"),
+        Package("transformers", "5.24.0", "5.20", "5.20 to 5.23", "untested"),
+        Package("triton", "3.6.0", "3.5", "3.6", "tested"),
+        Package("liger-kernel", "0.8.5", "0.8", "0.8", "tested"),
+        Package("deepspeed", None, "0.19", "0.19", "not installed"),
+    )
+    card = Card("nvidia", (9, 0), 227 << 10)
+    here = [(devices._described("NVIDIA H200", 150754820096, card, here=True), card)]
+    monkeypatch.setattr(versions, "packages", lambda: rows)
+    monkeypatch.setattr(devices, "here", lambda: here)
+    monkeypatch.setattr(combinations, "_DRIVER", folder / "none")
+    monkeypatch.chdir(folder)
+
+
+@pytest.fixture(scope="module")
+def plans() -> Callable[..., Any]:
+    """`moe_qlora.plan`, which computes a plan once for all widths."""
+    known: dict[str, Any] = {}
+    stock = memory_plan.plan
+
+    def plan(source: Any, settings: Any, **arguments: Any) -> Any:
+        key = repr((source.label, settings, sorted(arguments.items())))
+        if key not in known:
+            known[key] = stock(source, settings, **arguments)
+        return known[key]
+
+    return plan
+
+
+def plain(text: str, folder: Path) -> str:
+    """A text without what differs from run to run, and without spaces at ends of lines."""
+    text = text.replace(f"{folder}/", "").replace(str(folder), ".")
+    text = re.sub(r"( as \w+) \d+\.\d+\.\d+", r"\1 VERSION", text)
+    text = re.sub(r"(moe_qlora|model)-[0-9a-f]{8,16}", r"\1-HASH", text)
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_golden(case, cli, folder, steady, plans, monkeypatch, request):
+    monkeypatch.setattr(memory_plan, "plan", plans)
+    shown = ""
+    for width in WIDTHS:
+        monkeypatch.setenv("COLUMNS", str(width))
+        shown += f"{f' {width} columns '.center(width, '#')}\n\n"
+        for line in CASES[case]:
+            for name in MADE:
+                shutil.rmtree(folder / name, ignore_errors=True)
+            code, out, err = cli(*line.split())
+            shown += f"$ moe-qlora {line}\n{plain(out, folder)}"
+            shown += "".join(f"stderr: {each}\n" for each in plain(err, folder).splitlines())
+            shown += f"[{code}]\n\n"
+    file = GOLDEN / f"{case}.txt"
+    if request.config.getoption("--regenerate"):
+        GOLDEN.mkdir(exist_ok=True)
+        file.write_text(shown, encoding="utf-8")
+    assert shown == file.read_text(encoding="utf-8"), "see --regenerate at the top of this file"
+
+
+def test_every_file_is_of_a_case_and_holds_nothing_that_changes():
+    files = {file.stem: file.read_text("utf-8") for file in GOLDEN.glob("*.txt")}
+    assert files.keys() == CASES.keys()
+    for name, text in files.items():
+        assert "/tmp" not in text and "/root" not in text, name
+        assert moe_qlora.__version__ not in text, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tables_and_sentences_fit(case):
+    """No line is wider than asked for, but commands, code, stderr and the last word of others."""
+    sections = re.split(r"#+ (\d+) columns #+\n", (GOLDEN / f"{case}.txt").read_text("utf-8"))
+    for width, text in zip(map(int, sections[1::2]), sections[2::2], strict=True):
+        for line in text.splitlines():
+            commands = line.startswith(("stderr:", "$ ", "  moe-qlora", "    moe-qlora"))
+            code = "peft" in case and line.startswith((" ", "#"))
+            written = line.startswith(tuple(f"{name}: " for name in MADE))
+            assert len(line) <= width or commands or code or written, line
