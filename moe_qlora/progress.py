@@ -64,7 +64,7 @@ def reporting(
         from rich.progress import Progress as Bar
 
         with Bar(console=VisibleConsole(stderr=stderr), transient=transient) as bar:
-            task = bar.add_task(doing)
+            task = bar.add_task(escape(visible(doing)), total=None)  # it moves, and says nothing
 
             def update(count: int, total: int, name: str) -> None:
                 bar.update(

@@ -215,7 +215,7 @@ def replace_file(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except BaseException:  # Ctrl-C too leaves nothing
         discard(temporary)
         raise
     flush(path.parent)

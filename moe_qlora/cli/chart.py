@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+from ..checkpoint.staging import replace_file
 from ..errors import ConfigError
 from ..memory.budget import COMPONENTS
 from ..memory.report import MemoryPlan
-
-_GIB = 1 << 30
 
 
 def check(file: Path, option: str = "--chart") -> None:
@@ -37,13 +38,14 @@ def writing(file: Path, option: str = "--chart") -> Iterator[None]:
 
 
 def draw(report: MemoryPlan, file: Path) -> None:
-    """Write a PNG with one bar for each device of a plan, by component, in GiB."""
+    """Write a PNG with one bar for each device of a plan, by component, in GiB or MiB."""
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     bars = [(f"device {use.index}", use.peak, use.reserve, use.capacity) for use in report.devices]
     bars = bars or [("one device", report.peak, report.reserve, 0)]
+    most = max((0 if peak is None else peak.nbytes) + reserve for _, peak, reserve, _ in bars)
+    unit, size = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
     parts = [
         {} if peak is None else {**peak.parts, "context and gaps": reserve}
         for _, peak, reserve, _ in bars
@@ -53,17 +55,17 @@ def draw(report: MemoryPlan, file: Path) -> None:
     bottoms = [0.0] * len(bars)
     places, colors = range(len(bars)), colormaps["tab20"]
     for number, name in enumerate((*COMPONENTS, "context and gaps")):
-        heights = [part.get(name, 0) / _GIB for part in parts]
+        heights = [part.get(name, 0) / size for part in parts]
         if any(heights):
             axes.bar(places, heights, 0.6, bottoms, label=name, color=colors(number / 20))
             bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
     for place, (*_, capacity) in zip(places, bars, strict=True):
         if capacity:
-            line = capacity / _GIB
+            line = capacity / size
             axes.hlines(line, place - 0.4, place + 0.4, colors="black", linestyles="dashed")
-            axes.annotate(f"{line:.0f} GiB", (place, line), ha="center", va="bottom")
+            axes.annotate(f"{line:.0f} {unit}", (place, line), ha="center", va="bottom")
     axes.set_xticks(list(places), [label for label, *_ in bars])
-    axes.set_ylabel("GiB at the peak")
+    axes.set_ylabel(f"{unit} at the peak")
     settings = report.settings
     axes.set_title(
         f"{report.label}: {settings.batch} x {settings.seq} tokens, {settings.optimizer}",
@@ -71,4 +73,13 @@ def draw(report: MemoryPlan, file: Path) -> None:
     )
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize="small")
-    FigureCanvasAgg(figure).print_png(str(file))
+    write_png(figure, file)
+
+
+def write_png(figure: Any, file: Path) -> None:
+    """Write a figure of matplotlib's; the file appears whole, or what was there stays."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    image = BytesIO()
+    FigureCanvasAgg(figure).print_png(image)
+    replace_file(file, image.getvalue())

@@ -8,11 +8,11 @@ from pathlib import Path
 from ..checkpoint.verify import VerifyReport
 from ..errors import CheckpointError, visible
 from ..report.error import grids
+from .chart import write_png
 
 
 def draw(report: VerifyReport, file: Path) -> None:
     """Write one map of errors for each kind of expert weight: layers down, experts across."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels = grids(report.errors)
@@ -38,4 +38,4 @@ def draw(report: VerifyReport, file: Path) -> None:
     figure.colorbar(image, ax=axes[:, 0].tolist(), label="relative error (Frobenius)")
     title = visible(f"{report.folder.name}: error of {report.kind}")
     figure.suptitle(title, parse_math=False)
-    FigureCanvasAgg(figure).print_png(str(file))
+    write_png(figure, file)

@@ -62,31 +62,35 @@ def merge(
 
     OUT has the original layout of the checkpoint, so that whatever loads BASE's original loads it.
     """
-    import torch
-
-    from ..checkpoint.merge import merge_adapter
     from ..errors import ConfigError
-    from ..packing.settings import CodecSettings
+    from ..progress import reporting
 
-    config = None
-    if quant is not None:
-        if not like_training:
-            raise ConfigError("--quant goes with --like-training; give both, or neither.")
-        if double_quant and quant is Quant.int8:
-            raise ConfigError("--double-quant is for nf4 and fp4; leave it out with int8.")
-        config = CodecSettings(quant.value, double_quant, skip_modules=tuple(skip or ()))
-    elif double_quant or skip:
+    if quant is None and (double_quant or skip):
         raise ConfigError("--double-quant and --skip go with --quant; give the packed type.")
-    report = merge_adapter(
-        base,
-        adapter,
-        out,
-        dtype=getattr(torch, dtype) if dtype else None,
-        like_training=like_training,
-        quantization_config=config and config.bnb_fields(),
-        max_shard_size=max_shard_size,
-        any_base=any_base,
-        trust_remote_code=trust_remote_code,
-        progress=not quiet,
-    )
+    if quant is not None and not like_training:
+        raise ConfigError("--quant goes with --like-training; give both, or neither.")
+    if double_quant and quant is Quant.int8:
+        raise ConfigError("--double-quant is for nf4 and fp4; leave it out with int8.")
+    shown = not quiet and sys.stderr.isatty()
+    with reporting(shown, f"Reading {base}", "Merged", stderr=True, transient=True) as tell:
+        import torch
+
+        from ..checkpoint.merge import merge_adapter
+        from ..packing.settings import CodecSettings
+
+        config = None
+        if quant is not None:
+            config = CodecSettings(quant.value, double_quant, skip_modules=tuple(skip or ()))
+        report = merge_adapter(
+            base,
+            adapter,
+            out,
+            dtype=getattr(torch, dtype) if dtype else None,
+            like_training=like_training,
+            quantization_config=config and config.bnb_fields(),
+            max_shard_size=max_shard_size,
+            any_base=any_base,
+            trust_remote_code=trust_remote_code,
+            progress=tell,
+        )
     sys.stdout.write(f"{report}\n")

@@ -57,29 +57,33 @@ def quantize(
 
     DST loads in seconds: `with moe_qlora.enabled(): AutoModelForCausalLM.from_pretrained(DST)`.
     """
-    import torch
+    from ..progress import reporting
 
-    from ..checkpoint.quantize import quantize_checkpoint
-    from ..packing.settings import CodecSettings
-
-    settings = CodecSettings(
-        quant.value,
-        double_quant,
-        getattr(torch, storage),
-        getattr(torch, compute_dtype),
-        skip_modules=tuple(skip or ()),
-    )
+    shown = not quiet and sys.stderr.isatty()
     try:
-        manifest = quantize_checkpoint(
-            src,
-            dst,
-            settings.bnb_fields(),
-            dtype=getattr(torch, dtype) if dtype else None,
-            device=device,
-            max_shard_size=max_shard_size,
-            progress=None if quiet else sys.stderr.isatty(),
-            trust_remote_code=trust_remote_code,
-        )
+        with reporting(shown, f"Reading {src}", "Packed", stderr=True, transient=True) as tell:
+            import torch
+
+            from ..checkpoint.quantize import quantize_checkpoint
+            from ..packing.settings import CodecSettings
+
+            settings = CodecSettings(
+                quant.value,
+                double_quant,
+                getattr(torch, storage),
+                getattr(torch, compute_dtype),
+                skip_modules=tuple(skip or ()),
+            )
+            manifest = quantize_checkpoint(
+                src,
+                dst,
+                settings.bnb_fields(),
+                dtype=getattr(torch, dtype) if dtype else None,
+                device=device,
+                max_shard_size=max_shard_size,
+                progress=tell,
+                trust_remote_code=trust_remote_code,
+            )
     except KeyboardInterrupt as stop:
         raise Interrupted(f"there is no {dst} yet; the same command goes on from here.") from stop
     total = sum(shard.nbytes for shard in manifest.shards.values())

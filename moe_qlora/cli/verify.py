@@ -41,18 +41,20 @@ def verify(
     Ends with 0 where all is well, with 1 where something is damaged (named on stderr, or in the
     JSON), and with 2 where FOLDER is no checkpoint or a setting cannot be followed.
     """
-    from ..checkpoint.verify import verify as check
     from ..errors import ConfigError, one_line
     from ..progress import reporting
-    from . import chart, render, render_verify
-    from . import heat_map as maps
+    from . import chart, render
 
     if heat_map is not None:
         if against is None:
             raise ConfigError("--heat-map shows the errors against a source: give --against too.")
         chart.check(heat_map, "--heat-map")
     shown = not quiet and sys.stderr.isatty()
-    with reporting(shown, "Checking", "Checking", stderr=True, transient=True) as tell:
+    with reporting(shown, f"Reading {folder}", "Checked", stderr=True, transient=True) as tell:
+        from ..checkpoint.verify import verify as check
+        from . import heat_map as maps
+        from . import render_verify
+
         report = check(folder, against, trust_remote_code=trust_remote_code, progress=tell)
     if heat_map is not None and report.good:
         with chart.writing(heat_map, "--heat-map"):

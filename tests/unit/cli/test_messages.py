@@ -10,9 +10,13 @@ import warnings
 from types import FunctionType
 
 import pytest
+import torch
+from peft import LoraConfig
 
+import moe_qlora
 from moe_qlora.cli import app, messages
 from moe_qlora.errors import did_you_mean
+from moe_qlora.testing import tiny_model
 
 PROGRAM = [sys.executable, "-m", "moe_qlora.cli"]
 
@@ -87,7 +91,7 @@ def test_a_reader_that_has_seen_enough():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [*PROGRAM, "dump", "qwen3_moe", "--json"], stdout=write, stderr=subprocess.PIPE, check=False
+        [*PROGRAM, "plan", "--help"], stdout=write, stderr=subprocess.PIPE, check=False
     )
     os.close(write)
     assert done.stderr == b""
@@ -110,6 +114,82 @@ def test_interrupted(cli, monkeypatch, tmp_path, name):
         "merge": "nothing is left half written.",
     }
     assert err == f"interrupted: {said[name]}\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint, and an adapter on it."""
+    root = tmp_path_factory.mktemp("interrupted")
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    model.save_pretrained(root / "model")
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    moe_qlora.get_peft_model(model, config, unpacked_ok=True).save_pretrained(root / "adapter")
+    return root
+
+
+def contents(folder):
+    return {str(file.relative_to(folder)): file.is_dir() for file in folder.rglob("*")}
+
+
+def test_an_interrupted_merge_leaves_nothing(cli, folder, monkeypatch):
+    from moe_qlora.checkpoint.writer import ShardWriter
+
+    before, stock, calls = contents(folder), ShardWriter.write, []
+
+    def write(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return stock(self, *arguments)
+
+    monkeypatch.setattr(ShardWriter, "write", write)
+    code, out, err = cli("merge", folder / "model", folder / "adapter", folder / "out")
+    assert (code, out) == (130, "")
+    assert err.endswith("interrupted: nothing is left half written.\n")
+    assert contents(folder) == before
+
+
+def test_an_interrupted_quantize_goes_on(cli, folder, monkeypatch, tmp_path):
+    from moe_qlora.packing.codec import Packer
+
+    stock, calls = Packer.add, []
+
+    def add(self, piece):
+        calls.append(piece)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return stock(self, piece)
+
+    monkeypatch.setattr(Packer, "add", add)
+    arguments = ("quantize", folder / "model", tmp_path / "packed", "--max-shard-size", "40KB")
+    code, out, err = cli(*arguments)
+    assert (code, out) == (130, "")
+    assert "the same command goes on from here" in err
+    assert not (tmp_path / "packed").exists()
+    code, out, err = cli(*arguments)
+    assert (code, err) == (0, "")
+    assert [file.name for file in tmp_path.iterdir()] == ["packed"]
+
+
+def test_an_interrupted_chart_leaves_what_was_there(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from moe_qlora.checkpoint import staging
+    from moe_qlora.cli import chart
+
+    file = tmp_path / "plan.png"
+    chart.write_png(Figure(), file)
+    before = file.read_bytes()
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(staging.os, "fsync", stop)
+    with pytest.raises(KeyboardInterrupt):
+        chart.write_png(Figure(figsize=(1, 1)), file)
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.png"]
+    assert file.read_bytes() == before
 
 
 def test_examples_and_summaries():
