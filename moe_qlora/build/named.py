@@ -198,7 +198,8 @@ def _with_own_settings(source: Source) -> Source:
     if own is None:
         return replace(source, notes=tuple(notes))
     own = own if isinstance(own, Mapping) else own.to_dict()
-    method = str(own.get("quant_method") or "bitsandbytes")
+    method = own.get("quant_method") or "bitsandbytes"
+    method = str(getattr(method, "value", method))  # an enumeration in a live configuration
     if method != "bitsandbytes":
         notes.append(f"The checkpoint is quantized with {method}; sizes are for plain weights.")
         return replace(source, notes=tuple(notes))

@@ -143,6 +143,16 @@ def _chosen_experts(
     return chosen if chosen and packed_parameters(base) else False
 
 
+def config_to_train(folder: Path) -> PeftConfig:
+    """Return the config of an adapter's folder for a new adapter like it, which is trained."""
+    with reading(folder):
+        config: Any = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = False  # as saved, it would train nothing
+    if chosen := rounding.chosen_experts(folder):
+        config._chosen = chosen
+    return config
+
+
 def misfit(
     adapter: str | None, missing: Collection[str], unexpected: Collection[str], advice: str = ""
 ) -> AdapterError:

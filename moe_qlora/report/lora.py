@@ -13,6 +13,7 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import nn
 
 from ..checkpoint.adapter import Resolver, open_adapter
+from ..checkpoint.rounding import chosen_experts
 from ..layout import ModelLayout, name_pattern, unwrapped, unwrapped_name
 from .pieces import LoraGroup, LoraPiece
 
@@ -23,6 +24,7 @@ class _Adapted:
 
     rank: int
     trained: int  # Weights of both factors, and of a bias
+    chosen: int = 0  # Experts that have it, 0 where all do
 
 
 def of_folder(folder: Path, model: nn.Module, layout: ModelLayout, total: int) -> LoraPiece:
@@ -31,7 +33,7 @@ def of_folder(folder: Path, model: nn.Module, layout: ModelLayout, total: int) -
     An adapter that is damaged, of another kind than LoRA or of another model raises as
     `merge_adapter` does.
     """
-    opened = open_adapter(folder)
+    opened, chosen = open_adapter(folder), chosen_experts(folder) or {}
     adapted: dict[str, _Adapted] = {}
     others = 0
     with closing(opened.file) as file:
@@ -43,8 +45,11 @@ def of_folder(folder: Path, model: nn.Module, layout: ModelLayout, total: int) -
             if first.bias:
                 others += trained
                 continue
-            rows = file.info(first.a).shape[0]
-            adapted[name] = _Adapted(rows // max(first.experts, 1), trained)
+            rank = file.info(first.a).shape[0] // max(first.experts, 1)
+            some = len(chosen.get(name, ()))
+            if some:  # the file has zeros for the others
+                trained = trained * some // first.experts
+            adapted[name] = _Adapted(rank, trained, some)
         others += sum(prod(file.info(key).shape) for key in updates.replacements.values())
     return LoraPiece(str(folder), _groups(model, layout, adapted), others, total)
 
@@ -53,6 +58,8 @@ def of_live(model: Any, layout: ModelLayout, total: int) -> LoraPiece:
     """Return what the active adapters of a `PeftModel` cover."""
     active = [model.active_adapter] if hasattr(model, "active_adapter") else []
     names = list(getattr(model, "active_adapters", active) or active)
+    configs = getattr(model, "peft_config", {})
+    chosen = {k: v for name in names for k, v in getattr(configs[name], "_chosen", {}).items()}
     adapted: dict[str, _Adapted] = {}
     counted = 0
     for path, module in model.get_base_model().named_modules():
@@ -70,7 +77,8 @@ def of_live(model: Any, layout: ModelLayout, total: int) -> LoraPiece:
         ]
         if ranks:
             leaf = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
-            adapted[f"{unwrapped_name(path)}.{leaf}"] = _Adapted(max(ranks), sum(sizes))
+            name = f"{unwrapped_name(path)}.{leaf}"
+            adapted[name] = _Adapted(max(ranks), sum(sizes), len(chosen.get(name, ())))
             counted += sum(sizes)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     groups = _groups(model.get_base_model(), layout, adapted)
@@ -102,6 +110,7 @@ def _groups(
                 len(have),
                 tuple(sorted({one.rank for one in have})),
                 sum(one.trained for one in have),
+                tuple(sorted({one.chosen for one in have if one.chosen})),
             )
         )
     return tuple(sorted(groups, key=lambda group: (not group.covered, group.pattern)))

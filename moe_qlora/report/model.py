@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from ..layout import ExpertParam, ModelLayout, name_pattern
@@ -48,20 +47,15 @@ def _patterns(names: Iterable[str]) -> tuple[tuple[str, int], ...]:
 def rehearsed(
     model: Any,
     quantization_config: Any,
-    adapter: Path | None,
+    lora_config: Any,
     *,
     batch: int,
     seq: int,
     trust_remote_code: bool,
 ) -> MemoryPiece:
-    """Rehearse a training step, with LoRA as an adapter has it, else on attention and experts."""
-    lora_config = None
+    """Rehearse a training step with this LoRA; None is LoRA on attention and experts."""
     settings = Settings(batch=batch, seq=seq, targets="attention,experts")
-    if adapter is not None:
-        from peft import PeftConfig
-
-        lora_config = PeftConfig.from_pretrained(str(adapter))
-        lora_config.inference_mode = False  # as saved, it would train nothing
+    if lora_config is not None:
         settings = Settings(batch=batch, seq=seq, rank=lora_config.r, targets="lora_config")
     plan, moments = rehearse(
         model,

@@ -61,13 +61,13 @@ _MEMORY: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("layer at work", "c3", ("layer at work", "decode scratch", "gathered weights")),
     ("logits and loss", "c4", ("logits and loss",)),
 )
-_CURVES = (
-    ("Loss", ("loss", "eval_loss"), False),
-    ("Learning rate", ("learning_rate",), True),
-    ("Norm of the gradient", ("grad_norm",), True),
-    ("Token accuracy", ("mean_token_accuracy",), False),
-)
-_CURVE_NAMES = {"loss": "training", "eval_loss": "evaluation"}
+_TITLES = {
+    "loss": "Loss",
+    "learning_rate": "Learning rate",
+    "grad_norm": "Norm of the gradient",
+    "mean_token_accuracy": "Token accuracy",
+}
+_FROM_ZERO = ("learning_rate", "grad_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,25 +311,27 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 def _training(piece: TrainingPiece) -> dict[str, Any]:
     panels = []
-    for title, names, zero in _CURVES:
-        curves = [(n, c.points) for n in names if (c := piece.curve(n)) and c.points]
+    for name in dict.fromkeys(curve.name.removeprefix("eval_") for curve in piece.curves):
+        both = {"training": piece.curve(name), "evaluation": piece.curve(f"eval_{name}")}
+        curves = [(kind, curve.points) for kind, curve in both.items() if curve and curve.points]
         if not curves:
             continue
+        title = _TITLES.get(name, name)
         chart: LineChart = charts.line_chart(
-            [(_CURVE_NAMES.get(name, ""), points) for name, points in curves],
+            curves,
             _tick,
             lambda value, step: f"{value:,.0f}" if step >= 1 else _tick(value, step),
-            zero=zero,
+            zero=name in _FROM_ZERO,
         )
         rows = [
             {
-                "name": _CURVE_NAMES.get(name, title.lower()),
+                "name": kind,
                 "first": _value(points[0][1]),
                 "last": _value(points[-1][1]),
                 "least": _value(min(y for _, y in points)),
                 "most": _value(max(y for _, y in points)),
             }
-            for name, points in curves
+            for kind, points in curves
         ]
         panels.append({"title": title, "chart": chart, "rows": rows})
     lost = sorted({step for curve in piece.curves for step in curve.lost})

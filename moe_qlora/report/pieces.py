@@ -155,6 +155,7 @@ class LoraGroup:
     covered: int
     ranks: tuple[int, ...]  # Ranks that occur
     trained: int  # Trained weights
+    chosen: tuple[int, ...] = ()  # Numbers of experts that have it, where not all of a weight do
 
 
 @dataclass(frozen=True, slots=True)

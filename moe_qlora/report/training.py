@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,12 @@ from ..build.files import MAX_JSON, read_json
 from ..errors import CheckpointError
 from .pieces import Curve, Missing, TrainingPiece
 
-CURVES = ("loss", "eval_loss", "learning_rate", "grad_norm", "entropy", "mean_token_accuracy")
+_FIRST = ("loss", "eval_loss", "learning_rate", "grad_norm")
+_NO_CURVES = re.compile(
+    r"step|epoch|total_flos|train_.*|num_.*tokens.*|.*_runtime|.*_per_second|.*_time"
+)
+_MOST = 16
+"""Curves; trainers of TRL log some dozens, of which these say most."""
 
 
 def read_log(file: Path | None) -> TrainingPiece | Missing:
@@ -24,7 +30,9 @@ def read_log(file: Path | None) -> TrainingPiece | Missing:
     if not isinstance(history, list):
         raise CheckpointError(f"{file} has no log_history: it is no state of a Trainer.")
     entries = [entry for entry in history if isinstance(entry, dict)]
-    curves = [curve for name in CURVES if (curve := _curve(name, entries)) is not None]
+    logged = sorted({name for entry in entries for name in entry if not _NO_CURVES.fullmatch(name)})
+    names = sorted(logged, key=lambda name: _FIRST.index(name) if name in _FIRST else 9)
+    curves = [curve for name in names if (curve := _curve(name, entries)) is not None][:_MOST]
     if not curves:
         return Missing("The run logged no loss: set logging_steps in its TrainingArguments.")
     batch = state.get("train_batch_size")

@@ -9,9 +9,12 @@ from typing import Any, TypeVar
 
 import transformers
 
+from ..checkpoint.manifest import is_packed
+from ..checkpoint.rounding import from_note
 from ..checkpoint.staging import replace_file
 from ..errors import ConfigError, MoeQloraError
 from ..layout import ModelLayout
+from ..lora.load import config_to_train
 from ..memory.rehearsal import Inventory, take_inventory
 from ..memory.source import bnb_config, source_of
 from ..progress import Progress, reporting
@@ -103,6 +106,10 @@ class _Collector:
     def __init__(self, subject: Subject, quantization: Any, remote: bool, tell: Progress) -> None:
         self.subject, self.remote, self.tell = subject, remote, tell
         self.quantization = quantization
+        folder, adapter = subject.weights, subject.adapter
+        if quantization is None and adapter and not (folder and is_packed(folder)):
+            note = from_note(adapter)  # what the adapter was trained on
+            self.quantization = note.settings if note else None
         self.inventory: Inventory | Missing = Missing(subject.no_model or _NO_MODEL)
         if subject.model is not None:
             self.inventory = self._inventory()
@@ -173,12 +180,19 @@ class _Collector:
             lambda: model.rehearsed(
                 self.subject.model,
                 self.quantization,
-                self.subject.adapter,
+                self._lora_config(),
                 batch=batch,
                 seq=seq,
                 trust_remote_code=self.remote,
             )
         )
+
+    def _lora_config(self) -> Any:
+        """Return the config of the adapter, None where there is none."""
+        live, folder = self.subject.live, self.subject.adapter
+        if hasattr(live, "peft_config"):
+            return live.peft_config[live.active_adapter]
+        return None if folder is None else config_to_train(folder)
 
     def _lora(self) -> LoraPiece | Missing:
         subject = self.subject

@@ -47,6 +47,15 @@ def test_a_log(tmp_path):
     assert piece.curve("grad_norm") is None
 
 
+def test_curves_of_any_trainer(tmp_path):
+    more = {f"rewards/{n:02}": n for n in range(30)}
+    values = {"loss": 1.0, "kl": 0.5, "eval_kl": 0.25, "num_tokens": 9, "train_loss": 3, "x": "y"}
+    entry = {"step": 1, "epoch": 1.0, "eval_runtime": 3.0, **more, **values}
+    names = [curve.name for curve in read_log(write(tmp_path / "s.json", log(entry))).curves]
+    assert names[:3] == ["loss", "eval_kl", "kl"]
+    assert names[3:] == [f"rewards/{n:02}" for n in range(13)]
+
+
 def test_a_run_without_losses_says_so(tmp_path):
     assert "logging_steps" in read_log(write(tmp_path / "s.json", log({"step": 1}))).why
     assert isinstance(read_log(None), Missing)

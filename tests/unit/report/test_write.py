@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.checkpoint.verify import verify
@@ -223,6 +223,7 @@ def test_a_live_model_and_texts_of_a_notebook(inputs, tmp_path):
     assert report.routing.tokens == len("some textmore")
     assert {sum(layer.counts) for layer in report.routing.layers} == {13 * TOP_K}
     assert report.lora.trained == adapted.get_nb_trainable_parameters()[0]
+    assert report.memory.plan.trained_weights == report.lora.trained
     assert {g.pattern.rpartition(".")[2] for g in report.lora.groups if g.covered} == {
         "gate_up_proj",
         "down_proj",
@@ -231,6 +232,25 @@ def test_a_live_model_and_texts_of_a_notebook(inputs, tmp_path):
     assert report.layout.packed == "nf4" and report.layout.layers == LAYERS
     assert isinstance(report.memory, MemoryPiece)
     assert adapted.training
+
+
+def test_an_adapter_of_chosen_experts(inputs, tmp_path):
+    with moe_qlora.enabled():
+        model = AutoModelForCausalLM.from_pretrained(
+            inputs.plain, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+        )
+    chosen = {"model.layers.1.mlp.experts": [1, 5], "model.layers.2.mlp.experts": [0, 3, 7]}
+    config = LoraConfig(r=2, target_modules=["k_proj"])
+    adapted = moe_qlora.get_peft_model(model, config, experts=chosen)
+    adapted.save_pretrained(tmp_path / "adapter")
+    trained = adapted.get_nb_trainable_parameters()[0]
+    for source in (tmp_path / "adapter", adapted):
+        report = moe_qlora.write_report(source, tmp_path / "report.html", seq=64)
+        assert report.lora.trained == report.memory.plan.trained_weights == trained
+        group = next(group for group in report.lora.groups if group.expert)
+        assert (group.covered, group.count, group.chosen) == (2, LAYERS, (2, 3))
+        assert "2 or 3 experts of each" in Page(tmp_path / "report.html").text
+        assert report.layout.packed == "int8"  # as the adapter was trained
 
 
 def test_names_of_others_are_text_on_the_page(inputs, tmp_path):

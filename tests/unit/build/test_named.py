@@ -1,0 +1,33 @@
+"""Configurations as they are named, and as a model in memory has them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import BitsAndBytesConfig
+
+from moe_qlora.build import named
+from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.testing import tiny_config
+
+SETTINGS = {
+    "nf4": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_compute_dtype": "float16",
+    },
+    "int8": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_live_configuration_says_how_it_is_packed(kind):
+    """Loaded models hold the object that they were loaded with, files its dict."""
+    asked = BitsAndBytesConfig(**SETTINGS[kind])
+    of_file = tiny_config("qwen3_moe", quantization_config=asked.to_dict(), dtype=torch.bfloat16)
+    of_model = tiny_config("qwen3_moe", dtype=torch.bfloat16)
+    of_model.quantization_config = asked
+    for config in (of_file, of_model):
+        source = named.resolve(config)
+        assert source.settings == CodecSettings.from_config(asked)
+        assert not source.notes
