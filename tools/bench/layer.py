@@ -5,6 +5,7 @@
     python tools/bench/layer.py --shape qwen2_moe       any model type, at its default size
     python tools/bench/layer.py --shape gpt-oss-20b --peers ours,mxfp4    on kept MXFP4 codes too
     python tools/bench/layer.py --peers ours,portable    as on other cards, too
+    python tools/bench/layer.py --peers ours,projection,loop,bnb    what falling back costs
     python tools/bench/layer.py --part gate_up          the first projection's forward alone
     python tools/bench/layer.py --tiny --device cpu     whether it runs at all
 

@@ -3,6 +3,8 @@
     ours        packed nf4 with double quantization, LoRA of both projections
     portable    the same as on a card of compute capability 8.6: neither Hopper's kernel nor torch's
                 grouped matmul; only where it is asked for
+    projection  the same as where the fused layer does not suit: projection by projection, and
+    loop        without grouped products, expert by expert; both only where they are asked for
     frozen      bf16 weights, no LoRA, transformers' grouped_mm
     peft        bf16 weights, PEFT's LoRA of both projections, transformers' grouped_mm
     bnb         packed by bitsandbytes' parametrization, no LoRA, transformers' grouped_mm
@@ -31,7 +33,7 @@ from torch import Tensor, nn
 import moe_qlora
 
 PEERS = ("ours", "frozen", "peft", "bnb", "e4b", "axolotl")
-OURS = ("ours", "portable", "mxfp4")
+OURS = ("ours", "portable", "projection", "loop", "mxfp4")
 DISTRIBUTIONS = {"e4b": ("experts4bit-qlora", "grouped-nf4-gemm"), "axolotl": ("axolotl",)}
 PROJECTIONS = ("gate_up_proj", "down_proj")
 
@@ -108,6 +110,8 @@ def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStac
         from moe_qlora.kernels import cards
 
         stack.enter_context(cards.acting_as(cards.PORTABLE))
+    if peer in ("projection", "loop"):
+        _without_fused_layer(stack, grouped=peer == "projection")
     if peer in OURS:
         return _ours(peer, options, holder)
     if peer in ("bnb", "axolotl"):
@@ -121,6 +125,19 @@ def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStac
     if peer == "e4b":
         e4b(options, holder)
     return [p for p in holder.parameters() if p.requires_grad]
+
+
+def _without_fused_layer(stack: ExitStack, *, grouped: bool) -> None:
+    """Let ours compute projection by projection, or without grouped products expert by expert."""
+    from moe_qlora.experts import backend, projection
+
+    def replace(module: Any, name: str, value: Any) -> None:
+        stack.callback(setattr, module, name, getattr(module, name))
+        setattr(module, name, value)
+
+    replace(backend, "fused_obstacle", lambda *_: ("it is asked for", ()))
+    for module in () if grouped else (backend, projection):
+        replace(module, "runs_grouped", lambda *_: False)
 
 
 def _ours(peer: str, options: argparse.Namespace, holder: Any) -> list[Tensor]:

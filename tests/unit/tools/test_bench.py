@@ -183,6 +183,17 @@ def test_fewer_layers_of_a_config_file(monkeypatch, tmp_path):
         whole_config("no-such-model")
 
 
+def test_ours_without_the_fused_layer(tmp_path, monkeypatch):
+    from moe_qlora.experts import backend, projection
+
+    stock = backend.fused_obstacle, backend.runs_grouped, projection.runs_grouped
+    out = tmp_path / "layer.csv"
+    arguments = ("--tokens", 8, "--repeat", 1, "--out", out)
+    called(monkeypatch, "layer", "--peers", "projection,loop", *arguments)
+    assert all(of_peer(rows_of(out), peer)["step"] for peer in ("projection", "loop"))
+    assert stock == (backend.fused_obstacle, backend.runs_grouped, projection.runs_grouped)
+
+
 def test_a_tiny_layer_beside_its_peers_and_its_plot(tmp_path, monkeypatch, capsys):
     out = tmp_path / "layer.csv"
     called(monkeypatch, "layer", "--repeat", 2, "--out", out)
