@@ -133,7 +133,8 @@ def run(name: str, recipe: Recipe, folder: Path, options: argparse.Namespace) ->
         *(str(folder / f"{recipe.data}.jsonl"), str(folder / "out" / name)),
         *("--model", str(folder / recipe.model), "--steps", str(options.steps), *arguments),
     ]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE.parents[1])}
+    paths = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     seconds = time.perf_counter() - began
