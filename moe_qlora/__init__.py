@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from .quantize import QuantizationReport as QuantizationReport
     from .quantize import quantize_experts as quantize_experts
     from .report.write import write_report as write_report
+    from .serving.check import ServeReport as ServeReport
+    from .serving.check import serve_check as serve_check
     from .serving.export import export_adapter as export_adapter
 
 
@@ -73,6 +75,7 @@ _HOME = {
     "NonFiniteWeightError": "errors",
     "QuantizationError": "errors",
     "QuantizationReport": "quantize",
+    "ServeReport": "serving.check",
     "UnsupportedWeightError": "errors",
     "adapt_lora_config": "lora.config",
     "connect_adapters": "lora.model",
@@ -97,6 +100,7 @@ _HOME = {
     "prepare_sharding": "packing.sharding",
     "quantize_checkpoint": "checkpoint.quantize",
     "quantize_experts": "quantize",
+    "serve_check": "serving.check",
     "set_scratch_cap": "kernels.workspace",  # the earlier name of set_workspace_cap
     "set_workspace_cap": "kernels.workspace",
     "shards_integers": "distributed.fsdp",

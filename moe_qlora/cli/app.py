@@ -28,6 +28,7 @@ from .options import Subcommand
 from .plan import PlanCommand, plan
 from .quantize import quantize
 from .report import report
+from .serve_check import serve_check
 from .verify import verify
 
 BAD_INPUT = 2
@@ -42,6 +43,7 @@ SUBCOMMANDS: dict[Callable[..., Any], str] = {
     merge: "A plain checkpoint with an adapter merged.",
     report: "A page about a model, adapter or run.",
     export: "An adapter as vLLM or another server takes it.",
+    serve_check: "Does a server serve what was trained?",
 }
 """In the order of `moe-qlora --help`, with what it says of each in at most 48 characters."""
 

@@ -194,10 +194,9 @@ def test_an_interrupted_chart_leaves_what_was_there(monkeypatch, tmp_path):
 
 def test_examples_and_summaries():
     for command, summary in app.SUBCOMMANDS.items():
+        name = command.__name__.replace("_", "-")
         lines = sys.modules[command.__module__].EXAMPLES
-        assert lines and all(
-            f"{line} ".startswith(f"moe-qlora {command.__name__} ") for line in lines
-        )
+        assert lines and all(f"{line} ".startswith(f"moe-qlora {name} ") for line in lines)
         assert len(summary) <= 48 and max(map(len, lines)) <= 68
 
 

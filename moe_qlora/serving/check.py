@@ -1,0 +1,310 @@
+"""Asks a server whether it serves what was trained.
+
+The same prompts go through the model here and through the server's engine, which runs in a process
+of its own (`vllm_worker.py`, `llama_worker.py`), each with and without the adapter. How far the two
+bases are apart is the arithmetic's noise; what the adapter changes must agree within it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from ..build.files import read_json
+from ..checkpoint.adapter import CONFIG, WEIGHTS
+from ..checkpoint.staging import absolute
+from ..errors import CheckpointError, ConfigError, MoeQloraError, first_line
+from ..layout import dtype_name
+from ..lora.load import load_adapter
+from .export import export_adapter
+
+ENGINES = {"vllm": "vllm", "llama.cpp": "gguf"}  # by what they are asked with: the layout's name
+_WORKERS = {"vllm": "vllm_worker.py", "llama.cpp": "llama_worker.py"}
+_SETTINGS = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0",  # the engine in the worker, which experts on a CPU need
+    "VLLM_NO_USAGE_STATS=1",
+    "VLLM_LOGGING_LEVEL=ERROR",
+    "VLLM_CPU_KVCACHE_SPACE=1",
+    "HF_HUB_OFFLINE=1",
+)
+_PROMPTS = (
+    "The quick brown fox jumps over the lazy dog, and the dog",
+    "def factorial(n):\n    return 1 if n < 2 else n * factorial(n - 1)",
+    "In 1969 the first people landed on the Moon, which is about 384,400 km",
+    "Die Katze sitzt auf der Matte und schaut aus dem Fenster.",
+)
+_NOISES = 3.0  # how many times the noise an adapter may be off
+_SHARE = 0.02  # of its effect that it may be off besides
+_LITTLE = 0.1  # of the effect here, below which the server's is none
+
+
+@dataclass(frozen=True)
+class ServeReport:
+    """How a server's logprobs compare with ours, in nats; all are means over tokens.
+
+    Attributes:
+        server: The engine and its version.
+        verdict: "agrees", "off", "no effect", "not loaded", or "cannot tell" where the adapter's
+            effect is within the noise.
+        noise: Between the two bases.
+        error: Between the two adapted models.
+        effect, served_effect: What the adapter changes, here and at the server.
+        tokens: How many logprobs were compared.
+        refusal: What the server said, where it did not load the adapter.
+        note: What of the server was not its own, or "".
+    """
+
+    server: str
+    verdict: str
+    noise: float
+    error: float
+    effect: float
+    served_effect: float
+    tokens: int
+    refusal: str = ""
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the server serves what was trained."""
+        return self.verdict == "agrees"
+
+    def __str__(self) -> str:
+        if self.verdict == "not loaded":
+            return f"{self.server} did not load the adapter: {self.refusal}"
+        said = {
+            "agrees": "serves what was trained",
+            "off": "serves something else than was trained",
+            "no effect": "serves the base: the adapter has no effect there",
+            "cannot tell": "cannot be told apart from its base: the adapter's effect is within the "
+            "noise of the arithmetic",
+        }[self.verdict]
+        note = f"\n  {self.note}" if self.note else ""
+        return (
+            f"{self.server} {said}.\n"
+            f"  mean difference of {self.tokens} logprobs, server to here: base {self.noise:.2g}, "
+            f"adapted {self.error:.2g}\n"
+            f"  what the adapter changes: here {self.effect:.2g}, at the server "
+            f"{self.served_effect:.2g}{note}"
+        )
+
+
+def serve_check(
+    base: str | Path,
+    adapter: str | Path,
+    *,
+    server: str,
+    python: str | Path | None = None,
+    llama_cpp: str | Path | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    prompts: Sequence[str] | Sequence[Sequence[int]] | None = None,
+    as_it_is: bool = False,
+    any_base: bool = False,
+    timeout: float = 1800,
+) -> ServeReport:
+    """Compare what a server answers with an adapter with what the model here does.
+
+    Args:
+        base: The folder of the 16-bit model that is served.
+        adapter: The adapter's folder. It is exported for the server first.
+        server: "vllm" or "llama.cpp".
+        python: The interpreter of the environment that holds the server; None for this one's.
+        llama_cpp: For llama.cpp: its source folder, which holds the converters to GGUF.
+        dtype: That both compute in.
+        prompts: Texts, or lists of token ids; None takes texts of its own, or random tokens where
+            the base has no tokenizer.
+        as_it_is: True gives the server the adapter's folder as it is.
+        any_base: True takes a base that is not the model in the adapter's note.
+        timeout: Seconds that the server has.
+
+    Raises:
+        CheckpointError: A folder is missing, damaged or of another kind.
+        AdapterError: The adapter does not fit the base, or cannot be exported for the server.
+        ConfigError: The server is not known or cannot be started, or does not serve this base.
+    """
+    if server not in ENGINES:
+        raise ConfigError(f"server is {server!r}; give one of {', '.join(ENGINES)}.")
+    if server == "llama.cpp" and not (llama_cpp and Path(llama_cpp, _CONVERTER).is_file()):
+        raise ConfigError(
+            f"llama_cpp (--llama-cpp) is {llama_cpp}; name llama.cpp's source folder, which holds "
+            f"{_CONVERTER}."
+        )
+    source, folder = absolute(base), absolute(adapter)
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe_qlora-")))
+        served = folder
+        if not as_it_is:
+            served = work / "adapter"
+            target = ENGINES[server]
+            export_adapter(folder, served, base=source, target=target, any_base=any_base)
+        ids = _token_ids(source, prompts)
+        ours = own_logprobs(source, folder, ids, dtype, any_base)
+        (work / "gguf").mkdir()
+        job = {
+            "model": str(source),
+            "adapters": [str(served)],
+            "prompts": ids,
+            "dtype": dtype_name(dtype),
+            "rank": _largest_rank(served),
+            "mixed": False,
+            "llama_cpp": str(llama_cpp),
+            "work": str(work / "gguf"),
+        }
+        result = run_worker(server, job, work, python, timeout)
+    return compare(server, ours, result)
+
+
+_CONVERTER = "convert_hf_to_gguf.py"
+
+
+def run_worker(
+    server: str, job: dict[str, Any], work: Path, python: str | Path | None, timeout: float
+) -> dict[str, Any]:
+    """Run a server's worker on a job, and return what it wrote; files go to the folder `work`."""
+    interpreter = str(python or sys.executable)
+    if shutil.which(interpreter) is None:
+        raise ConfigError(f"python (--python) is {interpreter}, which cannot be run.")
+    worker = Path(__file__).with_name(_WORKERS[server])
+    job_file, result_file, log = work / "job.json", work / "result.json", work / "log.txt"
+    job_file.write_text(json.dumps(job), encoding="utf-8")
+    call = ["env", *_SETTINGS, interpreter, str(worker), str(job_file), str(result_file)]
+    with log.open("w", encoding="utf-8") as output:
+        try:
+            subprocess.run(
+                call, stdout=output, stderr=subprocess.STDOUT, timeout=timeout, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(
+                f"{server} did not answer in {timeout:.0f} s; give timeout more, or a smaller base."
+            ) from error
+    if not result_file.is_file():
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
+        raise ConfigError(f"{server} could not be run by {interpreter}: {lines[-1].strip()}")
+    result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
+    if "error" in result:
+        what = " ".join(str(result["error"]).split())
+        raise ConfigError(
+            f"{server} {result.get('version', '')} cannot serve {job['model']}: {what}"
+        )
+    if "error" in result["runs"][0]:
+        what = " ".join(str(result["runs"][0]["error"]).split())
+        raise ConfigError(f"{server} cannot serve {job['model']}: {what}")
+    return result
+
+
+def compare(server: str, ours: Sequence[list[float]], result: dict[str, Any]) -> ServeReport:
+    """Compare logprobs of the base and the adapted model, flat, with a worker's result."""
+    base, adapted = (torch.tensor(run, dtype=torch.float64) for run in ours)
+    name = f"{server} {result['version']}".replace("llama.cpp llama-cpp", "llama-cpp")
+    note = ""
+    if result.get("experts_in_torch"):
+        note = "vLLM has no LoRA on experts for CPUs: plain torch multiplied what it had loaded"
+    runs = result["runs"]
+    served = _flat(runs[0]["logprobs"])
+    noise, effect = _mean(served - base), _mean(adapted - base)
+    if "error" in runs[1]:
+        refusal = " ".join(str(runs[1]["error"]).split())
+        return ServeReport(
+            name, "not loaded", noise, float("nan"), effect, 0.0, len(base), refusal, note
+        )
+    served_adapted = _flat(runs[1]["logprobs"])
+    error, served_effect = _mean(served_adapted - adapted), _mean(served_adapted - served)
+    if effect <= _NOISES * noise:
+        verdict = "cannot tell"
+    elif served_effect < _LITTLE * effect:
+        verdict = "no effect"
+    else:
+        verdict = "agrees" if error <= _NOISES * noise + _SHARE * effect else "off"
+    return ServeReport(
+        name, verdict, noise, error, effect, served_effect, len(base), "", note
+    )  # fmt: skip
+
+
+def _flat(rows: Sequence[Sequence[float]]) -> torch.Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+
+
+def _mean(difference: torch.Tensor) -> float:
+    return float(difference.abs().mean())
+
+
+def _token_ids(
+    base: Path, prompts: Sequence[str] | Sequence[Sequence[int]] | None
+) -> list[list[int]]:
+    """Return the prompts as token ids, at least two of each."""
+    texts = _PROMPTS if prompts is None else prompts
+    if texts and not isinstance(texts[0], str):
+        return [list(map(int, one)) for one in texts]
+    from transformers import AutoTokenizer
+
+    why = "it makes no tokens of them"
+    ids: list[list[int]] = []
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(base))
+        ids = [tokenizer(text)["input_ids"][:64] for text in texts]
+    except Exception as error:  # noqa: BLE001 - any tokenizer may raise anything
+        why = first_line(error)
+    ids = [one for one in ids if len(one) > 1]
+    if ids:
+        return ids
+    if prompts is not None:
+        raise CheckpointError(
+            f"The tokenizer of {base} cannot read the prompts ({why}); pass them as token ids."
+        )
+    config = read_json(base / "config.json")
+    size = int((config.get("text_config") or config).get("vocab_size", 32))
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, size, (4, 16), generator=generator).tolist()
+
+
+def own_logprobs(
+    base: Path, adapter: Path | None, prompts: list[list[int]], dtype: torch.dtype, any_base: bool
+) -> tuple[list[float], list[float]]:
+    """Return each token's logprob in the model here, without the adapter and with it, flat.
+
+    Without an adapter both are the base's.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(str(base), dtype=dtype)
+    except (OSError, ValueError) as error:
+        if isinstance(error, MoeQloraError):
+            raise
+        raise CheckpointError(f"{base} cannot be loaded: {first_line(error)}") from error
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model.to(device).eval()
+
+    def logprobs() -> list[float]:
+        rows: list[float] = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device=device)
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits[0, :-1].double()
+            rows += logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+        return rows
+
+    without = logprobs()
+    if adapter is None:
+        return without, without
+    load_adapter(model, str(adapter), any_base=any_base)
+    return without, logprobs()
+
+
+def _largest_rank(adapter: Path) -> int:
+    """Return the largest rank of an adapter's pairs, as its config says."""
+    config = read_json(adapter / CONFIG)
+    with safe_open(adapter / WEIGHTS, framework="pt"):
+        pass  # refuses a damaged file before a server is started for it
+    return max([int(config.get("r", 8)), *(config.get("rank_pattern") or {}).values()])
