@@ -26,14 +26,17 @@ _ROWS = 16
 _COPY = {"BM": _ROWS, "BK": 64, "num_warps": 2, "num_stages": 1}
 _COPY_MANY = {"BM": _ROWS, "BK": 128, "num_warps": 2, "num_stages": 1}
 """For `_MANY` tiles and more: 0.26 ms at 16,384 tokens, not 0.31; 0.08 at 4,096, not 0.07."""
-_COPY_FEW = {"BM": _ROWS, "BK": 512, "num_warps": 4, "num_stages": 1}
-"""Where a program's steps are what takes the time: a token takes 0.011 ms instead of 0.034."""
+_COPY_FEW = {"BM": _ROWS, "num_warps": 4, "num_stages": 1}
+_GATE_FEW = {"BM": _ROWS, "num_warps": 8, "num_stages": 1}
+"""For tiles of 16, where a program's number of steps is what takes the time: a token is copied in
+0.011 ms by 512 columns a step, in 0.034 by 64."""
+_FACTOR_PART = 8192
+"""Numbers of a factor in such a step: 16 KiB of the 99 that most cards have."""
 _COPY_LONG = {"BK": 64, "num_warps": 4, "num_stages": 1}
 """For rows of over 4,096, in whole tiles: DeepSeek-V3's 7,168 take 0.99 ms instead of 1.10."""
 _MANY = 1024
 
 _GATE = {"BM": _ROWS, "BI": 128, "num_warps": 4, "num_stages": 1}
-_GATE_FEW = {"BM": _ROWS, "BI": 256, "num_warps": 8, "num_stages": 1}
 _GATE_BACKWARD = {"BM": 32, "BI": 64, "num_warps": 4, "num_stages": 1}
 _GATE_BACKWARD_FEW = {"BM": _ROWS, "BI": 64, "num_warps": 2, "num_stages": 1}
 # H200, Qwen3-30B-A3B's four at 4,096 and 16,384 tokens; ranks over 32 would not fit into the 99 KiB
@@ -86,7 +89,9 @@ def gate(
     bias: torch.dtype | None, device: int,
 ) -> Launch:  # fmt: skip
     """The gate, and the second factor's product beside it."""
-    cut = _GATE_FEW if tile == _ROWS else _GATE
+    cut = _GATE
+    if tile == _ROWS:
+        cut = {"BI": min(256, _FACTOR_PART // max(rank, 16)), **_GATE_FEW}
     return Launch(
         row_kernels.gate_kernel, (tiles, tile // cut["BM"]),
         I=size, STRIDE=stride, RANK=rank, BIASED=bias is not None, **_gate_flags(gate), **cut,
@@ -101,7 +106,7 @@ def copy(
     """The tokens' rows, and the first factor's product beside them."""
     cut = _COPY_MANY if tiles >= _MANY else _COPY
     if tile == _ROWS:
-        cut = _COPY_FEW
+        cut = {"BK": min(512, _FACTOR_PART // max(rank, 16)), **_COPY_FEW}
     elif size > 4096:
         cut = {"BM": tile, **_COPY_LONG}
     return Launch(
