@@ -67,6 +67,7 @@ _TITLES = {
     "grad_norm": "Norm of the gradient",
     "mean_token_accuracy": "Token accuracy",
 }
+_FEW = 20  # assignments for each expert, under which one may have none by chance
 _FROM_ZERO = ("learning_rate", "grad_norm")
 
 
@@ -252,7 +253,7 @@ def _routing(piece: RoutingPiece) -> dict[str, Any]:
         "dead": sum(len(layer.dead) for layer in layers),
         "hot": sum(len(layer.hot) for layer in layers),
         "experts": sum(len(layer.counts) for layer in layers),
-        "few": piece.tokens * 4 < max(len(layer.counts) for layer in layers) * 50,
+        "few": any(layer.total < _FEW * len(layer.counts) for layer in layers),
     }
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 from browser import Page
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
+from PIL.PngImagePlugin import PngInfo
 
 # Boxes of lines of text that are there to be read: [left, top, right, bottom, text].
 _LINES = """
@@ -132,3 +134,39 @@ def boxes(page: Page, selector: str) -> list[tuple[int, int, int, int]]:
         "return [b.left + scrollX, b.top + scrollY, b.right + scrollX, b.bottom + scrollY]}))"
     )
     return [tuple(round(v) for v in box) for box in json.loads(page.evaluate(script))]
+
+
+def fonts(page: Page) -> str:
+    """What tells the fonts of this machine from others: how wide they draw some letters."""
+    widths = []
+    for family in ("system-ui, sans-serif", "monospace"):
+        script = (
+            "(() => { const c = document.createElement('canvas').getContext('2d'); "
+            f"c.font = '100px {family}'; return c.measureText('Quantization 0123').width; }})()"
+        )
+        widths.append(f"{page.evaluate(script):.0f}")
+    return " ".join(widths)
+
+
+def write_golden(image: Any, golden: Path, drawn_with: str) -> None:
+    """Write a quarter of a picture's size in few colours, with the fonts that it was drawn with."""
+    golden.parent.mkdir(exist_ok=True)
+    small = image.resize((image.width // 4, image.height // 4), Image.Resampling.BOX)
+    notes = PngInfo()
+    notes.add_text("fonts", drawn_with)
+    small.quantize(128, dither=Image.Dither.NONE).save(golden, optimize=True, pnginfo=notes)
+
+
+def unlike(image: Any, golden: Path) -> float:
+    """How far a picture is from a golden one where they differ most, 0 to 255.
+
+    That is the mean over pixels and colours of a band across the page, of 32 pixels' height.
+    """
+    reviewed = Image.open(golden).convert("RGB")
+    small = image.resize(reviewed.size, Image.Resampling.BOX)
+    difference = ImageChops.difference(small, reviewed)
+    bands = [
+        difference.crop((0, top, small.width, min(top + 8, small.height)))
+        for top in range(0, small.height, 8)
+    ]
+    return max(sum(ImageStat.Stat(band).mean) / 3 for band in bands)

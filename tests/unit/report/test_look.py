@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from pathlib import Path
 
 import pytest
 from browser import Browser, executable
@@ -42,6 +43,8 @@ pytestmark = [
 WIDTHS = (360, 1280)
 VIEWS = tuple(itertools.product(WIDTHS, (False, True)))
 GIB = 1 << 30
+GOLDEN = Path(__file__).parent / "golden"
+UNLIKE = 15.0  # of 255
 
 
 def large(plan) -> Report:
@@ -179,6 +182,28 @@ def test_every_chart_is_drawn(view, name, width, dark):
         heat = image.crop(box)
         seen = {color for _, color in heat.getcolors(heat.width * heat.height)}
         assert len(seen & shades) >= 4
+
+
+@pytest.mark.parametrize(("width", "dark"), VIEWS)
+def test_a_page_looks_as_it_was_reviewed(view, width, dark):
+    """After a change that is meant, delete a golden file: the next run writes a new one."""
+    page = view("large", width, dark)
+    image, drawn_with = look.picture(page), look.fonts(page)
+    golden = GOLDEN / f"large-{width}-{'dark' if dark else 'light'}.png"
+    if not golden.exists():
+        look.write_golden(image, golden, drawn_with)
+        pytest.fail(f"{golden} was written: look at it, and commit it if it is good")
+    if look.Image.open(golden).text["fonts"] != drawn_with:
+        pytest.skip("this machine draws with other fonts than those of the golden file")
+    assert look.unlike(image, golden) < UNLIKE
+    # What a fault would do to it: a chart that is empty, and a page that is a line longer.
+    left, top, right, bottom = look.boxes(page, ".plot")[2]
+    empty = image.copy()
+    empty.paste(image.getpixel((left + 1, top + 1)), (left, top, right, bottom))
+    assert look.unlike(empty, golden) > 2 * UNLIKE
+    longer = image.crop((0, 0, width, image.height + 20))
+    longer.paste(image.crop((0, 1000, width, image.height)), (0, 1020))
+    assert look.unlike(longer, golden) > 2 * UNLIKE
 
 
 def page_shades(page) -> dict[str, tuple[int, int, int]]:

@@ -26,7 +26,7 @@ from moe_qlora.report.pieces import (
     RoutingPiece,
     TrainingPiece,
 )
-from moe_qlora.testing import tiny_model
+from moe_qlora.testing import requires_gpu, tiny_model
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -127,6 +127,20 @@ def test_routing_is_what_the_routers_chose(whole, inputs):
             for choice in logits.reshape(-1, EXPERTS).topk(TOP_K).indices.flatten():
                 counts[layer, choice] += 1
     assert [list(layer.counts) for layer in routing.layers] == counts.tolist()
+
+
+@requires_gpu()
+def test_a_gpu_counts_what_the_cpu_does(inputs, tmp_path):
+    """But for a few tokens whose choices are near a tie."""
+    on_gpu = moe_qlora.write_report(inputs.packed, tmp_path / "a.html", text=inputs.text, seq=64)
+    rows = [json.loads(line)["text"] for line in inputs.text.read_text().splitlines()]
+    with moe_qlora.enabled():
+        model = AutoModelForCausalLM.from_pretrained(inputs.packed, device_map="cpu")
+    on_cpu = moe_qlora.write_report(model, tmp_path / "b.html", text=rows, seq=64)
+    for one, other in zip(on_gpu.routing.layers, on_cpu.routing.layers, strict=True):
+        assert (one.name, one.total) == (other.name, other.total)
+        moved = sum(abs(a - b) for a, b in zip(one.counts, other.counts, strict=True))
+        assert moved <= 0.05 * one.total
 
 
 def test_lora_is_what_the_adapter_holds(whole, inputs):
