@@ -29,7 +29,8 @@ with moe_qlora.enabled():
         folder, quantization_config=bnb_config, dtype=dtype
     )
 torch.manual_seed(0)  # equal adapters on all ranks
-lora_config = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+lora_config = LoraConfig(r=16, lora_alpha=32, target_modules=attention)
 model = moe_qlora.get_peft_model(model, lora_config, experts=True).train()
 if "--ddp" in sys.argv:
     model = DistributedDataParallel(model)

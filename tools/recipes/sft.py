@@ -23,7 +23,8 @@ dtype = torch.bfloat16 if gpus else torch.float32
 bnb_config = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
 )
-lora_config = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+lora_config = LoraConfig(r=16, lora_alpha=32, target_modules=attention)
 moe_qlora.enable()
 lora_config = moe_qlora.adapt_lora_config(
     folder, lora_config, experts=True, quantization_config=bnb_config

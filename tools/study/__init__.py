@@ -1,4 +1,4 @@
-"""Is QLoRA on experts any good: a study at the size that a GPU answers in nine minutes.
+"""Is QLoRA on experts any good: a study at the size that a GPU answers in seven minutes.
 
 Open README.md for what came of it, grid.py for what is run.
 
@@ -9,5 +9,6 @@ Open README.md for what came of it, grid.py for what is run.
     codecs.py    experts in each codec
     errors.py    errors by expert and use
     finish.py    losses by how rarely the tokens' experts are used
-    plot.py      plots and tables of the rows
+    tables.py    comparisons of runs of one seed, and the page's tables
+    plot.py      plots, and the page
 """

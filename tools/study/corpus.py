@@ -22,6 +22,9 @@ import numpy as np
 VOCABULARY = 4096
 CODE_BYTES = 18_000_000
 LARGEST_FILE = 200_000
+JUDGED = 256 * 256
+"""Held-out tokens that losses are the mean of."""
+PASSAGE = 32
 _NOTES = (".md", ".rst")
 _NAMES = ("license", "licence", "copying", "notice", "metadata", "authors", "readme")
 
@@ -41,6 +44,9 @@ def main() -> None:
     np.savez_compressed(options.out, **tokens)
     for name, ids in tokens.items():
         print(f"{name}: {len(parts[name])} files, {len(ids):,} tokens")
+    for name in ("code", "text"):
+        share = repeated(tokens[name], tokens[f"{name}_held"][:JUDGED])
+        print(f"{name}: {share:.1%} of the tokens judged are in passages of the training files")
     print(f"{options.out}: {options.out.stat().st_size:,} bytes")
 
 
@@ -82,6 +88,26 @@ def split(contents: list[str], share: float) -> tuple[list[str], list[str]]:
     ]
     pairs = list(zip(contents, held, strict=True))
     return [each for each, out in pairs if not out], [each for each, out in pairs if out]
+
+
+def repeated(tokens: np.ndarray[Any, Any], held: np.ndarray[Any, Any]) -> float:
+    """Return the share of held-out tokens that stand in a passage which `tokens` hold too."""
+    known = np.unique(_passages(tokens))
+    seen = np.zeros(len(held), bool)
+    for start in np.flatnonzero(np.isin(_passages(held), known)):
+        seen[start : start + PASSAGE] = True
+    return float(seen.mean())
+
+
+def _passages(tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a 64-bit hash of each run of `PASSAGE` tokens."""
+    count = max(len(tokens) - PASSAGE + 1, 0)
+    hashes = np.zeros(count, np.uint64)
+    for place in range(PASSAGE):  # wraps around, as is meant
+        hashes = (
+            hashes * np.uint64(6364136223846793005) + tokens[place : place + count] + np.uint64(1)
+        )
+    return hashes
 
 
 def train_tokenizer(contents: list[str]) -> Any:

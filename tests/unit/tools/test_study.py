@@ -22,7 +22,7 @@ TOOLS = Path(__file__).parents[3] / "tools"
 def study():
     """Return the study's modules by name."""
     sys.path.insert(0, str(TOOLS))
-    names = ("grid", "codecs", "train", "worker", "finish", "plot")
+    names = ("corpus", "grid", "codecs", "train", "worker", "finish", "tables", "plot")
     yield {name: importlib.import_module(f"study.{name}") for name in names}
     sys.path.remove(str(TOOLS))
 
@@ -55,6 +55,39 @@ def test_rounding_to_mxfp4_takes_the_nearest_code(study):
         grid = values * 2.0 ** (int(scale) - 127)
         nearest = (part[:, None] - grid).abs().min(-1).values
         assert torch.equal((part - got).abs(), nearest)
+
+
+def test_passages_of_the_held_out_files_that_are_trained_on_are_found(study):
+    repeated = study["corpus"].repeated
+    tokens = np.random.default_rng(0).integers(0, 4096, 500).astype(np.uint16)
+    held = np.concatenate([tokens[100:140], tokens[:31], tokens[468:], tokens[::-1][:97]])
+    assert repeated(tokens, held) == (40 + 32) / 200
+    assert repeated(tokens, tokens) == 1.0
+    assert repeated(tokens[:5], held) == 0.0
+
+
+def test_the_page_holds_the_tables_of_its_rows(study):
+    folder = TOOLS / "study"
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    blocks = study["tables"].tables(folder / "results")
+    assert all(block and block in page for block in blocks.values())
+    images = [f"results/{name}.svg" for name in study["plot"].PLOTS]
+    assert all(f"({image})" in page and (folder / image).exists() for image in images)
+
+
+def test_only_runs_of_the_same_seed_are_compared(study):
+    rows = [
+        {"seed": seed, "codec": codec, "targets": "both", "rank": 16.0, "experts": "all",
+         "rate": 1.0, "length": 1.0, "text_before": 4.0, "text_after": loss}
+        for seed, codec, loss in ((0, "bf16", 2.0), (1, "bf16", 3.0), (2, "bf16", 2.5),
+                                  (2, "nf4", 2.75), (1, "nf4", 3.125), (3, "nf4", 9.0))
+    ]  # fmt: skip
+    tables = study["tables"]
+    exact, packed = tables.by_seed(rows, codec="bf16"), tables.by_seed(rows)
+    assert tables.paired(packed, exact) == [0.125, 0.25]
+    assert tables.shares(packed, exact) == [87.5, 100 * 1.25 / 1.5]
+    assert sorted(tables.over_all_settings(rows, "nf4", "bf16")) == [0.125, 0.25]
+    assert tables.said([0.125, 0.25], 2, signed=True) == "+0.19 (+0.12 to +0.25)"
 
 
 def test_groups_are_tenths_by_rarity(study):
