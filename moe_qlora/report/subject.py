@@ -75,8 +75,7 @@ def _of_live(model: Any) -> Subject:
 
 
 def _of_folder(folder: Path, base: str | Path | None) -> Subject:
-    latest = _latest_checkpoint(folder)
-    own = [folder, *([latest] if latest else [])]
+    own = [folder, *_checkpoints(folder)]
     log = next((place / LOG for place in own if (place / LOG).is_file()), None)
     saved = next((p for p in own if _has(p, ADAPTER_CONFIG) or _has(p, MODEL_CONFIG)), None)
     title = folder.resolve().name
@@ -116,14 +115,14 @@ def _with_base(subject: Subject, adapter: Path, base: str | Path | None) -> Subj
     return replace(subject, model=str(place), weights=place if place.is_dir() else None)
 
 
-def _latest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint of the most steps in a run's folder."""
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a run's folder, the one of the most steps first."""
     steps = {}
     for path in folder.iterdir():
         match = _CHECKPOINT.fullmatch(path.name)
         if match and path.is_dir():
             steps[int(match[1])] = path
-    return steps[max(steps)] if steps else None
+    return [steps[step] for step in sorted(steps, reverse=True)]
 
 
 def _has(folder: Path, name: str) -> bool:

@@ -58,6 +58,7 @@ class Browser:
         os.set_blocking(self._read, False)
         self._buffer = b""
         self._number = 0
+        self._events: set[tuple[str, str]] = set()  # Names and sessions of events so far
         self.requests: list[str] = []  # Every address that a page asked for
 
     def __enter__(self) -> Browser:
@@ -89,10 +90,8 @@ class Browser:
                 return answer["result"]
 
     def wait_for(self, event: str, session: str) -> None:
-        while True:
-            answer = self._next()
-            if answer.get("method") == event and answer.get("sessionId") == session:
-                return
+        while (event, session) not in self._events:
+            self._next()
 
     def _next(self) -> dict[str, Any]:
         end = time.monotonic() + self._limit
@@ -105,6 +104,7 @@ class Browser:
                 time.sleep(0.002)
         line, self._buffer = self._buffer.split(b"\0", 1)
         answer = json.loads(line)
+        self._events.add((answer.get("method", ""), answer.get("sessionId", "")))
         if answer.get("method") == "Network.requestWillBeSent":
             self.requests.append(answer["params"]["request"]["url"])
         return answer
@@ -113,7 +113,7 @@ class Browser:
         """Open a file in a window so many pixels wide."""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        page = Page(self, session)
+        page = Page(self, session, target)
         page.send("Network.enable")
         page.send("Page.enable")
         page.resize(width, 800)
@@ -127,8 +127,11 @@ class Browser:
 class Page:
     """One open page."""
 
-    def __init__(self, browser: Browser, session: str) -> None:
-        self._browser, self._session = browser, session
+    def __init__(self, browser: Browser, session: str, target: str) -> None:
+        self._browser, self._session, self._target = browser, session, target
+
+    def close(self) -> None:
+        self._browser.send("Target.closeTarget", targetId=self._target)
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._browser.send(method, self._session, **parameters)

@@ -128,6 +128,8 @@ def test_a_run_has_its_latest_checkpoint(tmp_path):
     subject = subject_of(run)
     assert subject.adapter == run / "checkpoint-100"
     assert subject.log == run / "checkpoint-100/trainer_state.json"
+    (run / "checkpoint-300").mkdir()  # interrupted while it was written
+    assert subject_of(run) == subject
     write(run / "trainer_state.json", {})
     write(run / "adapter_config.json", {"base_model_name_or_path": str(tmp_path / "model")})
     subject = subject_of(run)

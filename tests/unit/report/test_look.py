@@ -129,14 +129,18 @@ def browser():
 def view(browser, files):
     """Opens a page; nothing may be asked of the network."""
     browser.requests.clear()
+    opened = []
 
     def open_page(name: str, width: int, dark: bool, *, unfolded: bool = False):
         page = browser.open(files / f"{name}.html", width=width, dark=dark)
+        opened.append(page)
         if unfolded:
             page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
         return page
 
     yield open_page
+    for page in opened:
+        page.close()
     assert {address.partition("?")[0].rpartition("/")[2] for address in browser.requests} <= {
         "whole.html",
         "large.html",
