@@ -9,6 +9,7 @@ them. Open host.py first: its docstring is the order of calls that every host fo
     axolotl_checks.py  what cannot work together in an axolotl file
     llama_factory.py   LLaMA-Factory: a program and a context manager
     ms_swift.py        ms-swift: a tuner for its registry, and loaders that pack
+    trl.py             TRL's RL with vLLM, which gets adapters; its trainers need nothing else
 
 README.md in this folder says what a user of each host writes. Importing this package imports no
 host.

@@ -73,28 +73,18 @@ def quiet_loading():
 
 
 @pytest.fixture
-def stock_logits(trainable_linears, quiet_loading):
-    """A function: an adapter of a packed model, and stock PEFT's reading of it.
+def plain_twin(quiet_loading):
+    """A function: a plain model with the value that each weight of a packed one decodes to.
 
-    It takes the 16-bit folder, the adapter's folder and what the model was packed with, and returns
-    three float32 logits of the same tokens: of the packed model with the adapter; of stock PEFT
-    with the adapter over plain weights, each of the value that its packed form decodes to; of the
-    packed model alone.
+    It takes the 16-bit folder and the packed model; the plain model is float32.
     """
     import bitsandbytes
-    import peft
     from transformers import AutoModelForCausalLM
 
-    import moe_qlora
     from moe_qlora.packing import parametrize
 
-    def compute(folder, adapter, config):
-        with moe_qlora.enabled():
-            packed = AutoModelForCausalLM.from_pretrained(
-                folder, quantization_config=config, dtype=torch.float32
-            ).eval()
+    def twin(folder, packed):
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        ids = torch.arange(2, 50).reshape(2, 24)
         with torch.no_grad():
             for name, module in packed.named_modules():
                 if isinstance(module, bitsandbytes.nn.Linear4bit):
@@ -102,8 +92,35 @@ def stock_logits(trainable_linears, quiet_loading):
                     decoded = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
                     plain.get_submodule(name).weight.copy_(decoded)
                 for parameter in parametrize.packed_names(module):
-                    twin = plain.get_parameter(f"{name}.{parameter}")
-                    twin.copy_(getattr(module, parameter))
+                    weight = plain.get_parameter(f"{name}.{parameter}")
+                    weight.copy_(getattr(module, parameter))
+        return plain
+
+    return twin
+
+
+@pytest.fixture
+def stock_logits(trainable_linears, plain_twin):
+    """A function: an adapter of a packed model, and stock PEFT's reading of it.
+
+    It takes the 16-bit folder, the adapter's folder and what the model was packed with, and returns
+    three float32 logits of the same tokens: of the packed model with the adapter; of stock PEFT
+    with the adapter over plain weights, each of the value that its packed form decodes to; of the
+    packed model alone.
+    """
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    import moe_qlora
+
+    def compute(folder, adapter, config):
+        with moe_qlora.enabled():
+            packed = AutoModelForCausalLM.from_pretrained(
+                folder, quantization_config=config, dtype=torch.float32
+            ).eval()
+        plain = plain_twin(folder, packed)
+        ids = torch.arange(2, 50).reshape(2, 24)
+        with torch.no_grad():
             base = packed(ids).logits
             stock = peft.PeftModel.from_pretrained(plain, adapter)(ids).logits
             ours = moe_qlora.load_adapter(packed, str(adapter))(ids).logits

@@ -1,11 +1,16 @@
-"""Train on rewards: GRPO by TRL, LoRA on attention and all experts.
+r"""Train on rewards: GRPO by TRL, LoRA on attention and all experts.
 
     python tools/recipes/grpo.py data.jsonl out                 {"prompt": "...", "answer": "..."}
 
 An answer is rewarded by whether the expected one is in its last line, and a little for being short;
 put your own function in the place of `reward`. The model that generates is the one that trains,
-packed, with its adapter; with an engine of your own, serve the adapter's folder instead. `beta=0`
-takes no reference.
+packed, with its adapter; with `--server URL` a vLLM server generates, which takes the adapter after
+each step. `--model` is then a folder, and the server is started with
+
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-lora \
+        --max-lora-rank 8 --logprobs-mode processed_logprobs
+
+`beta=0` takes no reference.
 """
 
 import argparse
@@ -20,6 +25,7 @@ from transformers import BitsAndBytesConfig
 from trl import GRPOConfig, GRPOTrainer
 
 import moe_qlora
+from moe_qlora.integrations.trl import adapters_to_vllm
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data", type=Path, help="JSON Lines with prompt and answer")
@@ -27,6 +33,7 @@ parser.add_argument("out", type=Path, help="folder for the adapter")
 parser.add_argument("--model", default="Qwen/Qwen3-30B-A3B", help="folder or hub id")
 parser.add_argument("--length", type=int, default=512, help="tokens of a completion at most")
 parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--server", help="address of a vLLM server")
 options = parser.parse_args()
 gpu = torch.cuda.is_available()
 dtype = torch.bfloat16 if gpu else torch.float32
@@ -62,15 +69,19 @@ args = GRPOConfig(
     logging_steps=1,
     save_strategy="no",
     report_to=[],
+    use_vllm=options.server is not None,
+    vllm_mode="server",
+    vllm_server_base_url=options.server,
 )
 tasks = [json.loads(line) for line in options.data.read_text("utf-8").splitlines()]
-trainer = GRPOTrainer(
-    model=options.model,
-    args=args,
-    reward_funcs=reward,
-    quantization_config=bnb_config,
-    peft_config=lora_config,
-    train_dataset=Dataset.from_list(tasks),
-)
+with adapters_to_vllm(base=options.model):  # of use with a server alone
+    trainer = GRPOTrainer(
+        model=options.model,
+        args=args,
+        reward_funcs=reward,
+        quantization_config=bnb_config,
+        peft_config=lora_config,
+        train_dataset=Dataset.from_list(tasks),
+    )
 trainer.train()
 trainer.save_model(options.out)

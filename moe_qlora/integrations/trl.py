@@ -1,0 +1,321 @@
+"""TRL's GRPO and RLOO with vLLM as the sampler, where the adapter alone goes to the engine.
+
+    from moe_qlora.integrations.trl import adapters_to_vllm
+
+    with adapters_to_vllm(base="folder of the 16-bit model"):
+        trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True, ...))
+    trainer.train()
+
+TRL merges the adapter and sends every weight of the model, under the names that they have in
+transformers: for 4-bit layers that is packed codes, for experts whole decoded stacks. Here the
+engine holds the base, and each sync writes the adapter in the engine's layout to a folder that the
+engine loads. The difference between the sampler's and the trainer's logprobs is in TRL's log, as
+`sampling/sampling_logp_difference/mean` and `/max`.
+
+TRL has no hook for another sync, so within the block a class of this file stands in the modules of
+its trainers where they look for `VLLMGeneration`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import tempfile
+import time
+import uuid
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from accelerate.utils import broadcast_object_list
+from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+
+from ..errors import ConfigError, first_line
+from ..serving.export import export_adapter
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+_TRAINERS = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
+_MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_rank
+_SERVE = (
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_SERVER_DEV_MODE=1 vllm serve BASE --enable-lora "
+    "--max-lora-rank RANK --logprobs-mode processed_logprobs"
+)
+
+
+@contextmanager
+def adapters_to_vllm(
+    *,
+    base: str | Path | None = None,
+    folder: str | Path | None = None,
+    any_base: bool = False,
+    **engine_options: Any,
+) -> Iterator[None]:
+    """Have the trainers that are made in the block sync adapters, not models, to vLLM.
+
+    Args:
+        base: The folder of the model that was packed, which the engine serves in 16 bit. None for
+            the folder that the trainer's model was loaded from.
+        folder: Where adapters are handed over: a server must see it under the same path. None for
+            a new temporary folder.
+        any_base: True takes a base that is not the model in the adapter's note.
+        **engine_options: More arguments of `vllm.LLM`, in colocate mode.
+
+    Raises:
+        ConfigError: While a trainer is made or trains: the model has no adapter, vLLM's sleep mode
+            is on, or the server cannot load adapters.
+        AdapterError: vLLM cannot serve this adapter.
+        CheckpointError: The base is missing, damaged or of another kind.
+    """
+
+    def make(**kwargs: Any) -> AdapterGeneration:
+        return AdapterGeneration(
+            base=base, folder=folder, any_base=any_base, engine=engine_options, **kwargs
+        )
+
+    with ExitStack() as undo:
+        for name in _TRAINERS:
+            _replace(undo, importlib.import_module(name), "VLLMGeneration", make)
+        yield
+
+
+def _replace(undo: ExitStack, module: Any, name: str, value: Any) -> None:
+    undo.callback(setattr, module, name, getattr(module, name))
+    setattr(module, name, value)
+
+
+class AdapterGeneration(VLLMGeneration):
+    """TRL's sampler on vLLM, whose weights are the base's and whose syncs are adapters."""
+
+    def __init__(
+        self,
+        *,
+        model: PeftModel,
+        base: str | Path | None,
+        folder: str | Path | None,
+        any_base: bool,
+        engine: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
+        if not getattr(model, "peft_config", None):
+            raise ConfigError(
+                f"The trainer's model is a {type(model).__name__} without an adapter, and vLLM is "
+                "to get adapters alone: pass a peft_config, or make the trainer outside of "
+                "adapters_to_vllm()."
+            )
+        self._base = Path(base or model.get_base_model().name_or_path)
+        self._any_base, self._engine = any_base, engine
+        self._given_folder = folder
+        self._run, self._syncs = uuid.uuid4().hex[:8], 0
+        super().__init__(model=model, **kwargs)
+        self._folder = self._shared_folder()
+
+    def _shared_folder(self) -> Path:
+        """Return one new folder for all processes of the run; it goes with this object."""
+        made: list[str | None] = [None]
+        if self.accelerator.is_main_process:
+            if self._given_folder is not None:
+                Path(self._given_folder).mkdir(parents=True, exist_ok=True)
+            folder = tempfile.mkdtemp(prefix="adapters-", dir=self._given_folder)
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            made[0] = folder
+        broadcast_object_list(made, from_process=0)
+        return Path(str(made[0]))
+
+    def _init_vllm(self) -> None:
+        """Start the engine with room for the adapter, or meet the server."""
+        if self.enable_sleep_mode:
+            raise ConfigError(
+                "vllm_enable_sleep_mode is on, which discards the engine's base, and syncs of "
+                "adapters do not bring it back: leave it off, or let vLLM run as a server."
+            )
+        if self.mode == "server":
+            # TRL's own client wants vLLM here and a channel for weights; adapters need neither.
+            if self.accelerator.is_main_process:
+                url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+                self.vllm_client = AdapterClient(url, self.server_timeout)
+            self.accelerator.wait_for_everyone()
+            return
+        with ExitStack() as undo:
+            if hasattr(vllm_generation, "LLM"):  # where not, TRL says that vLLM is not installed
+                _replace(undo, vllm_generation, "LLM", self._start_engine)
+            super()._init_vllm()
+
+    def _start_engine(self, **kwargs: Any) -> Any:
+        """Make the `vllm.LLM` that TRL asked for, of the base, with adapters on."""
+        kwargs |= {
+            "model": str(self._base),
+            "quantization": None,  # TRL's guess from the trainer's own 4-bit layers
+            "enable_lora": True,
+            "max_lora_rank": _allowed_rank(self.model),
+        }
+        return _engine_class()(**{**kwargs, **self._engine})
+
+    def sync_weights(self) -> None:
+        """Have the engine take the adapter as it is now, in the place of the last one."""
+        self._syncs += 1
+        # A name is never used twice: vLLM keeps a prefix's cache by the adapter's name.
+        name = f"moe-qlora-{self._run}-{self._syncs}"
+        served = self._folder / name
+        self._write(served)
+        self.accelerator.wait_for_everyone()
+        if self.mode == "colocate":
+            self.llm.take_adapter(name, self._syncs, str(served))
+        elif self.accelerator.is_main_process:
+            self.vllm_client.take_adapter(name, str(served))
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            for earlier in self._folder.iterdir():
+                if earlier != served:
+                    shutil.rmtree(earlier, ignore_errors=True)
+
+    def _write(self, served: Path) -> None:
+        """Write the active adapter in vLLM's layout; all processes call this."""
+        model, name = self.model, self.model.active_adapter
+        trained = self._folder / "trained"
+        first = self.accelerator.is_main_process
+        model.save_pretrained(
+            str(trained),
+            selected_adapters=[name],
+            save_embedding_layers=False,
+            is_main_process=first,
+        )
+        if first:
+            source = trained if name == "default" else trained / name
+            export_adapter(source, served, base=self._base, target="vllm", any_base=self._any_base)
+
+
+def _allowed_rank(model: PeftModel) -> int:
+    """Return the least `max_lora_rank` of vLLM that holds the active adapter."""
+    config = model.peft_config[model.active_adapter]
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    allowed = next((one for one in _MAX_RANKS if one >= rank), None)
+    if allowed is None:
+        raise ConfigError(f"r is {rank}, and vLLM takes adapters up to rank {_MAX_RANKS[-1]}.")
+    return allowed
+
+
+def _engine_class() -> Any:
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+
+    class AdapterLLM(LLM):
+        """vLLM's engine, which answers with the adapter that it took last."""
+
+        adapter: Any = None
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return super().generate(*args, **{"lora_request": self.adapter, **kwargs})
+
+        def take_adapter(self, name: str, number: int, folder: str) -> None:
+            last, self.adapter = self.adapter, LoRARequest(name, number, folder)
+            self.llm_engine.add_lora(self.adapter)
+            if last is not None:
+                self.llm_engine.remove_lora(last.lora_int_id)
+
+    return AdapterLLM
+
+
+class AdapterClient(VLLMClient):
+    """TRL's client of a vLLM server, which asks for the adapter that the server took last.
+
+    Unlike TRL's it runs without vLLM in its own environment, as no weights are sent.
+    """
+
+    def __init__(self, base_url: str, timeout: float) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.check_server(timeout)
+        self.model = self._get(f"{self.base_url}/v1/models")["data"][0]["id"]
+        self._adapter: str | None = None
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        """Wait until the server is up."""
+        end = time.monotonic() + total_timeout
+        while not self._is_up():
+            if time.monotonic() >= end:
+                raise ConfigError(
+                    f"No vLLM server answers at {self.base_url} (vllm_server_base_url) after "
+                    f"{total_timeout:.0f} s (vllm_server_timeout); start it with {_SERVE}."
+                )
+            time.sleep(retry_interval)
+
+    def _is_up(self) -> bool:
+        try:
+            return _ask(f"{self.base_url}/health")[0] == HTTPStatus.OK
+        except ConfigError:
+            return False
+
+    def get_server_info(self) -> dict[str, Any]:
+        """Return the server's configuration, of which TRL reads the mode of logprobs."""
+        status, text = _ask(f"{self.base_url}/server_info?config_format=json")
+        if status == HTTPStatus.NOT_FOUND:
+            raise ConfigError(
+                f"The vLLM server at {self.base_url} does not say which logprobs it returns; start "
+                f"it with {_SERVE}, or set vllm_importance_sampling_correction=False."
+            )
+        return self._read(status, text)["vllm_config"]
+
+    def take_adapter(self, name: str, folder: str) -> None:
+        """Have the server load an adapter from a folder, use it, and forget the last one."""
+        body = {"lora_name": name, "lora_path": folder}
+        status, text = _ask(f"{self.base_url}/v1/load_lora_adapter", body)
+        if status == HTTPStatus.NOT_FOUND and name not in text:  # no such address
+            raise ConfigError(
+                f"The vLLM server at {self.base_url} loads no adapters while it runs; start it "
+                f"with {_SERVE}."
+            )
+        if status != HTTPStatus.OK:
+            raise ConfigError(
+                f"The vLLM server at {self.base_url} did not load the adapter in {folder}: "
+                f"{_said(text)}"
+            )
+        last, self._adapter, self.model = self._adapter, name, name
+        if last is not None:
+            _ask(f"{self.base_url}/v1/unload_lora_adapter", {"lora_name": last})
+
+    # What TRL's client sends by `requests`, which needs not be installed.
+
+    def _get(self, url: str, **_: Any) -> dict[str, Any]:
+        return self._read(*_ask(url))
+
+    def _post(self, url: str, **request: Any) -> dict[str, Any]:
+        return self._read(*_ask(url, request.get("json")))
+
+    def _read(self, status: int, text: str) -> dict[str, Any]:
+        if status != HTTPStatus.OK:
+            raise ConfigError(
+                f"The vLLM server at {self.base_url} answered {status}: {_said(text)}"
+            )
+        answer: dict[str, Any] = json.loads(text)
+        return answer
+
+
+def _ask(url: str, body: Any = None) -> tuple[int, str]:
+    """Return a server's status and answer; `body` is posted as JSON, None gets."""
+    data = None if body is None else json.dumps(body).encode()
+    request = Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urlopen(request) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        return error.code, error.read().decode("utf-8", "replace")
+    except OSError as error:
+        raise ConfigError(f"No vLLM server answers at {url}: {first_line(error)}.") from error
+
+
+def _said(text: str) -> str:
+    """Return the message in a server's answer."""
+    try:
+        said = json.loads(text)
+        return str(said.get("error", said).get("message", text))
+    except (ValueError, AttributeError):
+        return text

@@ -1,0 +1,191 @@
+"""TRL's trainers over packed experts with a server that samples: the adapter alone goes there."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import datasets
+import pytest
+import torch
+import trl
+import trl.trainer.grpo_trainer
+import trl.trainer.rloo_trainer
+from adapter_server import AdapterServer, running
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl.generation.vllm_generation import VLLMGeneration
+
+import moe_qlora
+from moe_qlora.errors import ConfigError
+from moe_qlora.integrations.trl import adapters_to_vllm
+
+pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
+MEAN, MAX = (f"sampling/sampling_logp_difference/{which}" for which in ("mean", "max"))
+KINDS = {
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+    "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
+}
+
+
+@pytest.fixture(scope="module")
+def packed(model_folder, stored):
+    def load():
+        with moe_qlora.enabled():
+            return AutoModelForCausalLM.from_pretrained(
+                model_folder, quantization_config=stored, dtype=torch.float32
+            )
+
+    return load
+
+
+@pytest.fixture
+def server(model_folder, packed, plain_twin):
+    return AdapterServer(plain_twin(model_folder, packed()))
+
+
+def letters(completions, **kwargs):
+    return [sum("a" <= one <= "z" for one in text) / max(len(text), 1) for text in completions]
+
+
+@pytest.fixture
+def make(model_folder, packed, tmp_path):
+    """A function: one of TRL's trainers, whose sampler is a server."""
+
+    def make(url, *, kind="grpo", lora=True, **options):
+        trainer, config = KINDS[kind]
+        lora_config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+        torch.manual_seed(0)
+        if lora:
+            model = packed()
+            lora_config = moe_qlora.adapt_lora_config(model, lora_config, experts=True)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        args = config(
+            output_dir=str(tmp_path / "out"),
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=8,
+            learning_rate=1e-2,
+            use_vllm=True,
+            **{"vllm_mode": "server", **options},
+            vllm_server_base_url=url,
+            vllm_server_timeout=0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+        )
+        prompts = datasets.Dataset.from_list([{"prompt": f"say {at}"} for at in range(40)])
+        made = trainer(
+            model=model,
+            args=args,
+            reward_funcs=letters,
+            train_dataset=prompts,
+            peft_config=lora_config if lora else None,
+        )
+        for name, weight in made.model.named_parameters():
+            if "lora_" in name:
+                weight.data = weight.data.float()
+        return made
+
+    return make
+
+
+def log_of(trainer):
+    return [row for row in trainer.state.log_history if "reward" in row]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_step_samples_from_the_adapter_as_it_is(kind, server, make, model_folder, tmp_path):
+    shared = tmp_path / "shared"
+    with running(server) as url:
+        with adapters_to_vllm(base=model_folder, folder=shared):
+            trainer = make(url, kind=kind, max_steps=3, beta=0.1)
+        assert list(shared.iterdir())  # made with the trainer
+        trainer.train()
+        before = server.adapters[trainer.vllm_generation.vllm_client.model]
+        names = [name for name, _ in server.loaded]
+        trainer.vllm_generation.sync_weights()
+        after = server.adapters[trainer.vllm_generation.vllm_client.model]
+
+    assert len(names) == 3
+    ids = torch.arange(2, 26).reshape(1, 24)
+    with torch.no_grad():
+        trained = trainer.model.eval()(ids).logits
+        stale, served, base = (model(ids).logits for model in (before, after, server.model))
+    assert (served - trained).abs().max() < 1e-4 < 0.01 < (stale - trained).abs().max()
+    assert (served - base).abs().max() > 0.01
+
+    names = [name for name, _ in server.loaded]
+    assert len(set(names)) == 4 and list(server.adapters) == [names[-1]]
+    for _, keys in server.loaded:  # two layers, two factors: two projections, three of 4 experts
+        assert len(keys) == 2 * 2 * (2 + 3 * 4)
+        assert "base_model.model.model.layers.1.mlp.experts.3.down_proj.lora_B.weight" in keys
+    (folder,) = shared.iterdir()
+    assert [one.name for one in folder.iterdir()] == [names[-1]]
+    assert all("kl" in row for row in log_of(trainer))  # to the model with the adapter disabled
+    if kind == "grpo":  # TRL measures it there alone
+        assert len(log_of(trainer)) == 3
+        assert all(0 < row[MEAN] <= row[MAX] < 1e-4 for row in log_of(trainer))
+
+
+def test_a_server_that_drops_the_adapter_is_seen_in_the_log(server, make, model_folder):
+    server.deaf = True
+    with running(server) as url, adapters_to_vllm(base=model_folder):
+        trainer = make(url, max_steps=3)
+        trainer.train()
+    first, *later = [row[MEAN] for row in log_of(trainer)]
+    assert first < 1e-4  # a new adapter changes nothing
+    assert min(later) > 1e-3
+
+
+def test_trl_is_as_it_was_after_the_block(model_folder):
+    modules = (trl.trainer.grpo_trainer, trl.trainer.rloo_trainer)
+    with suppress(ZeroDivisionError), adapters_to_vllm(base=model_folder):
+        assert all(module.VLLMGeneration is not VLLMGeneration for module in modules)
+        raise ZeroDivisionError
+    assert all(module.VLLMGeneration is VLLMGeneration for module in modules)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "text", "sentence"),
+    [
+        ("/health", 503, "", r"No vLLM server answers at .* after 0 s \(vllm_server_timeout\)"),
+        ("/server_info", 404, "", "does not say which logprobs it returns; start it with VLLM_AL"),
+        (
+            "/v1/load_lora_adapter",
+            404,
+            '{"detail": "Not Found"}',
+            "loads no adapters while it runs; start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+        ),
+        (
+            "/v1/load_lora_adapter",
+            400,
+            '{"error": {"message": "LoRA rank 4 is greater than max_lora_rank 1."}}',
+            "did not load the adapter in .*: LoRA rank 4 is greater than max_lora_rank 1.",
+        ),
+        ("/v1/completions", 500, "broken", "answered 500: broken"),
+    ],
+)
+def test_what_a_server_refuses(path, status, text, sentence, server, make, model_folder):
+    server.refusals[path] = (status, text)
+    with (
+        running(server) as url,
+        adapters_to_vllm(base=model_folder),
+        pytest.raises(ConfigError, match=sentence),
+    ):
+        make(url, max_steps=1).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"lora": False}, "The trainer's model is a .* without an adapter"),
+        ({"vllm_mode": "colocate", "vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode is on"),
+    ],
+)
+def test_what_cannot_be_synced(options, sentence, make, model_folder):
+    with adapters_to_vllm(base=model_folder), pytest.raises(ConfigError, match=sentence):
+        make("http://127.0.0.1:1", max_steps=1, **options)
