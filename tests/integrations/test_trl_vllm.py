@@ -1,8 +1,14 @@
-"""TRL's trainers over packed experts with a server that samples: the adapter alone goes there."""
+"""TRL's trainers over packed experts with vLLM's interface as the sampler: adapters go there.
+
+A server of this process stands for vLLM's; tools/serving/grpo.py runs the real one.
+"""
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import datasets
 import pytest
@@ -13,6 +19,7 @@ import trl.trainer.rloo_trainer
 from adapter_server import AdapterServer, running
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
+from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 import moe_qlora
@@ -66,8 +73,7 @@ def make(model_folder, packed, tmp_path):
             num_generations=4,
             max_completion_length=8,
             learning_rate=1e-2,
-            use_vllm=True,
-            **{"vllm_mode": "server", **options},
+            **{"use_vllm": True, "vllm_mode": "server", **options},
             vllm_server_base_url=url,
             vllm_server_timeout=0,
             logging_steps=1,
@@ -141,6 +147,27 @@ def test_a_server_that_drops_the_adapter_is_seen_in_the_log(server, make, model_
     assert min(later) > 1e-3
 
 
+def test_without_an_engine_generate_samples_what_is_trained(make):
+    trainer = make(None, use_vllm=False, max_steps=3)
+    trainer.train()
+    model = trainer.model.eval()
+    prompts = torch.arange(2, 26).reshape(4, 6)
+    sampled = model.generate(
+        input_ids=prompts,
+        do_sample=True,
+        max_new_tokens=8,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    with torch.no_grad():
+        trained = model(sampled.sequences).logits[:, 5:-1].log_softmax(-1)
+        with model.disable_adapter():
+            base = model(sampled.sequences).logits[:, 5:-1].log_softmax(-1)
+    logprobs = torch.stack(sampled.logits, 1).log_softmax(-1)
+    assert (logprobs - trained).abs().max() < 1e-4 < 0.01 < (logprobs - base).abs().max()
+
+
 def test_trl_is_as_it_was_after_the_block(model_folder):
     modules = (trl.trainer.grpo_trainer, trl.trainer.rloo_trainer)
     with suppress(ZeroDivisionError), adapters_to_vllm(base=model_folder):
@@ -189,3 +216,79 @@ def test_what_a_server_refuses(path, status, text, sentence, server, make, model
 def test_what_cannot_be_synced(options, sentence, make, model_folder):
     with adapters_to_vllm(base=model_folder), pytest.raises(ConfigError, match=sentence):
         make("http://127.0.0.1:1", max_steps=1, **options)
+
+
+@pytest.fixture
+def engine_options(server, monkeypatch):
+    """The arguments of each engine that TRL starts in this process; `server` answers for it."""
+    started = []
+
+    class Engine:
+        def __init__(self, **options):
+            started.append(options)
+            self.llm_engine, self.names = self, {}
+
+        def add_lora(self, request):
+            self.names[request.lora_int_id] = request.lora_name
+            body = {"lora_name": request.lora_name, "lora_path": request.lora_path}
+            server.answer("/v1/load_lora_adapter", body)
+
+        def remove_lora(self, number):
+            server.answer("/v1/unload_lora_adapter", {"lora_name": self.names.pop(number)})
+
+        def generate(self, prompts, sampling_params, use_tqdm, lora_request=None):
+            name = lora_request.lora_name if lora_request else "base"
+            body = {"model": name, "n": 1, "max_tokens": sampling_params.max_tokens}
+            ids = [one["prompt_token_ids"] for one in prompts]
+            return [_output(server.answer("/v1/completions", {**body, "prompt": [i]})) for i in ids]
+
+    vllm = SimpleNamespace(LLM=Engine, SamplingParams=SimpleNamespace)
+    request = SimpleNamespace(LoRARequest=_Request)
+    for name, module in (("vllm", vllm), ("vllm.lora", vllm), ("vllm.lora.request", request)):
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("LLM", "SamplingParams"):
+        monkeypatch.setattr(vllm_generation, name, getattr(vllm, name), raising=False)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # TRL sets them
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return started
+
+
+class _Request(NamedTuple):
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+def _output(answer):
+    (choice,) = answer["choices"]
+    ids, values = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    logprobs = [
+        {token: SimpleNamespace(logprob=value, rank=1)}
+        for token, value in zip(ids, values, strict=True)
+    ]
+    return SimpleNamespace(
+        prompt_token_ids=choice["prompt_token_ids"],
+        outputs=[SimpleNamespace(token_ids=ids, logprobs=logprobs)],
+    )
+
+
+def test_an_engine_in_the_process(server, make, model_folder, engine_options):
+    with adapters_to_vllm(base=model_folder, max_lora_rank=16, enforce_eager=True):
+        trainer = make(None, max_steps=3, vllm_mode="colocate")
+    trainer.train()
+    (options,) = engine_options
+    assert options["model"] == str(model_folder) and options["enable_lora"]
+    assert options["quantization"] is None  # TRL guesses bitsandbytes, from the trainer's model
+    assert options["max_lora_rank"] == 16 and options["enforce_eager"]
+    names = [name for name, _ in server.loaded]
+    assert len(set(names)) == 3 and list(server.adapters) == [names[-1]]
+    assert all(row[MAX] < 1e-4 for row in log_of(trainer))
+    assert vllm_generation.LLM is sys.modules["vllm"].LLM
+
+
+def test_an_engine_is_started_for_the_rank_of_the_adapter(make, model_folder, engine_options):
+    with adapters_to_vllm(base=model_folder):
+        make(None, max_steps=1, vllm_mode="colocate")
+    assert engine_options[0]["max_lora_rank"] == 8  # vLLM's least, for r=4
