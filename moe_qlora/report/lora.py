@@ -54,15 +54,21 @@ def of_folder(folder: Path, model: nn.Module, layout: ModelLayout, total: int) -
     return LoraPiece(str(folder), _groups(model, layout, adapted), others, total)
 
 
+def active_adapters(model: Any) -> list[str]:
+    """Return the names of a model's active adapters, PEFT's or those that transformers added."""
+    active = getattr(model, "active_adapters", ()) if getattr(model, "peft_config", None) else ()
+    return list(active() if callable(active) else active)
+
+
 def of_live(model: Any, layout: ModelLayout, total: int) -> LoraPiece:
-    """Return what the active adapters of a `PeftModel` cover."""
-    active = [model.active_adapter] if hasattr(model, "active_adapter") else []
-    names = list(getattr(model, "active_adapters", active) or active)
-    configs = getattr(model, "peft_config", {})
-    chosen = {k: v for name in names for k, v in getattr(configs[name], "_chosen", {}).items()}
+    """Return what the active adapters of a model in memory cover."""
+    names = active_adapters(model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    configs = [model.peft_config[name] for name in names]
+    chosen = {k: v for config in configs for k, v in getattr(config, "_chosen", {}).items()}
     adapted: dict[str, _Adapted] = {}
     counted = 0
-    for path, module in model.get_base_model().named_modules():
+    for path, module in base.named_modules():
         if not isinstance(module, LoraLayer):
             continue
         ranks = [module.r[name] for name in names if name in module.r]
@@ -81,7 +87,7 @@ def of_live(model: Any, layout: ModelLayout, total: int) -> LoraPiece:
             adapted[name] = _Adapted(max(ranks), sum(sizes), len(chosen.get(name, ())))
             counted += sum(sizes)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    groups = _groups(model.get_base_model(), layout, adapted)
+    groups = _groups(base, layout, adapted)
     return LoraPiece(", ".join(names), groups, max(trained - counted, 0), total)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from ..layout import ExpertParam, ModelLayout, name_pattern
@@ -56,7 +57,8 @@ def rehearsed(
     """Rehearse a training step with this LoRA; None is LoRA on attention and experts."""
     settings = Settings(batch=batch, seq=seq, targets="attention,experts")
     if lora_config is not None:
-        settings = Settings(batch=batch, seq=seq, rank=lora_config.r, targets="lora_config")
+        rank = getattr(lora_config, "r", settings.rank)  # other kinds of adapters have none
+        settings = replace(settings, rank=rank, targets="lora_config")
     plan, moments = rehearse(
         model,
         quantization_config,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,29 +107,27 @@ class _Collector:
     def __init__(self, subject: Subject, quantization: Any, remote: bool, tell: Progress) -> None:
         self.subject, self.remote, self.tell = subject, remote, tell
         self.quantization = quantization
-        folder, adapter = subject.weights, subject.adapter
-        if quantization is None and adapter and not (folder and is_packed(folder)):
-            note = from_note(adapter)  # what the adapter was trained on
-            self.quantization = note.settings if note else None
         self.inventory: Inventory | Missing = Missing(subject.no_model or _NO_MODEL)
         if subject.model is not None:
-            self.inventory = self._inventory()
+            tell(0, _STEPS, "layout")
+            # Where there is nothing besides, the error is the answer.
+            alone = subject.log is None and subject.adapter is None
+            self.inventory = self._inventory() if alone else _unless(self._inventory)
 
-    def _inventory(self) -> Inventory | Missing:
-        self.tell(0, _STEPS, "layout")
-        count = lambda: take_inventory(  # noqa: E731
-            self.subject.model, self.quantization, trust_remote_code=self.remote
-        )
-        # Where there is nothing besides, the error is the answer.
-        alone = self.subject.log is None and self.subject.adapter is None
-        return count() if alone else _unless(count)
+    def _inventory(self) -> Inventory:
+        folder, adapter = self.subject.weights, self.subject.adapter
+        if self.quantization is None and adapter and not (folder and is_packed(folder)):
+            note = from_note(adapter)  # what the adapter was trained on
+            self.quantization = note.settings if note else None
+        return take_inventory(self.subject.model, self.quantization, trust_remote_code=self.remote)
 
     def report(
         self, against: Any, text: Any, tokenizer: Any, batch: int | None, seq: int, most: int
     ) -> Report:
         """Measure everything."""
         subject = self.subject
-        done = training.read_log(subject.log)
+        read = partial(training.read_log, subject.log)
+        done = read() if subject.model is None else _unless(read)
         run = done if isinstance(done, TrainingPiece) else None
         self.tell(1, _STEPS, "quantization error")
         error = errors.measure(
@@ -190,8 +189,8 @@ class _Collector:
     def _lora_config(self) -> Any:
         """Return the config of the adapter, None where there is none."""
         live, folder = self.subject.live, self.subject.adapter
-        if hasattr(live, "peft_config"):
-            return live.peft_config[live.active_adapter]
+        if names := lora.active_adapters(live):
+            return live.peft_config[names[0]]
         return None if folder is None else config_to_train(folder)
 
     def _lora(self) -> LoraPiece | Missing:
@@ -200,7 +199,7 @@ class _Collector:
             return self.inventory
         layout: ModelLayout = self.inventory.layout
         total = sum(kind.weights for kind in self.inventory.kinds)
-        if hasattr(subject.live, "peft_config"):
+        if lora.active_adapters(subject.live):
             return _unless(lambda: lora.of_live(subject.live, layout, total))
         if subject.adapter is None:
             return Missing(
@@ -212,19 +211,19 @@ class _Collector:
             source = source_of(subject.model, self.quantization, None, self.remote)
             return lora.of_folder(folder, source.build(), layout, total)
 
-        return _unless(of_folder)
+        return _unless(of_folder, "What LoRA covers was not read: ")
 
 
 _STEPS = 4
 _NO_MODEL = "There is no model."
 
 
-def _unless(measure: Callable[[], _Piece]) -> _Piece | Missing:
-    """Return what was measured, or the sentence that says why it could not be."""
+def _unless(measure: Callable[[], _Piece], lead: str = "") -> _Piece | Missing:
+    """Return what was measured, or the sentence that says why it could not be, after `lead`."""
     try:
         return measure()
     except MoeQloraError as error:
-        return Missing(str(error), fault=True)
+        return Missing(f"{lead}{error}", fault=True)
 
 
 def _made() -> str:

@@ -267,6 +267,31 @@ def test_an_adapter_of_chosen_experts(inputs, tmp_path):
         assert report.layout.packed == "int8"  # as the adapter was trained
 
 
+def test_a_model_with_an_adapter_that_transformers_added(inputs, tmp_path):
+    with moe_qlora.enabled():
+        model = AutoModelForCausalLM.from_pretrained(inputs.packed)
+        model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
+    report = moe_qlora.write_report(model, tmp_path / "report.html", seq=64)
+    (covered,) = [group for group in report.lora.groups if group.covered]
+    assert (covered.pattern.rpartition(".")[2], covered.ranks) == ("q_proj", (4,))
+    assert report.memory.plan.trained_weights == report.lora.trained == covered.trained
+
+
+def test_damage_costs_its_own_piece_alone(inputs, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(inputs.run / "checkpoint-4", run)
+    out = tmp_path / "report.html"
+    (run / "trainer_state.json").write_text("{")
+    report = moe_qlora.write_report(run, out, seq=64)
+    assert report.training.fault and "trainer_state.json is no valid JSON" in report.training.why
+    assert not any(isinstance(getattr(report, n), Missing) for n in ("layout", "lora", "memory"))
+    (run / "adapter_model.safetensors").write_bytes(b"1234")
+    report = moe_qlora.write_report(run, out, seq=64, text=inputs.text)
+    assert report.lora.fault and report.routing.fault
+    assert not any(isinstance(getattr(report, n), Missing) for n in ("layout", "memory"))
+    assert out.read_text().count('class="warning"') == 3
+
+
 def test_names_of_others_are_text_on_the_page(inputs, tmp_path):
     folder = tmp_path / "<script>alert(1)<b>\u202e"
     shutil.copytree(inputs.plain, folder)
