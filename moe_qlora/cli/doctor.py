@@ -14,6 +14,7 @@ from .options import (
     ModelQuant,
     OptionalModel,
     codec_settings,
+    gpu_names,
     trust_remote_code_of,
 )
 
@@ -29,7 +30,11 @@ EXAMPLES = (
 def doctor(
     model: OptionalModel = None,
     gpu: Annotated[
-        str | None, typer.Option(help="A card to answer for, such as 4090; default: what is here.")
+        str | None,
+        typer.Option(
+            help="A card to answer for, such as 4090; default: what is here.",
+            autocompletion=gpu_names,
+        ),
     ] = None,
     rank: Annotated[int, typer.Option(help="LoRA rank on the experts.")] = 16,
     quant: ModelQuant = None,

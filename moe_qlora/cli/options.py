@@ -54,6 +54,15 @@ def _model_types(incomplete: str) -> list[str]:
     return [name for name in model_types() if name.startswith(incomplete)]
 
 
+def gpu_names(incomplete: str) -> list[str]:
+    """Return the cards whose name begins so, behind a count such as `2x`, for the shell."""
+    from ..memory.devices import GPUS
+
+    count, x, start = incomplete.rpartition("x")
+    plain = start.upper()
+    return [f"{count}{x}{name}" for name in GPUS if plain in name.upper()]
+
+
 _MODEL: Any = typer.Argument(
     metavar="MODEL",
     help="Checkpoint folder, config.json, axolotl-style YAML, model type or hub id.",

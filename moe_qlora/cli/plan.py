@@ -17,6 +17,7 @@ from .options import (
     ModelQuant,
     Subcommand,
     codec_settings,
+    gpu_names,
     trust_remote_code_of,
 )
 
@@ -43,7 +44,10 @@ class PlanCommand(Subcommand):
         return super().parse_args(ctx, filled)
 
 
-Gpus = Annotated[str | None, typer.Option(help="Devices: 24GiB, 4090, 8xH100, or 24GiB,2x48GiB.")]
+Gpus = Annotated[
+    str | None,
+    typer.Option(help="Devices: 24GiB, 4090, 8xH100, or 24GiB,2x48GiB.", autocompletion=gpu_names),
+]
 Targets = Annotated[
     str, typer.Option(help="What gets LoRA: attention, all-linear, experts, or names, by comma.")
 ]

@@ -124,7 +124,8 @@ def fused_obstacle(module: Any, call: Call) -> Obstacle:
         return "a norm stands between the last projection and the routing weights", ()
     dtype = call.autocast or x.dtype
     if find_gate(module) is None:
-        return "the kernels know no such activation as {}'s", (type(module).__name__,)
+        name = type(module).__name__.removeprefix("Parametrized")  # torch's, of packed modules
+        return "the kernels know no such activation as {}'s", (name,)
     if dtype not in HALVES:
         return "the activations are {}, not bfloat16 or float16", (dtype,)
     for name, weight, factors in zip(call.names, call.weights, call.lora, strict=True):

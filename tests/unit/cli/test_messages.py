@@ -205,7 +205,8 @@ def test_examples_and_summaries():
     [
         ("moe-qlora pl", "plan"),
         ("moe-qlora dump qwen3_m", "qwen3_moe"),
-        ("x plan m --gp", "--gpus"),
+        ("moe-qlora plan m --gp", "--gpus"),
+        ("moe-qlora plan m --gpus 2xh1", "2xH100"),
     ],
 )
 def test_completion(words, expected):
