@@ -35,17 +35,17 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 
 SUBCOMMANDS: dict[Callable[..., Any], str] = {
-    doctor: "What runs fast here, what falls back, and why.",
-    dump: "Expert weights, their bytes, lists for PEFT.",
-    plan: "Memory of training, what fits, what to change.",
+    doctor: "What is fast here, what is not, and why.",
+    dump: "Expert weights, bytes, lists for PEFT.",
+    plan: "Memory of training, and what fits.",
     quantize: "A packed folder from a checkpoint.",
     verify: "Is a folder whole; the error of packing.",
     merge: "A plain checkpoint with an adapter merged.",
     report: "A page about a model, adapter or run.",
-    export: "An adapter as vLLM or another server takes it.",
+    export: "An adapter in the layout of a server.",
     serve_check: "Does a server serve what was trained?",
 }
-"""In the order of `moe-qlora --help`, with what it says of each in at most 48 characters."""
+"""In the order of `moe-qlora --help`, with what it says of each in at most 43 characters."""
 
 _PLAIN: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
 _UsageError: Any = typer.BadParameter.__base__  # typer's own, wherever it takes click from

@@ -31,7 +31,7 @@ from moe_qlora.testing import tiny_model
 
 GOLDEN = Path(__file__).parent / "golden"
 WIDTHS = (60, 80, 200)
-HELP = ["", *(f"{command.__name__} " for command in app.SUBCOMMANDS)]
+HELP = ["", *(f"{command.__name__.replace('_', '-')} " for command in app.SUBCOMMANDS)]
 
 CASES: dict[str, list[str]] = {
     **{f"help-{name.strip() or 'program'}": [f"{name}--help"] for name in HELP},
