@@ -16,6 +16,7 @@ from the very buffers that vLLM's loader filled. Everything else is vLLM's.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -187,3 +188,5 @@ def _activated(self: Any, activation: Any, hidden: Any, width: int) -> Any:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2])
+    sys.stdout.flush()
+    os._exit(0)  # an engine that failed to start may wait for its threads for ever

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -39,19 +40,20 @@ _TABLE = re.compile(r"(<!-- table: start -->\n).*?(<!-- table: end -->)", re.DOT
 _COMMON = {"initializer_range": 0.2, "max_position_embeddings": 128, "vocab_size": 320}
 _WIDE = {**_COMMON, "hidden_size": 64, "head_dim": 32}  # vLLM has attention for heads of 32 on
 _PLAIN = {**_COMMON, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+_LATENT = {**_COMMON, "kv_lora_rank": 512, "qk_rope_head_dim": 64}  # as vLLM has it for CPUs
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_WIDE, "norm_topk_prob": True},  # as published; llama.cpp knows no other
+    "qwen2_moe": _PLAIN,
     "mixtral": _WIDE,
     "olmoe": _PLAIN,
     "glm4_moe": _WIDE,
     "granitemoe": _PLAIN,
     "gpt_oss": _WIDE,
-    "deepseek_v2": _COMMON,
-    "deepseek_v3": {**_COMMON, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "qwen3_next": _WIDE,
-    "qwen3_5_moe_text": _WIDE,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": {**_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "qwen3_next": {**_WIDE, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
 }
-_DTYPES = {"qwen3_next": torch.bfloat16, "qwen3_5_moe_text": torch.bfloat16}  # vLLM's for CPUs
+_DTYPES = {"qwen3_next": torch.bfloat16}  # the only one that vLLM's linear attention takes on CPUs
 _ENGINES = ("vllm", "llama.cpp")
 _WAYS = ("exported", "as PEFT saved it", "merged")
 # of GLM, which its converter asks for
@@ -75,6 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", required=True)
     parser.add_argument("--llama-cpp", required=True)
+    parser.add_argument("--sglang", help="Folder of SGLang's unpacked wheel.")
     parser.add_argument("--write", action="store_true", help=f"Write the table into {PAGE}.")
     parser.add_argument("--engine", choices=_ENGINES, action="append")
     parser.add_argument("families", nargs="*", metavar="FAMILY")
@@ -85,6 +88,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             work = Path(folder)
             made = _Family(family, work)
+            if arguments.sglang:
+                made.load_by_sglang(arguments.sglang, faults)
             for engine in arguments.engine or _ENGINES:
                 cells = made.run(engine, arguments.python, arguments.llama_cpp, faults)
                 for (_, way), cell in cells.items():
@@ -161,6 +166,17 @@ class _Family:
             self._compare_layout(results["layout"], faults)
         return {key: cells[key] for key in ((engine, way) for way in _WAYS)}
 
+    def load_by_sglang(self, source: str, faults: list[str]) -> None:
+        """Have SGLang's own loader stack the exported adapter."""
+        exported = self.work / "exported-sglang"
+        moe_qlora.export_adapter(self.saved, exported, base=self.base, target="sglang")
+        program = str(Path(__file__).with_name("sglang_loader.py"))
+        call = [sys.executable, program, source, str(exported), str(self.base)]
+        run = subprocess.run(call, capture_output=True, text=True, check=False)
+        sys.stdout.write(f"{self.family:18} {run.stdout or run.stderr[-300:]}")
+        if run.returncode:
+            faults.append(f"{self.family}: SGLang's loader does not stack the exported adapter.")
+
     def _ask(
         self, engine: str, model: Path, adapters: list[Path], python: str, llama_cpp: str
     ) -> dict[str, Any]:
@@ -202,7 +218,8 @@ class _Family:
 def _short(error: str) -> str:
     text = re.sub(r"/tmp/\S+", "...", error).replace("|", "/")
     text = re.sub(r"^.*?\.\.\.:? (?=\w+(Error|Exception))", "", text)
-    return text[:110]
+    text = re.sub(r"^((RuntimeError|ValueError|convert_\w+\.py): )+", "", text)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _write_tokenizer(folder: Path) -> None:

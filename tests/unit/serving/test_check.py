@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import moe_qlora
+from moe_qlora.cli.app import run
 from moe_qlora.errors import CheckpointError, ConfigError
 from moe_qlora.serving import check, vllm_worker
 from moe_qlora.testing import tiny_model
@@ -149,3 +152,55 @@ def test_experts_on_a_cpu_are_those_of_the_model(family: str, slices: int) -> No
             expected = module(x, chosen, weights)
             here = (slots == 1) == lora
             torch.testing.assert_close(output[here], expected[here], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("ignores", "expected"), [(False, "agrees"), (True, "no effect")])
+@pytest.mark.filterwarnings("ignore:.*experts of this model are not packed")
+@pytest.mark.filterwarnings("ignore:stock PEFT rewrites the target_modules")
+def test_a_check_from_end_to_end(
+    ignores: bool, expected: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """A server that loads the exported folder with this package, and one that drops adapters."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    tiny_model("qwen3_moe", initializer_range=0.2).save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    names = [param.name for param in moe_qlora.detect(model)]
+    config = LoraConfig(r=2, target_parameters=names, init_lora_weights=False)
+    adapted = moe_qlora.get_peft_model(model, config, unpacked_ok=True)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            weight.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(2))
+    adapted.save_pretrained(adapter)
+
+    def server(name: str, job: Any, work: Path, python: Any, timeout: float) -> dict[str, Any]:
+        (folder,) = job["adapters"]
+        keys = load_file(Path(folder) / "adapter_model.safetensors")
+        assert any(".experts.0.gate_proj.lora_A" in key for key in keys)
+        assert (name, job["rank"], python) == ("vllm", 2, "some/python")
+        plain, served = check.own_logprobs(
+            Path(job["model"]), Path(folder), job["prompts"], torch.float32, False
+        )
+        return {
+            "version": "0",
+            "runs": [{"logprobs": [plain]}, {"logprobs": [plain if ignores else served]}],
+        }
+
+    monkeypatch.setattr(check, "run_worker", server)
+    arguments = [
+        "serve-check",
+        str(base),
+        str(adapter),
+        "--with",
+        "vllm",
+        "--python",
+        "some/python",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        run(args=[*arguments, "--dtype", "float32"])
+    assert ended.value.code == (1 if ignores else 0)
+    out = capsys.readouterr().out
+    assert ("serves the base" if ignores else "vllm 0 serves what was trained") in out
+    report = moe_qlora.serve_check(
+        base, adapter, server="vllm", python="some/python", dtype=torch.float32
+    )
+    assert report.verdict == expected
