@@ -21,7 +21,7 @@ class Tested(NamedTuple):
     last: str
 
 
-PYTHON = Tested("3.11", "3.11", "3.13")
+PYTHON = Tested("3.11", "3.11", "3.12")
 
 REQUIRED = {
     "torch": Tested("2.9", "2.11", "2.13"),
