@@ -167,7 +167,9 @@ def _keep_share(model: Any, layout: ModelLayout, ranks: int) -> None:
 def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
     """Pack Linear layers through transformers' own replacement, which leaves some out."""
     from transformers.integrations import replace_with_bnb_linear
+    from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
 
     skips = HfQuantizer.get_modules_to_not_convert(
         model, config.llm_int8_skip_modules, model._keep_in_fp32_modules
@@ -177,6 +179,9 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
         for name, module in model.named_modules()
         if isinstance(getattr(module, "weight", None), Tensor) and hasattr(module, "bias")
     }
+    linears = (name for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)))
+    if not any(should_convert_module(name, skips) for name in linears):
+        return  # where transformers would warn that a model "using eetq" has none
     replace_with_bnb_linear(model, modules_to_not_convert=skips, quantization_config=config)
     for name, module in model.named_modules():
         if not parametrize.is_packed_linear(module):

@@ -86,6 +86,21 @@ def test_our_warnings_are_a_line_and_others_none(capsys, monkeypatch):
     assert not [h for h in logging.getLogger().handlers if type(h).__module__ == messages.__name__]
 
 
+def test_linear_layers_that_stay_in_16_bit_are_no_warning(tmp_path, monkeypatch):
+    """transformers warns of a model "using eetq" where it has no Linear layer to replace."""
+    from transformers import BitsAndBytesConfig, integrations
+
+    said: list[str] = []
+    monkeypatch.setattr(integrations.bitsandbytes.logger, "warning", said.append)
+    model = tiny_model("qwen3_moe")
+    model.config.save_pretrained(tmp_path)
+    names = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    for skipped, packed in ((names, 0), (names[1:], 1)):
+        quantization = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skipped)
+        plan = moe_qlora.plan(tmp_path, quantization_config=quantization)
+        assert plan is not None and not said, packed
+
+
 def test_a_reader_that_has_seen_enough():
     """`| head -1`: no traceback, and nothing on stderr."""
     read, write = os.pipe()
