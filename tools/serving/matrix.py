@@ -51,7 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": _WIDE,
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "qwen3_next": {**_WIDE, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "qwen3_next": {**_WIDE, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
 }
 _DTYPES = {"qwen3_next": torch.bfloat16}  # the only one that vLLM's linear attention takes on CPUs
 _ENGINES = ("vllm", "llama.cpp")
