@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -111,8 +112,22 @@ def hot_experts(
 
 def _run(model: Any, batch: Mapping[str, Any] | Tensor, hides: dict[str, Tensor | None]) -> None:
     """Run the model on one batch, leaving out what only a loss needs."""
+    if not isinstance(batch, (Mapping, Tensor)):
+        raise ConfigError(
+            f"batches holds the {type(batch).__name__} {reprlib.repr(batch)}; give a list of what "
+            "a DataLoader yields, or of input_ids of shape (rows, tokens)."
+        )
     inputs: dict[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
     inputs.pop("labels", None)
+    ids = inputs.get("input_ids")
+    if ids is not None and not (isinstance(ids, Tensor) and ids.dim() == 2):
+        kind = (
+            f"tensor of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        )
+        raise ConfigError(
+            f"A batch's input_ids are a {kind}; give tensors of shape (rows, tokens), as a "
+            "DataLoader yields them, in a list of batches."
+        )
     device = next(model.parameters()).device
     inputs = {key: v.to(device) if isinstance(v, Tensor) else v for key, v in inputs.items()}
     mask = inputs.get("attention_mask")

@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
@@ -38,6 +39,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..checkpoint.staging import absolute
 from ..errors import ConfigError, first_line
 from ..serving.export import export_adapter
 
@@ -112,9 +114,10 @@ class AdapterGeneration(VLLMGeneration):
                 "to get adapters alone: pass a peft_config, or make the trainer outside of "
                 "adapters_to_vllm()."
             )
-        self._base = Path(base or model.get_base_model().name_or_path)
+        self._base = absolute(base or model.get_base_model().name_or_path)
         self._any_base, self._engine = any_base, engine
-        self._given_folder = folder
+        # A server may run in another directory, and is told this path.
+        self._given_folder = None if folder is None else absolute(folder)
         self._run, self._syncs = uuid.uuid4().hex[:8], 0
         super().__init__(model=model, **kwargs)
         self._folder = self._shared_folder()
@@ -124,7 +127,7 @@ class AdapterGeneration(VLLMGeneration):
         made: list[str | None] = [None]
         if self.accelerator.is_main_process:
             if self._given_folder is not None:
-                Path(self._given_folder).mkdir(parents=True, exist_ok=True)
+                self._given_folder.mkdir(parents=True, exist_ok=True)
             folder = tempfile.mkdtemp(prefix="adapters-", dir=self._given_folder)
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             made[0] = folder
@@ -240,7 +243,7 @@ class AdapterClient(VLLMClient):
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait until the server is up."""
         end = time.monotonic() + total_timeout
-        while not self._is_up():
+        while not self._is_up(max(retry_interval, min(5.0, end - time.monotonic()))):
             if time.monotonic() >= end:
                 raise ConfigError(
                     f"No vLLM server answers at {self.base_url} (vllm_server_base_url) after "
@@ -248,9 +251,9 @@ class AdapterClient(VLLMClient):
                 )
             time.sleep(retry_interval)
 
-    def _is_up(self) -> bool:
+    def _is_up(self, timeout: float) -> bool:
         try:
-            return _ask(f"{self.base_url}/health")[0] == HTTPStatus.OK
+            return _ask(f"{self.base_url}/health", timeout=timeout)[0] == HTTPStatus.OK
         except ConfigError:
             return False
 
@@ -299,16 +302,19 @@ class AdapterClient(VLLMClient):
         return answer
 
 
-def _ask(url: str, body: Any = None) -> tuple[int, str]:
-    """Return a server's status and answer; `body` is posted as JSON, None gets."""
+def _ask(url: str, body: Any = None, timeout: float | None = None) -> tuple[int, str]:
+    """Return a server's status and answer; `body` is posted as JSON, None gets.
+
+    `timeout` is how many seconds the server may be silent; None waits, as an answer takes its time.
+    """
     data = None if body is None else json.dumps(body).encode()
     request = Request(url, data, {"Content-Type": "application/json"})
     try:
-        with urlopen(request) as answer:
+        with urlopen(request, timeout=timeout) as answer:
             return answer.status, answer.read().decode()
     except HTTPError as error:
         return error.code, error.read().decode("utf-8", "replace")
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise ConfigError(f"No vLLM server answers at {url}: {first_line(error)}.") from error
 
 

@@ -8,7 +8,7 @@ adapter, and holds the chosen experts' factors again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeAlias, cast
 
@@ -39,6 +39,10 @@ def choose_experts(
             near = get_close_matches(name, [*modules, *packed], n=1)
             say = f"; did you mean {near[0]!r}" if near else ""
             raise ConfigError(f"experts names {name!r}, which holds no packed experts{say}.")
+        if isinstance(indices, str) or not isinstance(indices, Iterable):
+            raise ConfigError(
+                f"experts[{name!r}] is {indices!r}; give a list of experts' indices, as in [1, 2]."
+            )
         for weight, shape in packed.items():
             if name not in (weight, weight.rpartition(".")[0]):
                 continue
@@ -51,7 +55,8 @@ def choose_experts(
                     f"experts from 0 to {shape[0] - 1} of weights that have three dimensions."
                 )
             if experts:
-                chosen[weight] = tuple(experts)
+                # The experts module may be named too: its experts and this weight's are joined.
+                chosen[weight] = tuple(sorted({*chosen.get(weight, ()), *experts}))
     if not chosen:
         raise ConfigError("experts chooses no expert of any layer; name some, or leave it out.")
     return chosen

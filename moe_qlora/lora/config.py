@@ -168,7 +168,7 @@ def adapt(
     if not packed or config.is_prompt_learning:  # which touches no module
         return copy.deepcopy(config)
     asked = _as_asked(config)
-    chosen = dict(getattr(asked, "_chosen", {}))
+    chosen = {} if experts else dict(getattr(asked, "_chosen", {}))
     if isinstance(experts, Mapping):
         shapes = {name: _packed_shape(packed[name], name) for name in packed}
         experts = chosen = choose_experts(shapes, experts)
@@ -181,8 +181,8 @@ def adapt(
         _scale_rank(model, cast(LoraConfig, asked), targets.experts, scale_expert_rank)
     awaited = frozenset(targets.experts) if to_be_loaded else frozenset[str]()
     adapted = make_adapted(asked, targets, to_be_loaded or rounding.from_packed(model), awaited)
-    if chosen:
-        cast(AdaptedLoraConfig, adapted)._chosen = chosen
+    if isinstance(adapted, AdaptedLoraConfig):
+        adapted._chosen = chosen
     return adapted
 
 

@@ -5,7 +5,10 @@ A server of this process stands for vLLM's; tools/serving/grpo.py runs the real 
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
+import threading
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -24,7 +27,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.integrations.trl import adapters_to_vllm
+from moe_qlora.integrations.trl import AdapterClient, adapters_to_vllm
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 MEAN, MAX = (f"sampling/sampling_logp_difference/{which}" for which in ("mean", "max"))
@@ -204,6 +207,44 @@ def test_what_a_server_refuses(path, status, text, sentence, server, make, model
         pytest.raises(ConfigError, match=sentence),
     ):
         make(url, max_steps=1).train()
+
+
+@pytest.mark.parametrize("answer", [None, b"what?\r\n\r\n"])
+def test_a_server_that_is_silent_or_speaks_no_http(answer):
+    """The wait for it ends, for the trainer is to stop with a sentence."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        said = []
+
+        def connect():
+            with pytest.raises(ConfigError) as caught:
+                AdapterClient(f"http://127.0.0.1:{listener.getsockname()[1]}", 0)
+            said.append(str(caught.value))
+
+        client = threading.Thread(target=connect, daemon=True)
+        client.start()
+        connection, _ = listener.accept()
+        with connection:
+            if answer:
+                connection.recv(1000)
+                connection.sendall(answer)
+                connection.shutdown(socket.SHUT_RDWR)
+            client.join(10)
+    assert not client.is_alive()
+    assert "after 0 s (vllm_server_timeout)" in said[0]
+
+
+def test_folders_are_named_so_that_the_server_finds_them(
+    server, make, model_folder, tmp_path, monkeypatch
+):
+    """A server with another working directory, and a home that `~` stands for."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(model_folder.parent)
+    for folder in ("~/shared", os.path.relpath(tmp_path / "shared")):
+        with running(server) as url:
+            with adapters_to_vllm(base=model_folder.name, folder=folder):
+                generation = make(url, max_steps=1).vllm_generation
+            assert generation._base == model_folder
+            assert generation._folder.parent == tmp_path / "shared"
 
 
 @pytest.mark.parametrize(

@@ -86,5 +86,13 @@ def test_what_cannot_be_counted() -> None:
         moe_qlora.expert_use(build("llama4_text"), [IDS])
     with pytest.raises(ConfigError, match="holds no batch"):
         moe_qlora.expert_use(build(), [])
+    for batches, what in (
+        (IDS, r"a tensor of shape \(7,\)"),  # whose rows are no batches
+        ([{"input_ids": [1, 2, 3]}], "a list"),
+        ({"input_ids": IDS}, "the str 'input_ids'"),
+        ([[1, 2, 3]], r"the list \[1, 2, 3\]"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            moe_qlora.expert_use(build(), batches)
     with pytest.raises(DetectionError, match="no fused experts"):
         moe_qlora.expert_use(torch.nn.Linear(2, 3), [IDS])

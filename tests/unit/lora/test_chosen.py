@@ -17,7 +17,7 @@ from torch import Tensor
 import moe_qlora
 from moe_qlora import testing
 from moe_qlora.errors import AdapterError, ConfigError
-from moe_qlora.lora.chosen import ChosenFactor
+from moe_qlora.lora.chosen import ChosenFactor, choose_experts
 from moe_qlora.lora.layer import ParamWrapper
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import requires_gpu
@@ -213,6 +213,31 @@ def test_later_adapters_and_a_hosts_own_call_take_the_adapted_config() -> None:
         model.add_weighted_adapter(["default", "two"], [1.0, 1.0], "sum", "cat")
 
 
+def test_a_later_word_about_experts_goes_before_the_chosen() -> None:
+    base = build()
+    config = moe_qlora.adapt_lora_config(base, lora_config(), experts=CHOSEN)
+    for experts in (True, ["down"], False):
+        model = moe_qlora.get_peft_model(build(), config, experts=experts)
+        kinds = {
+            name.rpartition(".")[2]: type(wrapper.lora_A["default"])
+            for name, wrapper in wrappers(model).items()
+        }
+        chosen = {one for one, kind in kinds.items() if kind is ChosenFactor}
+        assert bool(chosen) == (experts is False), (experts, kinds)
+
+
+def test_a_module_and_one_of_its_weights_are_joined() -> None:
+    module = EXPERTS.format(0)
+    for down in (f"{module}.down_proj", module):
+        other = module if down != module else f"{module}.down_proj"
+        asked = {down: [2], other: [1]}
+        chosen = choose_experts(
+            {f"{module}.gate_up_proj": (5, 24, 24), f"{module}.down_proj": (5, 24, 12)}, asked
+        )
+        assert chosen[f"{module}.down_proj"] == (1, 2)
+        assert chosen[f"{module}.gate_up_proj"] == tuple(asked[module])
+
+
 def test_low_cpu_mem_usage_loads_the_chosen_experts(tmp_path: Path) -> None:
     model = chosen_model()
     model.save_pretrained(tmp_path)
@@ -267,8 +292,13 @@ def test_the_fused_layer_on_a_gpu() -> None:
         ({EXPERTS.format(0): [5]}, r"expert 5 of model.layers.0.*\(5, 24, 24\).*from 0 to 4"),
         ({EXPERTS.format(0): [-1]}, r"expert -1 of"),
         ({EXPERTS.format(0): []}, r"chooses no expert of any layer"),
+        (
+            {EXPERTS.format(0): "12"},
+            r"experts\['model.layers.0.mlp.experts'\] is '12'; give a list",
+        ),
+        ({EXPERTS.format(0): 3}, r"experts\['model.layers.0.mlp.experts'\] is 3; give a list"),
     ],
 )
-def test_errors_name_the_layer(experts: dict[str, list[int]], message: str) -> None:
+def test_errors_name_the_layer(experts: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         moe_qlora.get_peft_model(build(), lora_config(), experts=experts)
