@@ -25,9 +25,11 @@ _STATES = ("keys", "values", "cumulative_length")
 
 
 def decodes(kwargs: dict[str, Any]) -> bool:
-    """Whether a layer is called without gradients on a static cache."""
+    """Whether a layer is called without gradients on a static cache that stays on the device."""
+    cache: Any = kwargs.get("past_key_values")
     return (
-        type(kwargs.get("past_key_values")) is StaticCache
+        type(cache) is StaticCache
+        and not getattr(cache, "offloading", False)  # which moves layers between devices
         and not torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()  # whose tensors nothing else may write to
     )
@@ -41,6 +43,8 @@ def versions(cache: StaticCache) -> list[int]:
 
 def is_recordable(cached: Any) -> bool:
     """Whether the next token's update of a cache's layer is the same kernels at each token."""
+    if not cached.is_initialized:  # it holds nothing before a prompt's first token
+        return False
     if type(cached) is StaticSlidingWindowLayer:  # once it is full, it is copied on the host's word
         return bool(cached.cumulative_length_int < cached.max_cache_len)
     return type(cached) is StaticLayer
@@ -61,8 +65,9 @@ class RecordedDecode:
         check_hooks(layer)
         self.shared = shared
         cached: Any = cache.layers[index]
-        self.states: dict[str, Tensor] = {name: getattr(cached, name) for name in _STATES}
-        self.owner = weakref.ref(cached)
+        # Of its own: what the cache has may be another recording's, which moves caches as well.
+        self.states: dict[str, Tensor] = {name: getattr(cached, name).clone() for name in _STATES}
+        self._place(cached)
         self.graph = torch.cuda.CUDAGraph()
         self.arguments = [
             shared.buffer(("argument", position), leaf.shape, leaf)
@@ -105,5 +110,9 @@ class RecordedDecode:
                 setattr(before, name, getattr(before, name).clone())
         for name, state in self.states.items():
             state.copy_(getattr(cached, name))
+        self._place(cached)
+
+    def _place(self, cached: Any) -> None:
+        for name, state in self.states.items():
             setattr(cached, name, state)
         self.owner = weakref.ref(cached)

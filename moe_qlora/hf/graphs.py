@@ -280,7 +280,9 @@ class _GraphedLayer:
             return type(layer).forward(layer, *args, **kwargs)
         try:
             leaves, spec, kind = self._describe(args, kwargs | {"past_key_values": None})
-            kind = kind, cached.keys.shape, cached.keys.dtype
+            kind = kind, layer.training, cached.keys.shape, cached.keys.dtype
+            if kind not in self.tokens and len(self.tokens) >= _MOST_KINDS:
+                del self.tokens[next(iter(self.tokens))]
             call = self._recorded(
                 self.tokens, kind, lambda: self._record_token(leaves, spec, cache)
             )

@@ -89,6 +89,8 @@ def cli(
     """Run `moe-qlora ARGUMENTS`: exit code, stdout, stderr."""
     from moe_qlora.cli.app import run
 
+    monkeypatch.delenv("COLUMNS", raising=False)  # of the shell, or of a library
+
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["moe-qlora", *map(str, arguments)])
         capsys.readouterr()

@@ -41,8 +41,8 @@ from typing import Any
 import peers
 import torch
 from common import RESULTS, Rows, allocated, environment, release, release_workspace, synchronize
-from mxfp4 import BLOCK, random_mxfp4
 from peers import UnavailableError
+from random_mxfp4 import BLOCK, random_mxfp4
 from shapes import name_of, whole_config
 from torch import Tensor, nn
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mxfp4 import BLOCK, random_mxfp4
+from random_mxfp4 import BLOCK, random_mxfp4
 from shapes import SHAPES, TINY
 from torch import Tensor, nn
 

@@ -1,22 +1,16 @@
-r"""Train on rewards: GRPO by TRL, LoRA on attention and all experts.
+"""Train on rewards: GRPO by TRL, LoRA on attention and all experts.
 
     python tools/recipes/grpo.py data.jsonl out                 {"prompt": "...", "answer": "..."}
 
-An answer is rewarded by whether the expected one is in its last line, and a little for being short;
-put your own function in the place of `reward`. The model that generates is the one that trains,
-packed, with its adapter; with `--server URL` a vLLM server generates, which takes the adapter after
-each step. `--model` is then a folder, and the server is started with
-
-    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-lora \
-        --max-lora-rank 8 --logprobs-mode processed_logprobs
-
-`beta=0` takes no reference.
+Put your own function in the place of `reward`. The model that trains generates, packed, with its
+adapter; with `--server URL` a vLLM server does, which takes the adapter after each step. `--model`
+is then a folder, and the server is started as moe_qlora/integrations/README.md says ("RL with
+vLLM"). `beta=0` takes no reference.
 """
 
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -39,15 +33,14 @@ gpu = torch.cuda.is_available()
 dtype = torch.bfloat16 if gpu else torch.float32
 
 
-def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Score completions against the column `answer` of the data."""
+def reward(completions: list[str], answer: list[str], **_: object) -> list[float]:
+    """Whether the last line has the column `answer` of the data, and a little for being short."""
     pairs = zip(completions, answer, strict=True)
     return [(a in text.rstrip().split("\n")[-1]) - 1e-4 * len(text) for text, a in pairs]
 
 
-bnb_config = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-)
+nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+bnb_config = BitsAndBytesConfig(load_in_4bit=True, **nf4)
 attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
 lora_config = LoraConfig(r=8, lora_alpha=16, target_modules=attention, task_type="CAUSAL_LM")
 moe_qlora.enable()  # TRL's load packs experts
@@ -73,7 +66,7 @@ args = GRPOConfig(
     vllm_mode="server",
     vllm_server_base_url=options.server,
 )
-tasks = [json.loads(line) for line in options.data.read_text("utf-8").splitlines()]
+tasks = map(json.loads, options.data.read_text("utf-8").splitlines())
 with adapters_to_vllm(base=options.model):  # of use with a server alone
     trainer = GRPOTrainer(
         model=options.model,
@@ -81,7 +74,7 @@ with adapters_to_vllm(base=options.model):  # of use with a server alone
         reward_funcs=reward,
         quantization_config=bnb_config,
         peft_config=lora_config,
-        train_dataset=Dataset.from_list(tasks),
+        train_dataset=Dataset.from_list(list(tasks)),
     )
 trainer.train()
 trainer.save_model(options.out)
