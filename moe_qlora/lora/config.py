@@ -23,7 +23,7 @@ from ..packing.parametrize import read_packed
 from . import left_out
 from .chosen import Chosen, choose_experts
 from .inject import wrap_parameter
-from .names import as_set, base_model, packed_parameters
+from .names import as_set, base_model, expert_parameters, packed_parameters
 from .rewrite import rewritten
 from .supported import check_modules_to_save, check_supported, is_lora
 from .targets import Targets, resolve_targets
@@ -168,10 +168,12 @@ def adapt(
     if not packed or config.is_prompt_learning:  # which touches no module
         return copy.deepcopy(config)
     asked = _as_asked(config)
-    chosen = {} if experts else dict(getattr(asked, "_chosen", {}))
+    newly: Chosen = {}
     if isinstance(experts, Mapping):
         shapes = {name: _packed_shape(packed[name], name) for name in packed}
-        experts = chosen = choose_experts(shapes, experts)
+        experts = newly = choose_experts(shapes, experts)
+    named = expert_parameters(model, experts) if experts else []
+    earlier = {k: v for k, v in getattr(asked, "_chosen", {}).items() if k not in named}
     check_modules_to_save(asked, packed)
     targets = resolve_targets(model, asked, experts=experts, router=router)
     check_supported(asked, targets.experts, packed)
@@ -182,7 +184,7 @@ def adapt(
     awaited = frozenset(targets.experts) if to_be_loaded else frozenset[str]()
     adapted = make_adapted(asked, targets, to_be_loaded or rounding.from_packed(model), awaited)
     if isinstance(adapted, AdaptedLoraConfig):
-        adapted._chosen = chosen
+        adapted._chosen = {**earlier, **newly}
     return adapted
 
 

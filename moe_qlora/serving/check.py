@@ -8,6 +8,7 @@ bases are apart is the arithmetic's noise; what the adapter changes must agree w
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -56,13 +57,13 @@ class ServeReport:
     Attributes:
         server: The engine and its version.
         verdict: "agrees", "off", "no effect", "not loaded", or "cannot tell" where the adapter's
-            effect is within the noise.
+            effect is within the noise, or a base's logprobs or ours are not finite.
         noise: Between the two bases.
         error: Between the two adapted models.
         effect, served_effect: What the adapter changes, here and at the server.
         tokens: How many logprobs were compared.
         refusal: What the server said, where it did not load the adapter.
-        note: What of the server was not its own, or "".
+        note: What of the server was not its own, or which logprobs are not finite, or "".
     """
 
     server: str
@@ -88,7 +89,9 @@ class ServeReport:
             "off": "serves something else than was trained",
             "no effect": "serves the base: the adapter has no effect there",
             "cannot tell": "cannot be told apart from its base: the adapter's effect is within the "
-            "noise of the arithmetic",
+            "noise of the arithmetic"
+            if math.isfinite(self.noise + self.effect)
+            else "cannot be compared",
         }[self.verdict]
         note = f"\n  {self.note}" if self.note else ""
         return (
@@ -123,7 +126,7 @@ def serve_check(
         llama_cpp: For llama.cpp: its source folder, which holds the converters to GGUF.
         dtype: That both compute in.
         prompts: Texts, or lists of token ids; None takes texts of its own, or random tokens where
-            the base has no tokenizer.
+            the base has no tokenizer. Those of fewer than two tokens are left out.
         as_it_is: True gives the server the adapter's folder as it is.
         any_base: True takes a base that is not the model in the adapter's note.
         timeout: Seconds that the server has.
@@ -220,7 +223,16 @@ def compare(server: str, ours: Sequence[list[float]], result: dict[str, Any]) ->
         )
     served_adapted = _flat(runs[1]["logprobs"])
     error, served_effect = _mean(served_adapted - adapted), _mean(served_adapted - served)
-    if effect <= _NOISES * noise:
+    every = {
+        "the base here": base,
+        "the adapted model here": adapted,
+        "the base at the server": served,
+        "the adapted model at the server": served_adapted,
+    }
+    wrong = [where for where, values in every.items() if not bool(values.isfinite().all())]
+    if wrong:
+        note = "; ".join([*filter(None, [note]), f"logprobs of {wrong[0]} are not all finite"])
+    if not math.isfinite(noise + effect) or effect <= _NOISES * noise:
         verdict = "cannot tell"
     elif served_effect < _LITTLE * effect:
         verdict = "no effect"
@@ -244,8 +256,11 @@ def _token_ids(
 ) -> list[list[int]]:
     """Return the prompts as token ids, at least two of each."""
     texts = _PROMPTS if prompts is None else prompts
-    if texts and not isinstance(texts[0], str):
-        return [list(map(int, one)) for one in texts]
+    if not texts or not isinstance(texts[0], str):
+        given = [list(map(int, one)) for one in texts if len(one) > 1]
+        if not given:
+            raise ConfigError("prompts holds no prompt of two tokens or more; give longer ones.")
+        return given
     from transformers import AutoTokenizer
 
     why = "it makes no tokens of them"

@@ -214,16 +214,25 @@ def test_later_adapters_and_a_hosts_own_call_take_the_adapted_config() -> None:
 
 
 def test_a_later_word_about_experts_goes_before_the_chosen() -> None:
+    """It adds to an adapted config, as it does to any: weights that it does not name stay."""
     base = build()
     config = moe_qlora.adapt_lora_config(base, lora_config(), experts=CHOSEN)
-    for experts in (True, ["down"], False):
-        model = moe_qlora.get_peft_model(build(), config, experts=experts)
-        kinds = {
-            name.rpartition(".")[2]: type(wrapper.lora_A["default"])
-            for name, wrapper in wrappers(model).items()
+    first = {EXPERTS.format(1): [4]}
+    for experts, layer, gate_up, down in (
+        (True, 1, 5, 5),
+        (["down"], 1, 3, 5),
+        (first, 1, 1, 1),
+        (first, 0, 2, 2),
+        (False, 1, 3, 3),
+    ):
+        model = moe_qlora.get_peft_model(copy.deepcopy(base), config, experts=experts)
+        held = {
+            wrapper.full_name: len(getattr(wrapper.lora_A["default"], "experts", range(5)))
+            for wrapper in wrappers(model).values()
         }
-        chosen = {one for one, kind in kinds.items() if kind is ChosenFactor}
-        assert bool(chosen) == (experts is False), (experts, kinds)
+        module = EXPERTS.format(layer)
+        assert held[f"{module}.gate_up_proj"] == gate_up, experts
+        assert held[f"{module}.down_proj"] == down, experts
 
 
 def test_a_module_and_one_of_its_weights_are_joined() -> None:

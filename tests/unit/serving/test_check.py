@@ -93,6 +93,32 @@ def test_servers_that_cannot_be_asked(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="pass them as token ids"):
         check._token_ids(tmp_path, ["one text"])
     assert [len(ids) for ids in check._token_ids(tmp_path, None)] == [16] * 4
+    for prompts in ([[5]], [[], [7]], []):
+        with pytest.raises(ConfigError, match="prompts holds no prompt of two tokens or more"):
+            check._token_ids(tmp_path, prompts)
+    assert check._token_ids(tmp_path, [[5], [5, 9]]) == [[5, 9]]
+
+
+@pytest.mark.parametrize(
+    ("at", "verdict", "where"),
+    [
+        (0, "cannot tell", "the base here"),
+        (1, "cannot tell", "the adapted model here"),
+        (2, "cannot tell", "the base at the server"),
+        (3, "off", "the adapted model at the server"),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_logprobs_that_are_not_finite_are_named(
+    at: int, verdict: str, where: str, value: float
+) -> None:
+    runs = [BASE, ADAPTED, BASE, ADAPTED]
+    runs[at] = [value, *runs[at][1:]]
+    served = [{"logprobs": [run]} for run in runs[2:]]
+    report = check.compare("vllm", (runs[0], runs[1]), {"version": "1", "runs": served})
+    assert report.verdict == verdict
+    assert f"logprobs of {where} are not all finite" in str(report)
+    assert "within the noise" not in str(report)
 
 
 @pytest.mark.parametrize(("family", "slices"), [("qwen3_moe", 2), ("gpt_oss", 1), ("gpt_oss", 2)])
