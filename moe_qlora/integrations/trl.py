@@ -42,12 +42,12 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..checkpoint.staging import absolute
 from ..errors import ConfigError, first_line
 from ..serving.export import export_adapter
+from ..serving.vllm_worker import allowed_rank
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 _TRAINERS = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
-_MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_rank
 _SERVE = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_SERVER_DEV_MODE=1 vllm serve BASE --enable-lora "
     "--max-lora-rank RANK --logprobs-mode processed_logprobs"
@@ -201,10 +201,10 @@ def _allowed_rank(model: PeftModel) -> int:
     """Return the least `max_lora_rank` of vLLM that holds the active adapter."""
     config = model.peft_config[model.active_adapter]
     rank = max([config.r, *(config.rank_pattern or {}).values()])
-    allowed = next((one for one in _MAX_RANKS if one >= rank), None)
-    if allowed is None:
-        raise ConfigError(f"r is {rank}, and vLLM takes adapters up to rank {_MAX_RANKS[-1]}.")
-    return allowed
+    try:
+        return allowed_rank(rank)
+    except ValueError as error:
+        raise ConfigError(f"The engine cannot start: {error}") from error
 
 
 def _engine_class() -> Any:

@@ -22,6 +22,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+_MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_rank
+
 
 def main(job_file: str, result_file: str) -> None:
     """Run one job."""
@@ -53,7 +55,7 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
         max_model_len=longest + 1,
         max_num_seqs=8,
         enable_lora=bool(job["adapters"]),
-        max_lora_rank=_allowed_rank(job["rank"]),
+        max_lora_rank=allowed_rank(job["rank"]),
         enable_mixed_moe_lora_format=job["mixed"],
         enable_prefix_caching=False,
         disable_log_stats=True,
@@ -91,9 +93,18 @@ def _logprobs(engine: Any, prompts: list[list[int]], request: Any) -> list[list[
     ]
 
 
-def _allowed_rank(rank: int) -> int:
-    """Return the least `max_lora_rank` that vLLM takes and that holds this rank."""
-    return next(one for one in (8, 16, 32, 64, 128, 256, 320, 512) if one >= rank)
+def allowed_rank(rank: int) -> int:
+    """Return the least `max_lora_rank` that vLLM takes and that holds this rank.
+
+    Raises:
+        ValueError: There is none.
+    """
+    allowed = next((one for one in _MAX_RANKS if one >= rank), None)
+    if allowed is None:
+        raise ValueError(
+            f"the adapter's rank is {rank}, and vLLM takes adapters up to rank {_MAX_RANKS[-1]}."
+        )
+    return allowed
 
 
 def _expert_layout(model: Any) -> dict[str, Any]:

@@ -121,6 +121,12 @@ def test_logprobs_that_are_not_finite_are_named(
     assert "within the noise" not in str(report)
 
 
+def test_ranks_are_those_that_vllm_takes() -> None:
+    assert [vllm_worker.allowed_rank(rank) for rank in (1, 8, 9, 257, 512)] == [8, 8, 16, 320, 512]
+    with pytest.raises(ValueError, match="rank is 513, and vLLM takes adapters up to rank 512"):
+        vllm_worker.allowed_rank(513)
+
+
 @pytest.mark.parametrize(("family", "slices"), [("qwen3_moe", 2), ("gpt_oss", 1), ("gpt_oss", 2)])
 def test_experts_on_a_cpu_are_those_of_the_model(family: str, slices: int) -> None:
     """The product that stands in for vLLM's kernels, against transformers with W + B A."""

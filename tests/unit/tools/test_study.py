@@ -137,7 +137,7 @@ def test_runs_of_each_kind_end_in_rows_and_a_page(study, tmp_path, monkeypatch):
     trained = {row["experts"]: int(row["trained"]) for row in runs if row["targets"] == "experts"}
     assert trained["hot-25"] * 4 == trained["by use"]  # as many as r = 16 on all experts
 
-    plot.sys = argparse.Namespace(argv=["plot", str(out)])
+    monkeypatch.setattr(plot, "sys", argparse.Namespace(argv=["plot", str(out)]))
     plot.main()
     page = (out / "README.md").read_text()
     assert "| MXFP4 |" in page and "| experts | hot-25 |" in page
