@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,7 +30,7 @@ def write_card(folder: Path, facts: Mapping[str, str], base: str = "") -> None:
     """Write the part into a folder's card; a card without one gets it at the end."""
     file = folder / CARD
     if file.is_file():
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8", errors="replace")
     else:
         named = f"base_model: {json.dumps(base)}\n" if base else ""
         text = f"---\n{named}library_name: peft\ntags:\n- lora\n- moe\n---\n"
@@ -69,10 +69,11 @@ def _codec(packed: Rounding) -> str:
     return f"{settings.kind}, blocks of {settings.blocksize}{double}"
 
 
-def _targets(names: str | Collection[str] | None) -> str:
+def _targets(names: Any) -> str:
     if isinstance(names, str):
         return names
-    return ", ".join(sorted({name_pattern(name) for name in names or ()}))
+    listed = names if isinstance(names, list) else []
+    return ", ".join(sorted({name_pattern(name) for name in listed if isinstance(name, str)}))
 
 
 def _version(package: str) -> str:

@@ -9,9 +9,10 @@ training it further leaves most bits as they are; of another model's, half agree
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ class Fingerprint:
 
     name: str
     fields: dict[str, bool | int | str]
-    bits: dict[str, str]
+    bits: dict[str, Annotated[str, Field(pattern="^[0-9a-f]+$")]]
 
 
 def of_model(model: nn.Module, names: Iterable[str] | None = None) -> Fingerprint:

@@ -35,6 +35,7 @@ from ..errors import AdapterError
 from ..layout import ExpertParam, unwrapped_name
 from .adapter import CONFIG, WEIGHTS, LoraSettings
 from .reader import Checkpoint, inside, parse_fields
+from .rounding import NOTE
 
 PREFIX = "base_model.model."
 ROLE_OF_LEAF = {
@@ -46,7 +47,7 @@ ROLE_OF_LEAF = {
     "w2": "down",
 }
 _KEY = re.compile(
-    r"(?P<path>.+\.experts)\.(?:(?P<expert>\d+)\.)?(?P<leaf>\w+)\.lora_(?P<half>[AB])\.weight$"
+    r"(?P<path>.+\.experts)\.(?:(?P<expert>\d{1,9})\.)?(?P<leaf>\w+)\.lora_(?P<half>[AB])\.weight$"
 )
 _PAIR = re.compile(r"(?P<path>.+)\.lora_(?:[AB]\.(?:weight|bias)|embedding_[AB])$")
 
@@ -78,8 +79,8 @@ def fused(folder: Path, model: nn.Module) -> Iterator[Path]:
     no fused weights; else a temporary one.
 
     Raises:
-        AdapterError: Experts are missing in the file, have ranks of their own, or belong to no
-            module of the model.
+        AdapterError: Experts are missing in the file, have ranks of their own or factors that do
+            not fit each other, or belong to no module of the model.
     """
     source = folder / WEIGHTS
     modules = _expert_modules(model)
@@ -94,9 +95,8 @@ def fused(folder: Path, model: nn.Module) -> Iterator[Path]:
         settings = parse_fields(LoraSettings, config, folder / CONFIG)
         written = _Fusion(folder, file, settings, model, modules).write(config)
     with tempfile.TemporaryDirectory(prefix="moe_qlora-") as work:
-        for other in folder.iterdir():
-            if other.is_file() and other.name not in (CONFIG, WEIGHTS):
-                shutil.copyfile(other, Path(work) / other.name)
+        if (folder / NOTE).is_file():
+            shutil.copyfile(inside(folder, NOTE), Path(work) / NOTE)
         save_file(written, Path(work) / WEIGHTS, metadata={"format": "pt"})
         (Path(work) / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
         yield Path(work)
@@ -205,14 +205,22 @@ class _Fusion:
         places: list[int | None] = [*experts] or [None]
         if any((expert, half) not in read for expert in places for half in "AB"):
             raise AdapterError(f"{self.folder}: {first} lacks its other half.")
+        if len(read) > 2 * len(places):
+            raise AdapterError(
+                f"{self.folder} has LoRA for single experts and for all in one tensor beside "
+                f"{first}; keep one of the two."
+            )
+        for place in places:
+            _check_pair(self.folder, keys[place, "A"], read[place, "A"], read[place, "B"])
         if not experts:
             a, b = read[None, "A"], read[None, "B"]
             count = max(a.shape[0], b.shape[0])
             a, b = (one.expand(count, -1, -1) for one in (a, b))  # factors that experts share
             return Factors(a, b, self._scaling(keys[None, "A"]))
-        if experts != list(range(len(experts))) or len({read[e, "A"].shape for e in experts}) > 1:
+        shapes = {(read[e, "A"].shape, read[e, "B"].shape) for e in experts}
+        if experts != list(range(len(experts))) or len(shapes) > 1:
             raise AdapterError(
-                f"{self.folder} has LoRA for some experts only, or of different ranks, beside "
+                f"{self.folder} has LoRA for some experts only, or of different shapes, beside "
                 f"{first}; one fused weight cannot hold that: merge it instead."
             )
         scalings = [self._scaling(keys[expert, "A"]) for expert in experts]
@@ -233,6 +241,7 @@ class _Fusion:
         pairs: list[tuple[ExpertParam, Factors]] = []
         for param in params:
             if param.role == "gate_up" and roles.keys() & {"gate", "up"}:
+                self._check_halves(module, roles)
                 alternate = interleaved(self.model.get_submodule(param.module_name))
                 pairs.append((param, _fuse(roles.get("gate"), roles.get("up"), alternate)))
             elif param.role in roles:
@@ -244,6 +253,17 @@ class _Fusion:
             path = PREFIX + module + ".base_layer" * depth
             a, b = flat_factors(factors)
             self.tensors[f"{path}.lora_A.weight"], self.tensors[f"{path}.lora_B.weight"] = a, b
+
+    def _check_halves(self, module: str, roles: Mapping[str, Factors]) -> None:
+        """Check that gate and up are of as many experts, rows and columns."""
+        halves_of = [roles[role] for role in ("gate", "up") if role in roles]
+        shapes = [(len(one.a), one.b.shape[1], one.a.shape[2]) for one in halves_of]
+        if shapes[0] != shapes[-1]:
+            raise AdapterError(
+                f"{self.folder} has LoRA for the gate of {module} in the shape {shapes[0]} and for "
+                f"up in the shape {shapes[1]} (experts, out, in), which are halves of one weight; "
+                "use it with the model that it was trained on."
+            )
 
     def _check(self, module: str, param: ExpertParam, factors: Factors) -> None:
         seen = (factors.a.shape[0], factors.b.shape[1], factors.a.shape[2])
@@ -257,7 +277,9 @@ class _Fusion:
 
     def _add_others(self, keys: list[str], parameters: set[str]) -> set[str]:
         """Note what is not of experts, under the model's names; return the modules with LoRA."""
-        own = set(self.model.state_dict())
+        # Below the wrappers of adapters that the model has already; the innermost come last
+        inner = {unwrapped_name(name): one for name, one in self.model.named_modules()}
+        own = {unwrapped_name(name) for name in self.model.state_dict()}
         mapping: list[Any] = list(get_model_conversion_mapping(self.model))
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
@@ -274,7 +296,7 @@ class _Fusion:
             )
             known = renamed.removesuffix(".weight") if renamed in own else path
             rank, scaling = self.settings.rank_and_scaling(path)
-            module = _submodule(self.model, known)
+            module = inner.get(known)
             bare = module is not None and not _is_layer(module)
             name = f"{known}.weight" if bare else known
             (parameters if bare else modules).add(name)
@@ -314,21 +336,26 @@ def _fuse(gate: Factors | None, up: Factors | None, alternate: bool) -> Factors:
     gate = gate or Factors(one.a, torch.zeros_like(one.b), one.scaling)
     up = up or Factors(one.a, torch.zeros_like(one.b), one.scaling)
     b_up = up.b if up.scaling == gate.scaling else up.b.float() * (up.scaling / gate.scaling)
-    if torch.equal(gate.a, up.a):
-        return Factors(gate.a, joined(gate.b.to(b_up.dtype), b_up, alternate), gate.scaling)
-    beside_gate = torch.nn.functional.pad(gate.b.to(b_up.dtype), (0, up.rank))
+    dtype = torch.promote_types(gate.b.dtype, b_up.dtype)
+    b_gate, b_up = gate.b.to(dtype), b_up.to(dtype)
+    if gate.a.dtype == up.a.dtype and torch.equal(gate.a, up.a):
+        return Factors(gate.a, joined(b_gate, b_up, alternate), gate.scaling)
+    beside_gate = torch.nn.functional.pad(b_gate, (0, up.rank))
     beside_up = torch.nn.functional.pad(b_up, (gate.rank, 0))
     a = torch.cat((gate.a, up.a), 1)
     return Factors(a, joined(beside_gate, beside_up, alternate), gate.scaling)
 
 
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
+def _check_pair(folder: Path, key: str, a: Tensor, b: Tensor) -> None:
+    """Check that A `([E or 1,] r, in)` and B `([E or 1,] out, r)` are of one rank and number."""
+    dims = 2 if (match := _KEY.match(key.removeprefix(PREFIX))) and match["expert"] else 3
+    fits = a.dim() == b.dim() == dims and a.shape[-2] == b.shape[-1] > 0
+    if not fits or (dims == 3 and len({len(a), len(b), 1}) > 2):
+        raise AdapterError(
+            f"{folder}: {key} has the shape {tuple(a.shape)} and its lora_B {tuple(b.shape)}, "
+            "which are no pair of factors; save the adapter again."
+        )
 
 
 def _is_layer(module: nn.Module) -> bool:
-    layers = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
-    return isinstance(module, layers) or hasattr(module, "base_layer")
+    return isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)

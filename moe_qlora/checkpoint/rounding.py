@@ -31,7 +31,7 @@ from ..packing.codec import Packer
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from .fingerprint import Fingerprint, check_base, of_model
-from .reader import parse_fields
+from .reader import inside, parse_fields
 from .staging import replace_file
 
 NOTE = "moe_qlora_adapter.json"
@@ -206,7 +206,7 @@ def _read_note(folder: Path) -> _Note | None:
     file = folder / NOTE
     if not file.exists():
         return None
-    note = read_json(file)
+    note = read_json(inside(folder, NOTE))
     if note.get("format_version") != NOTE_VERSION:
         raise CheckpointError(
             f"{file} has the format version {note.get('format_version')!r}; this moe_qlora reads "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,10 +44,11 @@ from ..checkpoint.per_expert import (
     interleaved,
     uniform,
 )
+from ..checkpoint.reader import inside
 from ..checkpoint.staging import absolute, check_new, new_folder
 from ..detection.detect import detect
 from ..errors import AdapterError, ConfigError
-from ..layout import ExpertParam
+from ..layout import ExpertParam, listed, name_pattern
 from .layouts import MERGE, ServerLayout, layout_for, servers
 
 
@@ -62,14 +63,16 @@ class ExportReport:
     tensors: int
     rank: int
     notes: tuple[str, ...] = ()
+    loader_only: bool = False  # the server's loader was seen to take it; its engine was not run
 
     def __str__(self) -> str:
         layout = "PEFT's layout of fused experts" if self.fused else "one pair for each expert"
         notes = "".join(f"\n  {note}" for note in self.notes)
-        return (
-            f"{self.folder}: {self.tensors} tensors, rank {self.rank}, {layout}, as "
-            f"{self.server} {self.tested} takes it.{notes}"
-        )
+        server = f"{self.server} {self.tested}"
+        seen = f"as {server} takes it"
+        if self.loader_only:
+            seen = f"as the loader of {server} stacks it; its engine was not run"
+        return f"{self.folder}: {self.tensors} tensors, rank {self.rank}, {layout}, {seen}.{notes}"
 
 
 def export_adapter(
@@ -120,6 +123,11 @@ def export_adapter(
         stack.enter_context(lora.file)
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
         updates = Resolver(model, shapes, lora).resolve()
+        for key in updates.disk_deltas:
+            raise AdapterError(
+                f"{folder} has LoRA on {key}, which the base has on disk but its model knows by "
+                f"another name or not at all, so that {target} would drop it: {MERGE}."
+            )
         work = stack.enter_context(new_folder(place))
         if target == "peft":
             shutil.copyfile(lora.folder / CONFIG, work / CONFIG)
@@ -128,12 +136,12 @@ def export_adapter(
                 place, target, layout.tested, True, len(lora.file), lora.settings.r
             )
         else:
-            export = _Export(model, opened, lora, layout, updates)
+            export = _Export(folder, model, opened, lora, layout, updates)
             report = export.write(work, place)
         for name in (rounding.NOTE, CARD):
             if (folder / name).is_file():
-                shutil.copyfile(folder / name, work / name)
-        facts = facts_of(read_json(folder / CONFIG), rounding.from_note(folder))
+                shutil.copyfile(inside(folder, name), work / name)
+        facts = facts_of(read_json(inside(folder, CONFIG)), rounding.from_note(folder))
         layout_of = f"{target} {layout.tested}, {'fused' if report.fused else 'single'} experts"
         write_card(work, {**facts, "layout": layout_of}, str(base))
     return report
@@ -146,6 +154,7 @@ def _architecture(folder: Path, model: nn.Module) -> str:
 
 @dataclass
 class _Export:
+    source: Path  # the adapter's folder as it was given
     model: nn.Module
     base: Base
     adapter: Adapter
@@ -167,6 +176,7 @@ class _Export:
         scaling = alpha / common
         if not alike:
             self._unify({**experts, **layers}, rank, scaling)
+        self._note_untried(layers)
         for name, factors in layers.items():
             self._put(self._served(name), factors.a[0], factors.b[0])
         modules = self._put_experts(experts, rank, scaling)
@@ -188,7 +198,7 @@ class _Export:
         layout = self.layout
         return ExportReport(
             place, layout.server, layout.tested, layout.fused, len(self.tensors), rank,
-            tuple(self.notes),
+            tuple(self.notes), layout.loader_only,
         )  # fmt: skip
 
     def _refuse(self) -> None:
@@ -196,21 +206,35 @@ class _Export:
         server = f"{self.layout.server} {self.layout.tested}"
         for name in self.updates.replacements:
             raise AdapterError(
-                f"{self.adapter.folder} holds {name} trained in full (modules_to_save), which "
+                f"{self.source} holds {name} trained in full (modules_to_save), which "
                 f"{server} does not take from an adapter: {MERGE}."
             )
         for name, deltas in self.updates.deltas.items():
             module = self.model.get_submodule(name.rpartition(".")[0])
             if any(delta.bias for delta in deltas) or len(deltas) > 1:
                 raise AdapterError(
-                    f"{self.adapter.folder} changes a bias or a weight twice ({name}), which "
+                    f"{self.source} changes a bias or a weight twice ({name}), which "
                     f"{server} does not take from an adapter: {MERGE}."
                 )
             if isinstance(module, nn.modules.conv._ConvNd | nn.Embedding):
                 raise AdapterError(
-                    f"{self.adapter.folder} has LoRA on {name} ({type(module).__name__}), which "
+                    f"{self.source} has LoRA on {name} ({type(module).__name__}), which "
                     f"was not seen to be served by {server}: {MERGE}."
                 )
+            if self.layout.unserved & set(name.split(".")):
+                raise AdapterError(
+                    f"{self.source} has LoRA on {name}, which {server} does not serve from an "
+                    f"adapter of this architecture: {MERGE}."
+                )
+
+    def _note_untried(self, layers: Iterable[str]) -> None:
+        """Note the layers that the server was not asked about."""
+        names = {name.removesuffix(".weight") for name in layers}
+        tried = self.layout.layers
+        untried = sorted({name_pattern(name) for name in names if not tried & set(name.split("."))})
+        if untried:
+            advice = "" if self.layout.loader_only else "; moe-qlora serve-check tells what it does"
+            self.notes.append(f"not tried: LoRA on {listed(untried)}{advice}")
 
     def _factors(self) -> tuple[dict[str, Factors], dict[str, Factors]]:
         """Return the factors of expert weights, and of other layers as of one expert, by name."""

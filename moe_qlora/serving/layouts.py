@@ -29,6 +29,10 @@ class ServerLayout:
     leaves: dict[str, str]  # of single experts: the name of each role's projection
     one_scaling: bool = False  # the server knows one `lora_alpha / r` for all
     together: tuple[tuple[str, ...], ...] = ()  # layers of which all or none need LoRA
+    # parts of the names of layers beside the experts: seen to be served, and seen not to be
+    layers: frozenset[str] = frozenset()
+    unserved: frozenset[str] = frozenset()
+    loader_only: bool = False  # the server's loader was given the adapters; its engine was not run
 
 
 @cache
@@ -67,4 +71,7 @@ def layout_for(server: str, architecture: str) -> ServerLayout:
         dict(zip(_ROLES, row.get("leaves", ()), strict=False)),
         entry.get("one_scaling", False),
         tuple(map(tuple, entry.get("together", ()))),
+        frozenset((*entry.get("layers", ()), *row.get("layers", ()))),
+        frozenset(row.get("unserved", ())),
+        entry.get("loader_only", False),
     )

@@ -308,6 +308,40 @@ def load_all(path: Path) -> dict[str, torch.Tensor]:
     return {key: t for file in path.glob("*.safetensors") for key, t in load_file(file).items()}
 
 
+@pytest.mark.parametrize("name", ["README.md", "moe_qlora_adapter.json"])
+def test_links_out_of_an_adapter_folder_are_not_followed(folder, name):
+    """An export copies the card and the note, and the folder it makes may be published."""
+    secret = folder / "secret"
+    (folder / "adapter" / name).rename(secret)
+    (folder / "adapter" / name).symlink_to(secret)
+    with pytest.raises(moe_qlora.MoeQloraError, match="a link that leads out of its folder"):
+        moe_qlora.export_adapter(
+            folder / "adapter", folder / "out", base=folder / "source", target="peft"
+        )
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("bits", ["z" * 64, "", "0x1", 5])
+def test_a_note_whose_bits_are_none_is_one_sentence(called, folder, bits):
+    file = folder / "adapter/moe_qlora_adapter.json"
+    note = json.loads(file.read_text())
+    name = next(iter(note["base"]["bits"]))
+    note["base"]["bits"][name] = bits
+    file.write_text(json.dumps(note))
+    result = called("merge")
+    check_refused(result)
+    assert f"base.bits.{name} is {bits!r}" in result[2]
+
+
+def test_a_card_and_targets_that_no_one_wrote_are_exported(folder):
+    (folder / "adapter/README.md").write_bytes(b"\xff\xfe caf\xe9")
+    edit(folder / "adapter/adapter_config.json", target_modules=5)
+    moe_qlora.export_adapter(
+        folder / "adapter", folder / "out", base=folder / "source", target="peft"
+    )
+    assert "caf" in (folder / "out/README.md").read_text()
+
+
 # Names
 
 

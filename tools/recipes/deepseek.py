@@ -4,8 +4,9 @@
 
 By the plan of its published sizes, 18.3 GB at 4,096 tokens. "all-linear" reaches what this family
 has beside routed experts: the projections of latent attention (kv_a_proj_with_mqa, kv_b_proj, ...),
-shared experts, and the MLP of the first, dense layer. Folders of DeepSeek-V3's kind, in block FP8,
-load with the same lines, but need many GPUs: see two_gpus.py.
+shared experts, and the MLP of the first, dense layer. llama.cpp takes no adapter with LoRA on
+kv_b_proj: merge, or leave that layer out. Folders of DeepSeek-V3's kind, in block FP8, load with
+the same lines, but need many GPUs: see two_gpus.py.
 """
 
 import argparse

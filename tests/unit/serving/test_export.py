@@ -264,3 +264,161 @@ def test_the_base_must_be_the_adapters(
     folder, _ = adapters["mixtral"]
     with pytest.raises(AdapterError, match="does not fit the base"):
         moe_qlora.export_adapter(folder, tmp_path / "out", base=bases["qwen3_moe"], target="vllm")
+
+
+def plain_adapter(folder: Path, shapes: dict[str, tuple[int, int]], **settings: Any) -> Path:
+    """Save random factors for layers of these paths and shapes (out, in)."""
+    tensors = {}
+    for path, (rows, columns) in shapes.items():
+        tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn(4, columns)
+        tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn(rows, 4)
+    LoraConfig(r=4, target_modules=list(shapes), **settings).save_pretrained(folder)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("target", ["vllm", "peft"])
+@pytest.mark.parametrize("with_attention", [True, False])
+def test_layers_that_only_the_folder_names_are_refused(
+    target: str, with_attention: bool, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """transformers v4's name of Mixtral's router, which no layout can carry on."""
+    shapes = {"model.layers.0.block_sparse_moe.gate": (4, 64)}
+    if with_attention:
+        shapes["model.layers.0.self_attn.q_proj"] = (64, 64)
+    folder = plain_adapter(tmp_path / "adapter", shapes)
+    with pytest.raises(AdapterError, match=r"block_sparse_moe\.gate\.weight.*merge the adapter"):
+        moe_qlora.export_adapter(folder, tmp_path / "out", base=bases["mixtral"], target=target)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "layer"),
+    [
+        ("qwen2_moe", "vllm", "lm_head"),
+        ("qwen2_moe", "vllm", "shared_expert_gate"),
+        ("deepseek_v2", "gguf", "lm_head"),
+        ("deepseek_v2", "gguf", "kv_b_proj"),
+    ],
+)
+def test_layers_that_a_server_ignores_or_rejects_are_refused(
+    family: str, target: str, layer: str, tmp_path: Path
+) -> None:
+    tiny_model(family).save_pretrained(tmp_path / "base")
+    trained(load(tmp_path / "base"), tmp_path / "adapter", target_modules=[layer])
+    with pytest.raises(AdapterError, match=rf"{layer}.*does not serve.*merge the adapter"):
+        moe_qlora.export_adapter(
+            tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base", target=target
+        )
+
+
+def test_layers_that_no_server_was_asked_about_are_named(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base = bases["qwen3_moe"]
+    trained(load(base), tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+    for target, known in (("vllm", False), ("sglang", False), ("peft", True)):
+        report = moe_qlora.export_adapter(
+            tmp_path / "adapter", tmp_path / target, base=base, target=target
+        )
+        assert ("not tried: LoRA on lm_head" in str(report)) is not known
+        assert ("its engine was not run" in str(report)) is (target == "sglang")
+    trained(load(base), tmp_path / "attention")
+    report = moe_qlora.export_adapter(
+        tmp_path / "attention", tmp_path / "out", base=base, target="vllm"
+    )
+    assert not report.notes
+
+
+def test_sglang_is_promised_for_what_its_loader_was_given() -> None:
+    assert layout_for("sglang", "Qwen3NextForCausalLM").loader_only
+    with pytest.raises(ConfigError, match=r"sglang 0\.5\.23 was not seen .* of Foo \(it was for"):
+        layout_for("sglang", "Foo")
+
+
+def test_other_files_of_a_folder_are_neither_copied_nor_followed(
+    bases: dict[str, Path], adapters: Any, tmp_path: Path
+) -> None:
+    folder, _ = adapters["qwen3_moe"]
+    base = bases["qwen3_moe"]
+    moe_qlora.export_adapter(folder, tmp_path / "single", base=base, target="vllm")
+    (tmp_path / "single/optimizer.pt").write_bytes(b"0")
+    with per_expert.fused(tmp_path / "single", load(base)) as fused:
+        names = {file.name for file in fused.iterdir()}
+    assert names <= {"adapter_model.safetensors", "adapter_config.json", "moe_qlora_adapter.json"}
+
+
+def test_a_single_experts_adapter_with_a_router_loads_beside_another(
+    bases: dict[str, Path], adapters: Any, tmp_path: Path
+) -> None:
+    """The model's router is PEFT's wrapper then, and no Linear layer for that."""
+    base, first = bases["mixtral"], tmp_path / "first"
+    targets = [*experts_of(load(base)), "mlp.gate.weight"]
+    expected = logits(trained(load(base), first, target_parameters=targets))
+    moe_qlora.export_adapter(first, tmp_path / "out", base=base, target="vllm")
+    model = moe_qlora.load_adapter(load(base), str(tmp_path / "out"), "one")
+    model = moe_qlora.load_adapter(model, str(tmp_path / "out"), "two")
+    model.set_adapter("two")
+    assert torch.equal(logits(model), expected)
+
+
+def drop_an_expert(tensors: dict[str, torch.Tensor], path: str) -> None:
+    del tensors[f"{path}.3.up_proj.lora_A.weight"], tensors[f"{path}.3.up_proj.lora_B.weight"]
+
+
+def give_b_another_rank(tensors: dict[str, torch.Tensor], path: str) -> None:
+    for expert in range(4):
+        tensors[f"{path}.{expert}.up_proj.lora_B.weight"] = torch.zeros(40, 3)
+
+
+def give_one_b_other_rows(tensors: dict[str, torch.Tensor], path: str) -> None:
+    tensors[f"{path}.1.up_proj.lora_B.weight"] = torch.zeros(39, 4)
+
+
+def add_a_stack(tensors: dict[str, torch.Tensor], path: str) -> None:
+    tensors[f"{path}.up_proj.lora_A.weight"] = torch.zeros(4, 4, 64)
+    tensors[f"{path}.up_proj.lora_B.weight"] = torch.zeros(4, 40, 4)
+
+
+def stack_other_numbers(tensors: dict[str, torch.Tensor], path: str) -> None:
+    for key in [key for key in tensors if f"{path}." in key and ".up_proj." in key]:
+        del tensors[key]
+    tensors[f"{path}.up_proj.lora_A.weight"] = torch.zeros(2, 4, 64)
+    tensors[f"{path}.up_proj.lora_B.weight"] = torch.zeros(4, 40, 4)
+
+
+def flatten_a_stack(tensors: dict[str, torch.Tensor], path: str) -> None:
+    stack_other_numbers(tensors, path)
+    tensors[f"{path}.up_proj.lora_A.weight"] = torch.zeros(8, 64)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        drop_an_expert, give_b_another_rank, give_one_b_other_rows, add_a_stack,
+        stack_other_numbers, flatten_a_stack,
+    ],
+)  # fmt: skip
+def test_single_experts_that_do_not_fit_each_other_are_one_sentence(
+    damage: Any, bases: dict[str, Path], adapters: Any, tmp_path: Path
+) -> None:
+    folder, _ = adapters["qwen3_moe"]
+    moe_qlora.export_adapter(folder, tmp_path / "out", base=bases["qwen3_moe"], target="vllm")
+    written = tensors(tmp_path / "out")
+    damage(written, "base_model.model.model.layers.0.mlp.experts")
+    save_file(written, tmp_path / "out/adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"layers\.0\.mlp\.experts.*\.$"):
+        moe_qlora.load_adapter(load(bases["qwen3_moe"]), str(tmp_path / "out"))
+
+
+def test_a_half_folded_in_float32_stays_so() -> None:
+    """Of gate in bfloat16 and up in float32, or the other way round."""
+    a = torch.randn(2, 3, 8, dtype=torch.bfloat16)
+    exact, coarse = torch.randn(2, 5, 3), torch.randn(2, 5, 3, dtype=torch.bfloat16)
+    for b_gate, b_up in ((exact, coarse), (coarse, exact)):
+        gate, up = (per_expert.Factors(a, b, 2.0) for b in (b_gate, b_up))
+        assert torch.equal(
+            per_expert._fuse(gate, up, False).b, torch.cat((b_gate.float(), b_up.float()), 1)
+        )
+        other = per_expert.Factors(a + 1, b_up, 2.0)
+        assert torch.equal(per_expert._fuse(gate, other, False).b[:, :5, :3], b_gate.float())
