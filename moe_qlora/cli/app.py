@@ -4,8 +4,8 @@ A new subcommand is a file with a function of its name and `EXAMPLES`, command l
 shows; add it to `SUBCOMMANDS`. It prints with what render.py has: `console`, `say`, `FittedTable`,
 and `working` around what takes over two seconds.
 
-Exit codes: 0 for success, 2 for bad input with one line on stderr, 130 for Ctrl-C; a subcommand
-names any others.
+Exit codes: 0 for success, 2 for bad input with one line on stderr, 130 for Ctrl-C, 141 where the
+output's reader has closed it (`| head`); a subcommand names any others.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from .verify import verify
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+CLOSED_PIPE = 141  # As a shell says it of programs that SIGPIPE ends
 
 SUBCOMMANDS: dict[Callable[..., Any], str] = {
     doctor: "What is fast here, what is not, and why.",
@@ -90,20 +91,31 @@ def run(program: typer.Typer = app, prog_name: str = "moe-qlora", **arguments: A
     """Run a program, by default on `sys.argv`; an error of ours is one line and exit code 2."""
     with streams():
         try:
-            code = program(prog_name=prog_name, standalone_mode=False, **arguments)
-            if code == INTERRUPTED:  # which typer makes of Ctrl-C
-                raise Interrupted("nothing is left half written.")
-        except MoeQloraError as error:
-            sys.stderr.write(one_line("error", error))
-            code = BAD_INPUT
-        except _UsageError as error:
-            code = _end_of_usage(error)
-        except Interrupted as said:
-            sys.stderr.write(one_line("interrupted", said))
-            code = INTERRUPTED
-        finally:
-            _flush()
-    sys.exit(code or 0)
+            code = _exit_code(program, prog_name=prog_name, **arguments)
+        except BrokenPipeError:
+            code = CLOSED_PIPE
+        except SystemExit as stop:  # which rich and typer make of it, with 1
+            if not isinstance(stop.__context__, BrokenPipeError):
+                raise
+            code = CLOSED_PIPE
+    sys.exit(code if _flushed() else CLOSED_PIPE)
+
+
+def _exit_code(program: typer.Typer, **arguments: Any) -> int:
+    """Run a program, write how it failed, and return its exit code."""
+    try:
+        code = program(standalone_mode=False, **arguments)
+        if code == INTERRUPTED:  # which typer makes of Ctrl-C
+            raise Interrupted("nothing is left half written.")
+    except MoeQloraError as error:
+        sys.stderr.write(one_line("error", error))
+        code = BAD_INPUT
+    except _UsageError as error:
+        code = _end_of_usage(error)
+    except Interrupted as said:
+        sys.stderr.write(one_line("interrupted", said))
+        code = INTERRUPTED
+    return code or 0
 
 
 def _end_of_usage(error: Any) -> int:
@@ -115,9 +127,14 @@ def _end_of_usage(error: Any) -> int:
     return int(error.exit_code)
 
 
-def _flush() -> None:
-    """Write out stdout; whoever closed the pipe (`| head`) has seen enough."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _flushed() -> bool:
+    """Write out both streams; False where one is a pipe that its reader has closed."""
+    written = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:  # closed before the program started
+                stream.flush()
+        except BrokenPipeError:  # again as Python ends, were the rest not to go elsewhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            written = False
+    return written

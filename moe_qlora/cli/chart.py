@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.staging import replace_file
+from ..checkpoint.staging import replace_file, replaceable
 from ..errors import ConfigError
 from ..memory.budget import COMPONENTS
 from ..memory.report import MemoryPlan
@@ -25,6 +25,8 @@ def check(file: Path, option: str = "--chart") -> None:
         raise ConfigError(f"{option} {file}: charts are PNG files; name one that ends in .png.")
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"{option} {file}: there is no folder {file.absolute().parent}.")
+    if not replaceable(file):
+        raise ConfigError(f"{option} {file} is no file that can be written; name another.")
 
 
 @contextmanager

@@ -11,11 +11,13 @@ about imports and models that are only looked at. `python -W default -m moe_qlor
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -30,11 +32,15 @@ class Interrupted(Exception):  # noqa: N818 - no error
 
 @contextmanager
 def streams() -> Iterator[None]:
-    """Filter both streams, and what libraries say on stderr, as long as this lasts."""
+    """Filter both streams, and what libraries say on stderr, as long as this lasts.
+
+    What goes to a stream that whoever started the program had closed goes nowhere.
+    """
     root, handler = logging.getLogger(), _OneLine()
     with (
-        redirect_stdout(_Filtered(sys.stdout)),
-        redirect_stderr(_Filtered(sys.stderr)),
+        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
+        redirect_stdout(_Filtered(sys.stdout or nowhere)),
+        redirect_stderr(_Filtered(sys.stderr or nowhere)),
         warnings.catch_warnings(),
     ):
         if not sys.warnoptions:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rich import box
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -187,9 +187,11 @@ class FittedTable:
 
 
 def elided(name: str, width: int, mark: str = "\u2026") -> str:
-    """Return a name without its middle, so that it takes `width` characters; its end stays."""
-    if len(name) <= width:
+    """Return a name without its middle, so that it takes at most `width` columns; its end stays."""
+    if cell_len(name) <= width:
         return name
-    room = max(width - len(mark), 2)
-    head = room * 2 // 5
-    return name[:head] + mark + name[len(name) - (room - head) :]
+    room = max(width - cell_len(mark), 2)
+    # A wide character that would be cut is left out.
+    head = set_cell_size(name, room * 2 // 5).rstrip()
+    tail = set_cell_size(name[::-1], room - cell_len(head))[::-1].lstrip()
+    return head + mark + tail

@@ -58,6 +58,7 @@ def report(
     from ..report.pieces import Missing
     from ..report.write import write_report
 
+    out = out.expanduser()
     asked = quant is not None or double_quant is not None
     written = write_report(
         source,

@@ -17,12 +17,14 @@ from .versions import Versions
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _CURES = (
-    ("computed in torch.float32", "Set bnb_4bit_compute_dtype to the dtype of the model."),
+    ("is to be computed in", "Set bnb_4bit_compute_dtype to the dtype of the model."),
     ("ranks of the adapters", "Train with a lower rank."),
     ("are torch.float32", "Load the model in bfloat16."),
     ("is not packed", "Look at llm_int8_skip_modules."),
+    ("no expert weight is packed", "Look at llm_int8_skip_modules."),
 )
-"""What to do, by words of a backend's reason."""
+"""What to do, by words of a backend's reason; the others are the model's own."""
+_NO_CURE = "Nothing to change: this model type has no faster path here."
 _LIGER_FAILS = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
 
 
@@ -150,7 +152,7 @@ def _slow_layers(device: Device, card: Card, layers: Iterable[LayerKind]) -> Ite
             WARNING,
             f"{count} expert layers are not computed by the fused layer on {device.name}: "
             f"{reason}.",
-            next((cure for words, cure in _CURES if words in reason), ""),
+            next((cure for words, cure in _CURES if words in reason), _NO_CURE),
         )
 
 

@@ -28,7 +28,7 @@ COSTS = {
     OWN_FORWARD: (
         "A layer's dequantized weights are kept for backward: 1,441 MiB, not 114 MiB, and 1.4 "
         "times the time of a step without any LoRA on them (Qwen3-30B-A3B's layer, 4,096 tokens, "
-        "H200: peer=bnb beside peer=ours of 2026-11-21 in tools/bench/results/layer.csv)."
+        "H200: peer=bnb beside peer=ours of commit 88efafc in tools/bench/results/layer.csv)."
     ),
     "projection by projection": (
         "Two dequantized weights and a gate of their own, one after the other; how much slower "

@@ -20,7 +20,7 @@ FRAGMENTATION = 0.04
 class Gpu(NamedTuple):
     """A card that goes by its name."""
 
-    nbytes: int  # What `torch.cuda` reports, rounded down to whole GiB
+    nbytes: int  # Of memory, in whole GiB
     capability: tuple[int, int]  # Of CUDA
 
 
@@ -47,7 +47,11 @@ GPUS = {
     "V100-32GB": Gpu(31 << 30, (7, 0)),
     "T4": Gpu(14 << 30, (7, 5)),
 }
-"""By name. `gpu_named` reads them in any spelling: RTX 4090, rtx-4090, 4090."""
+"""By name. `gpu_named` reads them in any spelling: RTX 4090, rtx-4090, 4090.
+
+H100 and H200 are what `torch.cuda` reports of them, rounded down. No other card was read: these are
+estimates, their nominal sizes less what drivers and error correction keep.
+"""
 
 _COUNTED = re.compile(r"(\d+)\s*[xX*]\s*(.+)")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 _MOST_POINTS = 600  # of a curve; more cannot be seen
+_LEAST = 1e-300  # Values below are 0 to a chart: steps between ticks could not be computed
 _CELLS_WITH_NUMBERS = 16  # Columns of a heat map up to which cells say their numbers
 
 
@@ -140,18 +141,19 @@ def line_chart(
     *,
     zero: bool = False,
 ) -> LineChart:
-    """Draw curves of (x, y) over common axes; with `zero` the y axis starts there.
+    """Draw curves of (x, y) over common axes; with `zero` the y axis has it.
 
     `number` and `x_number` write a tick's value, given the distance of ticks.
     """
     xs = [x for _, points in curves for x, _ in points]
-    ys = [y for _, points in curves for _, y in points]
+    ys = [y for _, points in curves for _, y in points] + [0.0] * zero
     x_low, x_high = min(xs), max(xs)
-    low, high, y_step = nice_range(0.0 if zero else min(ys), max(ys))
-    width, height = (x_high - x_low) or 1.0, high - low
+    low, high, y_step = nice_range(min(ys), max(ys))
+    alone = _alike(x_low, x_high)
+    width, height = 1.0 if alone else x_high - x_low, high - low
 
     def place(x: float, y: float) -> str:
-        left = 100 * (x - x_low) / width if x_high > x_low else 50.0
+        left = 50.0 if alone else 100 * (x - x_low) / width
         return f"{left:.2f} {100 - 100 * (y - low) / height:.2f}"
 
     lines = []
@@ -189,13 +191,21 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def nice_range(low: float, high: float, ticks: int = 4) -> tuple[float, float, float]:
     """Return a range around two values and the distance of its ticks: 1, 2 or 5 times 10**n."""
-    if high <= low:
-        pad = abs(high) / 10 or 1.0
+    if _alike(low, high):
+        pad = max(abs(low), abs(high)) / 10
+        if pad < _LEAST:
+            low, high, pad = 0.0, 0.0, 1.0
         low, high = low - pad * (low != 0), high + pad
     rough = (high - low) / ticks
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, step
+
+
+def _alike(low: float, high: float) -> bool:
+    """Whether two values differ by no more than rounding, or are nothing but rounding."""
+    size = max(abs(low), abs(high))
+    return size < _LEAST or high - low <= 1e-12 * size
 
 
 def _multiples(low: float, high: float, step: float) -> list[float]:

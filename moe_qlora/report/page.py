@@ -134,7 +134,8 @@ def _figures(report: Report) -> Any:
     layout, memory, lora = report.layout, report.memory, report.lora
     if isinstance(layout, LayoutPiece):
         more = f"from {human_bytes(layout.before)}" if layout.packed else "not packed"
-        yield Figure("Weights, packed", human_bytes(layout.after), more)
+        name = "Weights, packed" if layout.packed else "Weights"
+        yield Figure(name, human_bytes(layout.after), more)
         if layout.experts:
             counts = " or ".join(map(str, layout.experts))
             top = f", {layout.top_k} for a token" if layout.top_k else ""

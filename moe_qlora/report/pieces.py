@@ -113,7 +113,8 @@ class LayerUse:
         """The entropy of the shares over that of even use: 1 is even, 0 is one expert for all."""
         shares = [count / max(self.total, 1) for count in self.counts if count]
         entropy = -sum(share * math.log(share) for share in shares)
-        return entropy / math.log(len(self.counts)) if len(self.counts) > 1 else 1.0
+        # Not -0.0, which formats as "-0.000"
+        return max(0.0, entropy / math.log(len(self.counts))) if len(self.counts) > 1 else 1.0
 
     @property
     def dead(self) -> tuple[int, ...]:
@@ -187,7 +188,7 @@ class Curve:
 
     name: str  # As the log has it
     points: tuple[tuple[float, float], ...]  # Step and value, in order; finite
-    lost: tuple[float, ...] = ()  # Steps at which it was NaN or infinite
+    lost: tuple[float, ...] = ()  # Steps at which it was not finite, or over 1e15
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,12 @@ def measure(
     reader = tokenizer or _tokenizer(subject, trust_remote_code)
     if isinstance(reader, Missing):
         return reader
-    rows = token_ids(texts_of(text), reader, longest=LONGEST, most=most_tokens)
+    try:
+        rows = token_ids(texts_of(text), reader, longest=LONGEST, most=most_tokens)
+    except MoeQloraError:
+        raise
+    except Exception as error:  # noqa: BLE001 - chat templates, which refuse what they do not expect
+        return _failed("the tokenizer did not take the text", error)
     if not rows:
         return Missing("Routing was not measured: the sample has no text.")
     try:
@@ -67,9 +72,7 @@ def measure(
     except MoeQloraError as error:
         return Missing(f"Routing was not measured: {error}", fault=True)
     except Exception as error:  # noqa: BLE001 - code of models, with what they do not expect
-        why = f"{type(error).__name__}: {first_line(error)}"
-        said = f"Routing was not measured: the model did not run on the text ({why})."
-        return Missing(said, fault=True)
+        return _failed("the model did not run on the text", error)
     sample = str(text) if isinstance(text, (str, Path)) else "texts given as a list"
     return RoutingPiece(
         tuple(LayerUse(name, tuple(counts.tolist())) for name, counts in used.items()),
@@ -78,6 +81,11 @@ def measure(
         sample=sample,
         adapted=subject.adapter is not None or hasattr(subject.live, "peft_config"),
     )
+
+
+def _failed(what: str, error: Exception) -> Missing:
+    why = f"{type(error).__name__}: {first_line(error)}"
+    return Missing(f"Routing was not measured: {what} ({why}).", fault=True)
 
 
 def _batches(rows: list[list[int]], progress: Progress | None) -> Iterator[dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from ..errors import CheckpointError, ConfigError
 
 _LONGEST_LINE = 16 << 20  # characters
 _MESSAGES = ("messages", "conversations", "conversation")
+_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's, as chat templates name them
 _JOINED = (("prompt", "completion"), ("prompt", "chosen"), ("instruction", "input", "output"))
 
 
@@ -23,7 +24,12 @@ def texts_of(text: str | Path | Iterable[str]) -> Iterator[str | list[dict[str, 
     list gives its strings.
     """
     if not isinstance(text, (str, Path)):
-        yield from text
+        items: Iterable[Any] = text
+        for number, item in enumerate(items):
+            if not isinstance(item, str):
+                kind = type(item).__name__
+                raise ConfigError(f"text[{number}] is a {kind}; give strings, or name a file.")
+            yield item
         return
     file = file_of(text)
     try:
@@ -79,9 +85,12 @@ def _text_of_row(row: Any, where: str) -> str | list[dict[str, Any]]:
 
 def _message(item: Any, where: str) -> dict[str, Any]:
     if isinstance(item, dict):
-        content = item.get("content", item.get("value"))
+        key = "content" if "content" in item else "value"
+        # A message that is nothing but calls of tools has null there.
+        content = "" if key in item and item[key] is None else item.get(key)
         if isinstance(content, str):
-            return {"role": str(item.get("role", item.get("from", "user"))), "content": content}
+            role = str(item.get("role", item.get("from", "user")))
+            return {"role": _ROLES.get(role, role), "content": content}
     raise CheckpointError(f"{where} has a message without role and content as strings.")
 
 

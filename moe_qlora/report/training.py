@@ -12,8 +12,10 @@ from .pieces import Curve, Missing, TrainingPiece
 
 _FIRST = ("loss", "eval_loss", "learning_rate", "grad_norm")
 _NO_CURVES = re.compile(
-    r"step|epoch|total_flos|train_.*|num_.*tokens.*|.*_runtime|.*_per_second|.*_time"
+    r"step|epoch|total_flos|train_.*|num_.*tokens.*|.*_runtime|.*_per_second|.*_time",
+    re.DOTALL,  # also so that no name takes long
 )
+_LARGEST = 1e15
 _MOST = 16
 """Curves; trainers of TRL log some dozens, of which these say most."""
 
@@ -29,11 +31,9 @@ def read_log(file: Path | None) -> TrainingPiece | Missing:
     history = state.get("log_history")
     if not isinstance(history, list):
         raise CheckpointError(f"{file} has no log_history: it is no state of a Trainer.")
-    entries = [entry for entry in history if isinstance(entry, dict)]
-    logged = sorted({name for entry in entries for name in entry if not _NO_CURVES.fullmatch(name)})
-    names = sorted(logged, key=lambda name: _FIRST.index(name) if name in _FIRST else 9)
-    curves = [curve for name in names if (curve := _curve(name, entries)) is not None][:_MOST]
-    if not curves:
+    logged = _values([entry for entry in history if isinstance(entry, dict)])
+    names = sorted(logged, key=lambda name: (_FIRST.index(name) if name in _FIRST else 9, name))
+    if not names:
         return Missing("The run logged no loss: set logging_steps in its TrainingArguments.")
     batch = state.get("train_batch_size")
     steps, most, epochs = (_number(state.get(n)) for n in ("global_step", "max_steps", "epoch"))
@@ -42,26 +42,34 @@ def read_log(file: Path | None) -> TrainingPiece | Missing:
         int(steps or 0),
         int(most or 0),
         epochs or 0.0,
-        batch if isinstance(batch, int) and batch > 0 else None,
-        tuple(curves),
+        batch if isinstance(batch, int) and _is_number(batch) and batch > 0 else None,
+        tuple(_curve(name, logged[name]) for name in names[:_MOST]),
     )
 
 
-def _curve(name: str, entries: list[dict[str, Any]]) -> Curve | None:
-    """Return what was logged by this name, by step; a step logged again counts as it was last."""
-    values: dict[float, float | None] = {}
+def _values(entries: list[dict[str, Any]]) -> dict[str, dict[float, float | None]]:
+    """Return what was logged, by name and step; a step logged again counts as it was last."""
+    logged: dict[str, dict[float, float | None]] = {}
     for entry in entries:
         step = _number(entry.get("step"))
-        if step is not None and isinstance(entry.get(name), (int, float)):
-            values[step] = _number(entry[name])
+        if step is not None:
+            for name, value in entry.items():
+                if _is_number(value) and not _NO_CURVES.fullmatch(name):
+                    logged.setdefault(name, {})[step] = _number(value)
+    return logged
+
+
+def _curve(name: str, values: dict[float, float | None]) -> Curve:
     steps = sorted(values)
     points = tuple((step, value) for step in steps if (value := values[step]) is not None)
     lost = tuple(step for step in steps if values[step] is None)
-    return Curve(name, points, lost) if values else None
+    return Curve(name, points, lost)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _number(value: Any) -> float | None:
-    """Return a number of a log, None where there is none or it is not finite."""
-    if isinstance(value, (int, float)) and abs(value) < 1e15:
-        return float(value)
-    return None
+    """Return a number of a log, None where there is none, or it is not finite or too large."""
+    return float(value) if _is_number(value) and abs(value) <= _LARGEST else None

@@ -12,7 +12,7 @@ import transformers
 
 from ..checkpoint.manifest import is_packed
 from ..checkpoint.rounding import from_note
-from ..checkpoint.staging import replace_file
+from ..checkpoint.staging import replace_file, replaceable
 from ..errors import ConfigError, MoeQloraError
 from ..layout import ModelLayout
 from ..lora.load import config_to_train
@@ -77,12 +77,13 @@ def write_report(
         ConfigError: A setting makes no sense, or `out` cannot be written.
     """
     target = Path(out).expanduser()
-    if target.is_dir() or not target.absolute().parent.is_dir():
+    if not replaceable(target):
         raise ConfigError(
             f"out is {target}, which is no file that can be written; name one in a folder that "
             "exists."
         )
-    for name, value in {"seq": seq, "max_tokens": max_tokens, "batch": batch or 1}.items():
+    least = {"seq": seq, "max_tokens": max_tokens, "batch": 1 if batch is None else batch}
+    for name, value in least.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
     if isinstance(text, (str, Path)):

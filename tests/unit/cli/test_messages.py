@@ -102,14 +102,46 @@ def test_linear_layers_that_stay_in_16_bit_are_no_warning(tmp_path, monkeypatch)
 
 
 def test_a_reader_that_has_seen_enough():
-    """`| head -1`: no traceback, and nothing on stderr."""
+    """`| head -1`: no traceback, nothing on stderr, and the exit code of programs that end so."""
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
         [*PROGRAM, "plan", "--help"], stdout=write, stderr=subprocess.PIPE, check=False
     )
     os.close(write)
-    assert done.stderr == b""
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["doctor", "doctor --json", "dump qwen3_moe", "dump qwen3_moe --json"]
+)
+def test_what_nobody_reads_is_no_problem_that_was_found(monkeypatch, arguments):
+    """However it is printed; `doctor` and `verify` end with 1 where they found something."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "argv", ["moe-qlora", *arguments.split()])
+        with pytest.raises(SystemExit) as stop:
+            app.run()
+        stdout.flush()  # into nothing by now, as at Python's end
+    assert stop.value.code == 141
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments", "code"),
+    [
+        (">&-", ["--version"], 0),
+        ("2>&-", ["--version"], 0),
+        ("2>&-", ["plan"], 2),
+        (">&- 2>&-", ["plan", "--help"], 0),
+    ],
+)
+def test_streams_that_are_closed(closed, arguments, code):
+    command = ["bash", "-c", f'exec "$@" {closed}', "bash", *PROGRAM, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert ("moe-qlora" in done.stdout) == (closed == "2>&-" and code == 0)
 
 
 @pytest.mark.parametrize("name", ["quantize", "merge"])

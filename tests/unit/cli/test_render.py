@@ -6,6 +6,7 @@ import io
 import sys
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from moe_qlora.cli import render
@@ -71,6 +72,17 @@ def test_elided(width):
     assert len(short) <= max(width, 3)
     assert short == NAME if width >= len(NAME) else "\u2026" in short
     assert NAME.startswith(short.partition("\u2026")[0])
+
+
+@pytest.mark.parametrize("width", [6, 7, 20, 43, 44, 45])
+def test_elided_counts_columns(width):
+    """A Chinese character takes two."""
+    name = "\u6a21\u578b" * 20 + ".mlp"
+    short = render.elided(name, width)
+    assert width - 1 <= cell_len(short) <= width
+    assert short.endswith("mlp") and short.count("\u2026") == 1
+    head, _, tail = short.partition("\u2026")
+    assert name.startswith(head) and name.endswith(tail)
 
 
 def test_sentences_are_wrapped_at_spaces():

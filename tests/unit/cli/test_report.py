@@ -44,3 +44,10 @@ def test_mistakes_end_with_one_line(cli, folder, tmp_path, arguments, message):
     assert (code, said) == (2, "")
     assert message in err and err.count("\n") == 1
     assert not places["out"].exists()
+
+
+def test_a_report_in_the_home_folder(cli, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, said, err = cli("report", folder, "-o", "~/report.html", "--seq", 64)
+    assert (code, err) == (0, "")
+    assert said.startswith(f"{tmp_path}/report.html: ")

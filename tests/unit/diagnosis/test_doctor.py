@@ -155,6 +155,15 @@ def _on_any_device(stock: Any) -> Any:
     return lambda name, weight, device, *rest: stock(name, weight, torch.device("cpu"), *rest)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_each_compute_dtype_that_is_slow_has_a_cure(dtype):
+    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype)
+    report = moe_qlora.doctor(config(**WIDE), asked, gpu="4090")
+    assert "Set bnb_4bit_compute_dtype to the dtype of the model." in [
+        finding.cure for finding in report.findings
+    ]
+
+
 def test_the_cases_differ():
     plain = config(**WIDE)
     by = {
@@ -175,13 +184,15 @@ def test_classes_with_a_forward_of_their_own():
     (layer,) = report.layers
     assert layer.backend == layers.OWN_FORWARD
     assert "experts interface" in layer.reason
-    assert any(layer.reason in finding.what for finding in report.findings)
+    (finding,) = [finding for finding in report.findings if layer.reason in finding.what]
+    assert finding.cure == "Nothing to change: this model type has no faster path here."
 
 
 def test_skipped_experts_and_models_without():
     skipping = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["experts"])
-    (layer,) = moe_qlora.doctor(config(), skipping).layers
-    assert layer.backend == "unpacked"
+    report = moe_qlora.doctor(config(), skipping, gpu="H100")
+    assert [layer.backend for layer in report.layers] == ["unpacked"]
+    assert "Look at llm_int8_skip_modules." in [finding.cure for finding in report.findings]
     from transformers import LlamaConfig
 
     dense = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
@@ -205,14 +216,15 @@ def test_a_model_is_left_as_it_is():
 def test_the_cost_of_a_fallback_is_what_was_measured():
     with (ROOT / "tools/bench/results/layer.csv").open() as file:
         rows = list(csv.DictReader(file))
+    cost = layers.COSTS[layers.OWN_FORWARD]
+    commit = re.search("commit ([0-9a-f]+)", cost)[1]
     found = {
         (peer, row["metric"]): float(row["p50"])
         for row in rows
         for peer in ("ours", "bnb")
-        if (row["commit"], row["name"]) == ("88efafc", "qwen3-30b-a3b")
+        if (row["commit"], row["name"]) == (commit, "qwen3-30b-a3b")
         and row["setting"] == f"tokens=4096 r=16 peer={peer} nf4+double bf16"
     }
-    cost = layers.COSTS[layers.OWN_FORWARD]
     numbers = [float(text.replace(",", "")) for text in re.findall(r"([\d,]+) MiB", cost)]
     assert numbers == [round(found[peer, "kept"]) for peer in ("bnb", "ours")]
     ratio = found["bnb", "step"] / found["ours", "step"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -757,9 +758,12 @@ def test_cli_table_and_chart(cli, tmp_path, monkeypatch):
     assert "model.layers.* (" in out
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     (tmp_path / "folder.png").mkdir()
-    code, _, err = cli("--chart", tmp_path / "folder.png")
-    assert code == 2
-    assert err.startswith("error: --chart ") and "cannot be written: Is a directory" in err
+    os.mkfifo(tmp_path / "pipe.png")
+    for name in ("folder.png", "pipe.png"):
+        code, _, err = cli("--chart", tmp_path / name)
+        assert code == 2
+        assert err.startswith("error: --chart ") and "is no file that can be written" in err
+    assert (tmp_path / "pipe.png").is_fifo()
     monkeypatch.setattr("moe_qlora.cli.chart.find_spec", lambda name: None)
     code, _, err = cli("--chart", file)
     assert code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,6 +55,27 @@ def test_curves_of_any_trainer(tmp_path):
     names = [curve.name for curve in read_log(write(tmp_path / "s.json", log(entry))).curves]
     assert names[:3] == ["loss", "eval_kl", "kl"]
     assert names[3:] == [f"rewards/{n:02}" for n in range(13)]
+
+
+def test_what_is_no_number_of_a_curve(tmp_path):
+    """Too large to draw, and true, which Python takes for 1."""
+    entry = {"step": 1, "loss": 1e16, "grad_norm": -1e15, "done": True}
+    piece = read_log(write(tmp_path / "s.json", log(entry, train_batch_size=True)))
+    assert [curve.name for curve in piece.curves] == ["loss", "grad_norm"]
+    assert (piece.curve("loss").points, piece.curve("loss").lost) == ((), (1.0,))
+    assert piece.curve("grad_norm").points == ((1.0, -1e15),)
+    assert piece.batch is None
+
+
+def test_a_log_of_many_names_is_read_at_once(tmp_path):
+    """As a step for each name is; name by name it took minutes."""
+    names = [f"x{n:05}" for n in range(20_000)]
+    file = write(tmp_path / "s.json", log(*({"step": 1, name: 1.0} for name in names)))
+    start = time.process_time()
+    assert [curve.name for curve in read_log(file).curves] == names[:16]
+    name = "num_" + "tokens" * 20_000 + "\n"
+    assert isinstance(read_log(write(file, log({"step": 1, name: 1.0}))), Missing)
+    assert time.process_time() - start < 5
 
 
 def test_a_run_without_losses_says_so(tmp_path):
@@ -162,7 +184,8 @@ def test_rows_of_every_kind(tmp_path):
         {"prompt": "p", "completion": "c"},
         {"instruction": "i", "input": "", "output": "o"},
         {"messages": said},
-        {"conversations": [{"from": "human", "value": "v"}]},
+        {"conversations": [{"from": "human", "value": "v"}, {"from": "gpt", "value": "w"}]},
+        {"messages": [{"role": "tool", "content": "a"}, {"role": "user", "content": None}]},
     )
     assert list(texts.texts_of(file)) == [
         "one",
@@ -170,7 +193,8 @@ def test_rows_of_every_kind(tmp_path):
         "p\nc",
         "i\no",
         said,
-        [{"role": "human", "content": "v"}],
+        [{"role": "user", "content": "v"}, {"role": "assistant", "content": "w"}],
+        [{"role": "tool", "content": "a"}, {"role": "user", "content": ""}],
     ]
     plain = tmp_path / "a.txt"
     plain.write_text("first\nline\n\n\n  second \n\n")
@@ -194,6 +218,11 @@ def test_a_row_without_text_is_named_by_its_line(tmp_path, row):
     file = lines(tmp_path, {"text": "fine"}, row)
     with pytest.raises(CheckpointError, match=r"rows\.jsonl, line 2"):
         list(texts.texts_of(file))
+
+
+def test_a_list_of_something_else_than_strings():
+    with pytest.raises(ConfigError, match=r"text\[1\] is a int; give strings"):
+        list(texts.texts_of(["a b", 3]))
 
 
 def test_a_text_that_is_no_file_and_one_that_is_binary(tmp_path):

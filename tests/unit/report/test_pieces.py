@@ -13,7 +13,7 @@ from moe_qlora.report.pieces import LayerUse
 
 def test_balance_is_the_entropy_over_that_of_even_use():
     assert LayerUse("", (5, 5, 5, 5)).balance == pytest.approx(1.0)
-    assert LayerUse("", (20, 0, 0, 0)).balance == 0.0
+    assert f"{LayerUse('', (20, 0, 0, 0)).balance:.3f}" == "0.000"
     assert LayerUse("", (1, 1, 0, 0)).balance == pytest.approx(0.5)  # ln 2 / ln 4
     counts = (7, 1, 0, 12, 3, 30)
     slow = 0.0
@@ -79,6 +79,9 @@ def test_infinite_errors_have_the_last_shade():
         (5.447, 5.743, (5.4, 5.8, 0.1)),
         (3, 3, (2.6, 3.4, 0.2)),
         (0, 0, (0, 1, 0.5)),
+        (1, math.nextafter(1, 0), (0.9, 1.1, 0.05)),  # in any order
+        (-3, math.nextafter(-3, 0), (-3.4, -2.6, 0.2)),
+        (5e-324, 1e-320, (0, 1, 0.5)),
     ],
 )
 def test_ranges_of_axes(low, high, expected):
@@ -96,6 +99,25 @@ def test_a_line_goes_through_its_points():
     assert chart.x_ticks[0] == charts.Tick(0, "0")
     alone = charts.line_chart([("a", [(7, 2.0)])], lambda y, step: "", lambda x, step: "")
     assert alone.lines[0].path.count("L") == 1  # a dot, with round ends
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_any_two_values_are_drawn_within_the_plot(zero):
+    draw = random.Random(0)
+    ends = [1.0, 0.3, 0.95, 0.0, -2.0, 5e-324, 1e-301, 3e-300, 1e15, *map(float, range(1, 9))]
+    ends += [draw.uniform(-1, 1) * 10 ** draw.uniform(-8, 14) for _ in range(300)]
+    for value in ends:
+        for away in (math.nextafter(value, math.inf), math.nextafter(value, -math.inf), 0.0):
+            points = [(1.0, value), (2.0, away)]
+            turned = [(y, x) for x, y in sorted(points, key=lambda point: point[1])]
+            for shown in (points, turned):
+                chart = charts.line_chart(
+                    [("a", shown)], lambda y, step: f"{y}", lambda x, step: f"{x}", zero=zero
+                )
+                marks = chart.lines[0].path[1:].replace("L", " ").split(" ")
+                places = [float(mark) for mark in marks]
+                places += [tick.at for tick in (*chart.x_ticks, *chart.y_ticks)]
+                assert all(-0.1 <= place <= 100.1 for place in places), shown
 
 
 def test_thinning_keeps_ends_and_spikes():

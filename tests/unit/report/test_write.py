@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import CheckpointError, ConfigError
+from moe_qlora.report import page
 from moe_qlora.report.pieces import (
     ErrorPiece,
     LayoutPiece,
@@ -292,6 +295,33 @@ def test_damage_costs_its_own_piece_alone(inputs, tmp_path):
     assert out.read_text().count('class="warning"') == 3
 
 
+def test_a_chat_template_that_refuses_a_conversation(inputs, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(inputs.packed)
+    tokenizer.chat_template = "{{ raise_exception('Roles must alternate') }}"
+    text = tmp_path / "chats.jsonl"
+    text.write_text(json.dumps({"messages": [{"role": "system", "content": "a"}]}))
+    out = tmp_path / "report.html"
+    report = moe_qlora.write_report(inputs.packed, out, text=text, tokenizer=tokenizer, seq=64)
+    assert report.routing.fault
+    assert "did not take the text (TemplateError: Roles must alternate)" in report.routing.why
+    assert report.routing.why in Page(out).text
+
+
+def test_a_log_with_odd_numbers_is_drawn(tmp_path):
+    losses = [1.0, 0.9999999999999999, 1e16]
+    history = [{"step": n, "loss": y, "learning_rate": -5e-324} for n, y in enumerate(losses)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    moe_qlora.write_report(tmp_path, tmp_path / "report.html")
+    said = "Not finite, or over 1e15: a logged value at 1 step, first at step 2."
+    assert said in Page(tmp_path / "report.html").text
+
+
+def test_a_model_of_which_nothing_is_packed(whole):
+    for packed, name in (("nf4", "Weights, packed"), (None, "Weights")):
+        report = replace(whole[0], layout=replace(whole[0].layout, packed=packed))
+        assert next(iter(page._figures(report))).name == name
+
+
 def test_names_of_others_are_text_on_the_page(inputs, tmp_path):
     folder = tmp_path / "<script>alert(1)<b>\u202e"
     shutil.copytree(inputs.plain, folder)
@@ -306,8 +336,14 @@ def test_errors_are_sentences_and_leave_no_file(inputs, tmp_path):
     out = tmp_path / "report.html"
     with pytest.raises(ConfigError, match="seq is 0"):
         moe_qlora.write_report(inputs.plain, out, seq=0)
+    with pytest.raises(ConfigError, match="batch is 0"):
+        moe_qlora.write_report(inputs.plain, out, batch=0)
     with pytest.raises(ConfigError, match="no file that can be written"):
         moe_qlora.write_report(inputs.plain, tmp_path)
+    os.mkfifo(out)  # as a device is: no file, though it is there
+    with pytest.raises(ConfigError, match="no file that can be written"):
+        moe_qlora.write_report(inputs.plain, out)
+    out.unlink()
     with pytest.raises(ConfigError, match="no file that can be written"):
         moe_qlora.write_report(inputs.plain, tmp_path / "gone/report.html")
     with pytest.raises(CheckpointError, match="without config"):
