@@ -39,9 +39,10 @@ def choose_experts(
             near = get_close_matches(name, [*modules, *packed], n=1)
             say = f"; did you mean {near[0]!r}" if near else ""
             raise ConfigError(f"experts names {name!r}, which holds no packed experts{say}.")
-        if isinstance(indices, str) or not isinstance(indices, Iterable):
+        value: Any = indices
+        if isinstance(value, str) or not isinstance(value, Iterable):
             raise ConfigError(
-                f"experts[{name!r}] is {indices!r}; give a list of experts' indices, as in [1, 2]."
+                f"experts[{name!r}] is {value!r}; give a list of experts' indices, as in [1, 2]."
             )
         for weight, shape in packed.items():
             if name not in (weight, weight.rpartition(".")[0]):
