@@ -150,11 +150,13 @@ def line_chart(
     x_low, x_high = min(xs), max(xs)
     low, high, y_step = nice_range(min(ys), max(ys))
     alone = _alike(x_low, x_high)
-    width, height = 1.0 if alone else x_high - x_low, high - low
+    height = high - low
+
+    def left(x: float) -> float:
+        return 50.0 if alone else 100 * (x - x_low) / (x_high - x_low)
 
     def place(x: float, y: float) -> str:
-        left = 50.0 if alone else 100 * (x - x_low) / width
-        return f"{left:.2f} {100 - 100 * (y - low) / height:.2f}"
+        return f"{left(x):.2f} {100 - 100 * (y - low) / height:.2f}"
 
     lines = []
     for name, points in curves:
@@ -166,8 +168,7 @@ def line_chart(
     return LineChart(
         tuple(lines),
         tuple(
-            Tick(round(100 * (x - x_low) / width, 3), x_number(x, x_step))
-            for x in _multiples(x_low, x_high, x_step)
+            Tick(round(left(x), 3), x_number(x, x_step)) for x in _multiples(x_low, x_high, x_step)
         ),
         tuple(
             Tick(round(100 - 100 * (y - low) / height, 3), number(y, y_step))

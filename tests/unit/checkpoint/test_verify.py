@@ -490,7 +490,7 @@ def test_the_table_the_map_and_the_json_say_the_same(cli, tmp_path):
     (tmp_path / "folder.png").mkdir()
     code, _, err = cli(folder, "--against", source, "--heat-map", tmp_path / "folder.png")
     assert code == 2
-    assert err.startswith("error: --heat-map ") and "cannot be written: Is a directory" in err
+    assert err.startswith("error: --heat-map ") and "is no file that can be written" in err
     found = json.loads(cli(folder, "--against", source, "--json")[1])
     stacks = [error for error in found["errors"] if error["expert"]]
     assert len(stacks) == found["experts"] == 4

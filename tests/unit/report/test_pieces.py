@@ -99,6 +99,7 @@ def test_a_line_goes_through_its_points():
     assert chart.x_ticks[0] == charts.Tick(0, "0")
     alone = charts.line_chart([("a", [(7, 2.0)])], lambda y, step: "", lambda x, step: "")
     assert alone.lines[0].path.count("L") == 1  # a dot, with round ends
+    assert alone.lines[0].path.startswith("M50.00 ") and alone.x_ticks[0].at == 50
 
 
 @pytest.mark.parametrize("zero", [False, True])
