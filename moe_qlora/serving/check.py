@@ -32,6 +32,7 @@ from .export import export_adapter
 
 ENGINES = {"vllm": "vllm", "llama.cpp": "gguf"}  # by what they are asked with: the layout's name
 _WORKERS = {"vllm": "vllm_worker.py", "llama.cpp": "llama_worker.py"}
+_CONVERTER = "convert_hf_to_gguf.py"  # of llama.cpp
 _SETTINGS = (
     "VLLM_ENABLE_V1_MULTIPROCESSING=0",  # the engine in the worker, which experts on a CPU need
     "VLLM_NO_USAGE_STATS=1",
@@ -168,9 +169,6 @@ def serve_check(
     return compare(server, ours, result)
 
 
-_CONVERTER = "convert_hf_to_gguf.py"
-
-
 def run_worker(
     server: str, job: dict[str, Any], work: Path, python: str | Path | None, timeout: float
 ) -> dict[str, Any]:
@@ -196,13 +194,11 @@ def run_worker(
         raise ConfigError(f"{server} could not be run by {interpreter}: {lines[-1].strip()}")
     result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
     if "error" in result:
-        what = " ".join(str(result["error"]).split())
         raise ConfigError(
-            f"{server} {result.get('version', '')} cannot serve {job['model']}: {what}"
+            f"{server} {result.get('version', '')} cannot serve {job['model']}: {_error(result)}"
         )
     if "error" in result["runs"][0]:
-        what = " ".join(str(result["runs"][0]["error"]).split())
-        raise ConfigError(f"{server} cannot serve {job['model']}: {what}")
+        raise ConfigError(f"{server} cannot serve {job['model']}: {_error(result['runs'][0])}")
     return result
 
 
@@ -217,9 +213,8 @@ def compare(server: str, ours: Sequence[list[float]], result: dict[str, Any]) ->
     served = _flat(runs[0]["logprobs"])
     noise, effect = _mean(served - base), _mean(adapted - base)
     if "error" in runs[1]:
-        refusal = " ".join(str(runs[1]["error"]).split())
         return ServeReport(
-            name, "not loaded", noise, float("nan"), effect, 0.0, len(base), refusal, note
+            name, "not loaded", noise, float("nan"), effect, 0.0, len(base), _error(runs[1]), note
         )
     served_adapted = _flat(runs[1]["logprobs"])
     error, served_effect = _mean(served_adapted - adapted), _mean(served_adapted - served)
@@ -241,6 +236,11 @@ def compare(server: str, ours: Sequence[list[float]], result: dict[str, Any]) ->
     return ServeReport(
         name, verdict, noise, error, effect, served_effect, len(base), "", note
     )  # fmt: skip
+
+
+def _error(result: dict[str, Any]) -> str:
+    """Return what a worker's result says went wrong, on one line."""
+    return " ".join(str(result["error"]).split())
 
 
 def _flat(rows: Sequence[Sequence[float]]) -> torch.Tensor:

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import building
 import model as bench
 import torch
 from common import RESULTS, Rows, environment, release, release_workspace
@@ -76,8 +77,8 @@ def train(
         liger="liger" in additions, compile="compile" in additions,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = bench.build(config, device, bench._Packer("ours", config).visit)
-    bench.pack(model, device, None)
+    model = building.build(config, device, building.Packer("ours", config).visit)
+    building.pack(model, device, None)
     adapted = bench.adapt("ours", model, settings)
     torch.manual_seed(7)
     for name, parameter in adapted.named_parameters():

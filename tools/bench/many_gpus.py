@@ -29,6 +29,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import building
 import model as whole_model
 import torch
 from common import RESULTS, environment, release, synchronize
@@ -206,11 +207,11 @@ def _adapt(model: Any, options: argparse.Namespace) -> Any:
 
 def _built(config: Any, options: argparse.Namespace, device: torch.device) -> Any:
     """Return the whole model on the device, each expert weight packed as soon as it is made."""
-    packer = whole_model._Packer("ours", config)
-    model = whole_model.build(config, device, packer.visit)
+    packer = building.Packer("ours", config)
+    model = building.build(config, device, packer.visit)
     if options.linears:
         _pack_linears(model, device)
-    whole_model.pack(model, device, None)
+    building.pack(model, device, None)
     return model
 
 
@@ -263,7 +264,7 @@ def _ep(config: Any, options: argparse.Namespace, device: torch.device) -> tuple
     from moe_qlora.packing import parametrize, shares
 
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-    packer = whole_model._Packer("ours", config)
+    packer = building.Packer("ours", config)
 
     def visit(name: str, module: nn.Module) -> None:
         packer.visit(name, module)
@@ -279,11 +280,11 @@ def _ep(config: Any, options: argparse.Namespace, device: torch.device) -> tuple
         from moe_qlora.testing import model_class
 
         layout = moe_qlora.detect(model_class(config.model_type)._from_config(config))
-    model = whole_model.build(config, device, visit)
+    model = building.build(config, device, visit)
     expert_parallel.divide(model, layout, mesh)
     if options.linears:
         _pack_linears(model, device)
-    whole_model.pack(model, device, None)
+    building.pack(model, device, None)
     adapted = _adapt(model, options)
     return adapted, _in_ddp(adapted, device)
 
@@ -298,7 +299,7 @@ def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tu
     with torch.device("meta"):
         model: Any = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    quantization = whole_model.quantization()
+    quantization = building.quantization()
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     quantization.llm_int8_skip_modules = linears
     blank = blank_model(model, quantization)

@@ -1,0 +1,156 @@
+"""Builds whole models with random weights on a device, packed a module at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import Rows, allocated, release, synchronize
+from peers import UnavailableError
+from random_mxfp4 import BLOCK, random_mxfp4
+from torch import Tensor, nn
+
+import moe_qlora
+
+OURS = ("ours", "mxfp4")
+"""This package's peers, the second only where it is asked for."""
+
+Each = Callable[[str, nn.Module], None]
+
+
+def build(config: Any, device: torch.device, each: Each | None = None) -> Any:
+    """The model in bf16 on the device, with transformers' own random initialization.
+
+    Memory is taken for one module at a time.
+
+    Args:
+        config: Of the model.
+        device: Where it is to be.
+        each: Called with a module's name and the module, once its own weights are there.
+    """
+    from transformers import PreTrainedModel
+
+    from moe_qlora.testing import model_class
+
+    with torch.device("meta"):
+        model = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
+    modules = dict(model.named_modules())
+    for name, module in reversed(modules.items()):  # what a module holds comes before it
+        host = name
+        while not isinstance(modules[host], PreTrainedModel):
+            host = host.rpartition(".")[0]
+        _fill(module, device)
+        modules[host]._init_weights(module)
+        if each is not None:
+            each(name, module)
+    model.tie_weights()
+    return model
+
+
+def _fill(module: nn.Module, device: torch.device) -> None:
+    """Memory for what is the module's own, zeros: a class may leave out some in initializing."""
+    module.to_empty(device=device, recurse=False)
+    with torch.no_grad():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.zero_()
+
+
+class Packer:
+    """Packs a model's expert stacks as they are made, and counts.
+
+    Attributes:
+        before: Bytes of the stacks in bf16.
+        after: Bytes packed, statistics included.
+        seconds: Time taken.
+    """
+
+    def __init__(self, peer: str, config: Any) -> None:
+        self.peer = peer
+        self.stacks: dict[str, list[str]] = {}
+        from moe_qlora.testing import model_class
+
+        with torch.device("meta"):
+            model = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
+        for param in moe_qlora.detect(model):
+            self.stacks.setdefault(param.module_name, []).append(param.parameter_name)
+        self.before = self.after = 0
+        self.seconds = 0.0
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        """Pack what is an expert stack of this module."""
+        for parameter in self.stacks.get(name, ()):
+            weight = module.get_parameter(parameter).data
+            device = weight.device
+            self.before += weight.nbytes
+            synchronize(device)
+            start = time.perf_counter()
+            if self.peer in OURS:
+                self._ours(module, parameter, weight)
+            else:
+                self._theirs(module, parameter)
+            del weight
+            synchronize(device)
+            self.seconds += time.perf_counter() - start
+
+    def _ours(self, module: nn.Module, parameter: str, weight: Tensor) -> None:
+        from moe_qlora.packing import codec, parametrize
+        from moe_qlora.packing.settings import CodecSettings
+
+        if self.peer == "mxfp4":
+            packed = random_mxfp4(weight.shape, bool(module.is_transposed), weight.device)
+            if packed is None:
+                shape = tuple(weight.shape)
+                raise UnavailableError(f"{parameter} {shape} has no whole blocks of {BLOCK}")
+        else:
+            packed = codec.pack(weight, CodecSettings.from_config(quantization()))
+        self.after += packed.nbytes
+        parametrize.attach(module, parameter, packed)
+
+    def _theirs(self, module: Any, parameter: str) -> None:
+        from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+        replace_parameter_4bit(module, parameter, compress_statistics=True, quant_type="nf4")
+        held = module.parametrizations[parameter]
+        state = held[0].quant_state
+        tensors = [held.original, state.absmax, state.offset, state.state2.absmax]
+        self.after += sum(tensor.nbytes for tensor in tensors)
+
+
+def quantization() -> Any:
+    """nf4 with double quantization."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def pack(model: Any, device: torch.device, rows: Rows | None) -> None:
+    """`quantize_experts`, which also takes on stacks that are packed already.
+
+    Args:
+        model: The model.
+        device: Where it is.
+        rows: Records time, bytes and the memory that packing takes beyond the model; None where
+            everything is packed already.
+    """
+    release(device)
+    before = allocated(device)
+    start = time.perf_counter()
+    report = moe_qlora.quantize_experts(model, quantization())
+    synchronize(device)
+    if rows is None:
+        return
+    rows.add("packing time", "s", time.perf_counter() - start)
+    rows.add("experts before", "bytes", report.bytes_before)
+    rows.add("experts packed", "bytes", report.bytes_after)
+    rows.add("packed weight", "bytes/weight", 2 * report.bytes_after / report.bytes_before)
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        rows.add("16-bit model", "bytes", before)
+        rows.add("peak while packing over model", "bytes", peak - before)
