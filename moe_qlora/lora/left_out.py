@@ -33,6 +33,8 @@ def check_named(
     asked: Any = config
     if not isinstance(config, LoraConfig) or targets.experts or is_all_linear(config):
         return ""
+    if config.target_modules is None:  # PEFT's own choice for the model type, or its own error
+        return ""
     names = [name for name in packed if _names_expert(asked, name)]
     if not names:
         return ""

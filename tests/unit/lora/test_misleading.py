@@ -157,6 +157,13 @@ def test_targets_that_do_not_mean_experts_are_silent(config: LoraConfig) -> None
     moe_qlora.get_peft_model(packed("qwen2_moe"), config)
 
 
+def test_no_targets_are_those_that_peft_has_for_the_model_type() -> None:
+    peft_model = moe_qlora.get_peft_model(packed("nemotron_h"), LoraConfig(r=2))
+    assert adapted(peft_model) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(ValueError, match="target_modules` or `target_parameters`"):
+        moe_qlora.get_peft_model(packed("gpt_oss"), LoraConfig(r=2))
+
+
 def test_experts_that_are_asked_for_or_excluded_by_the_call_it_names_are_silent() -> None:
     for options in ({"experts": True}, {"experts": ["down"]}):
         peft_model = moe_qlora.get_peft_model(packed(), lora("q_proj", *MLP), **options)
