@@ -343,8 +343,8 @@ def evaluate(model: Any, tokens: Tensor, scale: Scale, rounds: int = 8) -> float
 
     model.eval()
     for module in model.modules():
-        # In evaluation on the CPU, bitsandbytes 0.50 turns the weights of its Linear layers into a
-        # form that gradients do not pass any more, and training goes on with it.
+        # Before experts are packed: on some CPUs, bitsandbytes 0.50 turns the codes of its Linear
+        # layers into another form in evaluation, and rounds their absmax.
         if isinstance(module, Linear4bit):
             module.train()
     device = next(model.parameters()).device

@@ -43,7 +43,6 @@ def findings(
         *_ms_swift(versions),
         *_torch_build(device),
         *_kernels(device, card),
-        *_cpu(device),
         *_slow_layers(device, card, layers),
     ]
     return sorted(found, key=lambda finding: finding.severity != PROBLEM)
@@ -127,19 +126,6 @@ def _kernels(device: Device, card: Card) -> Iterable[Finding]:
             PROBLEM,
             f"Triton is not installed, so that {device.name} computes without the fused kernels.",
             "pip install triton",
-        )
-
-
-def _cpu(device: Device) -> Iterable[Finding]:
-    """bitsandbytes 0.50 repacks its Linear layers in evaluation, and gradients do not pass them."""
-    from bitsandbytes.functional import has_avx512bf16
-
-    if device.name == "CPU" and has_avx512bf16():
-        yield Finding(
-            WARNING,
-            "On this CPU (AVX512-BF16) bitsandbytes converts its Linear layers in evaluation to a "
-            "form that gradients do not pass.",
-            "Do not train here after forwards in model.eval(), as tools/demo.py says.",
         )
 
 

@@ -24,7 +24,7 @@ from ..packing import parametrize
 from ..packing.decoders import PackedCodes, is_shardable
 from ..packing.quant_state import state_tensors
 from ..packing.settings import CodecSettings
-from ..packing.sharding import prepare_sharding, runs_distributed
+from ..packing.sharding import keep_layout, prepare_sharding, runs_distributed
 
 
 def check_method(model: nn.Module, settings: CodecSettings) -> str | None:
@@ -54,6 +54,7 @@ def finish_packing(
             names.append(entry.name)
     left = forward.activate(model, names)
     mark_quantized(model, config, settings)
+    keep_layout(model)
     if runs_distributed():
         prepare_sharding(model)
     return set(names) - set(left)

@@ -253,11 +253,34 @@ def read_linear(layer: Any) -> PackedWeight:
         shape = tuple(codes.shape)
         return PackedWeight(codes, scales, None, 0, None, shape, "int8", torch.float16)
     codes, state = layer.weight.data, layer.weight.quant_state
-    if getattr(state, "packing_format_for_cpu", False):
+    if _is_converted(layer):
         import bitsandbytes.nn.modules as bnb_modules
 
+        absmax, state = state.absmax, copy.copy(state)  # which the inverse changes
         codes, state = bnb_modules._convert_weight_packed_for_cpu_inverse(codes, state)
+        if not state.nested:  # and leaves in the columns' order
+            state.absmax = absmax.T.reshape(-1).float()
     return from_quant_state(codes, state)
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Keep the codes of bitsandbytes' 4-bit Linear layers as they were packed, in place.
+
+    In evaluation on CPUs with AVX512-BF16, bitsandbytes 0.50 converts them to another form, in
+    which the layer computes in bf16 and passes no gradient, also in training later. What decodes it
+    afterwards gets other weights: its absmax is rounded to bf16, and comes back in another order.
+    """
+    for module in model.modules():
+        if isinstance(module, bnb.Linear4bit):
+            layer: Any = module
+            if _is_converted(layer):
+                write_linear(layer, read_linear(layer))
+            layer.support_avx512bf16_for_cpu = False
+
+
+def _is_converted(layer: Any) -> bool:
+    state = getattr(layer.weight, "quant_state", None)
+    return bool(getattr(state, "packing_format_for_cpu", False))
 
 
 def write_linear(layer: Any, packed: PackedWeight) -> None:

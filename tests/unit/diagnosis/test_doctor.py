@@ -331,15 +331,6 @@ def test_a_torch_that_does_not_see_the_gpu(monkeypatch, tmp_path):
     assert found({}, H100, HOPPER) == []
 
 
-@pytest.mark.parametrize("avx", [True, False])
-def test_cpus_on_which_evaluation_converts_layers(monkeypatch, avx):
-    import bitsandbytes.functional
-
-    monkeypatch.setattr(bitsandbytes.functional, "has_avx512bf16", lambda: avx)
-    texts = found({}, CPU, Card("", (0, 0), 0))
-    assert [text.startswith("warning: On this CPU (AVX512-BF16)") for text in texts] == [True] * avx
-
-
 # The command
 
 

@@ -18,7 +18,7 @@ import moe_qlora
 from moe_qlora.errors import QuantizationError
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import unpack
-from moe_qlora.packing.sharding import ShardableLinear4bit, ShardableLinear8bit
+from moe_qlora.packing.sharding import ShardableLinear4bit, ShardableLinear8bit, read_linear
 from moe_qlora.testing import tiny_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -51,6 +51,38 @@ def zeroed(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         parameter.data.zero_()
     return model
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("first", ["packing", "evaluation"])
+def test_evaluation_leaves_linear_layers_as_they_were(
+    tmp_path: Path, double: bool, first: str
+) -> None:
+    """Also on CPUs with AVX512-BF16, for which bitsandbytes turns codes around in evaluation."""
+    tiny_model("qwen3_moe", hidden_size=128).save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=double)
+
+    def load() -> Any:
+        # This one packs Linear layers only, and leaves them to bitsandbytes
+        return AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).eval()
+
+    untouched, model = load(), load()
+    if first == "evaluation":
+        logits(model)
+    for each in (untouched, model):
+        moe_qlora.quantize_experts(each)
+    logits(model)
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear4bit)]
+    others = [layer for layer in untouched.modules() if isinstance(layer, Linear4bit)]
+    for layer, other in zip(layers, others, strict=True):
+        assert torch.equal(layer.weight.data, other.weight.data)
+        weights = [unpack(read_linear(each)) for each in (layer, other)]
+        # bitsandbytes keeps no more of absmax than bf16 where it was before us
+        tolerance = 0.0 if first == "packing" else 0.02
+        torch.testing.assert_close(*weights, rtol=tolerance, atol=tolerance / 10)
+    embedded = torch.randn(1, 3, 128, requires_grad=True)
+    model.train()(inputs_embeds=embedded).logits.sum().backward()
+    assert embedded.grad is not None and bool(embedded.grad.any())
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
