@@ -145,7 +145,7 @@ class LayerGraphs:
         """Return the contiguous tensor that all graphs share for this role, shape and dtype."""
         key = role, tuple(shape), like.dtype, like.device
         if key not in self._buffers:
-            self._buffers[key] = torch.empty(*shape, dtype=like.dtype, device=like.device)
+            self._buffers[key] = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
         return self._buffers[key]
 
     def fill(self, buffers: Sequence[Any], leaves: Sequence[Any]) -> None:
@@ -252,7 +252,7 @@ class _GraphedLayer:
         if not trains:
             return self._without_gradients(args, kwargs)
         try:
-            leaves, spec, kind = self._describe(args, self._without_cache(kwargs))
+            leaves, spec, kind = self._describe(args, self._needed(kwargs))
             call = self._recorded(self.calls, kind, lambda: self._record(leaves, spec))
         except ObstacleError as obstacle:
             self.shared.warn(str(obstacle))
@@ -333,11 +333,16 @@ class _GraphedLayer:
         calls[kind] = None
         return None
 
-    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return what a layer is called with, without a cache that checkpointing leaves out."""
-        if not getattr(self.layer, "gradient_checkpointing", False):
-            return kwargs
-        return kwargs | {name: None for name in ("past_key_values", "layer_past") if name in kwargs}
+    def _needed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return what a layer is called with, without what only passes through it.
+
+        The loss's `num_items_in_batch`, which Trainer hands over, differs from step to step; a
+        cache is left out by checkpointing.
+        """
+        unused = ["num_items_in_batch"]
+        if getattr(self.layer, "gradient_checkpointing", False):
+            unused += ["past_key_values", "layer_past"]
+        return kwargs | {name: None for name in unused if name in kwargs}
 
     def checkpointed(
         self, leaves: Sequence[Any], spec: TreeSpec, *, preserve_rng_state: bool

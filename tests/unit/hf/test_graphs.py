@@ -15,6 +15,7 @@ from training import NF4
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
+from moe_qlora.hf.graphs import LayerGraphs
 from moe_qlora.kernels.workspace import release_workspace
 from moe_qlora.testing import tiny_model
 
@@ -64,6 +65,14 @@ def assert_near(got: Any, wanted: Any) -> None:
 def test_a_model_on_the_cpu_has_nothing_to_record() -> None:
     with pytest.raises(moe_qlora.ConfigError, match="no decoder layer on a CUDA device"):
         moe_qlora.graph_layers(tiny_model("qwen3_moe"))
+
+
+def test_a_number_in_a_tensor_has_a_buffer_too() -> None:
+    graphs = object.__new__(LayerGraphs)
+    graphs._buffers = {}
+    number = torch.tensor(3)
+    buffer = graphs.buffer("argument", number.shape, number)
+    assert buffer.shape == number.shape and buffer.dtype == number.dtype
 
 
 @gpu
@@ -120,6 +129,28 @@ def test_several_forwards_may_come_before_their_backwards() -> None:
             model(input_ids=batch(step), labels=batch(step)).loss.backward()
         got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         assert_near((sum(losses).item(), got), (wanted[0][0] + wanted[1][0], both))
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["tensor", "number"])
+def test_what_is_meant_for_the_loss_passes_through_the_layers(kind: str) -> None:
+    """As Trainer calls a model: the number of targets, another one in each step."""
+
+    def run(model: Any, step: int) -> tuple[float, dict[str, Tensor]]:
+        ids, count = batch(step), 100 + step
+        given: Any = torch.tensor(count, device="cuda") if kind == "tensor" else count
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids, num_items_in_batch=given).loss
+        loss.backward()
+        named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return loss.item(), named
+
+    model = packed()
+    wanted = [run(model, step) for step in range(6)]
+    with moe_qlora.graph_layers(model) as graphs:
+        for step in range(6):
+            assert_near(run(model, step), wanted[step])
+        assert graphs.recorded == model.config.num_hidden_layers
 
 
 @gpu
