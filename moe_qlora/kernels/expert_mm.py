@@ -20,6 +20,7 @@ from torch import Tensor
 from . import autotune, cards, dequantize, grouped_mm, quantized_mm, workspace
 from .factors import Factors
 from .limits import TILE, few_rows, prefers_wide, row_stride
+from .quantized_mm import Gather
 from .routing import Routing
 from .weights import PackedWeight
 
@@ -86,29 +87,44 @@ def prefers_wide_tiles(packed: PackedWeight, count: int, dtype: torch.dtype) -> 
     return prefers_wide(count, packed.experts, least=least)
 
 
-def multiply(x: Tensor, matmul: ExpertMatmul, routing: Routing, wide: bool, name: str) -> Tensor:
-    """Return `(R, N)`: x `(R, K + r)`, whose last r columns are LoRA's, times weight and factor."""
+def gathers(matmul: ExpertMatmul, routing: Routing, wide: bool) -> bool:
+    """Whether the matmul fetches tokens' rows itself, so that nobody copies them in order."""
+    if not matmul.on_quantized:
+        return False
+    tile = routing.cut(wide)[1]
+    return autotune.chosen(matmul.packed, matmul.dtype, tile, back=not matmul.by_rows).hopper
+
+
+def multiply(
+    x: Tensor, matmul: ExpertMatmul, routing: Routing, wide: bool, name: str,
+    gather: Gather | None = None,
+) -> Tensor:  # fmt: skip
+    """Return `(R, N)`: x `(R, K + r)`, whose last r columns are LoRA's, times weight and factor.
+
+    With `gather`, which needs `gathers`, x is the tokens' `(T, K)`.
+    """
     out = None
-    for (first, end), part in slices(x, matmul, routing, wide, name):
+    for (first, end), part in slices(x, matmul, routing, wide, name, gather):
         if end - first == matmul.features:
             return part
         if out is None:
-            out = torch.empty(x.shape[0], matmul.features, dtype=x.dtype, device=x.device)
+            out = torch.empty(routing.count, matmul.features, dtype=x.dtype, device=x.device)
         out[:, first:end] = part
     assert out is not None
     return out
 
 
 def slices(
-    x: Tensor, matmul: ExpertMatmul, routing: Routing, wide: bool, name: str
-) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    x: Tensor, matmul: ExpertMatmul, routing: Routing, wide: bool, name: str,
+    gather: Gather | None = None,
+) -> Iterator[tuple[tuple[int, int], Tensor]]:  # fmt: skip
     """Yield `multiply` by slices of features: (first, end), and `(R, end - first)`."""
     tiles, tile = routing.cut(wide)
     experts, n_rows, n_cols = matmul.packed.spec.shape
     inner = (n_cols if matmul.by_rows else n_rows) + matmul.rank
     # What comes out may be half of the cap: in backward it stands beside two others of its kind.
     dequantized = 0 if matmul.on_quantized else experts * inner
-    each = matmul.dtype.itemsize * max(2 * x.shape[0], dequantized)
+    each = matmul.dtype.itemsize * max(2 * routing.count, dequantized)
     step = max(64, workspace.workspace_cap(x.device) // each // 64 * 64)
     absmax = config = None
     if matmul.on_quantized:
@@ -121,7 +137,7 @@ def slices(
         if config is not None:
             part = quantized_mm.launch(
                 x, matmul.packed, matmul.factor, absmax, routing.expert_offsets, tiles, tile,
-                config, back=not matmul.by_rows, span=span,
+                config, back=not matmul.by_rows, span=span, gather=gather,
             )  # fmt: skip
         elif step >= matmul.features:
             part = _grouped(x, _whole(matmul, routing, name), matmul, routing)

@@ -18,6 +18,7 @@ and backward, from the tokens' gradient g:
     dw     <u, h>       needs no saved output, LoRA's part included, since u has it
     dA, dB               outer products over each expert's rows, with (R, r) on one side
 
+Where Hopper's quantized matmul fetches tokens' rows itself, only the r columns of `rows` are there.
 Kept between the two beside inputs: pre, s1 x A1^T, s2 h A2^T and 8 R bytes of routing. The host
 never waits for the device, and every sum has one order.
 """
@@ -33,6 +34,7 @@ from torch import Tensor
 from . import row_launches, workspace
 from .expert_mm import (
     ExpertMatmul,
+    gathers,
     in_backward,
     multiply,
     owner_of,
@@ -43,6 +45,7 @@ from .expert_mm import (
 from .factors import Factors, Lora, pad_factors
 from .launch import aligned
 from .limits import cdiv, row_stride
+from .quantized_mm import Gather
 from .routing import Routing, route
 from .row_launches import Gate
 from .weights import PackedWeight
@@ -129,10 +132,16 @@ def _gathered(
     """Return the matmul of the tokens' rows, and those rows' own products with a bias.
 
     Products with a factor, `(E, r, K)` if it is `matmul.factors.a`, else `(E, K, r)`, are written
-    to `product`. Rows over the workspace's cap are copied a piece at a time.
+    to `product`. Rows that the matmul does not fetch itself are copied in order, those over the
+    workspace's cap a piece at a time.
     """
     count = routing.count
     dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
+    if gathers(matmul, routing, wide):
+        if factor is not None or bias is not None:
+            _multiply_rows(routing, x, matmul, factor, x, 0, product, dots, bias)
+        gather = Gather(routing.order, product, routing.top_k, count)
+        return multiply(x, matmul, routing, wide, name, gather), dots
     nbytes = count * (x.shape[1] + matmul.rank) * layer.dtype.itemsize
     pieces = min(_PIECES, cdiv(nbytes, workspace.workspace_cap(x.device)))
     if pieces <= 1:
@@ -205,19 +214,27 @@ def _copied(
     dots: Tensor, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return the tokens' rows and their product with a factor; fill `product` and `dots`."""
-    size, factors = x.shape[-1], matmul.factors
-    out = _strip(routing.count, size + matmul.rank, x, matmul)
+    out = _strip(routing.count, x.shape[-1] + matmul.rank, x, matmul)
+    _multiply_rows(routing, x, matmul, factor, out, out.stride(0), product, dots, bias)
+    return out
+
+
+def _multiply_rows(
+    routing: Routing, x: Tensor, matmul: ExpertMatmul, factor: Tensor | None, out: Tensor,
+    stride: int, product: Tensor, dots: Tensor, bias: Tensor | None,
+) -> None:  # fmt: skip
+    """Fill `product` and `dots`, and `out` with the rows, unless its stride is given as 0."""
+    factors = matmul.factors
     f = x if factor is None else factor
     over_rows = factors is not None and factor is factors.a
     launch = row_launches.copy(
-        size, out.stride(0), matmul.rank, over_rows, routing.top_k, routing.tile, routing.counts[0],
+        x.shape[-1], stride, matmul.rank, over_rows, routing.top_k, routing.tile, routing.counts[0],
         x.dtype, None if bias is None else bias.dtype, x.get_device(),
     )  # fmt: skip
     launch(
         x, routing.order, f, routing.tiles, routing.expert_offsets, out, product,
         f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling,
     )  # fmt: skip
-    return out
 
 
 def _summed(

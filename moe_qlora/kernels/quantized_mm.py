@@ -44,6 +44,15 @@ class Config(NamedTuple):
     hopper: bool = False  # Whether it is the kernel of `quantized_mm_hopper.py`, whose cut is fixed
 
 
+class Gather(NamedTuple):
+    """Where the matmul finds its rows, which nobody has copied."""
+
+    order: Tensor  # `(R,)`, and some more: `routing.Routing.order`
+    products: Tensor  # `(R r,)`: what would be the rows' last r columns
+    top_k: int  # Row i is the token order[i] // top_k
+    rows: int  # R
+
+
 HOPPER = Config(128, 64, 4, 4, False, True)
 
 _LARGE = {
@@ -190,16 +199,18 @@ def _weights(
 
 @triton.jit
 def quantized_kernel(
-    x, codes, absmax, table, table2, absmax2, offset, factor, tiles, expert_offsets, y,
-    stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
-    ROWS: tl.constexpr, COLS: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr,
-    BACK: tl.constexpr, BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, INT8: tl.constexpr,
-    ASM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    x, order, products, codes, absmax, table, table2, absmax2, offset, factor, tiles,
+    expert_offsets, y, stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STRIDE: tl.constexpr, TOP_K: tl.constexpr,
+    RANK: tl.constexpr, BACK: tl.constexpr, BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr,
+    INT8: tl.constexpr, ASM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """y (R, n_end - n_first) = features [n_first, n_end) of x W^T, or of x W where BACK.
 
     x (R, K + RANK) in rows STRIDE apart, whose last RANK columns go with the factor (E, N, RANK);
-    codes of (E, ROWS, COLS). Program 0: features, in blocks; 1: tile of rows.
+    where TOP_K, row i is row order[i] // TOP_K of x (T, K), and its last columns are products (R,
+    RANK). Codes of (E, ROWS, COLS). Program 0: features, in blocks; 1: tile of rows.
     """
     pid = tl.program_id(1)
     expert = tl.load(tiles + 2 * pid).to(tl.int64)
@@ -212,7 +223,10 @@ def quantized_kernel(
     first = n_first + tl.program_id(0) * BN
     n = first + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    left = x + rows[:, None] * STRIDE + k[None, :]
+    source = rows
+    if TOP_K > 0:
+        source = (tl.load(order + rows, mask=live, other=0) // TOP_K).to(tl.int64)
+    left = x + source[:, None] * STRIDE + k[None, :]
     total = tl.zeros([BM, BN], tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
         a = tl.load(left + start, mask=live[:, None] & (start + k < K)[None, :], other=0.0)
@@ -234,6 +248,8 @@ def quantized_kernel(
         spots = factor + expert * factor_se + n[None, :] * factor_sn + j[:, None] * factor_sj
         f = tl.load(spots, mask=inside[None, :], other=0.0)
         spots = x + rows[:, None] * STRIDE + K + j[None, :]
+        if TOP_K > 0:
+            spots = products + rows[:, None] * RANK + j[None, :]
         tail = tl.load(spots, mask=live[:, None], other=0.0)
         total = tl.dot(tail, f, total, input_precision="ieee")
     to = y + rows[:, None] * (n_end - n_first) + (n - n_first)[None, :]
@@ -370,18 +386,22 @@ def launch(
     *,
     back: bool,
     span: tuple[int, int],
+    gather: Gather | None = None,
 ) -> Tensor:
     """Return `(R, b - a)`: features [a, b) of x W^T, or of x W, plus LoRA's product.
 
     x is `(R, K + r)` sorted rows, any distance apart, whose last r columns meet the factor `(E, N,
-    r)`, of any strides; packed is `(E, rows, cols)`, K its cols, or its rows where `back`: where
-    the stored rows are what is summed over. `absmax` is fp32 room for a nested absmax, which is
-    decoded into it first; None where `config.direct`, or where it is not nested. `expert_offsets`
-    and `tiles` are `routing.Routing`'s; the span (a, b) is whole groups of 64 features, or the end.
+    r)`, of any strides; with `gather` it is `(T, K)` tokens, contiguous. packed is `(E, rows,
+    cols)`, K its cols, or its rows where `back`: where the stored rows are what is summed over.
+    `absmax` is fp32 room for a nested absmax, which is decoded into it first; None where
+    `config.direct`, or where it is not nested. `expert_offsets` and `tiles` are `routing.Routing`'s;
+    the span (a, b) is whole groups of 64 features, or the end.
     """
     spec = packed.spec
     (table2, absmax2, offset), statistics, strides = _statistics(packed, expert_offsets, absmax)
-    y = torch.empty(x.shape[0], span[1] - span[0], dtype=x.dtype, device=x.device)
+    rows = x.shape[0] if gather is None else gather.rows
+    y = torch.empty(rows, span[1] - span[0], dtype=x.dtype, device=x.device)
+    order, products, top_k = (x, x, 0) if gather is None else gather[:3]
     rank = 0 if factor is None else factor.shape[2]
     count = tiles.numel() // 2
     across = (0, 0, 0) if factor is None else factor.stride()
@@ -390,12 +410,12 @@ def launch(
         from . import quantized_mm_hopper
 
         step = quantized_mm_hopper.step(
-            spec, x.dtype, x.stride(0), rank, across, back, tile, count, span
+            spec, x.dtype, x.stride(0), top_k, rank, across, back, tile, count, span
         )
         try:
             step(
-                x, packed.flat_codes.view(torch.int32), statistics, operand, tiles, expert_offsets,
-                y, x.shape[0] - 1, *strides, *span, *across,
+                x, order, products, packed.flat_codes.view(torch.int32), statistics, operand,
+                tiles, expert_offsets, y, rows - 1, *strides, *span, *across,
             )  # fmt: skip
             return y
         except (RuntimeError, triton.compiler.errors.CompilationError) as error:
@@ -409,10 +429,11 @@ def launch(
             config = Config(128, 64, 3, 4, False)
     nested = spec.nested if absmax is None else 0
     step = _quantized_launch(
-        spec, x.dtype, x.stride(0), rank, across, nested, back, tile, count, config, span
+        spec, x.dtype, x.stride(0), top_k, rank, across, nested, back, tile, count, config, span
     )
     step(
-        x, packed.flat_codes, statistics, packed.absmax if packed.table is None else packed.table,
+        x, order, products, packed.flat_codes, statistics,
+        packed.absmax if packed.table is None else packed.table,
         table2, absmax2, offset, operand, tiles, expert_offsets, y, *strides, *span, *across,
     )  # fmt: skip
     return y
@@ -445,16 +466,17 @@ def _absmax_launch(spec: WeightSpec) -> Launch:
 
 @lru_cache(maxsize=256)
 def _quantized_launch(
-    spec: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...],
-    nested: int, back: bool, tile: int, tiles: int, config: Config, span: tuple[int, int],
+    spec: WeightSpec, dtype: torch.dtype, stride: int, top_k: int, rank: int,
+    across: tuple[int, ...], nested: int, back: bool, tile: int, tiles: int, config: Config,
+    span: tuple[int, int],
 ) -> Launch:  # fmt: skip
     int8 = spec.kind == "int8"
     where = torch.device("cpu") if spec.device < 0 else torch.device("cuda", spec.device)
     plain = int8 or triton.knobs.runtime.interpret or not cards.takes_ptx(where)
     return Launch(
         quantized_kernel, (cdiv(span[1] - span[0], config.features), tiles),
-        ROWS=spec.shape[1], COLS=spec.shape[2], STRIDE=stride, RANK=rank, BACK=back,
-        BLOCKSIZE=spec.blocksize, NESTED=nested, INT8=int8,
+        ROWS=spec.shape[1], COLS=spec.shape[2], STRIDE=stride, TOP_K=top_k, RANK=rank,
+        BACK=back, BLOCKSIZE=spec.blocksize, NESTED=nested, INT8=int8,
         ASM="" if plain else lookup_asm(spec.kind),
         BM=tile, BN=config.features, BK=config.step, STAGES=config.stages,
         num_warps=config.warps, enable_fp_fusion=False,

@@ -167,11 +167,11 @@ def _copy(
 
 @gluon.jit
 def _product(
-    x, codes, absmax, factor, y, expert, start_row, end_row, last_row,
+    x, order, products, codes, absmax, factor, y, expert, start_row, end_row, last_row,
     stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
-    ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, RANK: gl.constexpr,
-    BACK: gl.constexpr, BLOCKSIZE: gl.constexpr, TABLE: gl.constexpr, LOOKUP: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr,
+    ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, TOP_K: gl.constexpr,
+    RANK: gl.constexpr, BACK: gl.constexpr, BLOCKSIZE: gl.constexpr, TABLE: gl.constexpr,
+    LOOKUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     """BM rows of an expert, from `start_row` on, by BN features."""
     W: gl.constexpr = gl.num_warps()
@@ -186,8 +186,10 @@ def _product(
     row = start_row + gl.arange(0, BM, gl.SliceLayout(1, tile_layout))
     k = gl.arange(0, STEP, gl.SliceLayout(0, tile_layout))
     # Rows beyond the expert's are others', and not stored; beyond the last there is none.
-    safe = gl.minimum(row, last_row).to(gl.int64)
-    left = x + safe[:, None] * STRIDE + k[None, :]
+    row = gl.minimum(row, last_row)
+    if TOP_K > 0:
+        row = gl.load(order + row) // TOP_K
+    left = x + row.to(gl.int64)[:, None] * STRIDE + k[None, :]
 
     # A thread looks up one block of 64 weights, 8 words. They are copied by two threads each, whole
     # sectors at a time (a thread alone: 8 conflicts a copy), and lie in shared memory so that what
@@ -265,7 +267,10 @@ def _product(
         n = first + gl.arange(0, BN, gl.SliceLayout(1, tail_layout))
         j = gl.arange(0, RANK, gl.SliceLayout(0, tail_layout))
         safe = gl.minimum(row, last_row).to(gl.int64)
-        tail = gl.load(x + safe[:, None] * STRIDE + K + j[None, :])
+        if TOP_K > 0:
+            tail = gl.load(products + safe[:, None] * RANK + j[None, :])
+        else:
+            tail = gl.load(x + safe[:, None] * STRIDE + K + j[None, :])
         place = factor + expert * factor_se + n[:, None] * factor_sn + j[None, :] * factor_sj
         f = gl.load(place, mask=(n < n_end)[:, None], other=0.0)
         tails = gl.allocate_shared_memory(dtype, [BM, RANK], small, tail)
@@ -285,11 +290,11 @@ def _product(
 
 @gluon.jit(do_not_specialize=["last_row"])
 def hopper_kernel(
-    x, codes, absmax, factor, tiles, expert_offsets, y, last_row,
+    x, order, products, codes, absmax, factor, tiles, expert_offsets, y, last_row,
     stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
-    ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, RANK: gl.constexpr,
-    BACK: gl.constexpr, BLOCKSIZE: gl.constexpr, TABLE: gl.constexpr, LOOKUP: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr,
+    ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, TOP_K: gl.constexpr,
+    RANK: gl.constexpr, BACK: gl.constexpr, BLOCKSIZE: gl.constexpr, TABLE: gl.constexpr,
+    LOOKUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     """Compute `quantized_mm.quantized_kernel`, of 4-bit codes as words, in whole steps."""
     pid = gl.program_id(1)
@@ -301,15 +306,15 @@ def hopper_kernel(
     # An expert's last tile is often nearly empty: half of one costs half of the product.
     if end_row - start_row > 64 or BM == 64:
         _product(
-            x, codes, absmax, factor, y, expert, start_row, end_row, last_row,
+            x, order, products, codes, absmax, factor, y, expert, start_row, end_row, last_row,
             stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
-            ROWS, COLS, STRIDE, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, BM, BN,
+            ROWS, COLS, STRIDE, TOP_K, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, BM, BN,
         )  # fmt: skip
     else:
         _product(
-            x, codes, absmax, factor, y, expert, start_row, end_row, last_row,
+            x, order, products, codes, absmax, factor, y, expert, start_row, end_row, last_row,
             stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
-            ROWS, COLS, STRIDE, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, 64, BN,
+            ROWS, COLS, STRIDE, TOP_K, RANK, BACK, BLOCKSIZE, TABLE, LOOKUP, 64, BN,
         )  # fmt: skip
 
 
@@ -321,13 +326,13 @@ def supports(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
 
 @lru_cache(maxsize=256)
 def step(
-    spec: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...],
-    back: bool, tile: int, tiles: int, span: tuple[int, int],
+    spec: WeightSpec, dtype: torch.dtype, stride: int, top_k: int, rank: int,
+    across: tuple[int, ...], back: bool, tile: int, tiles: int, span: tuple[int, int],
 ) -> Launch:  # fmt: skip
     """`hopper_kernel` for `quantized_mm.launch`, in whose words these are; tile is 64 or 128."""
     return Launch(
         hopper_kernel, (cdiv(span[1] - span[0], FEATURES), tiles),
-        ROWS=spec.shape[1], COLS=spec.shape[2], STRIDE=stride, RANK=rank, BACK=back,
-        BLOCKSIZE=spec.blocksize, TABLE=table_asm(spec.kind, dtype), LOOKUP=lookup_asm(),
+        ROWS=spec.shape[1], COLS=spec.shape[2], STRIDE=stride, TOP_K=top_k, RANK=rank,
+        BACK=back, BLOCKSIZE=spec.blocksize, TABLE=table_asm(spec.kind, dtype), LOOKUP=lookup_asm(),
         BM=tile, BN=FEATURES, num_warps=WARPS,
     )  # fmt: skip

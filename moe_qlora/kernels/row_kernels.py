@@ -145,8 +145,8 @@ def copy_kernel(
 ):  # fmt: skip
     """out[i] = (x_i, scaling x_i F_e), small[i] the same product, dots[i] = <x_i, bias_e>.
 
-    x_i is row order[i] // TOP_K of x. out (R, K + RANK) in rows STRIDE apart, small (R, RANK),
-    F (E, K, RANK), stored (E, RANK, K) if OVER.
+    x_i is row order[i] // TOP_K of x. out (R, K + RANK) in rows STRIDE apart, not written where
+    STRIDE is 0; small (R, RANK), F (E, K, RANK), stored (E, RANK, K) if OVER.
     """
     expert, rows, live = _tile(tiles, expert_offsets, BM)
     if expert < 0:
@@ -160,7 +160,8 @@ def copy_kernel(
         k = start + tl.arange(0, BK)
         ok = live[:, None] & (k < K)[None, :]
         value = tl.load(x + source[:, None] * K + k[None, :], mask=ok, other=0.0)
-        tl.store(out + rows[:, None] * STRIDE + k[None, :], value, mask=ok)
+        if STRIDE > 0:
+            tl.store(out + rows[:, None] * STRIDE + k[None, :], value, mask=ok)
         if RANK > 0:
             spots = k[:, None] * RANK + j[None, :]
             if OVER:
@@ -171,8 +172,9 @@ def copy_kernel(
             add = tl.load(bias + expert * K + k, mask=k < K, other=0.0)
             dot += tl.sum(value.to(tl.float32) * add.to(tl.float32)[None, :], 1)
     if RANK > 0:
-        tail = (product * scaling).to(out.dtype.element_ty)
-        tl.store(out + rows[:, None] * STRIDE + K + j[None, :], tail, mask=live[:, None])
+        tail = (product * scaling).to(small.dtype.element_ty)
+        if STRIDE > 0:
+            tl.store(out + rows[:, None] * STRIDE + K + j[None, :], tail, mask=live[:, None])
         tl.store(small + rows[:, None] * RANK + j[None, :], tail, mask=live[:, None])
     if BIASED:
         tl.store(dots + rows, dot, mask=live)

@@ -406,6 +406,8 @@ def main() -> None:
     x, ints = torch.empty(64, size, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int)
     arguments = x, ints, x, ints, ints, x, x, None, None, 1.0
     copy(*arguments)
+    for only in (16, rank):  # products alone, which nobody copies
+        row_launches.copy(size, 0, only, False, 2, 64, 4, torch.bfloat16, None, 0)(*arguments)
     # What was off by 21 % on an H200 is found here.
     expects_race = True
     raced = copy.constants | {"BM": 64, "num_warps": 4, "num_stages": 2}
@@ -442,6 +444,10 @@ def on_hopper() -> None:
         tile = 64 if rows == 192 else 128
         quantized_mm.launch(x, stack, factor, None, none, none.view(8, 2), tile, config, back=back,
                      span=(0, out))  # fmt: skip
+        gather = quantized_mm.Gather(none, torch.empty(16 * rank, dtype=dtype), 2, 16)
+        quantized_mm.launch(torch.empty(8, inner, dtype=dtype), stack, factor, None, none,
+                     none.view(8, 2), tile, config, back=back, span=(0, out),
+                     gather=gather)  # fmt: skip
     narrow = packed_like((2, 128, 64), "nf4", False).spec
     assert not quantized_mm_hopper.supports(narrow, torch.bfloat16, back=False)
 

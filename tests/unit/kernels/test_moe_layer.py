@@ -293,6 +293,21 @@ def test_a_cap_keeps_what_is_decoded_and_copied_below_it(monkeypatch):
     assert len(copied) > 2 and max(piece.nbytes for piece in copied) <= cap
 
 
+@pytest.mark.parametrize("cap", [None, 1])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("few")])
+def test_the_quantized_matmul_fetches_rows_itself(name, cap, monkeypatch):
+    """As on Hopper: nobody copies the tokens' rows in order."""
+    fetched = []
+    monkeypatch.setattr(moe_layer, "gathers", lambda m, *_: fetched.append(m) or m.on_quantized)
+    monkeypatch.setattr(moe_layer, "_copied", lambda *_: pytest.fail("copied"))
+    workspace.set_workspace_cap(cap)
+    try:
+        check_layer(CASES[name])
+    finally:
+        workspace.set_workspace_cap(None)
+    assert len(fetched) == 2
+
+
 CONFIGS = [quantized_mm.Config(128, 64, 2, 4, True), quantized_mm.Config(64, 128, 2, 4, False)]
 
 
