@@ -13,6 +13,8 @@ import small_models
 import torch
 from small_models import IDS, build
 from torch import Tensor
+from training import NF4
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import testing
@@ -271,7 +273,8 @@ def test_the_fused_layer_on_a_gpu() -> None:
         base = testing.tiny_model(
             "qwen3_moe", hidden_size=128, moe_intermediate_size=64, num_experts=11
         ).to(torch.bfloat16)
-        moe_qlora.quantize_experts(base)
+        config = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=torch.bfloat16)
+        moe_qlora.quantize_experts(base, config)
         model: Any = moe_qlora.get_peft_model(base, lora_config(r=8), experts=experts).cuda()
         if runs:
             model.load_state_dict(runs[0].state_dict())
