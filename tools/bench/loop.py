@@ -1,0 +1,88 @@
+"""The training loop that whole models are measured by: random tokens, AdamW on the adapters."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from common import Rows, allocated, release, synchronize
+from torch import Tensor
+
+LORA_RATE = 1e-4
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw_fused": partial(torch.optim.AdamW, fused=True),
+}
+
+
+def train(
+    model: Any,
+    loss_of: Callable[[Any, Tensor], Tensor],
+    options: argparse.Namespace,
+    device: torch.device,
+    rows: Rows,
+) -> None:
+    """Train on random tokens; records each step's time, tokens/s and memory.
+
+    Raises:
+        RuntimeError: A loss is not finite, or an adapter gets no gradient.
+    """
+    model.train()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rows.add("trained weights", "weights", sum(parameter.numel() for parameter in parameters))
+    optimizer = OPTIMIZERS[options.optimizer](parameters, lr=LORA_RATE)
+    autocast = options.adapters == "fp32"
+    release(device)
+    if device.type == "cuda":
+        rows.add("model and adapters", "bytes", allocated(device))
+    seconds: list[float] = []
+    losses: list[float] = []
+    for ids in _tokens(model.config.get_text_config().vocab_size, options, device):
+        synchronize(device)
+        start = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+            loss = loss_of(model, ids)
+        loss.backward()
+        if not losses:
+            _check_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.item())
+        del loss
+    if not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"the loss is not finite: {losses}")
+    seconds = seconds[options.warmup :]
+    rows.add("step", "s", *seconds)
+    tokens = options.micro_batch * options.seq
+    rows.add("throughput", "tokens/s", *(tokens / step for step in seconds))
+    rows.add("first loss", "nats", losses[0])
+    rows.add("last loss", "nats", losses[-1])
+    if device.type == "cuda":
+        rows.add("peak in training", "bytes", torch.cuda.max_memory_allocated(device))
+        rows.add("resident between steps", "bytes", allocated(device))
+
+
+def _tokens(vocab: int, options: argparse.Namespace, device: torch.device) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (options.micro_batch, options.seq)
+    for _ in range(options.warmup + options.steps):
+        yield torch.randint(vocab, shape, generator=generator).to(device)
+
+
+def _check_gradients(model: Any) -> None:
+    """Every LoRA B must get a gradient (A gets none while B is zero)."""
+    dead = [
+        name
+        for name, parameter in model.named_parameters()
+        if "lora_B" in name and (parameter.grad is None or not parameter.grad.any())
+    ]
+    if dead:
+        raise RuntimeError(f"{len(dead)} LoRA weights get no gradient, the first is {dead[0]}")
