@@ -107,6 +107,25 @@ def test_a_peer_that_is_none_is_refused(monkeypatch, capsys, script):
     )
 
 
+def test_a_checkpoint_for_unsloth_is_one_that_transformers_loads(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    from shapes import whole_config
+    from unsloth_model import write_checkpoint
+
+    config = whole_config("qwen3_moe", tiny=True)
+    config.tie_word_embeddings = False
+    write_checkpoint(config, tmp_path, torch.device("cpu"))
+    index = tmp_path / "model.safetensors.index.json"
+    written = index.stat().st_mtime_ns
+    write_checkpoint(config, tmp_path, torch.device("cpu"))
+    assert index.stat().st_mtime_ns == written
+    model, told = model_class("qwen3_moe").from_pretrained(tmp_path, output_loading_info=True)
+    assert model.dtype == torch.bfloat16
+    assert not any(told.values()), told
+    weight = model.model.layers[1].mlp.experts.gate_up_proj.float()
+    assert weight.std().item() == pytest.approx(config.initializer_range, rel=0.05)
+
+
 @pytest.mark.parametrize("model", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3"])
 def test_a_model_made_module_by_module_is_initialized_as_stock(monkeypatch, model):
     monkeypatch.syspath_prepend(str(BENCH))
