@@ -263,8 +263,8 @@ def trained(model, steps: int = 2):
     torch.manual_seed(0)
     peft_model = moe_qlora.get_peft_model(model, LoraConfig(**LORA))
     for name, parameter in peft_model.named_parameters():
-        if ".lora_B" in name:
-            generator = torch.Generator().manual_seed(len(name))
+        if ".lora_" in name:  # A as well: PEFT draws it in another order for plain experts
+            generator = torch.Generator().manual_seed(sum(map(ord, name)))
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
     optimizer = torch.optim.SGD([p for p in peft_model.parameters() if p.requires_grad], lr=0.05)
     inputs = tiny_inputs(model)
