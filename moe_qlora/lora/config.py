@@ -57,8 +57,9 @@ def adapt_lora_config(
         lora_config: A `peft.LoraConfig` (or any other PEFT config with target_modules, where
             experts are left alone).
         experts: True adds LoRA on every packed expert parameter, a collection of roles ("gate_up",
-            "down") on those. A mapping from names of experts modules to indices of experts, as
-            `hot_experts` returns it, adds LoRA on these experts alone.
+            "down") on those; of the layers in `layers_to_transform`, where it is set. A mapping
+            from names of experts modules to indices of experts, as `hot_experts` returns it, adds
+            LoRA on these experts alone.
         router: Adds LoRA on the routers, which are left alone otherwise, unless `target_modules` or
             `target_parameters` names them.
         scale_expert_rank: True gives experts the rank r // top_k (at least 1) with the model's own

@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from typing import Any, cast, overload
 
 from peft import LoraConfig, PeftConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from ..detection.detect import detect
@@ -35,7 +36,7 @@ from .names import (
     packed_modules,
     packed_parameters,
 )
-from .packed import check_packed
+from .packed import check_packed, patterns
 from .rewrite import ExactName, changed, exact_targets, reached_modules, rewritten
 
 
@@ -73,6 +74,8 @@ def resolve_targets(
     ]
     if config is None:
         return Targets(excludes=paths, parameters=added, experts=tuple(added))
+    if added and not isinstance(experts, Mapping):
+        added = _in_layers(config, added)
 
     # Routers matter only where a target could reach one.
     matter = router or is_all_linear(config) or rewritten(model, config) is not None
@@ -106,6 +109,24 @@ def resolve_targets(
         experts=tuple(name for name in packed if name in parameters),
         written=written,
     )
+
+
+def _in_layers(config: Any, names: list[str]) -> list[str]:
+    """Return those of expert parameters that are in the layers that a config is for."""
+    if getattr(config, "layers_to_transform", None) in (None, []):
+        return names
+    # PEFT looks at layers for names in `target_modules` only
+    fields: dict[str, Any] = {"exclude_modules": None, "modules_to_save": None}
+    owners = {name: name.rpartition(".")[0] for name in names}
+    leaves = {owner.rpartition(".")[2] for owner in owners.values()}
+    probe = changed(config, target_modules=leaves, **fields)
+    kept = [name for name in names if check_target_module_exists(probe, owners[name])]
+    if not kept:
+        raise ConfigError(
+            f"layers_to_transform={config.layers_to_transform!r} leaves no layer with packed "
+            f"experts, and LoRA on them is asked for: they are in {patterns(names)}."
+        )
+    return kept
 
 
 def _with_routers(model: nn.Module, config: PeftConfig, routers: Sequence[Router]) -> PeftConfig:

@@ -293,6 +293,23 @@ def test_layers_to_transform_and_the_callers_excludes_hold() -> None:
     assert adapted_modules(wrapped) == {"model.layers.1.mlp.shared_experts.down_proj"}
 
 
+@pytest.mark.parametrize("options", [{}, {"layers_pattern": "layers"}], ids=str)
+@pytest.mark.parametrize("experts", [True, ["down"]], ids=str)
+@pytest.mark.parametrize("layers", [1, [1]], ids=str)
+def test_layers_to_transform_hold_for_experts(layers: Any, experts: Any, options: Any) -> None:
+    config = LoraConfig(target_modules=["q_proj"], layers_to_transform=layers, **options)
+    wrapped = moe_qlora.get_peft_model(build("qwen3_moe"), config, experts=experts)
+    lora = [name for name, _ in wrapped.named_parameters() if "lora_A" in name]
+    assert len(lora) == (3 if experts is True else 2)
+    assert all(".layers.1." in name for name in lora)
+
+
+def test_layers_to_transform_without_experts_are_an_error() -> None:
+    config = LoraConfig(target_modules=["q_proj"], layers_to_transform=[7])
+    with pytest.raises(ConfigError, match=r"layers_to_transform=\[7\] leaves no layer with packed"):
+        moe_qlora.get_peft_model(build("qwen3_moe"), config, experts=True)
+
+
 def config_with_everything() -> LoraConfig:
     return LoraConfig(
         target_modules=["q_proj", "down_proj"],
