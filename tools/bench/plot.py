@@ -35,7 +35,7 @@ MODEL = (
     ("peak in training", "GB of peak", 1e9),
     ("resident between steps", "GB between steps", 1e9),
 )
-BARS = ("layers", "lora", "seq", "batch", "checkpointing", "adapters")
+BARS = ("layers", "lora", "seq", "batch", "checkpointing", "linear", "adapters")
 """What a bar's caption says of a whole model's setting, beside its peer."""
 
 
