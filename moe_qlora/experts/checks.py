@@ -22,6 +22,7 @@ from ..packing.decoders import Params4bit, is_shardable
 from ..packing.parametrize import decoder_of, iter_packed, original_of
 from ..packing.state_dict import load_linears
 from .lora_source import lora_source
+from .rebinding import set_aside
 
 _LAYOUT = "_moe_qlora_layout_checked"
 _SEEN = "_moe_qlora_adapters_seen"
@@ -30,10 +31,14 @@ _WATCH = "_moe_qlora_codes_watched"
 
 
 class _Watch:
-    """The packed parameters that a cast could hit, by name; collected anew for a model's copy."""
+    """Packed parameters that a cast could hit, by name, and packed experts modules.
+
+    Collected anew for a model's copy.
+    """
 
     def __init__(self) -> None:
         self.codes: tuple[tuple[str, weakref.ref[Any]], ...] | None = None
+        self.experts: tuple[weakref.ref[nn.Module], ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
         return type(self)()
@@ -80,6 +85,7 @@ def _before_load(
 
 
 def _before_forward(model: nn.Module, args: Any) -> None:
+    _set_forwards_aside(model)
     if torch.compiler.is_compiling():
         return
     check_codes(model)
@@ -93,6 +99,29 @@ def _before_forward(model: nn.Module, args: Any) -> None:
     if model.__dict__.get(_SEEN) != seen:
         check(model, configs)
         model.__dict__[_SEEN] = seen
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _set_forwards_aside(model: nn.Module) -> None:
+    """Set aside what Liger has bound to packed experts, also while a graph of them is made.
+
+    torch.compile runs this as it is, before it comes to the experts.
+    """
+    watch: _Watch | None = model.__dict__.get(_WATCH)
+    if watch is None:
+        return
+    if watch.experts is None:
+        watch.experts = tuple(
+            weakref.ref(module)
+            for module in dict.fromkeys(module for _, module, _ in iter_packed(model))
+        )
+    for ref in watch.experts:
+        module: Any = ref()
+        if module is None:
+            continue
+        set_aside(module)
+        for wrapper in getattr(lora_source(module), "wrappers", {}).values():
+            set_aside(wrapper)
 
 
 def warn_of_whole_statistics(model: nn.Module) -> None:

@@ -11,7 +11,8 @@ binds reads the dequantized weights, or calls the forward that it replaces.
 What stands in an instance's `__dict__` wins over a method of its class, but not over a property: so
 `forward` is one on the class of packed experts, and on that of PEFT's wrapper around them.
 torch.compile looks into the `__dict__` first. What is set aside is therefore taken out as soon as
-eager code comes by: a forward, `train()` or `eval()`.
+code of this package comes by: a forward, `train()`, `eval()`, or the check before a model's forward
+(checks.py), which runs while a graph is made, too.
 """
 
 from __future__ import annotations
@@ -64,15 +65,22 @@ def bound_forward(module: nn.Module) -> Any:
     bound = state.get("forward")
     if bound is None or not is_ligers(bound):
         return bound
-    assigned = state.get(_ASSIGNED)
     if not torch.compiler.is_compiling():
-        aside = state.setdefault(_ASIDE, {})
-        for name in ("forward", "_get_name"):  # Liger binds both
-            if is_ligers(state.get(name)):
-                aside[name] = state.pop(name)
-        if assigned is not None:
-            state["forward"] = assigned
-    return assigned
+        set_aside(module)
+    return state.get(_ASSIGNED)
+
+
+def set_aside(module: nn.Module) -> None:
+    """Take Liger's forward out of a module's `__dict__`, where torch.compile would find it."""
+    state = module.__dict__
+    if not is_ligers(state.get("forward")):
+        return
+    aside = state.setdefault(_ASIDE, {})
+    for name in ("forward", "_get_name"):  # Liger binds both
+        if is_ligers(state.get(name)):
+            aside[name] = state.pop(name)
+    if (assigned := state.get(_ASSIGNED)) is not None:
+        state["forward"] = assigned
 
 
 def forward_property(method: str, patched: str | None = None) -> Any:

@@ -244,6 +244,24 @@ def test_compiles_whole(way):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("what", ["layers", "base", "whole"])
+def test_compiles_where_liger_came_last(what):
+    """Nothing of ours runs between Liger and the first compiled forward, not even `eval()`."""
+    expected = run(build("qwen3_moe").eval())["out"]
+    torch.compiler.reset()
+    model = build("qwen3_moe").eval()
+    base = model.get_base_model()
+    inputs = tiny_inputs(base)
+    compiled = {"layers": base.model.layers, "base": [base], "whole": [model]}[what]
+    for module in compiled:
+        module.compile(backend="eager", fullgraph=what == "layers")
+    apply(base)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-5, atol=1e-6)
+    assert FusedExperts.calls == 0
+    torch.compiler.reset()
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("way", ["class", "adapted"])
 def test_layers_share_a_graph(way):
