@@ -73,11 +73,12 @@ class RouterIndex:
     def slot_scores(self, parameter: Leaf) -> Leaf | None:
         """Return a parameter `(hidden, E, slots)` near one of E matrices: Soft-MoE's router.
 
-        It scores slots of every expert, which all run, each on mixtures of tokens.
+        It scores slots of every expert, which all run, each on mixtures of tokens. An expert's
+        hidden layer has more units than it has slots.
         """
         blocks = [n for n in parameter.node.ancestors() if n is parameter.node or not is_list(n)]
         for leaf in (leaf for n in blocks[: MAX_CLIMB + 1] for leaf in self.visible(n)):
-            if leaf.kind == "bare" and len(leaf.shape) == 3 and leaf is not parameter:
+            if leaf.kind == "bare" and len(leaf.shape) == 3 and leaf.numel < parameter.numel:
                 hidden, experts, _ = leaf.shape
                 if experts == parameter.shape[0] and hidden in parameter.shape[1:]:
                     return leaf

@@ -179,6 +179,24 @@ def _problem_of_shapes(group: ExpertGroup, trace: Trace) -> str | None:
     return None
 
 
+def _why_soft(leaf: Leaf, soft: Mapping[Leaf, Sequence[Leaf]]) -> str:
+    """Return what a leaf is in a soft mixture, or ""; `soft` has the experts by router."""
+    if leaf in soft:
+        names = ", ".join(_name_beside(other, leaf) for other in soft[leaf])
+        return (
+            f"scores {leaf.shape[2]} slots for each of {leaf.shape[1]} experts ({names}): the "
+            f"router of a soft mixture ({leaf.shape_text})"
+        )
+    slots = next((scores for scores, served in soft.items() if leaf in served), None)
+    if slots is None:
+        return ""
+    return (
+        f"a soft mixture: {_name_beside(slots, leaf)} ({slots.shape_text}) scores "
+        f"{slots.shape[2]} slots for each of {leaf.shape[0]}, which all run on mixtures of tokens, "
+        f"so that nothing chooses among them ({leaf.shape_text}); not packed"
+    )
+
+
 class Classifier:
     """Classifies the tensors of one model: what was decided so far, and dry runs by block."""
 
@@ -203,37 +221,30 @@ class Classifier:
         for group in find_groups(candidates, self.index):
             self._classify_group(group)
         self._find_shared(candidates)
-        left = [leaf for leaf in candidates if leaf not in self._by_leaf]
         experts: dict[Leaf, list[Leaf]] = defaultdict(list)  # of a soft mixture, by its router
-        for leaf in left:
-            if len(leaf.shape) == 3 and (scores := self.index.slot_scores(leaf)) is not None:
+        for leaf in candidates:
+            said = self._by_leaf.get(leaf)
+            if len(leaf.shape) != 3 or (said is not None and said.expert is not None):
+                continue
+            if (scores := self.index.slot_scores(leaf)) is not None:
                 experts[scores].append(leaf)
         soft = {scores: served for scores, served in experts.items() if len(served) > 1}
-        for leaf in left:
-            self._reject(leaf, self._why_ungrouped(leaf, soft))
+        for leaf in candidates:
+            # Also where a matrix of the model around it was taken for a router that does not choose
+            reason = _why_soft(leaf, soft)
+            if leaf not in self._by_leaf:
+                self._reject(leaf, reason or self._why_ungrouped(leaf))
+            elif reason and self._by_leaf[leaf].expert is None:
+                self._reject(leaf, reason)
         return [self._by_leaf[leaf] for leaf in self.leaves if leaf in self._by_leaf]
 
-    def _why_ungrouped(self, leaf: Leaf, soft: Mapping[Leaf, Sequence[Leaf]]) -> str:
-        """Return why a candidate is in no group; `soft` has soft mixtures' experts by router."""
+    def _why_ungrouped(self, leaf: Leaf) -> str:
+        """Return why a candidate is in no group."""
         count, shape = leaf.shape[0], leaf.shape_text
-        if leaf in soft:
-            names = ", ".join(_name_beside(other, leaf) for other in soft[leaf])
-            return (
-                f"scores {leaf.shape[2]} slots for each of {leaf.shape[1]} experts ({names}): the "
-                f"router of a soft mixture ({shape})"
-            )
         if near := self.index.candidates(leaf, count):
             return (
                 f"{near[0].leaf.known_as} with its {count} choices stands nearer to other "
                 f"weights, or this {shape} chains with none of its siblings"
-            )
-        slots = next((scores for scores, served in soft.items() if leaf in served), None)
-        if slots is not None:
-            return (
-                f"a soft mixture: {_name_beside(slots, leaf)} ({slots.shape_text}) scores "
-                f"{slots.shape[2]} slots "
-                f"for each of {count}, which all run on mixtures of tokens, so that nothing "
-                f"chooses among them ({shape}); not packed"
             )
         if len(leaf.shape) == 4 and min(leaf.shape) > 1:
             layers, experts = leaf.shape[:2]

@@ -796,6 +796,34 @@ def test_a_soft_mixture_is_named(nested):
             assert "not packed" in reasons[prefix + name]
 
 
+class SoftLanguageModel(nn.Module):
+    """Layers of a soft mixture, among matrices of which some have a side of its sizes."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, H)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"q_proj": nn.Linear(H, H), "mlp": SoftSlots()}) for _ in range(2)
+        )
+        self.head = nn.Linear(H, vocabulary)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer["mlp"](layer["q_proj"](x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("vocabulary", [40, 1000])
+def test_a_soft_mixture_is_named_in_a_language_model(vocabulary):
+    layout = moe_qlora.detect(SoftLanguageModel(vocabulary))
+    assert not layout.experts
+    for rejected in layout.rejected:
+        words = "the router of a soft mixture" if "phi" in rejected.name else "a soft mixture: phi"
+        assert words in rejected.reason
+    assert len(layout.rejected) == 6
+
+
 # block, arguments, names relative to the block with their `transposed`
 EXPERTS = [
     (FusedGated, (), {"a": False, "b": False}),
