@@ -99,11 +99,12 @@ def _deep_groups(members: list[Leaf], index: RouterIndex) -> list[ExpertGroup]:
     whole = _group(members, index)
     if whole is not None and (whole.chain is not None or len(members) == 1):
         return [whole]
-    by_count: dict[int, list[Leaf]] = defaultdict(list)
+    # Experts of all layers in one parameter have four dimensions, and their routers three.
+    alike: dict[tuple[int, int], list[Leaf]] = defaultdict(list)
     for leaf in members:
-        by_count[leaf.shape[0]].append(leaf)
-    if len(by_count) > 1:
-        return [group for part in by_count.values() for group in _deep_groups(part, index)]
+        alike[len(leaf.shape), leaf.shape[0]].append(leaf)
+    if len(alike) > 1:
+        return [group for part in alike.values() for group in _deep_groups(part, index)]
     return [group for run in _runs(members) if (group := _group(run, index)) is not None]
 
 

@@ -385,15 +385,17 @@ class GroupedMM(nn.Module):
 class LayersInOne(nn.Module):
     """All layers' experts in one 4-D parameter, and all routers in one 3-D parameter."""
 
-    def __init__(self):
+    def __init__(self, wide=2):
         super().__init__()
-        self.routers = P(3, E, H)
-        self.enter, self.leave = P(3, E, 2 * I, H), P(3, E, H, I)
+        self.routers, self.wide = P(3, E, H), wide
+        self.enter, self.leave = P(3, E, wide * I, H), P(3, E, H, I)
 
     def forward(self, x):
         for layer in range(3):
 
             def one(t, e, layer=layer):
+                if self.wide == 1:
+                    return F.linear(F.linear(t, self.enter[layer, e]).relu(), self.leave[layer, e])
                 return gated(t, self.enter[layer, e], self.leave[layer, e])
 
             x = x + routed(x, partial(F.linear, weight=self.routers[layer]), one)
@@ -853,6 +855,7 @@ EXPERTS = [
     (ExpertsWithLora, (), {"u": False, "d": False}),
     (NormScales, (), {"core.a": False, "core.b": False}),
     (LayersInOne, (), {"enter": False, "leave": False}),
+    (LayersInOne, (1,), {"enter": False, "leave": False}),
     (
         RoutersApart,
         (),
