@@ -98,7 +98,12 @@ def run(program: typer.Typer = app, prog_name: str = "moe-qlora", **arguments: A
             if not isinstance(stop.__context__, BrokenPipeError):
                 raise
             code = CLOSED_PIPE
-    sys.exit(code if _flushed() else CLOSED_PIPE)
+    try:
+        written = _flushed()
+    except OSError as error:  # a full disk
+        sys.stderr.write(_of_system(error))
+        written, code = True, code or BAD_INPUT
+    sys.exit(code if written else CLOSED_PIPE)
 
 
 def _exit_code(program: typer.Typer, **arguments: Any) -> int:
@@ -115,7 +120,18 @@ def _exit_code(program: typer.Typer, **arguments: Any) -> int:
     except Interrupted as said:
         sys.stderr.write(one_line("interrupted", said))
         code = INTERRUPTED
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        sys.stderr.write(_of_system(error))
+        code = BAD_INPUT
     return code or 0
+
+
+def _of_system(error: OSError) -> str:
+    """Return the line for an error of the system that no command has a sentence of its own for."""
+    where = error.filename or "what is printed"
+    return one_line("error", f"{where} cannot be read or written: {error.strerror or error}.")
 
 
 def _end_of_usage(error: Any) -> int:
@@ -134,7 +150,9 @@ def _flushed() -> bool:
         try:
             if stream is not None:  # closed before the program started
                 stream.flush()
-        except BrokenPipeError:  # again as Python ends, were the rest not to go elsewhere
+        except OSError as error:  # again as Python ends, were the rest not to go elsewhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if not isinstance(error, BrokenPipeError):
+                raise
             written = False
     return written

@@ -112,6 +112,18 @@ def test_a_reader_that_has_seen_enough():
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is full")
+@pytest.mark.parametrize("arguments", [["--help"], ["dump", "qwen3_moe"]], ids=" ".join)
+def test_a_full_disk_is_one_line(arguments):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*PROGRAM, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    message = "error: what is printed cannot be read or written: No space left on device.\n"
+    assert done.stderr == message
+
+
 @pytest.mark.parametrize(
     "arguments", ["doctor", "doctor --json", "dump qwen3_moe", "dump qwen3_moe --json"]
 )
