@@ -34,7 +34,9 @@ def report(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="JSONL or text file: load the model, and show which experts it goes to."),
+        typer.Option(
+            help="JSONL, JSON or text file: load the model, and show which experts it goes to."
+        ),
     ] = None,
     base: Annotated[
         str | None, typer.Option(help="Model of an adapter or run that names none that is here.")

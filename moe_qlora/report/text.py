@@ -1,11 +1,11 @@
-"""The user's own text, as token ids: from a JSONL file, a plain text file, or a list of strings."""
+"""The user's own text, as token ids: from a JSON, JSONL or text file, or a list of strings."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..build.files import check_depth
 from ..errors import CheckpointError, ConfigError
@@ -19,9 +19,9 @@ _JOINED = (("prompt", "completion"), ("prompt", "chosen"), ("instruction", "inpu
 def texts_of(text: str | Path | Iterable[str]) -> Iterator[str | list[dict[str, Any]]]:
     """Yield the texts of a sample, one at a time; a conversation as its messages.
 
-    A line of a .jsonl file holds a string, or an object with `text`, `messages`, `prompt` and
-    `completion`, or `instruction` and `output`. Any other file is one text for each paragraph. A
-    list gives its strings.
+    A row, of a .jsonl file or of the list in a .json file, is a string, or an object with `text`,
+    `messages`, `prompt` and `completion`, or `instruction` and `output`. Any other file is one text
+    for each paragraph. A list gives its strings.
     """
     if not isinstance(text, (str, Path)):
         items: Iterable[Any] = text
@@ -33,11 +33,15 @@ def texts_of(text: str | Path | Iterable[str]) -> Iterator[str | list[dict[str, 
         return
     file = file_of(text)
     try:
-        with file.open(encoding="utf-8") as lines:
-            if file.suffix.lower() in (".jsonl", ".ndjson"):
+        with file.open(encoding="utf-8-sig") as lines:  # editors on Windows write a mark first
+            kind = file.suffix.lower()
+            if kind == ".json" and _is_list(lines):
+                yield from _rows_of_list(file, lines)
+            elif kind in (".jsonl", ".ndjson", ".json"):
                 for number, line in enumerate(lines, 1):
                     if line.strip():
-                        yield _text_of_row(_row(file, number, line), f"{file}, line {number}")
+                        where = f"{file}, line {number}"
+                        yield _text_of_row(_parsed(where, line), where)
             else:
                 paragraphs = lines.read(_LONGEST_LINE).split("\n\n")
                 yield from (part.strip() for part in paragraphs if part.strip())
@@ -53,14 +57,27 @@ def file_of(text: str | Path) -> Path:
     return file
 
 
-def _row(file: Path, number: int, line: str) -> Any:
+def _is_list(lines: TextIO) -> bool:
+    """Whether a file holds one JSON list, as datasets do that are no JSONL; it is read anew."""
+    start = lines.read(1 << 10).lstrip()[:1]
+    lines.seek(0)
+    return start == "["
+
+
+def _rows_of_list(file: Path, lines: TextIO) -> Iterator[str | list[dict[str, Any]]]:
+    rows = _parsed(str(file), lines.read(_LONGEST_LINE + 1))
+    for number, row in enumerate(rows, 1):
+        yield _text_of_row(row, f"{file}, row {number}")
+
+
+def _parsed(where: str, text: str) -> Any:
     try:
-        if len(line) > _LONGEST_LINE:
+        if len(text) > _LONGEST_LINE:
             raise ValueError("it is too long")
-        row = json.loads(line)
+        row = json.loads(text)
         check_depth(row)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}, line {number} is no valid JSON: {error}.") from error
+        raise CheckpointError(f"{where} is no valid JSON: {error}.") from error
     return row
 
 
@@ -75,6 +92,8 @@ def _text_of_row(row: Any, where: str) -> str | list[dict[str, Any]]:
                 return [_message(item, where) for item in row[name]]
         for names in _JOINED:
             parts = [row.get(name) for name in names]
+            if isinstance(parts[0], list) and isinstance(parts[-1], list):
+                return [_message(item, where) for item in (*parts[0], *parts[-1])]
             if isinstance(parts[0], str) and isinstance(parts[-1], str):
                 return "\n".join(part for part in parts if isinstance(part, str) and part)
     raise CheckpointError(

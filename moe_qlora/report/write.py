@@ -58,8 +58,8 @@ def write_report(
             run; a configuration, path, model type or hub id as `plan` takes it; or a live model.
         out: The file to write; an existing one is replaced at once when the page is complete.
         against: The checkpoint that a packed folder was packed from: shows the quantization error.
-        text: A JSONL or text file, or strings: shows which experts these texts go to, which loads
-            and runs the model.
+        text: A JSONL, JSON or text file, or strings: shows which experts these texts go to, which
+            loads and runs the model.
         base: The model of an adapter or run, where its own folder does not name one that is here.
         tokenizer: Reads `text`; None takes that of the adapter's or the model's folder.
         quantization_config: As `plan` takes it.

@@ -186,6 +186,7 @@ def test_rows_of_every_kind(tmp_path):
         {"messages": said},
         {"conversations": [{"from": "human", "value": "v"}, {"from": "gpt", "value": "w"}]},
         {"messages": [{"role": "tool", "content": "a"}, {"role": "user", "content": None}]},
+        {"prompt": said[:1], "completion": said[1:]},
     )
     assert list(texts.texts_of(file)) == [
         "one",
@@ -195,11 +196,33 @@ def test_rows_of_every_kind(tmp_path):
         said,
         [{"role": "user", "content": "v"}, {"role": "assistant", "content": "w"}],
         [{"role": "tool", "content": "a"}, {"role": "user", "content": ""}],
+        said,
     ]
     plain = tmp_path / "a.txt"
     plain.write_text("first\nline\n\n\n  second \n\n")
     assert list(texts.texts_of(plain)) == ["first\nline", "second"]
     assert list(texts.texts_of(["x", "y"])) == ["x", "y"]
+
+
+def test_json_files_are_rows_too_and_no_text(tmp_path):
+    """One list, or a line for each row: both are called .json."""
+    file = tmp_path / "alpaca.json"
+    rows = [{"instruction": "i", "output": "o"}, {"text": "one"}]
+    for text in (json.dumps(rows, indent=2), "\n".join(map(json.dumps, rows))):
+        file.write_text(text)
+        assert list(texts.texts_of(file)) == ["i\no", "one"]
+    file.write_text('[{"text": "one"}, 3]')
+    with pytest.raises(CheckpointError, match=r"alpaca\.json, row 2 has no text"):
+        list(texts.texts_of(file))
+    file.write_text('["one"')
+    with pytest.raises(CheckpointError, match=r"alpaca\.json is no valid JSON"):
+        list(texts.texts_of(file))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+def test_a_mark_at_the_start_of_a_file_is_no_text(tmp_path, name):
+    (tmp_path / name).write_text('"one"' if "json" in name else "one", encoding="utf-8-sig")
+    assert list(texts.texts_of(tmp_path / name)) == ["one"]
 
 
 @pytest.mark.parametrize(
