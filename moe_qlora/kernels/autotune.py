@@ -25,7 +25,8 @@ from torch import Tensor
 
 from . import cards, dequantize, grouped_mm
 from .grouped_mm import Cut
-from .quantized_mm import HOPPER, Config, default, fits, launch, on_hopper
+from .quantized_config import HOPPER, Config, default, fits
+from .quantized_mm import launch, on_hopper
 from .weights import PackedWeight
 
 _TOLERANCE = 6e-3

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from . import autotune, cards, dequantize, grouped_mm, quantized_mm, workspace
 from .factors import Factors
-from .limits import TILE, few_rows, prefers_wide, row_stride
-from .quantized_mm import Gather
+from .limits import TILE, WIDEST_TILE, few_rows, prefers_wide, row_stride, suits_registers
+from .quantized_config import REGISTERS, Config, Gather
 from .routing import Routing
 from .weights import PackedWeight
 
@@ -76,6 +76,8 @@ def runs_quantized(
     if packed.kind == "int8" and not quantized_mm.takes_int8(packed.device):
         return False
     spec = packed.spec
+    if suits_registers(count, spec.shape[0]) and quantized_mm.in_registers(spec, dtype, back=back):
+        return True
     hopper = quantized_mm.on_hopper(spec, dtype, back=back) and not reused_in_backward
     few = few_rows(count, spec.shape[0], hopper=hopper)
     return few and quantized_mm.supports(spec)
@@ -87,12 +89,24 @@ def prefers_wide_tiles(packed: PackedWeight, count: int, dtype: torch.dtype) -> 
     return prefers_wide(count, packed.experts, least=least)
 
 
+def quantized_cut(matmul: ExpertMatmul, routing: Routing, wide: bool) -> tuple[Config, Tensor, int]:
+    """Return how the quantized matmul is cut, its table of tiles, and the rows in each."""
+    spec, back = matmul.packed.spec, not matmul.by_rows
+    suits = suits_registers(routing.count, routing.experts) and routing.counts[2] > 0
+    if suits and quantized_mm.in_registers(spec, matmul.dtype, back=back):
+        return REGISTERS, routing.widest, WIDEST_TILE
+    tiles, tile = routing.cut(wide)
+    return autotune.chosen(matmul.packed, matmul.dtype, tile, back=back), tiles, tile
+
+
 def gathers(matmul: ExpertMatmul, routing: Routing, wide: bool) -> bool:
     """Whether the matmul fetches tokens' rows itself, so that nobody copies them in order."""
-    if not matmul.on_quantized:
-        return False
-    tile = routing.cut(wide)[1]
-    return autotune.chosen(matmul.packed, matmul.dtype, tile, back=not matmul.by_rows).hopper
+    return matmul.on_quantized and quantized_cut(matmul, routing, wide)[0].hopper
+
+
+def reorders(matmul: ExpertMatmul, routing: Routing, wide: bool) -> bool:
+    """Whether the matmul takes rows in the order of columns of `quantized_mm_registers.py`."""
+    return matmul.on_quantized and quantized_cut(matmul, routing, wide)[0] == REGISTERS
 
 
 def multiply(
@@ -101,7 +115,8 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """Return `(R, N)`: x `(R, K + r)`, whose last r columns are LoRA's, times weight and factor.
 
-    With `gather`, which needs `gathers`, x is the tokens' `(T, K)`.
+    With `gather`, which needs `gathers`, x is the tokens' `(T, K)`. Where the matmul `reorders`,
+    the first K columns of x are in that order.
     """
     out = None
     for (first, end), part in slices(x, matmul, routing, wide, name, gather):
@@ -119,7 +134,6 @@ def slices(
     gather: Gather | None = None,
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:  # fmt: skip
     """Yield `multiply` by slices of features: (first, end), and `(R, end - first)`."""
-    tiles, tile = routing.cut(wide)
     experts, n_rows, n_cols = matmul.packed.spec.shape
     inner = (n_cols if matmul.by_rows else n_rows) + matmul.rank
     # What comes out may be half of the cap: in backward it stands beside two others of its kind.
@@ -128,7 +142,7 @@ def slices(
     step = max(64, workspace.workspace_cap(x.device) // each // 64 * 64)
     absmax = config = None
     if matmul.on_quantized:
-        config = autotune.chosen(matmul.packed, x.dtype, tile, back=not matmul.by_rows)
+        config, tiles, tile = quantized_cut(matmul, routing, wide)
         if matmul.packed.nested is not None and not config.direct:
             shape = tuple(matmul.packed.absmax.shape)
             absmax, _ = workspace.take("absmax", shape, torch.float32, x.device)

@@ -27,6 +27,17 @@ TILE = 64
 WIDE_TILE = 128
 """Rows in a tile of the quantized matmul, where experts have many: each tile dequantizes anew."""
 
+WIDEST_TILE = 256
+"""The same where weights are held in registers, on Hopper."""
+
+ROWS_IN_REGISTERS = 128, 1024
+"""Rows an expert, on average, from which and up to which that is quickest (H200, gate_up of
+Qwen3-30B-A3B: at 128 rows 0.30 ms, through shared memory 0.32; at 256 0.44 and 0.52; at 1,024 1.35,
+torch's product of dequantized weights alone 1.31)."""
+
+REGISTERS_GROUP = 256
+"""Features that are summed over in whole groups there: four threads have 64 of each row."""
+
 LINE = 128
 """Bytes that the memory of a GPU is best read in."""
 
@@ -92,6 +103,22 @@ def supports_hopper(kind: str, inner: int, columns: int) -> bool:
     return kind != "int8" and inner % 64 == 0 and inner >= 128 and columns % 64 == 0
 
 
+def supports_registers(kind: str, blocksize: int, columns: int) -> bool:
+    """Whether Hopper's kernel that holds weights in registers sums over rows of these columns.
+
+    Four threads have a group of 64 columns each, which is one block or part of one.
+    """
+    # two groups at least: Triton 3.6 fails on the loop of a single one
+    whole = columns % REGISTERS_GROUP == 0 and columns > REGISTERS_GROUP
+    return whole and kind != "int8" and blocksize % 64 == 0
+
+
+def suits_registers(rows: int, experts: int) -> bool:
+    """Whether so many rows, of all experts, are multiplied quickest by that kernel."""
+    least, most = ROWS_IN_REGISTERS
+    return least * experts <= rows <= most * experts
+
+
 def few_rows(rows: int, experts: int, *, hopper: bool = False) -> bool:
     """Whether so many rows, of all experts, are few enough for the quantized matmul.
 
@@ -111,10 +138,18 @@ def tile_rows(count: int, experts: int) -> int:
     return next((t for t in (16, 32) if 2 * t * experts >= 3 * count), TILE)
 
 
-def tile_counts(count: int, experts: int, tile: int) -> tuple[int, int]:
-    """Return the most tiles there can be, and of `WIDE_TILE` rows: 0 of these for small tiles."""
+def tile_counts(count: int, experts: int, tile: int) -> tuple[int, int, int]:
+    """Return the most tiles there can be, of `WIDE_TILE` rows, and of `WIDEST_TILE`.
+
+    Of these two 0 for small tiles.
+    """
     most = min(experts, count)
-    return count // tile + most, count // WIDE_TILE + most if tile == TILE else 0
+    wide = tile == TILE
+    return (
+        count // tile + most,
+        count // WIDE_TILE + most if wide else 0,
+        count // WIDEST_TILE + most if wide else 0,
+    )
 
 
 def prefers_wide(count: int, experts: int, *, least: int = 4 * TILE) -> bool:

@@ -39,13 +39,14 @@ from .expert_mm import (
     multiply,
     owner_of,
     prefers_wide_tiles,
+    reorders,
     runs_quantized,
     slices,
 )
 from .factors import Factors, Lora, pad_factors
 from .launch import aligned
 from .limits import cdiv, row_stride
-from .quantized_mm import Gather
+from .quantized_config import Gather
 from .routing import Routing, route
 from .row_launches import Gate
 from .weights import PackedWeight
@@ -113,6 +114,13 @@ class Grads(NamedTuple):
     b2: Tensor | None
 
 
+def reorder(x: Tensor) -> Tensor:
+    """Return rows `(R, K)` in the order of columns of `quantized_mm_registers.py`."""
+    from . import quantized_mm_registers  # its language changes: only where it works
+
+    return quantized_mm_registers.reorder(x)
+
+
 def _in_wide_tiles(count: int, *matmuls: ExpertMatmul) -> bool:
     """Whether the quantized matmul has so many rows that they go in wide tiles."""
     return any(m.on_quantized and prefers_wide_tiles(m.packed, count, m.dtype) for m in matmuls)
@@ -141,6 +149,8 @@ def _gathered(
         if factor is not None or bias is not None:
             _multiply_rows(routing, x, matmul, factor, x, 0, product, dots, bias)
         gather = Gather(routing.order, product, routing.top_k, count)
+        if reorders(matmul, routing, wide):
+            x = reorder(x)
         return multiply(x, matmul, routing, wide, name, gather), dots
     nbytes = count * (x.shape[1] + matmul.rank) * layer.dtype.itemsize
     pieces = min(_PIECES, cdiv(nbytes, workspace.workspace_cap(x.device)))
@@ -189,7 +199,8 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
     bias = None if bias1 is None else aligned(bias1)
     launch = row_launches.gate(
         layer.gate, inner_size, inner.stride(0), matmul2.rank, routing.tile, routing.counts[0],
-        pre.dtype, None if bias is None else bias.dtype, pre.get_device(),
+        reorders(matmul2, routing, wide), pre.dtype, None if bias is None else bias.dtype,
+        pre.get_device(),
     )  # fmt: skip
     launch(
         pre, pre if bias is None else bias, x if f2 is None else f2.a, routing.tiles,

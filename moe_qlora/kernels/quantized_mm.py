@@ -10,7 +10,8 @@ rows are the features that come out or the dimension that is summed over.
 
 The values of codes come from a table in fp16 (11 bits; decoding takes them from fp32), so that a
 weight may round to the neighbour of what decoding gives, about once in 30. On Hopper and for many
-rows `quantized_mm_hopper.py` does the same with exact values, and faster.
+rows `quantized_mm_hopper.py` and `quantized_mm_registers.py` do the same with exact values, and
+faster.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import math
 import warnings
 from functools import cache, lru_cache
 from itertools import product
-from typing import NamedTuple
 
 import torch
 import triton
@@ -29,51 +29,16 @@ from torch import Tensor
 from . import cards
 from .dequantize import block_absmax, decode
 from .launch import Launch
-from .limits import cdiv, supports_quantized
+from .limits import WIDEST_TILE, cdiv, supports_quantized
+from .quantized_config import HOPPER, REGISTERS, Config, Gather, default
+from .routing import tabulate
 from .weights import MX_BLOCK, TABLES, PackedWeight, WeightSpec
-
-
-class Config(NamedTuple):
-    """How the kernel is cut."""
-
-    features: int  # Features that come out of a program, a multiple of 64
-    step: int  # Features summed over in a step, a multiple of 64
-    stages: int  # Steps loaded ahead
-    warps: int  # Warps in a program
-    direct: bool  # Whether a nested absmax is decoded by each program, else in a pass of its own
-    hopper: bool = False  # Whether it is the kernel of `quantized_mm_hopper.py`, whose cut is fixed
-
-
-class Gather(NamedTuple):
-    """Where the matmul finds its rows, which nobody has copied."""
-
-    order: Tensor  # `(R,)`, and some more: `routing.Routing.order`
-    products: Tensor  # `(R r,)`: what would be the rows' last r columns
-    top_k: int  # Row i is the token order[i] // top_k
-    rows: int  # R
-
-
-HOPPER = Config(128, 64, 4, 4, False, True)
-
-_LARGE = {
-    (False, 16): Config(128, 64, 3, 4, True),
-    (False, 32): Config(128, 64, 3, 4, True),
-    (False, 64): Config(256, 64, 3, 4, False),
-    (False, 128): Config(128, 64, 3, 4, False),
-    (True, 16): Config(64, 64, 3, 4, False),
-    (True, 32): Config(128, 64, 3, 4, False),
-    (True, 64): Config(128, 64, 3, 4, False),
-    (True, 128): Config(128, 64, 3, 4, False),
-}
-"""What is used untuned, by direction and tile: the quickest on an H200 for Qwen3-30B-A3B."""
-
-_EIGHT_WARPS = Config(128, 64, 3, 8, False)
-
-_SMALL = _LARGE | {(back, tile): _EIGHT_WARPS for back in (False, True) for tile in (64, 128)}
-"""The same on cards that hold what they multiply in registers: four warps have too few of them."""
 
 _hopper_works: dict[int, bool] = {}
 """By CUDA device: whether the kernel for Hopper compiles there and is right."""
+
+_registers_work: dict[int, bool] = {}
+"""By CUDA device: whether the kernel that holds weights in registers is right there."""
 
 _hopper_takes_32: dict[int, bool] = {}
 """By CUDA device: whether it is right for blocks of 32 too."""
@@ -261,24 +226,6 @@ def supports(spec: WeightSpec) -> bool:
     return supports_quantized(spec.kind, spec.shape[2], spec.blocksize)
 
 
-def default(tile: int, device: torch.device, *, back: bool) -> Config:
-    """Return the configuration that is used untuned for tiles of so many rows."""
-    return (_LARGE if cards.card(device).runs_on else _SMALL)[back, tile]
-
-
-def fits(config: Config, tile: int, kind: str, card: cards.Card) -> bool:
-    """Whether a card may have the registers for a cut's sums, and the memory for what it loads.
-
-    Triton may want more memory, for the weights and the absmax, by its own choice of layouts: it
-    says so before such a kernel runs.
-    """
-    sums = 128 if card.runs_on else 64
-    if tile * config.features > sums * 32 * config.warps:
-        return False
-    codes = config.features * config.step // (1 if kind == "int8" else 2)
-    return (config.stages - 1) * (2 * tile * config.step + codes) <= card.shared
-
-
 def takes_int8(device: torch.device) -> bool:
     """Whether int8 codes are multiplied rightly there: found out, and waited for, once.
 
@@ -310,6 +257,19 @@ def on_hopper(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
     return works and (spec.blocksize != 32 or _takes_32(spec.device))
 
 
+def in_registers(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
+    """Whether Hopper's kernel with weights in registers can compute this product."""
+    works = not back and _registers_work.get(spec.device, False) and cards.allows_hopper()
+    return works and _supports_registers(spec, dtype)
+
+
+@lru_cache(maxsize=256)
+def _supports_registers(spec: WeightSpec, dtype: torch.dtype) -> bool:
+    from . import quantized_mm_registers
+
+    return supports(spec) and quantized_mm_registers.supports(spec, dtype)
+
+
 def _takes_32(index: int) -> bool:
     """Whether the kernel for Hopper multiplies blocks of 32: found out, and waited for, once."""
     if index not in _hopper_takes_32:
@@ -335,12 +295,14 @@ def prepare(device: torch.device) -> None:
     if index not in _hopper_works:
         capable = cards.actual(device).capability == cards.HOPPER
         _hopper_works[index] = capable and _is_right(device, "nf4", 128, HOPPER)
+        _registers_work[index] = capable and _is_right(device, "nf4", WIDEST_TILE, REGISTERS)
 
 
 def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> bool:
     """Whether small random products of both directions are those of the decoded weights."""
     generator = torch.Generator(device).manual_seed(0)
-    shape = 2, 192, 256  # several steps and blocks of features, the last one half full
+    # Several steps and blocks of features, the last one half full.
+    shape = 2, 192, 512 if config == REGISTERS else 256
     numel = math.prod(shape)
     codes = torch.randint(256, (numel,), device=device, generator=generator).to(torch.uint8)
     blocksize = MX_BLOCK if kind == "mxfp4" else 64
@@ -352,18 +314,23 @@ def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> boo
     else:
         codes, table = codes[: numel // 2].clone(), torch.tensor(TABLES[kind], device=device)
         packed = PackedWeight(codes, absmax, table, blocksize, None, shape, kind, dtype)
-    full_rows = torch.randn(144, 256, device=device, generator=generator).to(dtype)
+    full_rows = torch.randn(144, shape[2], device=device, generator=generator).to(dtype)
     expert_offsets = torch.tensor([0, 5, 144], device=device, dtype=torch.int32)
     cut = [[0, 0], *([1, first] for first in range(5, 144, tile))]
     tiles = torch.tensor(cut, device=device, dtype=torch.int32)
     weight = torch.empty(shape, device=device, dtype=dtype)
     decode(packed, weight)
     try:
-        for back in (False, True):
+        for back in (False,) if config == REGISTERS else (False, True):
             x = full_rows[:, : shape[1 if back else 2]].contiguous()
             span = 0, shape[2 if back else 1]
+            rows = x
+            if config == REGISTERS:
+                from .quantized_mm_registers import reorder
+
+                rows = reorder(x)
             y = launch(
-                x, packed, None, None, expert_offsets, tiles, tile, config, back=back, span=span
+                rows, packed, None, None, expert_offsets, tiles, tile, config, back=back, span=span
             )
             operand = weight if back else weight.transpose(1, 2)
             right = torch.cat([x[:5] @ operand[0], x[5:] @ operand[1]]).float()
@@ -394,8 +361,8 @@ def launch(
     r)`, of any strides; with `gather` it is `(T, K)` tokens, contiguous. packed is `(E, rows,
     cols)`, K its cols, or its rows where `back`: where the stored rows are what is summed over.
     `absmax` is fp32 room for a nested absmax, which is decoded into it first; None where
-    `config.direct`, or where it is not nested. `expert_offsets` and `tiles` are `routing.Routing`'s;
-    the span (a, b) is whole groups of 64 features, or the end.
+    `config.direct`, or where it is not nested. `expert_offsets` and `tiles` are those of
+    `routing.Routing`; the span (a, b) is whole groups of 64 features, or the end.
     """
     spec = packed.spec
     (table2, absmax2, offset), statistics, strides = _statistics(packed, expert_offsets, absmax)
@@ -407,11 +374,10 @@ def launch(
     across = (0, 0, 0) if factor is None else factor.stride()
     operand = x if factor is None else factor
     if config.hopper:
-        from . import quantized_mm_hopper
+        from . import quantized_mm_hopper, quantized_mm_registers
 
-        step = quantized_mm_hopper.step(
-            spec, x.dtype, x.stride(0), top_k, rank, across, back, tile, count, span
-        )
+        kernel = quantized_mm_registers if config == REGISTERS else quantized_mm_hopper
+        step = kernel.step(spec, x.dtype, x.stride(0), top_k, rank, across, back, tile, count, span)
         try:
             step(
                 x, order, products, packed.flat_codes.view(torch.int32), statistics, operand,
@@ -419,14 +385,11 @@ def launch(
             )  # fmt: skip
             return y
         except (RuntimeError, triton.compiler.errors.CompilationError) as error:
-            works = _hopper_takes_32 if spec.blocksize == 32 else _hopper_works
-            works[x.get_device()] = False
-            warnings.warn(
-                f"the kernel for Hopper does not compile for experts of shape {spec.shape} "
-                f"({type(error).__name__}); this process goes on with the slower portable kernel",
-                stacklevel=2,
-            )
+            _give_up(config, spec, error)
             config = Config(128, 64, 3, 4, False)
+            if kernel is quantized_mm_registers:
+                tiles, tile = tabulate(expert_offsets[: spec.shape[0] + 1], rows)
+                count, x = tiles.numel() // 2, kernel.restore(x, spec.shape[2])
     nested = spec.nested if absmax is None else 0
     step = _quantized_launch(
         spec, x.dtype, x.stride(0), top_k, rank, across, nested, back, tile, count, config, span
@@ -437,6 +400,17 @@ def launch(
         table2, absmax2, offset, operand, tiles, expert_offsets, y, *strides, *span, *across,
     )  # fmt: skip
     return y
+
+
+def _give_up(config: Config, spec: WeightSpec, error: Exception) -> None:
+    """Use a kernel of Hopper's own no more on this device, where it does not compile."""
+    works = _hopper_takes_32 if spec.blocksize == 32 else _hopper_works
+    (_registers_work if config == REGISTERS else works)[spec.device] = False
+    warnings.warn(
+        f"the kernel for Hopper does not compile for experts of shape {spec.shape} "
+        f"({type(error).__name__}); this process goes on with the slower portable kernel",
+        stacklevel=3,
+    )
 
 
 def _statistics(

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch
-from .limits import WIDE_TILE, cdiv, prefers_wide, tile_counts, tile_rows
+from .limits import WIDE_TILE, WIDEST_TILE, cdiv, prefers_wide, tile_counts, tile_rows
 
 _BLOCK, _CHUNK = 256, 128
 """Assignments that one program places, and of these, what are compared with each other at once."""
@@ -61,14 +61,14 @@ def scan_kernel(counts, totals, blocks, EP: tl.constexpr, BE: tl.constexpr, BB: 
 
 
 # The counts differ with each sequence's length, and nothing here gains from knowing more of them.
-@triton.jit(do_not_specialize=["rows", "blocks", "count", "count_wide"])
+@triton.jit(do_not_specialize=["rows", "blocks", "count", "count_wide", "count_widest"])
 def sort_kernel(
-    index, counts, totals, order, inverse, expert_offsets, tiles, wide,
-    rows, blocks, count, count_wide,
+    index, counts, totals, order, inverse, expert_offsets, tiles, wide, widest,
+    rows, blocks, count, count_wide, count_widest,
     E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, TB: tl.constexpr,
+    WIDEST: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TB: tl.constexpr,
 ):  # fmt: skip
-    """order, inverse, expert_offsets and both tables of tiles, from what `scan_kernel` leaves."""
+    """order, inverse, expert_offsets and the tables of tiles, from what `scan_kernel` leaves."""
     pid = tl.program_id(0)
     e = tl.arange(0, EP)
     total = tl.load(totals + e)
@@ -95,14 +95,17 @@ def sort_kernel(
         _tabulate(low, total, tiles, count, E, EP, TILE, TB)
     if pid * TB < count_wide:
         _tabulate(low, total, wide, count_wide, E, EP, WIDE, TB)
+    if pid * TB < count_widest:
+        _tabulate(low, total, widest, count_widest, E, EP, WIDEST, TB)
 
 
-@triton.jit(do_not_specialize=["count", "count_wide"])
+@triton.jit(do_not_specialize=["count", "count_wide", "count_widest"])
 def tiles_kernel(
-    expert_offsets, tiles, wide, count, count_wide,
-    E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, TB: tl.constexpr,
+    expert_offsets, tiles, wide, widest, count, count_wide, count_widest,
+    E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+    WIDEST: tl.constexpr, TB: tl.constexpr,
 ):  # fmt: skip
-    """Both tables of tiles of any expert_offsets."""
+    """The tables of tiles of any expert_offsets."""
     e = tl.arange(0, EP)
     low = tl.load(expert_offsets + e, mask=e < E, other=0)
     total = tl.load(expert_offsets + e + 1, mask=e < E, other=0) - low
@@ -110,6 +113,8 @@ def tiles_kernel(
         _tabulate(low, total, tiles, count, E, EP, TILE, TB)
     if tl.program_id(0) * TB < count_wide:
         _tabulate(low, total, wide, count_wide, E, EP, WIDE, TB)
+    if tl.program_id(0) * TB < count_widest:
+        _tabulate(low, total, widest, count_widest, E, EP, WIDEST, TB)
 
 
 @triton.jit
@@ -136,15 +141,16 @@ class Routing:
     order: `(R,)`, and up to 3 more: the assignment (token x k + slot) in each row; inverse:
     likewise, the row of each assignment; expert_offsets: `(E + 1,)`, and up to 3 more: rows
     [offsets[e], offsets[e + 1]) are e's; tiles: `(2 n,)`: expert and first row of each tile in
-    turn, an expert of -1 for none; wide: the same of `WIDE_TILE` rows, empty where experts have too
-    few. `tile` is the rows in a tile, `counts` how many tiles of both kinds there is room for.
+    turn, an expert of -1 for none; wide: the same of `WIDE_TILE` rows, widest: of `WIDEST_TILE`,
+    both empty where experts have too few. `tile` is the rows in a tile, `counts` how many tiles of
+    each kind there is room for.
     """
 
     def __init__(self, ints: Tensor, count: int, experts: int, top_k: int) -> None:
         self.ints, self.count, self.experts, self.top_k = ints, count, experts, top_k  # R, E, k
         self.tile, self.counts, sizes = _sizes(count, experts)
         parts = ints.split_with_sizes(sizes)
-        self.order, self.inverse, self.expert_offsets, self.tiles, self.wide = parts
+        self.order, self.inverse, self.expert_offsets, self.tiles, self.wide, self.widest = parts
 
     @cached_property
     def ends(self) -> Tensor:
@@ -162,18 +168,18 @@ class Routing:
         some.expert_offsets.copy_(self.expert_offsets).sub_(rows.start).clamp_(0, count)
         some.order[:count] = self.order[rows]
         _tiles_launch(self.experts, some.tile, some.counts, self.ints.get_device())(
-            some.expert_offsets, some.tiles, some.wide, *some.counts
+            some.expert_offsets, some.tiles, some.wide, some.widest, *some.counts
         )
         return some
 
 
 @lru_cache(maxsize=256)
-def _sizes(count: int, experts: int) -> tuple[int, tuple[int, int], list[int]]:
+def _sizes(count: int, experts: int) -> tuple[int, tuple[int, int, int], list[int]]:
     """Return the rows in a tile, how many tiles, and the sizes of `Routing.ints`' parts."""
     tile = tile_rows(count, experts)
-    some, wide = (cdiv(n, 2) * 2 for n in tile_counts(count, experts, tile))
+    some, wide, widest = (cdiv(n, 2) * 2 for n in tile_counts(count, experts, tile))
     whole = [cdiv(n, 4) * 4 for n in (count, count, experts + 1)]
-    return tile, (some, wide), [*whole, 2 * some, 2 * wide]
+    return tile, (some, wide, widest), [*whole, 2 * some, 2 * wide, 2 * widest]
 
 
 def ints_size(count: int, experts: int) -> int:
@@ -201,7 +207,7 @@ def route(index: Tensor, experts: int) -> Routing:
     scanned(counts, totals, blocks)
     placed(
         index, counts, totals, routing.order, routing.inverse, routing.expert_offsets,
-        routing.tiles, routing.wide, count, blocks, *routing.counts,
+        routing.tiles, routing.wide, routing.widest, count, blocks, *routing.counts,
     )  # fmt: skip
     return routing
 
@@ -220,7 +226,8 @@ def _sort_launches(
     scanned = Launch(scan_kernel, (bins // together,), EP=bins, BE=together, BB=256)
     placed = Launch(
         sort_kernel, (programs,),
-        E=experts, EP=bins, TILE=tile, WIDE=WIDE_TILE, BLOCK=_BLOCK, CHUNK=_CHUNK, TB=_TILES,
+        E=experts, EP=bins, TILE=tile, WIDE=WIDE_TILE, WIDEST=WIDEST_TILE, BLOCK=_BLOCK,
+        CHUNK=_CHUNK, TB=_TILES,
     )  # fmt: skip
     return counted, scanned, placed, blocks, bins
 
@@ -233,16 +240,17 @@ def tabulate(expert_offsets: Tensor, count: int) -> tuple[Tensor, int]:
     experts = len(expert_offsets) - 1
     tile, counts, _ = _sizes(count, experts)
     device = expert_offsets.device
-    tiles, wide = (torch.empty(2 * n, dtype=torch.int32, device=device) for n in counts)
+    tiles, wide, widest = (torch.empty(2 * n, dtype=torch.int32, device=device) for n in counts)
     launch = _tiles_launch(experts, tile, counts, expert_offsets.get_device())
-    launch(expert_offsets, tiles, wide, *counts)
+    launch(expert_offsets, tiles, wide, widest, *counts)
     return (wide, WIDE_TILE) if prefers_wide(count, experts) else (tiles, tile)
 
 
 @lru_cache(maxsize=256)
-def _tiles_launch(experts: int, tile: int, counts: tuple[int, int], device: int) -> Launch:
+def _tiles_launch(experts: int, tile: int, counts: tuple[int, int, int], device: int) -> Launch:
     programs = max(cdiv(n, _TILES) for n in counts)
     bins = triton.next_power_of_2(experts)
     return Launch(
-        tiles_kernel, (programs,), E=experts, EP=bins, TILE=tile, WIDE=WIDE_TILE, TB=_TILES
-    )
+        tiles_kernel, (programs,), E=experts, EP=bins, TILE=tile, WIDE=WIDE_TILE,
+        WIDEST=WIDEST_TILE, TB=_TILES,
+    )  # fmt: skip

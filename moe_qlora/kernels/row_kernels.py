@@ -183,13 +183,14 @@ def copy_kernel(
 @triton.jit
 def gate_kernel(
     pre, bias, factor, tiles, expert_offsets, out, small, scaling, limit, alpha, shift,
-    I: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr,
-    BM: tl.constexpr, BI: tl.constexpr,
+    I: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, REORDERS: tl.constexpr,
+    ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
+    BIASED: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """out[i] = (h_i, scaling h_i F_e) with h the gate of pre_i; small[i] the same product.
 
-    out (R, I + RANK) in rows STRIDE apart, F (E, I, RANK), stored (E, RANK, I).
+    out (R, I + RANK) in rows STRIDE apart, F (E, I, RANK), stored (E, RANK, I). REORDERS: h's
+    columns as `quantized_mm_registers.py` takes them; BI is 256 then.
     """
     expert, rows, live = _tile(tiles, expert_offsets, BM)
     if expert < 0:
@@ -205,7 +206,11 @@ def gate_kernel(
         h, _, _ = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED)
         h = tl.where((i < I)[None, :], h, 0.0).to(out.dtype.element_ty)
         ok = live[:, None] & (i < I)[None, :]
-        tl.store(out + rows[:, None] * STRIDE + i[None, :], h, mask=ok)
+        ordered = h
+        if REORDERS:
+            groups = tl.permute(tl.reshape(h, (BM, 4, 32, 2)), (0, 2, 1, 3))
+            ordered = tl.reshape(groups, (BM, BI))
+        tl.store(out + rows[:, None] * STRIDE + i[None, :], ordered, mask=ok)
         if RANK > 0:
             spots = factor + j[None, :] * I + i[:, None]
             f = tl.load(spots, mask=(i < I)[:, None], other=0.0)

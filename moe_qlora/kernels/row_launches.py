@@ -40,6 +40,7 @@ DeepSeek-V3 at 16,384, where 16 rows a program take 0.05 and 0.53."""
 _MANY = 1024
 
 _GATE = {"BM": _ROWS, "BI": 128, "num_warps": 4, "num_stages": 1}
+_GATE_REORDERS = {"BM": _ROWS, "BI": 256, "num_warps": 4, "num_stages": 1}
 _GATE_BACKWARD = {"BM": 32, "BI": 64, "num_warps": 4, "num_stages": 1}
 _GATE_BACKWARD_FEW = {"BM": _ROWS, "BI": 64, "num_warps": 2, "num_stages": 1}
 # H200, Qwen3-30B-A3B's four at 4,096 and 16,384 tokens; ranks over 32 would not fit into the 99 KiB
@@ -88,16 +89,17 @@ def spread(
 
 @lru_cache(maxsize=256)
 def gate(
-    gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int, dtype: torch.dtype,
-    bias: torch.dtype | None, device: int,
+    gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int, reorders: bool,
+    dtype: torch.dtype, bias: torch.dtype | None, device: int,
 ) -> Launch:  # fmt: skip
-    """The gate, and the second factor's product beside it."""
-    cut = _GATE
+    """The gate, and the second factor's product beside it; `reorders`: for registers' order."""
+    cut = _GATE_REORDERS if reorders else _GATE
     if tile == _ROWS:
         cut = {"BI": min(256, _FACTOR_PART // max(rank, 16)), **_GATE_FEW}
     return Launch(
         row_kernels.gate_kernel, (tiles, tile // cut["BM"]),
-        I=size, STRIDE=stride, RANK=rank, BIASED=bias is not None, **_gate_flags(gate), **cut,
+        I=size, STRIDE=stride, RANK=rank, REORDERS=reorders, BIASED=bias is not None,
+        **_gate_flags(gate), **cut,
     )  # fmt: skip
 
 

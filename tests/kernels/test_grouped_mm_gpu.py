@@ -37,7 +37,7 @@ def multiply(x, matrices, offsets, tile, cut):
     experts = len(matrices)
     count = len(x) // tile + experts
     tiles = torch.empty(2 * count, dtype=torch.int32, device="cuda")
-    _tiles_launch(experts, tile, (count, 0), 0)(offsets, tiles, tiles, count, 0)
+    _tiles_launch(experts, tile, (count, 0, 0), 0)(offsets, tiles, tiles, tiles, count, 0, 0)
     return grouped_mm.launch(x, matrices, offsets, tiles, tile, cut)
 
 

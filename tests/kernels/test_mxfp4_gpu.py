@@ -68,7 +68,9 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
         right[offsets[e] : offsets[e + 1]] = base + some[:, inner:] @ factor[e].double().t()
     number = len(x) // tile + count
     tiles = torch.empty(2 * number, dtype=torch.int32, device="cuda")
-    _tiles_launch(count, tile, (number, 0), 0)(routing.expert_offsets, tiles, tiles, number, 0)
+    _tiles_launch(count, tile, (number, 0, 0), 0)(
+        routing.expert_offsets, tiles, tiles, tiles, number, 0, 0
+    )
     chosen = autotune.chosen(packed, x.dtype, tile, back=back)
     fits = [
         config
@@ -119,7 +121,9 @@ def test_the_kernel_for_hopper_is_as_exact_as_decoding(shape, back, dtype, tile)
     )
     number = len(x) // tile + count
     tiles = torch.empty(2 * number, dtype=torch.int32, device="cuda")
-    _tiles_launch(count, tile, (number, 0), 0)(routing.expert_offsets, tiles, tiles, number, 0)
+    _tiles_launch(count, tile, (number, 0, 0), 0)(
+        routing.expert_offsets, tiles, tiles, tiles, number, 0, 0
+    )
     room = torch.empty(packed.absmax.shape, device="cuda")
     found = [
         quantized_mm.launch(

@@ -39,20 +39,20 @@ def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90,
     return packed, routing, x, factor, right
 
 
-def run(packed, routing, x, factor, config, tile, back, span):
+def run(packed, routing, x, factor, config, tile, back, span, gather=None):
     from moe_qlora.kernels import quantized_mm
     from moe_qlora.kernels.routing import _tiles_launch
 
-    count = len(x) // tile + packed.experts
+    count = routing.count // tile + packed.experts
     tiles = torch.empty(2 * count, dtype=torch.int32, device="cuda")
-    _tiles_launch(packed.experts, tile, (count, 0), 0)(
-        routing.expert_offsets, tiles, tiles, count, 0
+    _tiles_launch(packed.experts, tile, (count, 0, 0), 0)(
+        routing.expert_offsets, tiles, tiles, tiles, count, 0, 0
     )
     room = None
     if packed.nested is not None and not config.direct:
         room = torch.empty(packed.absmax.shape, device="cuda")
     return quantized_mm.launch(x, packed, factor, room, routing.expert_offsets, tiles, tile, config,
-                        back=back, span=span)  # fmt: skip
+                        back=back, span=span, gather=gather)  # fmt: skip
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -108,6 +108,41 @@ def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, each, spa
             packed, routing, x, factor if rank else None, quantized_mm.HOPPER, tile, back, span
         )
         assert torch.equal(y, again)
+
+
+@pytest.mark.parametrize("kind", [("nf4", True), ("nf4", False), ("fp4", True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [0, 16, 128])
+@pytest.mark.parametrize("each", [90, 170, 300])  # rows in tiles of 64, 128 and 256
+@pytest.mark.parametrize("span", [(0, None), (64, 128)])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_registers_are_as_exact_as_decoding(kind, dtype, rank, each, span, gathers):
+    from moe_qlora.kernels import quantized_mm, quantized_mm_registers
+    from moe_qlora.kernels.quantized_config import REGISTERS, Gather
+
+    inner = 512 if rank else 1280
+    packed, routing, x, factor, right = problem(
+        (4, 192, inner), False, *kind, dtype, each=each, rank=rank
+    )
+    if not quantized_mm.in_registers(packed.spec, dtype, back=False):
+        pytest.skip("no Hopper GPU")
+    span, gather = (span[0], right.shape[1] if span[1] is None else span[1]), None
+    rows, tail = x[:, :inner].contiguous(), x[:, inner:].contiguous()
+    if gathers:
+        tokens = torch.empty_like(rows)
+        tokens[routing.order[: len(rows)].long()] = rows
+        x, gather = quantized_mm_registers.reorder(tokens), Gather(routing.order, tail, 1, len(x))
+    else:
+        x = torch.cat([quantized_mm_registers.reorder(rows), tail], 1)
+    factor = factor if rank else None
+    found = [run(packed, routing, x, factor, REGISTERS, 256, False, span, gather) for _ in range(5)]
+    assert quantized_mm.in_registers(packed.spec, dtype, back=False)  # it has compiled
+    right = right[:, slice(*span)]
+    # One rounding of the result: everything else is in fp32 or exact.
+    assert (found[0].double() - right).norm() < (
+        2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
+    ) * right.norm()
+    assert all(torch.equal(found[0], again) for again in found)
 
 
 @pytest.mark.parametrize("back", [False, True])

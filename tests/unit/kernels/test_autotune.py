@@ -18,9 +18,9 @@ from moe_qlora.testing import tiny_model
 
 triton = pytest.importorskip("triton")
 
-from moe_qlora.kernels import autotune, cards, grouped_mm, quantized_mm  # noqa: E402
+from moe_qlora.kernels import autotune, cards, grouped_mm, quantized_config  # noqa: E402
 from moe_qlora.kernels.grouped_mm import Cut  # noqa: E402
-from moe_qlora.kernels.quantized_mm import HOPPER as HOPPER_KERNEL  # noqa: E402
+from moe_qlora.kernels.quantized_config import HOPPER as HOPPER_KERNEL  # noqa: E402
 from moe_qlora.kernels.quantized_mm import Config  # noqa: E402
 
 
@@ -100,11 +100,11 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 def test_defaults_are_candidates_that_fit(card, back, tile):
     with cards.acting_as(card):
-        config = quantized_mm.default(tile, CPU, back=back)
+        config = quantized_config.default(tile, CPU, back=back)
         cut = grouped_mm.default(tile, CPU)
     assert config in autotune._CANDIDATES
     assert (config.features if back else config.step) <= 128
-    assert all(quantized_mm.fits(config, tile, kind, card) for kind in ("nf4", "int8"))
+    assert all(quantized_config.fits(config, tile, kind, card) for kind in ("nf4", "int8"))
     assert cut in grouped_mm.CANDIDATES and grouped_mm.fits(cut, tile, card)
 
 

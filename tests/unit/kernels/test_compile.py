@@ -31,6 +31,7 @@ NAMES = {
     "scan_kernel", "sort_kernel", "spread_kernel", "sum_kernel", "tiles_kernel",
 }  # fmt: skip
 
+OF_HOPPER = {"hopper_kernel", "registers_kernel", "reorder_kernel"}
 
 # Constants that say how large something is, and not how it is computed.
 SIZES = {"ROWS", "COLS", "STRIDE", "K", "N", "BIG", "SE"}
@@ -68,7 +69,7 @@ def test_all_kernels_compile(tmp_path):
     pytest.importorskip("triton")
     compiled = {tuple(line.split()) for line in lines_of("layers", tmp_path)}
     both = {(capability, name) for capability in ("sm_80", "sm_90") for name in NAMES}
-    assert compiled == both | {("sm_90", "hopper_kernel")}
+    assert compiled == both | {("sm_90", name) for name in OF_HOPPER}
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +232,7 @@ def matmul_launches() -> Iterator[str]:
     """Launch both matmuls and LoRA's outer product, as a card cuts them; yield their names."""
     import torch
 
-    from moe_qlora.kernels import grouped_mm, quantized_mm
+    from moe_qlora.kernels import grouped_mm, quantized_config, quantized_mm
 
     cpu = torch.device("cpu")
     offsets = torch.zeros(16, dtype=torch.int32)
@@ -242,7 +243,7 @@ def matmul_launches() -> Iterator[str]:
         (64, False, "mxfp4"),
     ):  # fmt: skip
         inner, out = (rows, cols) if back else (cols, rows)
-        config = quantized_mm.default(tile, cpu, back=back)
+        config = quantized_config.default(tile, cpu, back=back)
         # Else a nested absmax is decoded before, by a kernel of its own.
         stack = packed_like((2, rows, cols), kind, nested=config.direct and kind == "nf4")
         x, factor = bf16(16, inner + rank), bf16(2, out, rank)
@@ -332,7 +333,7 @@ def main() -> None:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         # One compilation for gate_up and down, where both are computed alike. What the kernel for
         # Hopper makes of sizes are cases of their own.
-        if self.__name__ != "hopper_kernel" and not expects_race:
+        if self.__name__ not in OF_HOPPER and not expects_race:
             kinds = tuple(getattr(argument, "dtype", type(argument)) for argument in args)
             constants = frozenset(item for item in kwargs.items() if item[0] not in SIZES)
             launch_key = (target.capability, self.__name__, kinds, constants)
@@ -344,7 +345,7 @@ def main() -> None:
         used, formats = launch._Driver.parameters(compiled)
         for argument, kind in zip((args[i] for i in used), formats, strict=False):
             assert kind == "Q" if isinstance(argument, torch.Tensor) else kind in "iqf"
-        exempt = self.__name__ in ("hopper_kernel", "quantized_kernel") or expects_race
+        exempt = self.__name__ in {*OF_HOPPER, "quantized_kernel"} or expects_race
         assert exempt or compiled.metadata.shared <= SHARED[86], (self.__name__, kwargs)
         races = overwritten(compiled.asm["ttgir"])
         assert bool(races) == expects_race, (self.__name__, kwargs, races)
@@ -398,6 +399,12 @@ def main() -> None:
     layer_of(clamped, "fp4", False, True, True, 4, True, 180, torch.float16)
     layer_of(gates("gelu_tanh"), "int8", False, True, False, 8, False, 16)
     layer_of(clamped, "mxfp4", True, False, True, 16, False, 64)
+    for rank in (0, 16, 128):  # with columns in the order of `quantized_mm_registers.py`
+        gate = row_launches.gate(
+            clamped, 512, 512 + rank, rank, 64, 4, True, torch.bfloat16, None, 0
+        )
+        x, ints = torch.empty(64, 1024, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int)
+        gate(x, x, x, ints, ints, x, x, 1.0, 7.0, 1.7, 1.0)
     workspace.set_workspace_cap(1)
     layer_of(gates("relu"), "nf4", True, False, False, 16, False, 1024)
     on_hopper()
@@ -418,7 +425,12 @@ def on_hopper() -> None:
     """The kernel for Hopper: both directions, dtypes and kinds, tiles, and the fewest steps."""
     import torch
 
-    from moe_qlora.kernels import quantized_mm, quantized_mm_hopper
+    from moe_qlora.kernels import (
+        quantized_config,
+        quantized_mm,
+        quantized_mm_hopper,
+        quantized_mm_registers,
+    )
 
     none = torch.empty(16, dtype=torch.int32)
     # Every two of: the matrix, the direction, LoRA or none, the dtype and kind.
@@ -448,6 +460,21 @@ def on_hopper() -> None:
         quantized_mm.launch(torch.empty(8, inner, dtype=dtype), stack, factor, None, none,
                      none.view(8, 2), tile, config, back=back, span=(0, out),
                      gather=gather)  # fmt: skip
+    # Weights in registers: out alone, and sums over whole groups of 256.
+    for rows, cols, rank, kind, dtype in [
+        (128, 512, 16, "nf4", torch.bfloat16),
+        (192, 1024, 0, "fp4", torch.float16),
+    ]:
+        stack = packed_like((2, rows, cols), kind, False)
+        assert quantized_mm_registers.supports(stack.spec, dtype)
+        x, tokens = torch.empty(16, cols + rank, dtype=dtype), torch.empty(8, cols, dtype=dtype)
+        factor = torch.empty(2, rows, rank, dtype=dtype) if rank else None
+        gather = quantized_mm.Gather(none, torch.empty(16 * rank, dtype=dtype), 2, 16)
+        for left, found in ((x, None), (tokens, gather)):
+            quantized_mm.launch(left, stack, factor, None, none, none.view(8, 2), 256,
+                         quantized_config.REGISTERS, back=False, span=(0, rows),
+                         gather=found)  # fmt: skip
+        quantized_mm_registers.reorder(tokens)
     narrow = packed_like((2, 128, 64), "nf4", False).spec
     assert not quantized_mm_hopper.supports(narrow, torch.bfloat16, back=False)
 

@@ -19,7 +19,9 @@ from moe_qlora.kernels import (  # noqa: E402
     expert_mm,
     limits,
     moe_layer,
+    quantized_config,
     quantized_mm,
+    quantized_mm_registers,
     workspace,
 )
 from moe_qlora.kernels import routing as routing_  # noqa: E402
@@ -308,6 +310,82 @@ def test_the_quantized_matmul_fetches_rows_itself(name, cap, monkeypatch):
     assert len(fetched) == 2
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("gate", [SILU, Gate("relu2", gated=False)])
+def test_rows_in_the_order_of_registers(gate, biased, monkeypatch):
+    """As Hopper's kernel that holds weights in registers takes them; another one multiplies."""
+    case = Case(tokens=40, top_k=2, experts=3, hidden=256, inner=512, gate=gate, biased=biased)
+    real, restored = quantized_mm.launch, []
+
+    def launch(x, packed, *arguments, back, **options):
+        if not back:
+            columns = packed.spec.shape[2]
+            assert x.shape[1] in (columns, columns + 16)
+            x = quantized_mm_registers.restore(x, columns)
+            restored.append(columns)
+        return real(x, packed, *arguments, back=back, **options)
+
+    def out_alone(matmul, *_):
+        return matmul.by_rows
+
+    monkeypatch.setattr(quantized_mm, "launch", launch)
+    monkeypatch.setattr(moe_layer, "gathers", out_alone)
+    monkeypatch.setattr(moe_layer, "reorders", out_alone)
+    monkeypatch.setattr(moe_layer, "reorder", reordered)
+    check_layer(case)
+    assert restored == [256, 512]
+
+
+def reordered(x):
+    """By its definition: column 256 b + 64 g + 2 i + j comes at 256 b + 8 i + 2 g + j."""
+    out = torch.empty_like(x)
+    for column in range(x.shape[1]):
+        b, rest = divmod(column, 256)
+        g, i, j = rest // 64, rest % 64 // 2, rest % 2
+        out[:, 256 * b + 8 * i + 2 * g + j] = x[:, column]
+    return out
+
+
+def test_reordered_columns_and_back():
+    x = torch.randn(37, 512).bfloat16()
+    ours = quantized_mm_registers.reorder(x)
+    assert torch.equal(ours, reordered(x))
+    tail = torch.randn(37, 16).bfloat16()
+    back = quantized_mm_registers.restore(torch.cat([ours, tail], 1), 512)
+    assert torch.equal(back, torch.cat([x, tail], 1))
+
+
+def test_which_matmuls_hold_weights_in_registers(monkeypatch):
+    """Out alone, of as many rows an expert as suit, in whole groups of 256 columns."""
+    monkeypatch.setattr(quantized_mm, "_registers_work", {-1: True})
+    monkeypatch.setattr(limits, "ROWS_IN_REGISTERS", (128, 200))
+    bf16 = torch.bfloat16
+    for columns, kind, many, by_rows, taken in [
+        (512, ("nf4", True), 130, True, True),
+        (512, ("fp4", False), 130, True, True),
+        (512, ("nf4", True), 127, True, False),
+        (512, ("nf4", True), 201, True, False),
+        (512, ("nf4", True), 130, False, False),
+        (320, ("nf4", True), 130, True, False),
+        (256, ("nf4", True), 130, True, False),
+        (512, ("int8", False), 130, True, False),
+        (512, ("mxfp4", False), 130, True, False),
+    ]:
+        packed = stack_of((2, 128, columns), *kind)
+        count = 2 * many
+        quantized = expert_mm.runs_quantized(packed, count, bf16, back=not by_rows)
+        assert quantized or many > limits.ROWS_ON_QUANTIZED or not taken
+        routing = routing_.route(torch.arange(count)[:, None] % 2, 2)
+        matmul = expert_mm.ExpertMatmul(packed, None, by_rows, False, True, bf16)
+        config, tiles, tile = expert_mm.quantized_cut(matmul, routing, True)
+        assert (config == quantized_config.REGISTERS) == taken, (columns, kind, many, by_rows)
+        assert tile == (limits.WIDEST_TILE if taken else limits.WIDE_TILE)
+        assert expert_mm.reorders(matmul, routing, True) == taken
+        assert not taken or tiles is routing.widest
+    on_all = expert_mm.runs_quantized(packed, 4 * 10**6, bf16, back=False)
+    assert not on_all
+
+
 CONFIGS = [quantized_mm.Config(128, 64, 2, 4, True), quantized_mm.Config(64, 128, 2, 4, False)]
 
 
@@ -372,6 +450,7 @@ def test_routing(shape):
     assert (routing.counts[1] > 0) == (routing.tile == limits.TILE)
     if routing.counts[1]:
         tables.append((routing.wide, limits.WIDE_TILE))
+        tables.append((routing.widest, limits.WIDEST_TILE))
     for table, tile in tables:
         rows = [[] for _ in range(experts)]
         for expert, start in table.view(-1, 2).tolist():
