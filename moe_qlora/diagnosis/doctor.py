@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from ..errors import ConfigError
+from ..lora.names import base_model
 from ..memory.source import source_of
 from . import combinations, devices, layers, versions
 from .report import PROBLEM, Diagnosis, LayerKind
@@ -24,11 +27,12 @@ def doctor(
 
     Args:
         model: None, or what `plan` takes: a checkpoint folder, plain or packed, a configuration, a
-            model type, a hub id whose configuration is cached, or a model.
+            model type, a hub id whose configuration is cached, or a model; of one with adapters
+            what is active now is examined.
         quantization_config: A `BitsAndBytesConfig`; None takes the model's own, else nf4 with
             double quantization and bfloat16 as its compute dtype.
         gpu: A card to answer for in place of what is here, by its name, such as "4090".
-        rank: Of LoRA on the experts.
+        rank: Of LoRA on the experts, where the model has no adapters yet.
         trust_remote_code: Run model code that a checkpoint brings.
 
     Returns:
@@ -46,13 +50,20 @@ def doctor(
     kinds: tuple[LayerKind, ...] = ()
     notes: tuple[str, ...] = ()
     label, model_type = "", None
-    if model is not None:
+    if isinstance(model, nn.Module) and hasattr(model, "peft_config"):
+        if quantization_config is not None:
+            raise ConfigError("quantization_config is for a model without adapters: leave it out.")
+        config: Any = getattr(model, "config", None)
+        label = getattr(config, "name_or_path", "") or type(base_model(model)).__name__
+        model_type = getattr(config, "model_type", None)
+        kinds = layers.adapted_kinds(model, card)
+    elif model is not None:
         source = source_of(model, quantization_config, None, trust_remote_code)
         label, notes = source.label, source.notes
         model_type = getattr(source.config, "model_type", None)
         kinds = layers.layer_kinds(source, card, rank)
-        if not kinds:
-            notes = (*notes, "The model has no experts.")
+    if model is not None and not kinds:
+        notes = (*notes, "The model has no experts.")
     found = versions.findings(packages)
     found += combinations.findings(versions.releases(packages), device, card, model_type, kinds)
     return Diagnosis(

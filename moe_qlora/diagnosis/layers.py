@@ -1,21 +1,26 @@
 """Which backend computes each kind of a model's expert layers on a card, and what that costs.
 
-The model is built and packed on meta, as a memory plan has it. Backends and reasons are those of
-`experts/backend.py`, which is asked as a forward with LoRA asks it; nothing is decided here.
+The model is built and packed on meta, as a memory plan has it; one that has adapters is asked as it
+is. Backends and reasons are those of `experts/backend.py`, which is asked as a forward with LoRA
+asks it; nothing is decided here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..detection.detect import detect
 from ..experts.backend import FUSED, UNPACKED, Backend, choose_backend, read_call
 from ..experts.forward import can_serve
 from ..experts.lora_source import LoraFactors
 from ..kernels.cards import Card
-from ..layout import ExpertsModule, name_pattern
+from ..layout import ExpertsModule, ModelLayout, name_pattern, unwrapped_name
+from ..lora.names import base_model
 from ..memory import meta_model
 from ..memory.source import ModelSource
 from ..packing import parametrize
@@ -50,12 +55,23 @@ def layer_kinds(source: ModelSource, card: Card, rank: int) -> tuple[LayerKind, 
     meta = meta_model.pack(
         source.build(), source.quantization, linears=source.linears, kept=source.kept
     )
+    return _count(meta.base, meta.layout, partial(_backend, card=card, rank=rank))
+
+
+def adapted_kinds(model: nn.Module, card: Card) -> tuple[LayerKind, ...]:
+    """Return the same of a model with adapters, for those that are active now."""
+    base = base_model(model)
+    return _count(base, detect(base), partial(_backend, card=card, rank=None))
+
+
+def _count(
+    model: nn.Module, layout: ModelLayout, backend: Callable[..., Backend]
+) -> tuple[LayerKind, ...]:
     counted: dict[LayerKind, int] = {}
-    for entry in meta.layout.modules:
-        module = meta.base.get_submodule(entry.name)
-        kind = _kind(entry, _backend(module, entry, card, rank))
+    for entry in layout.modules:
+        kind = _kind(entry, backend(model.get_submodule(entry.name), entry))
         counted[kind] = counted.get(kind, 0) + 1
-    for experts in meta.layout.linear_experts:
+    for experts in layout.linear_experts:
         why = "experts are lists of Linear layers, which bitsandbytes packs and computes"
         kind = _row(name_pattern(experts.name), "nn.Linear", LINEAR_LAYERS, why, "")
         counted[kind] = counted.get(kind, 0) + 1
@@ -67,7 +83,8 @@ def layer_kinds(source: ModelSource, card: Card, rank: int) -> tuple[LayerKind, 
 
 def _kind(entry: ExpertsModule, chosen: Backend) -> LayerKind:
     cost = COSTS.get(chosen.name, "")
-    return _row(name_pattern(entry.name), entry.class_name, chosen.name, chosen.reason, cost)
+    pattern = name_pattern(unwrapped_name(entry.name))
+    return _row(pattern, entry.class_name, chosen.name, chosen.reason, cost)
 
 
 def _row(pattern: str, class_name: str, name: str, reason: str, cost: str) -> LayerKind:
@@ -75,8 +92,11 @@ def _row(pattern: str, class_name: str, name: str, reason: str, cost: str) -> La
     return LayerKind(pattern, 1, class_name, name, reason, fast, cost)
 
 
-def _backend(module: nn.Module, entry: ExpertsModule, card: Card, rank: int) -> Backend:
-    """Return what computes an experts module in training with LoRA of this rank on all of it."""
+def _backend(module: nn.Module, entry: ExpertsModule, card: Card, rank: int | None) -> Backend:
+    """Return what computes an experts module in training, with LoRA of this rank on all of it.
+
+    None is the LoRA that it has.
+    """
     names = [param.parameter_name for param in entry.parameters]
     if not any(parametrize.is_packed(module, name) for name in names):
         return UNPACKED
@@ -85,15 +105,18 @@ def _backend(module: nn.Module, entry: ExpertsModule, card: Card, rank: int) -> 
         return Backend(OWN_FORWARD, why)
     host: Any = module
     call = read_call(host, torch.empty(0))  # hidden states on meta have no autocast to ask for
-    first, second = (_factors(weight, rank) for weight in call.weights)
-    x = _hidden_states(entry)
-    return choose_backend(host, call._replace(x=x, lora=(first, second), card=card))
+    if rank is not None:
+        first, second = (_factors(weight, rank) for weight in call.weights)
+        call = call._replace(lora=(first, second))
+    packed = next(name for name in names if parametrize.is_packed(module, name))
+    device = parametrize.read_packed(module, packed).device
+    return choose_backend(host, call._replace(x=_hidden_states(entry, device), card=card))
 
 
-def _hidden_states(entry: ExpertsModule) -> torch.Tensor:
-    """Return `(tokens, hidden)` on meta, in the dtype that the experts had before packing."""
+def _hidden_states(entry: ExpertsModule, device: torch.device) -> torch.Tensor:
+    """Return `(tokens, hidden)`, in the dtype that the experts had before packing; no memory."""
     first, dtype = entry.parameters[0], getattr(torch, entry.parameters[0].dtype_name)
-    return torch.empty(_TOKENS, first.in_features or 1, dtype=dtype, device="meta")
+    return torch.empty((), dtype=dtype, device=device).expand(_TOKENS, first.in_features or 1)
 
 
 def _factors(weight: Any, rank: int) -> tuple[LoraFactors, ...]:

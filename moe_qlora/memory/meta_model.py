@@ -63,7 +63,8 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     """Return a copy on meta, packed where the model is packed; nothing of it is read or moved."""
     if hasattr(model, "peft_config"):
         raise ConfigError(
-            "The model has adapters already: plan with the model that they were put on."
+            "The model has adapters already: plan before they are put on it, or name the model's "
+            "folder or configuration."
         )
     memo: dict[int, Any] = {}
     blank: Any

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.requirements import Requirement
+from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
@@ -211,6 +212,24 @@ def test_a_model_is_left_as_it_is():
     after = model.state_dict()
     assert after.keys() == packed.keys() != before.keys()
     assert all(torch.equal(after[name], value) for name, value in packed.items())
+
+
+@pytest.mark.parametrize(("ranks", "reason"), [((8,), "suit its kernels"), ((8, 200), "over 128")])
+def test_a_model_with_adapters_is_examined_as_it_is(ranks, reason):
+    model: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16, **WIDE)
+    moe_qlora.quantize_experts(model, BF16)
+    first = LoraConfig(r=ranks[0], target_modules=["q_proj"])
+    peft_model = moe_qlora.get_peft_model(model, first, experts=True)
+    for rank in ranks[1:]:
+        other = LoraConfig(r=rank, target_modules=["q_proj"])
+        peft_model.add_adapter("other", moe_qlora.adapt_lora_config(model, other, experts=True))
+        peft_model.set_adapter("other")
+    for given in (peft_model, model):
+        (layer,) = moe_qlora.doctor(given, gpu="H200").layers
+        assert (layer.pattern, layer.count) == ("model.layers.*.mlp.experts", 2)
+        assert reason in layer.reason
+    with pytest.raises(moe_qlora.ConfigError, match="for a model without adapters"):
+        moe_qlora.doctor(peft_model, BF16)
 
 
 def test_the_cost_of_a_fallback_is_what_was_measured():
