@@ -7,8 +7,9 @@ one block or two blocks of 32, and makes the 16 values that a block can have (a 
 the block's absmax, rounded as decoding does) once: looking up a weight is then two or three
 instructions, and gives what decoding gives, bit for bit.
 
-`quantized_mm_registers.py` takes over forward's products of many rows. Written in Gluon, Triton's language for what the compiler otherwise decides. `quantized_mm.py` has
-the portable kernel, which runs everywhere else.
+Written in Gluon, Triton's language for what the compiler otherwise decides. Forward's products of
+many rows are taken by `quantized_mm_registers.py`; `quantized_mm.py` has the portable kernel, which
+runs everywhere else.
 """
 
 from __future__ import annotations

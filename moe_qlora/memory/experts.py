@@ -77,7 +77,7 @@ class ExpertsCall:
         """Whether the products are quantized matmuls, so that no weight is dequantized.
 
         A plan does not know the card, so it takes the limit that holds on all of them, 256 rows an
-        expert. On Hopper some are up to 1,024: what is planned in between is more than is used there.
+        expert. On Hopper some are up to 1,024: in between, a plan is more than is used there.
         """
         columns = (self.width if self.transposed else self.intermediate, self.hidden)
         supported = (supports_quantized(self.kind, size, self.blocksize) for size in columns)
