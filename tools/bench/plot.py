@@ -35,8 +35,12 @@ MODEL = (
     ("peak in training", "GB of peak", 1e9),
     ("resident between steps", "GB between steps", 1e9),
 )
-BARS = ("layers", "lora", "seq", "batch", "checkpointing", "linear", "adapters")
-"""What a bar's caption says of a whole model's setting, beside its peer."""
+BARS = {
+    "layers": "{} layers", "lora": "LoRA {}", "seq": "{} tokens", "batch": "x {}",
+    "checkpointing": "recomputed {}", "linear": "Linear {}", "adapters": "adapters {}",
+    "with": "{}", "shared-gpu": "{} at once",
+}  # fmt: skip
+"""What a bar's caption says of a whole model's setting, beside its peer and words without value."""
 
 
 def main() -> None:
@@ -70,8 +74,9 @@ def rows(path: Path) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
 
 def caption(setting: dict[str, str]) -> str:
     """A run of a whole model in a few words."""
-    words = [setting["peer"], *(f"{key} {setting[key]}" for key in BARS if key in setting)]
-    return ", ".join([*words, *(word for word in ("liger",) if word in setting)])
+    words = [words.format(setting[key]) for key, words in BARS.items() if key in setting]
+    plain = [key for key, value in setting.items() if key == value]
+    return ", ".join([" ".join([setting["peer"], *plain]), *words])
 
 
 def lines(shape: str, metrics: Any, panels: Any, title: str, path: Path) -> None:
@@ -105,7 +110,7 @@ def bars(name: str, runs: Any, path: Path) -> None:
     done = {words: of for words, of in runs.items() if "throughput" in of}
     if not done:
         return
-    figure = Figure(figsize=(14, 1.2 + 0.35 * len(done)), layout="constrained")
+    figure = Figure(figsize=(17, 1.2 + 0.3 * len(done)), layout="constrained")
     grid = figure.subplots(1, len(MODEL), sharey=True, squeeze=False)
     captions = list(done)
     for axes, (metric, label, unit) in zip(grid.flat, MODEL, strict=True):
@@ -113,7 +118,8 @@ def bars(name: str, runs: Any, path: Path) -> None:
         drawn = axes.barh(captions, values, color=[_color(words) for words in captions])
         axes.bar_label(drawn, fmt="%.5g", padding=2, fontsize=8)
         axes.set(xlabel=label)
-        axes.margins(x=0.18)
+        axes.tick_params(labelsize=8)
+        axes.margins(x=0.25)
     grid.flat[0].invert_yaxis()  # shared
     figure.suptitle(f"Training {name}, one H200")
     figure.savefig(path, dpi=100)
