@@ -17,6 +17,8 @@ from .targets import Targets
 
 WARNING = "target_modules names .* packed expert weights .* get no LoRA"  # the message, as a regex
 
+_HOW = ": pass experts=True"
+
 # What transformers v4, and so most tutorials, call the matrices of one expert; the model's own
 # names of fused ones come beside them.
 _MATRICES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -50,14 +52,21 @@ def check_named(
         f"target_modules names {words}, and it reaches modules only, so that {len(names)} packed "
         f"expert weights ({patterns(names)}) get no LoRA"
     )
-    how = "pass experts=True, or target_parameters=moe_qlora.target_parameters(model) in the config"
+    how = f"{_HOW}, or target_parameters=moe_qlora.target_parameters(model) in the config"
     probe = changed(asked, exclude_modules=targets.excludes, target_modules=targets.modules)
     if not targets.parameters and not reached_modules(model, probe):
-        raise ConfigError(f"{message}, and nothing else does: {how}.")
+        raise ConfigError(f"{message}, and nothing else does{how}.")
     return (
-        f"{message}: {how}, to train them, or exclude_modules=moe_qlora.exclude_modules(model) to "
+        f"{message}{how}, to train them, or exclude_modules=moe_qlora.exclude_modules(model) to "
         "leave them out without this warning."
     )
+
+
+def for_target_names(message: str) -> str:
+    """Return what `check_named` says, for whoever names targets by comma as `plan` takes them."""
+    head, found, _ = message.partition(_HOW)
+    cure = ': name experts among the targets, as in "attention,experts".'
+    return head + cure if found else message
 
 
 def _names_expert(config: Any, name: str) -> bool:

@@ -25,6 +25,7 @@ from ..errors import ConfigError, UnsupportedWeightError
 from ..experts import forward
 from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout, dtype_name, unwrapped
+from ..lora import left_out
 from ..lora.config import top_k_of
 from ..lora.model import make_peft_model
 from ..packing import parametrize
@@ -203,6 +204,9 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
         )
     except ValueError as error:
         if isinstance(error, ConfigError):
+            said = left_out.for_target_names(str(error))
+            if lora_config is None and said != str(error):
+                raise ConfigError(said) from error
             raise
         raise ConfigError(f"PEFT cannot put LoRA on {settings.targets!r}: {error}") from error
     dtype = DTYPES[settings.adapter_dtype]

@@ -103,6 +103,11 @@ def check_settings(settings: Settings) -> None:
         value = getattr(settings, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
+    if not isinstance(settings.targets, str):
+        raise ConfigError(
+            f"targets is {settings.targets!r}; give a string with names by comma, as in "
+            '"attention,experts", or pass a LoraConfig as lora_config.'
+        )
     if settings.seq > _LONGEST:
         raise ConfigError(f"seq is {settings.seq}; plans go up to {_LONGEST} tokens.")
     known = {"adapter_dtype": tuple(meta_model.DTYPES), "optimizer": OPTIMIZERS}

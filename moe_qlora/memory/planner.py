@@ -231,7 +231,9 @@ class Planner:
             with warnings.catch_warnings(record=True) as said:
                 warnings.filterwarnings("always", left_out.WARNING, UserWarning)
                 meta_model.adapt(meta, self.settings, self.lora_config)
-            self.notes += [f"{warning.message}" for warning in said]
+            notes = [f"{warning.message}" for warning in said]
+            by_name = self.lora_config is None
+            self.notes += map(left_out.for_target_names, notes) if by_name else notes
             meta_model.fake_packed(meta, dispatched=expert_ranks > 1)
             meta.model.train()
             if self.settings.checkpointing and not meta_step.enable_checkpointing(meta.base):
