@@ -37,10 +37,12 @@ def is_lora(config: PeftConfig) -> bool:
 
 
 def check_modules_to_save(config: PeftConfig, packed: Collection[str]) -> None:
-    """Refuse to train a module in full that holds packed experts, or one around it."""
+    """Refuse to train packed experts in full: their weight, their module, or one around it."""
     for name in packed:
+        parts = name.split(".")
+        paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         for key in getattr(config, "modules_to_save", None) or ():
-            if f".{key}." in f".{name}":
+            if any(path.endswith(key) for path in paths):  # as PEFT does, which needs no dot
                 raise ConfigError(
                     f"modules_to_save={key!r} asks to train {name} in full, which is packed and "
                     "stays frozen; leave it out, or use target_parameters to train LoRA on it."

@@ -415,6 +415,15 @@ def test_what_packed_experts_cannot_have_is_refused(field: str, value: Any) -> N
     moe_qlora.adapt_lora_config(model, config)
 
 
+@pytest.mark.parametrize(
+    "key", ["mlp", "experts", "xperts", "down_proj", "experts.down_proj", "layers.1.mlp.experts"]
+)
+def test_packed_experts_are_not_trained_in_full(key: str) -> None:
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["norm", key])
+    with pytest.raises(ConfigError, match=f"modules_to_save='{key}' asks to train model"):
+        moe_qlora.get_peft_model(build("qwen3_moe"), config)
+
+
 def test_packed_experts_cannot_be_trained_in_full() -> None:
     with pytest.raises(ConfigError, match="modules_to_save='mlp'"):
         moe_qlora.adapt_lora_config(
