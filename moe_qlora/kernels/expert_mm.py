@@ -68,15 +68,18 @@ def runs_quantized(
     *,
     back: bool,
     reused_in_backward: bool = False,
+    in_order: bool = False,
 ) -> bool:
     """Whether a matmul of `count` rows runs on the codes; where `back`, it sums over stored rows.
 
-    `reused_in_backward` says that a second matmul would find the dequantized weight.
+    `reused_in_backward` says that a second matmul would find the dequantized weight, `in_order`
+    that columns of rows stay in their order, as those of backward do.
     """
     if packed.kind == "int8" and not quantized_mm.takes_int8(packed.device):
         return False
     spec = packed.spec
-    if suits_registers(count, spec.shape[0]) and quantized_mm.in_registers(spec, dtype, back=back):
+    registers = suits_registers(count, spec.shape[0]) and not in_order
+    if registers and quantized_mm.in_registers(spec, dtype, back=back):
         return True
     hopper = quantized_mm.on_hopper(spec, dtype, back=back) and not reused_in_backward
     few = few_rows(count, spec.shape[0], hopper=hopper)
@@ -93,7 +96,8 @@ def quantized_cut(matmul: ExpertMatmul, routing: Routing, wide: bool) -> tuple[C
     """Return how the quantized matmul is cut, its table of tiles, and the rows in each."""
     spec, back = matmul.packed.spec, not matmul.by_rows
     suits = suits_registers(routing.count, routing.experts) and routing.counts[2] > 0
-    if suits and quantized_mm.in_registers(spec, matmul.dtype, back=back):
+    # Backward's rows stay in the order of columns that its other products, of factors, take.
+    if suits and not matmul.back and quantized_mm.in_registers(spec, matmul.dtype, back=back):
         return REGISTERS, routing.widest, WIDEST_TILE
     tiles, tile = routing.cut(wide)
     return autotune.chosen(matmul.packed, matmul.dtype, tile, back=back), tiles, tile

@@ -352,7 +352,7 @@ def _backward_matmuls(
 
     def matmul(packed: PackedWeight, factors: Factors | None, held: bool) -> ExpertMatmul:
         on_quantized = not held and runs_quantized(
-            packed, routing.count, layer.dtype, back=not by_rows
+            packed, routing.count, layer.dtype, back=not by_rows, in_order=True
         )
         return ExpertMatmul(packed, factors, by_rows, True, on_quantized, layer.dtype)
 

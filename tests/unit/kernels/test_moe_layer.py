@@ -312,28 +312,28 @@ def test_the_quantized_matmul_fetches_rows_itself(name, cap, monkeypatch):
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("gate", [SILU, Gate("relu2", gated=False)])
-def test_rows_in_the_order_of_registers(gate, biased, monkeypatch):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_in_the_order_of_registers(gate, biased, transposed, monkeypatch):
     """As Hopper's kernel that holds weights in registers takes them; another one multiplies."""
-    case = Case(tokens=40, top_k=2, experts=3, hidden=256, inner=512, gate=gate, biased=biased)
+    case = Case(
+        tokens=40, experts=3, hidden=512, inner=512, gate=gate, biased=biased, transposed=transposed
+    )
     real, restored = quantized_mm.launch, []
 
-    def launch(x, packed, *arguments, back, **options):
-        if not back:
+    def launch(x, packed, factor, absmax, offsets, tiles, tile, config, **options):
+        if config == quantized_config.REGISTERS:
             columns = packed.spec.shape[2]
-            assert x.shape[1] in (columns, columns + 16)
-            x = quantized_mm_registers.restore(x, columns)
+            assert not options["back"] and x.shape[1] in (columns, columns + 16)
+            x, config = quantized_mm_registers.restore(x, columns), CONFIGS[1]
             restored.append(columns)
-        return real(x, packed, *arguments, back=back, **options)
-
-    def out_alone(matmul, *_):
-        return matmul.by_rows
+        return real(x, packed, factor, absmax, offsets, tiles, tile, config, **options)
 
     monkeypatch.setattr(quantized_mm, "launch", launch)
-    monkeypatch.setattr(moe_layer, "gathers", out_alone)
-    monkeypatch.setattr(moe_layer, "reorders", out_alone)
+    monkeypatch.setattr(quantized_mm, "in_registers", lambda *_, back: not back)
+    monkeypatch.setattr(limits, "ROWS_IN_REGISTERS", (1, 1024))
     monkeypatch.setattr(moe_layer, "reorder", reordered)
     check_layer(case)
-    assert restored == [256, 512]
+    assert restored == ([] if transposed else [512, 512])
 
 
 def reordered(x):
