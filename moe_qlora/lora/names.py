@@ -59,6 +59,12 @@ def expert_parameters(
         return [name for name in packed if name in roles]
     if roles is True:
         return list(packed)
+    asked: object = roles
+    if not isinstance(asked, (bool, Collection)):
+        raise ConfigError(
+            f"experts is {roles!r}; give True, a list of roles, or indices of experts by the names "
+            "of their modules."
+        )
     wanted = {roles} if isinstance(roles, str) else set(roles or ())
     role_of = {
         unwrapped_name(name): param.role

@@ -304,6 +304,14 @@ def test_layers_to_transform_hold_for_experts(layers: Any, experts: Any, options
     assert all(".layers.1." in name for name in lora)
 
 
+def test_experts_that_are_no_roles_are_an_error() -> None:
+    asked: Any = 3
+    with pytest.raises(ConfigError, match="experts is 3; give True, a list of roles"):
+        moe_qlora.get_peft_model(
+            build("qwen3_moe"), LoraConfig(target_modules=["q_proj"]), experts=asked
+        )
+
+
 def test_layers_to_transform_without_experts_are_an_error() -> None:
     config = LoraConfig(target_modules=["q_proj"], layers_to_transform=[7])
     with pytest.raises(ConfigError, match=r"layers_to_transform=\[7\] leaves no layer with packed"):
