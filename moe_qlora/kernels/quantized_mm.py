@@ -290,12 +290,17 @@ def _supports_hopper(spec: WeightSpec, dtype: torch.dtype, back: bool) -> bool:
 
 
 def prepare(device: torch.device) -> None:
-    """Find out, and wait for it, once whether the kernel for Hopper works: its language changes."""
+    """Find out, and wait for it, once whether Hopper's kernels work: their language changes."""
     index = device.index or 0
     if index not in _hopper_works:
         capable = cards.actual(device).capability == cards.HOPPER
-        _hopper_works[index] = capable and _is_right(device, "nf4", 128, HOPPER)
-        _registers_work[index] = capable and _is_right(device, "nf4", WIDEST_TILE, REGISTERS)
+        for works, tile, config in (
+            (_hopper_works, 128, HOPPER),
+            (_registers_work, WIDEST_TILE, REGISTERS),
+        ):
+            works[index] = capable  # unless a launch, which then goes on without, says otherwise
+            right = capable and _is_right(device, "nf4", tile, config)
+            works[index] &= right
 
 
 def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> bool:

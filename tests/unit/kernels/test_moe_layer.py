@@ -15,6 +15,7 @@ from tests.helpers.mxfp4 import mxfp4_weight
 triton = pytest.importorskip("triton")
 from moe_qlora.kernels import (  # noqa: E402
     autotune,
+    cards,
     dequantize,
     expert_mm,
     limits,
@@ -27,6 +28,7 @@ from moe_qlora.kernels import (  # noqa: E402
 from moe_qlora.kernels import routing as routing_  # noqa: E402
 from moe_qlora.kernels.moe_layer import Layer, Lora  # noqa: E402
 from moe_qlora.kernels.row_launches import Gate  # noqa: E402
+from moe_qlora.kernels.weights import WeightSpec  # noqa: E402
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
@@ -384,6 +386,25 @@ def test_which_matmuls_hold_weights_in_registers(monkeypatch):
         assert not taken or tiles is routing.widest
     on_all = expert_mm.runs_quantized(packed, 4 * 10**6, bf16, back=False)
     assert not on_all
+
+
+def test_kernels_that_do_not_compile_are_not_tried_again(monkeypatch):
+    """What `launch` falls back to is right, which says nothing about Hopper's own kernels."""
+    hopper = cards.Card("nvidia", cards.HOPPER, 232448)
+    monkeypatch.setattr(cards, "actual", lambda device: hopper)
+    monkeypatch.setattr(quantized_mm, "_hopper_works", {})
+    monkeypatch.setattr(quantized_mm, "_registers_work", {})
+    spec = WeightSpec((2, 192, 512), "nf4", 64, 0, 0)
+
+    def falls_back(device, kind, tile, config):
+        quantized_mm._give_up(config, spec, RuntimeError())
+        return True
+
+    monkeypatch.setattr(quantized_mm, "_is_right", falls_back)
+    with pytest.warns(UserWarning, match="does not compile"):
+        quantized_mm.prepare(torch.device("cuda", 0))
+    assert not quantized_mm.on_hopper(spec, torch.bfloat16, back=False)
+    assert not quantized_mm.in_registers(spec, torch.bfloat16, back=False)
 
 
 CONFIGS = [quantized_mm.Config(128, 64, 2, 4, True), quantized_mm.Config(64, 128, 2, 4, False)]
