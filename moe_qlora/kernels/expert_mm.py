@@ -92,25 +92,30 @@ def prefers_wide_tiles(packed: PackedWeight, count: int, dtype: torch.dtype) -> 
     return prefers_wide(count, packed.experts, least=least)
 
 
+def reorders(matmul: ExpertMatmul, routing: Routing) -> bool:
+    """Whether the matmul takes rows in the order of columns of `quantized_mm_registers.py`."""
+    # Backward's rows stay in the order of columns that its other products, of factors, take.
+    if not matmul.on_quantized or matmul.back or routing.counts[2] == 0:
+        return False
+    suits = suits_registers(routing.count, routing.experts)
+    spec, back = matmul.packed.spec, not matmul.by_rows
+    return suits and quantized_mm.in_registers(spec, matmul.dtype, back=back)
+
+
 def quantized_cut(matmul: ExpertMatmul, routing: Routing, wide: bool) -> tuple[Config, Tensor, int]:
     """Return how the quantized matmul is cut, its table of tiles, and the rows in each."""
-    spec, back = matmul.packed.spec, not matmul.by_rows
-    suits = suits_registers(routing.count, routing.experts) and routing.counts[2] > 0
-    # Backward's rows stay in the order of columns that its other products, of factors, take.
-    if suits and not matmul.back and quantized_mm.in_registers(spec, matmul.dtype, back=back):
+    if reorders(matmul, routing):
         return REGISTERS, routing.widest, WIDEST_TILE
     tiles, tile = routing.cut(wide)
+    back = not matmul.by_rows
     return autotune.chosen(matmul.packed, matmul.dtype, tile, back=back), tiles, tile
 
 
 def gathers(matmul: ExpertMatmul, routing: Routing, wide: bool) -> bool:
     """Whether the matmul fetches tokens' rows itself, so that nobody copies them in order."""
-    return matmul.on_quantized and quantized_cut(matmul, routing, wide)[0].hopper
-
-
-def reorders(matmul: ExpertMatmul, routing: Routing, wide: bool) -> bool:
-    """Whether the matmul takes rows in the order of columns of `quantized_mm_registers.py`."""
-    return matmul.on_quantized and quantized_cut(matmul, routing, wide)[0] == REGISTERS
+    # Small tiles are not Hopper's own: few tokens need not wait for the host to look further.
+    large = matmul.on_quantized and routing.tile == TILE
+    return large and quantized_cut(matmul, routing, wide)[0].hopper
 
 
 def multiply(

@@ -149,7 +149,7 @@ def _gathered(
         if factor is not None or bias is not None:
             _multiply_rows(routing, x, matmul, factor, x, 0, product, dots, bias)
         gather = Gather(routing.order, product, routing.top_k, count)
-        if reorders(matmul, routing, wide):
+        if reorders(matmul, routing):
             x = reorder(x)
         return multiply(x, matmul, routing, wide, name, gather), dots
     nbytes = count * (x.shape[1] + matmul.rank) * layer.dtype.itemsize
@@ -199,7 +199,7 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
     bias = None if bias1 is None else aligned(bias1)
     launch = row_launches.gate(
         layer.gate, inner_size, inner.stride(0), matmul2.rank, routing.tile, routing.counts[0],
-        reorders(matmul2, routing, wide), pre.dtype, None if bias is None else bias.dtype,
+        reorders(matmul2, routing), pre.dtype, None if bias is None else bias.dtype,
         pre.get_device(),
     )  # fmt: skip
     launch(

@@ -382,7 +382,7 @@ def test_which_matmuls_hold_weights_in_registers(monkeypatch):
         config, tiles, tile = expert_mm.quantized_cut(matmul, routing, True)
         assert (config == quantized_config.REGISTERS) == taken, (columns, kind, many, by_rows)
         assert tile == (limits.WIDEST_TILE if taken else limits.WIDE_TILE)
-        assert expert_mm.reorders(matmul, routing, True) == taken
+        assert expert_mm.reorders(matmul, routing) == taken
         assert not taken or tiles is routing.widest
     on_all = expert_mm.runs_quantized(packed, 4 * 10**6, bf16, back=False)
     assert not on_all
