@@ -23,8 +23,10 @@ from ..kernels.limits import (
     few_rows,
     padded,
     row_stride,
+    suits_registers,
     supports_fused,
     supports_quantized,
+    supports_registers,
 )
 
 _INT64 = 8
@@ -122,17 +124,35 @@ def workspace_nbytes(call: ExpertsCall, *, checkpointing: bool) -> tuple[int, ..
     """
     if not call.fused:
         return ()
+    weights = call.experts * call.hidden * call.width
+    # Nested statistics are decoded apart where nothing else is.
+    statistics = (cdiv(weights, call.blocksize) * _FLOAT32,) if call.nested else ()
     if call.quantized:
-        weights = call.experts * call.hidden * call.width
-        # Only nested statistics are dequantized.
-        return (cdiv(weights, call.blocksize) * _FLOAT32,) if call.nested else ()
+        return statistics
     first, second = _padded_ranks(call)
     sides = ((call.width, call.hidden, first), (call.hidden, call.intermediate, second))
     buffers = [
         call.experts * (features + rank) * _stride(call, size + rank) * call.itemsize
         for features, size, rank in sides
     ]
-    return tuple(buffers) if checkpointing else (max(buffers),)
+    some = _in_registers(call)
+    if checkpointing:
+        # Where recomputation dequantizes neither, their weights take turns: statistics have room.
+        return (*buffers, *statistics) if any(some) and not all(some) else tuple(buffers)
+    return (max(buffers), *statistics) if any(some) else (max(buffers),)
+
+
+def _in_registers(call: ExpertsCall) -> tuple[bool, bool]:
+    """Return whether Hopper may compute each projection's forward, not its backward, on codes."""
+    suits = suits_registers(call.rows, call.experts) and not call.transposed
+    suits = suits and not few_rows(call.rows, call.experts, hopper=True)
+    first, second = (
+        suits
+        and supports_quantized(call.kind, columns, call.blocksize)
+        and supports_registers(call.kind, call.blocksize, columns)
+        for columns in (call.hidden, call.intermediate)
+    )
+    return first, second
 
 
 def _fused_working(call: ExpertsCall) -> tuple[int, int]:

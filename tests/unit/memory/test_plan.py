@@ -185,8 +185,13 @@ def test_fused_layers_by_hand():
     assert experts.kept_nbytes(call) == rows * (1536 + 16 + 16) * 2 + 8 * rows
     weights = [128 * (1536 + 16) * (2048 + 16) * 2, 128 * (2048 + 16) * (768 + 16) * 2]
     assert experts.workspace_nbytes(call, checkpointing=True) == tuple(weights)
-    assert experts.workspace_nbytes(call, checkpointing=False) == (weights[0],)
     statistics = 128 * 2048 * 1536 // 64 * 4
+    # On Hopper forward computes on codes up to 1,024 rows an expert, backward up to 512.
+    assert experts.workspace_nbytes(call, checkpointing=False) == (weights[0], statistics)
+    more = replace(call, tokens=16385)
+    assert experts.workspace_nbytes(more, checkpointing=False) == (weights[0],)
+    first = replace(call, intermediate=704)  # only the first sums over whole groups of 256
+    assert experts.workspace_nbytes(first, checkpointing=True)[2:] == (statistics * 704 // 768,)
     few = experts.ExpertsCall(2048, 8, 128, 2048, 768)  # 128 rows an expert
     assert experts.workspace_nbytes(few, checkpointing=True) == (statistics,)
     assert experts.workspace_nbytes(replace(few, nested=False), checkpointing=True) == ()
