@@ -113,7 +113,7 @@ def quantized_cut(matmul: ExpertMatmul, routing: Routing, wide: bool) -> tuple[C
 
 def gathers(matmul: ExpertMatmul, routing: Routing, wide: bool) -> bool:
     """Whether the matmul fetches tokens' rows itself, so that nobody copies them in order."""
-    # Small tiles are not Hopper's own: few tokens need not wait for the host to look further.
+    # Hopper's own kernels have no small tiles: with few tokens, the host need not look further.
     large = matmul.on_quantized and routing.tile == TILE
     return large and quantized_cut(matmul, routing, wide)[0].hopper
 

@@ -28,15 +28,15 @@ WIDE_TILE = 128
 """Rows in a tile of the quantized matmul, where experts have many: each tile dequantizes anew."""
 
 WIDEST_TILE = 256
-"""The same where weights are held in registers, on Hopper."""
+"""Rows in a tile where the quantized matmul holds weights in registers, on Hopper."""
 
 ROWS_IN_REGISTERS = 128, 1024
-"""Rows an expert, on average, from which and up to which that is quickest (H200, gate_up of
-Qwen3-30B-A3B: at 128 rows 0.30 ms, through shared memory 0.32; at 256 0.44 and 0.52; at 1,024 1.35,
-torch's product of dequantized weights alone 1.31)."""
+"""Rows an expert, on average, from which and up to which that kernel is chosen in forward (H200,
+gate_up of Qwen3-30B-A3B: at 128 rows 0.30 ms, through shared memory 0.32; at 256 0.44 and 0.52; at
+1,024 1.35, torch's product of dequantized weights alone 1.31)."""
 
 REGISTERS_GROUP = 256
-"""Features that are summed over in whole groups there: four threads have 64 of each row."""
+"""Columns that it sums over at once: four threads have 64 of each row."""
 
 LINE = 128
 """Bytes that the memory of a GPU is best read in."""
@@ -114,7 +114,7 @@ def supports_registers(kind: str, blocksize: int, columns: int) -> bool:
 
 
 def suits_registers(rows: int, experts: int) -> bool:
-    """Whether so many rows, of all experts, are multiplied quickest by that kernel."""
+    """Whether that kernel is chosen for so many rows, of all experts (`ROWS_IN_REGISTERS`)."""
     least, most = ROWS_IN_REGISTERS
     return least * experts <= rows <= most * experts
 
@@ -139,9 +139,9 @@ def tile_rows(count: int, experts: int) -> int:
 
 
 def tile_counts(count: int, experts: int, tile: int) -> tuple[int, int, int]:
-    """Return the most tiles there can be, of `WIDE_TILE` rows, and of `WIDEST_TILE`.
+    """Return the most tiles there can be of `tile`, of `WIDE_TILE` and of `WIDEST_TILE` rows.
 
-    Of these two 0 for small tiles.
+    The last two are 0 where `tile` is a small one.
     """
     most = min(experts, count)
     wide = tile == TILE

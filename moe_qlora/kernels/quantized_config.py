@@ -39,7 +39,7 @@ HOPPER = Config(128, 64, 4, 4, False, "shared")
 """The kernel of `quantized_mm_hopper.py`, whose weights go through shared memory."""
 
 REGISTERS = Config(128, 64, 4, 8, False, "registers")
-"""That of `quantized_mm_registers.py`: tiles of 256 rows, out alone, of reordered columns."""
+"""That of `quantized_mm_registers.py`: forward alone, in tiles of 256 rows, columns reordered."""
 
 _LARGE = {
     (False, 16): Config(128, 64, 3, 4, True),

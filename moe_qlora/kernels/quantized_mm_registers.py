@@ -8,7 +8,8 @@ in registers, and shared memory holds rows alone. Each weight is looked up once 
 A thread holds, of two features, one group of 64 columns in four, which is one block or a part of
 one: the block's 16 values are made once for 64 weights. The matrix unit wants of each 16 columns
 four in each of four threads, so the rows' columns are put in another order before
-(`reorder_kernel`): a sum has no order.
+(`reorder_kernel`), which no product depends on. Only rows of forward are: backward's gradients of
+pre-activations meet LoRA's factors too, in their own order.
 
     column 256 b + 64 g + 2 i + j    comes at    256 b + 8 i + 2 g + j    (g < 4, i < 32, j < 2)
 """

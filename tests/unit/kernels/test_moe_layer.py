@@ -407,6 +407,37 @@ def test_kernels_that_do_not_compile_are_not_tried_again(monkeypatch):
     assert not quantized_mm.in_registers(spec, torch.bfloat16, back=False)
 
 
+@pytest.mark.parametrize("gathers", [False, True])
+def test_what_does_not_compile_is_multiplied_in_order(gathers, monkeypatch):
+    """The portable kernel takes over a product whose rows are in the order of registers."""
+    monkeypatch.setattr(quantized_mm, "_registers_work", {-1: True})
+    monkeypatch.setattr(quantized_mm_registers, "step", lambda *_: refused)
+    packed = stack_of((3, 72, 512), "nf4", False)
+    index = torch.randint(4, (90, 2))  # of which 3 is held elsewhere
+    routing = routing_.route(index, 3)
+    tokens, products = torch.randn(90, 512), torch.randn(180 * 16)
+    factor = torch.randn(3, 72, 16)
+    order = routing.order[:180].long()
+    rows = torch.cat([tokens[order // 2], products.view(180, 16)], 1)
+    x, gather = torch.cat([reordered(rows[:, :512]), rows[:, 512:]], 1), None
+    if gathers:
+        x, gather = reordered(tokens), quantized_config.Gather(routing.order, products, 2, 180)
+    with pytest.warns(UserWarning, match="does not compile"):
+        y = quantized_mm.launch(
+            x, packed, factor, None, routing.expert_offsets, routing.widest, limits.WIDEST_TILE,
+            quantized_config.REGISTERS, back=False, span=(0, 72), gather=gather,
+        )  # fmt: skip
+    weight, offsets = codec.unpack(packed), routing.expert_offsets.tolist()
+    for e in range(3):
+        some = rows[offsets[e] : offsets[e + 1]]
+        close(y[offsets[e] : offsets[e + 1]], some @ torch.cat([weight[e], factor[e]], 1).t())
+    assert not quantized_mm._registers_work[-1]
+
+
+def refused(*_):
+    raise RuntimeError("refused")
+
+
 CONFIGS = [quantized_mm.Config(128, 64, 2, 4, True), quantized_mm.Config(64, 128, 2, 4, False)]
 
 
