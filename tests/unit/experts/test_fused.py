@@ -183,9 +183,12 @@ def test_a_recomputation_asks_for_what_serves_twice(case, monkeypatch):
     asked = []
     real = expert_mm.runs_quantized
 
-    def recorded(packed, count, dtype, *, back, reused_in_backward=False):
+    def recorded(packed, count, dtype, *, back, reused_in_backward=False, **options):
         asked.append((packed.shape[1], back, reused_in_backward))
-        return real(packed, count, dtype, back=back, reused_in_backward=reused_in_backward)
+        assert options == ({"in_order": True} if back else {})
+        return real(
+            packed, count, dtype, back=back, reused_in_backward=reused_in_backward, **options
+        )
 
     monkeypatch.setattr(moe_layer, "runs_quantized", recorded)
     layer_gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
