@@ -87,23 +87,54 @@ def lookup_asm() -> str:
 
 
 @gluon.jit
-def _lookup(words, scale, TABLE: gl.constexpr, LOOKUP: gl.constexpr):
-    """Words (N, M) of N blocks and their absmax (N,) to pairs of 16-bit weights (N, M, 2, 2)."""
-    l0, l1, l2, l3, h0, h1, h2, h3 = gl.inline_asm_elementwise(
+def block_values(scale, TABLE: gl.constexpr):
+    """The 16 values of each block, by its absmax, as `table_asm` has them."""
+    return gl.inline_asm_elementwise(
         TABLE, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,f", [scale],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=True, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def look_up(words, v, AXIS: gl.constexpr, LOOKUP: gl.constexpr):
+    """Words and their blocks' values, which lack AXIS, to pairs of 16-bit weights (..., 2, 2)."""
     a, b, c, d = gl.inline_asm_elementwise(
         LOOKUP, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
         [
-            gl.expand_dims(l0, 1), gl.expand_dims(l1, 1), gl.expand_dims(l2, 1),
-            gl.expand_dims(l3, 1), gl.expand_dims(h0, 1), gl.expand_dims(h1, 1),
-            gl.expand_dims(h2, 1), gl.expand_dims(h3, 1), words,
+            gl.expand_dims(v[0], AXIS), gl.expand_dims(v[1], AXIS), gl.expand_dims(v[2], AXIS),
+            gl.expand_dims(v[3], AXIS), gl.expand_dims(v[4], AXIS), gl.expand_dims(v[5], AXIS),
+            gl.expand_dims(v[6], AXIS), gl.expand_dims(v[7], AXIS), words,
         ],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     return gl.join(gl.join(a, c), gl.join(b, d))
+
+
+@gluon.jit
+def source_rows(order, row, last_row, TOP_K: gl.constexpr):
+    """Rows of x that are sorted rows: of tokens, where TOP_K.
+
+    Rows beyond the expert's are others', and not stored; beyond the last there is none.
+    """
+    row = gl.minimum(row, last_row)
+    if TOP_K > 0:
+        row = gl.load(order + row) // TOP_K
+    return row.to(gl.int64)
+
+
+@gluon.jit
+def load_tail(
+    x, products, row, last_row, j, K: gl.constexpr, STRIDE: gl.constexpr, TOP_K: gl.constexpr,
+    RANK: gl.constexpr,
+):  # fmt: skip
+    """The sorted rows' products with a factor: x's last columns, or `products` where TOP_K."""
+    safe = gl.minimum(row, last_row).to(gl.int64)
+    if TOP_K > 0:
+        tail = gl.load(products + safe[:, None] * RANK + j[None, :])
+    else:
+        tail = gl.load(x + safe[:, None] * STRIDE + K + j[None, :])
+    return tail
 
 
 @gluon.constexpr_function
@@ -125,12 +156,12 @@ def _values(words, scale, second, R: gl.constexpr, BLOCKSIZE: gl.constexpr,
     if BLOCKSIZE == 32:
         half: gl.constexpr = _half_layout(gl.num_warps())
         left, right = gl.split(gl.permute(gl.reshape(words, (N, 2, 4)), (0, 2, 1)))
-        left = _lookup(gl.convert_layout(left, half), scale, TABLE, LOOKUP)
-        right = _lookup(gl.convert_layout(right, half), second, TABLE, LOOKUP)
+        left = look_up(gl.convert_layout(left, half), block_values(scale, TABLE), 1, LOOKUP)
+        right = look_up(gl.convert_layout(right, half), block_values(second, TABLE), 1, LOOKUP)
         both = gl.join(gl.reshape(left, (N, 16)), gl.reshape(right, (N, 16)))
         pairs = gl.permute(both, (0, 2, 1))
     else:
-        pairs = _lookup(words, scale, TABLE, LOOKUP)
+        pairs = look_up(words, block_values(scale, TABLE), 1, LOOKUP)
     return gl.reshape(gl.permute(gl.reshape(pairs, (NB, R, 32)), (1, 0, 2)), (R, NB * 32))
 
 
@@ -186,11 +217,7 @@ def _product(
     tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
     row = start_row + gl.arange(0, BM, gl.SliceLayout(1, tile_layout))
     k = gl.arange(0, STEP, gl.SliceLayout(0, tile_layout))
-    # Rows beyond the expert's are others', and not stored; beyond the last there is none.
-    row = gl.minimum(row, last_row)
-    if TOP_K > 0:
-        row = gl.load(order + row) // TOP_K
-    left = x + row.to(gl.int64)[:, None] * STRIDE + k[None, :]
+    left = x + source_rows(order, row, last_row, TOP_K)[:, None] * STRIDE + k[None, :]
 
     # A thread looks up one block of 64 weights, 8 words. They are copied by two threads each, whole
     # sectors at a time (a thread alone: 8 conflicts a copy), and lie in shared memory so that what
@@ -267,11 +294,7 @@ def _product(
         row = start_row + gl.arange(0, BM, gl.SliceLayout(1, tail_layout))
         n = first + gl.arange(0, BN, gl.SliceLayout(1, tail_layout))
         j = gl.arange(0, RANK, gl.SliceLayout(0, tail_layout))
-        safe = gl.minimum(row, last_row).to(gl.int64)
-        if TOP_K > 0:
-            tail = gl.load(products + safe[:, None] * RANK + j[None, :])
-        else:
-            tail = gl.load(x + safe[:, None] * STRIDE + K + j[None, :])
+        tail = load_tail(x, products, row, last_row, j, K, STRIDE, TOP_K, RANK)
         place = factor + expert * factor_se + n[:, None] * factor_sn + j[None, :] * factor_sj
         f = gl.load(place, mask=(n < n_end)[:, None], other=0.0)
         tails = gl.allocate_shared_memory(dtype, [BM, RANK], small, tail)

@@ -29,7 +29,14 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from .launch import Launch
 from .limits import REGISTERS_GROUP, WIDEST_TILE, cdiv, supports_registers
-from .quantized_mm_hopper import lookup_asm, table_asm
+from .quantized_mm_hopper import (
+    block_values,
+    load_tail,
+    look_up,
+    lookup_asm,
+    source_rows,
+    table_asm,
+)
 from .weights import WeightSpec
 
 SLOTS: gl.constexpr = gl.constexpr(4)
@@ -69,16 +76,6 @@ def _feature(m):
 
 
 @gluon.jit
-def _values(scale, TABLE: gl.constexpr):
-    """The 16 values of each block, as `table_asm` has them."""
-    return gl.inline_asm_elementwise(
-        TABLE, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,f", [scale],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _quarters(words):
     """Words (128, 4, 8) to four parts (128, 4, 2), in order."""
     P: gl.constexpr = _words_layout(2)
@@ -97,16 +94,7 @@ def _quarters(words):
 @gluon.jit
 def _weights(words, v, dtype: gl.constexpr, LOOKUP: gl.constexpr, LAYOUT: gl.constexpr):
     """Words (128, 4, 2) and their blocks' values to a step's weights (128, 64)."""
-    a, b, c, d = gl.inline_asm_elementwise(
-        LOOKUP, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
-        [
-            gl.expand_dims(v[0], 2), gl.expand_dims(v[1], 2), gl.expand_dims(v[2], 2),
-            gl.expand_dims(v[3], 2), gl.expand_dims(v[4], 2), gl.expand_dims(v[5], 2),
-            gl.expand_dims(v[6], 2), gl.expand_dims(v[7], 2), words,
-        ],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-    pairs = gl.join(gl.join(a, c), gl.join(b, d))  # row, group, word, and twice 2 of 4 pairs
+    pairs = look_up(words, v, 2, LOOKUP)  # row, group, word, and twice 2 of 4 pairs
     pairs = gl.reshape(gl.permute(pairs, (0, 2, 3, 4, 1)), (128, 32))
     if dtype == gl.bfloat16:
         low, high = gl.inline_asm_elementwise(
@@ -169,11 +157,7 @@ def _product(
     tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     row = start_row + gl.arange(0, NR, gl.SliceLayout(1, tile_layout))
     k = gl.arange(0, 64, gl.SliceLayout(0, tile_layout))
-    # Rows beyond the expert's are others', and not stored; beyond the last there is none.
-    row = gl.minimum(row, last_row)
-    if TOP_K > 0:
-        row = gl.load(order + row) // TOP_K
-    left = x + row.to(gl.int64)[:, None] * STRIDE + k[None, :]
+    left = x + source_rows(order, row, last_row, TOP_K)[:, None] * STRIDE + k[None, :]
     for i in gl.static_range(SLOTS - 2):
         if i < STEPS:
             hopper.async_copy.async_copy_global_to_shared(rights.index(i), left + i * 64)
@@ -189,11 +173,7 @@ def _product(
         small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([NR, RANK], dtype)
         row_t = start_row + gl.arange(0, NR, gl.SliceLayout(1, tail_layout))
         j_t = gl.arange(0, RANK, gl.SliceLayout(0, tail_layout))
-        safe = gl.minimum(row_t, last_row).to(gl.int64)
-        if TOP_K > 0:
-            tail = gl.load(products + safe[:, None] * RANK + j_t[None, :])
-        else:
-            tail = gl.load(x + safe[:, None] * STRIDE + COLS + j_t[None, :])
+        tail = load_tail(x, products, row_t, last_row, j_t, COLS, STRIDE, TOP_K, RANK)
         n = first + _feature(gl.arange(0, 128, gl.SliceLayout(1, dot)))
         jj = gl.arange(0, RANK, gl.SliceLayout(0, dot))
         place = factor + expert * factor_se + n[:, None] * factor_sn + jj[None, :] * factor_sj
@@ -206,7 +186,7 @@ def _product(
 
     for it in range(PASSES):
         quarters = _quarters(words)
-        values = _values(scale, TABLE)
+        values = block_values(scale, TABLE)
         for p in gl.static_range(4):
             step = it * 4 + p
             weights = _weights(quarters[p], values, dtype, LOOKUP, dot)
