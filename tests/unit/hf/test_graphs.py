@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from training import NF4
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.hf.graphs import LayerGraphs
+from moe_qlora.hf.graphs import LayerGraphs, _GraphedLayer
 from moe_qlora.kernels.workspace import release_workspace
 from moe_qlora.testing import tiny_model
 
@@ -73,6 +74,19 @@ def test_a_number_in_a_tensor_has_a_buffer_too() -> None:
     number = torch.tensor(3)
     buffer = graphs.buffer("argument", number.shape, number)
     assert buffer.shape == number.shape and buffer.dtype == number.dtype
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_what_only_passes_through_a_layer_tells_no_calls_apart(checkpointing: bool) -> None:
+    graphed = object.__new__(_GraphedLayer)
+    layer: Any = SimpleNamespace(gradient_checkpointing=checkpointing)
+    graphed.layer = layer
+    given = {"num_items_in_batch": 7, "past_key_values": "cache", "position_ids": "ids"}
+    cache = None if checkpointing else "cache"
+    assert graphed._needed(given) == {
+        "num_items_in_batch": None, "past_key_values": cache, "position_ids": "ids",
+    }  # fmt: skip
+    assert graphed._needed({"position_ids": "ids"}) == {"position_ids": "ids"}
 
 
 @gpu
