@@ -1,0 +1,161 @@
+"""A whole layer of packed experts on the kernels, in fp32, beside plain loops over its experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_qlora.experts import activation
+from moe_qlora.kernels import moe_layer
+from moe_qlora.kernels.moe_layer import Layer, Lora
+from moe_qlora.kernels.row_launches import Gate
+from moe_qlora.packing import codec
+from moe_qlora.packing.settings import CodecSettings
+from tests.helpers.mxfp4 import mxfp4_weight
+
+
+def stack_of(shape, kind, double, dtype=torch.float32):
+    if kind == "mxfp4":
+        return mxfp4_weight(*shape, dtype=dtype)
+    storage = torch.int8 if kind == "int8" else torch.uint8
+    return codec.pack(torch.randn(shape).to(dtype) * 0.2, CodecSettings(kind, double, storage))
+
+
+SILU = Gate("silu")
+
+
+@dataclass
+class Case:
+    """One layer."""
+
+    tokens: int = 13
+    top_k: int = 2
+    experts: int = 5
+    hidden: int = 32
+    inner: int = 24
+    gate: Gate = SILU
+    transposed: bool = False
+    biased: bool = False
+    ranks: tuple[int, int] = (3, 16)
+    kind: tuple[str, bool] = ("nf4", True)
+    partial: bool = False
+    only: int | None = None
+    """All choices on this expert."""
+
+
+OSS = Gate("silu", interleaved=True, limit=0.7, alpha=1.7, shift=1.0)
+CASES = {
+    "plain": Case(),
+    "interleaved": Case(gate=OSS, transposed=True, biased=True, ranks=(3, 20)),
+    "tanh": Case(tokens=46, top_k=3, experts=4, hidden=72, inner=40, gate=Gate("gelu_tanh"),
+                 transposed=True, ranks=(0, 4)),
+    "partial": Case(tokens=46, top_k=3, experts=4, hidden=72, inner=40, gate=Gate("gelu"),
+                    biased=True, ranks=(4, 0), partial=True),
+    "one-expert": Case(tokens=33, experts=4, hidden=64, inner=64, gate=Gate("relu2", gated=False),
+                       biased=True, ranks=(1, 33), only=3),
+    "int8": Case(tokens=1, experts=3, hidden=16, inner=136, gate=Gate("silu", limit=1.0),
+                 ranks=(8, 8), kind=("int8", False)),
+    "no-lora": Case(tokens=9, experts=3, hidden=16, inner=16, gate=Gate("relu", gated=False),
+                    transposed=True, ranks=(0, 0), kind=("fp4", False), partial=True),
+    "high-rank": Case(experts=3, ranks=(128, 1)),
+    "few": Case(experts=3, hidden=64, inner=128, biased=True),
+    "few-partial": Case(tokens=46, experts=2, hidden=128, inner=128, ranks=(3, 0), partial=True,
+                        kind=("fp4", True)),
+    "few-transposed": Case(experts=3, hidden=128, inner=64, gate=OSS, transposed=True, biased=True,
+                           ranks=(0, 5)),
+    "few-wide-tiles": Case(tokens=150, top_k=2, experts=3, hidden=64, inner=64, ranks=(2, 2)),
+    "few-int8": Case(tokens=20, experts=3, hidden=48, inner=72, kind=("int8", False)),
+    "few-int8-transposed": Case(experts=3, hidden=72, inner=136, transposed=True,
+                                kind=("int8", False)),
+    # sizes in whole blocks of 32 and not of 64
+    "mxfp4": Case(hidden=32, inner=96, gate=OSS, biased=True, kind=("mxfp4", False)),
+    "few-mxfp4": Case(experts=3, hidden=96, inner=32, gate=OSS, biased=True, ranks=(3, 5),
+                      kind=("mxfp4", False)),
+    "few-mxfp4-transposed": Case(experts=3, hidden=64, inner=160, transposed=True, partial=True,
+                                 kind=("mxfp4", False)),
+    "few-mxfp4-wide-tiles": Case(tokens=150, experts=3, hidden=64, inner=96, ranks=(2, 0),
+                                 kind=("mxfp4", False)),
+    "few-plain-absmax": Case(tokens=1, experts=2, hidden=128, inner=64, kind=("nf4", False)),
+}  # fmt: skip
+
+
+def build(case, seed=0):
+    torch.manual_seed(seed)
+    width = 2 * case.inner if case.gate.gated else case.inner
+
+    def shape(out, inp):
+        return (case.experts, *((inp, out) if case.transposed else (out, inp)))
+
+    stacks = [stack_of(shape(*sizes), *case.kind) for sizes in
+              ((width, case.hidden), (case.hidden, case.inner))]  # fmt: skip
+    x = torch.randn(case.tokens, case.hidden, requires_grad=True)
+    weights = torch.rand(case.tokens, case.top_k, requires_grad=True)
+    index = torch.stack([torch.randperm(case.experts)[: case.top_k] for _ in range(case.tokens)])
+    if case.only is not None:
+        index = torch.full_like(index, case.only)
+    if case.partial:
+        index[::3, 0], index[::6, 0] = case.experts + 2, -1
+
+    def lora(rank, inp, out):
+        if not rank:
+            return None
+        a, b = torch.randn(case.experts * rank, inp) * 0.2, torch.randn(out, rank * case.experts)
+        return Lora(a.requires_grad_(), (b * 0.2).requires_grad_(), 0.75)
+
+    loras = lora(case.ranks[0], case.hidden, width), lora(case.ranks[1], case.inner, case.hidden)
+    biases = None, None
+    if case.biased:
+        biases = torch.randn(case.experts, width), torch.randn(case.experts, case.hidden)
+    made = Layer(*stacks, case.transposed, case.partial, case.gate, torch.float32)
+    return made, stacks, x, weights, index, biases, loras
+
+
+def slow(made, stacks, x, weights, index, biases, loras):
+    """Expert by expert, decoded."""
+    w1, w2 = (codec.unpack(stack) for stack in stacks)
+    if made.transposed:
+        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+
+    def lora(term, e, v):
+        if term is None:
+            return 0
+        a = term.a.view(len(w1), -1, term.a.shape[-1])[e]
+        return (v @ a.t()) @ term.b.view(term.b.shape[0], -1, len(w1))[:, :, e].t() * term.scaling
+
+    out = torch.zeros_like(x)
+    for e in range(len(w1)):
+        token, slot = torch.where(index == e)
+        v = x[token]
+        pre = v @ w1[e].t() + lora(loras[0], e, v)
+        if biases[0] is not None:
+            pre = pre + biases[0][e]
+        h = activation.plain_gate(pre, *made.gate)
+        y = h @ w2[e].t() + lora(loras[1], e, h)
+        if biases[1] is not None:
+            y = y + biases[1][e]
+        out = out.index_add(0, token, y * weights[token, slot][:, None])
+    return out
+
+
+def close(ours, theirs, tolerance=2e-5):
+    assert ours.shape == theirs.shape
+    error = (ours - theirs).norm() / theirs.norm().clamp_min(1e-9)
+    assert error < tolerance, float(error)
+
+
+def check_layer(case):
+    made, stacks, x, weights, index, biases, loras = build(case)
+    leaves = [x, weights, *(t for term in loras if term for t in (term.a, term.b))]
+    expected = slow(made, stacks, x, weights, index, biases, loras)
+    grad = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, leaves, grad)
+    with torch.no_grad():
+        operands = moe_layer.Operands(x, weights, biases, loras)
+        state = moe_layer.gate_up_forward(made, index, operands)
+        out = moe_layer.down_forward(made, state)
+        ours = moe_layer.backward(made, state.routing, state.saved, grad, operands)
+    close(out, expected)
+    flat = [g for g in ours if g is not None]
+    for mine, right in zip(flat, gradients, strict=True):
+        close(mine, right)
