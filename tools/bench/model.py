@@ -19,7 +19,8 @@
 
 Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains the adapters.
 `--liger` (its norms, rotary embedding and loss, not its experts), `--compile` (each decoder layer)
-and `--graphs` (`moe_qlora.graph_layers`) are the same for every peer. `--generate` measures
+and `--graphs` (`moe_qlora.graph_layers`) are the same for every peer, as are `--attention`
+(transformers' own switch) and `--chunk-mem-const` (of Liger's loss). `--generate` measures
 decoding with a static cache in place of training; without `--graphs`, transformers compiles it. A
 model is made on the device one module at a time, and an expert stack packed as soon as it is made,
 so that models fit that do not in 16 bits; `--pack after` packs a model that was made in 16 bits, as
@@ -62,6 +63,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     where = environment(device, options.commit)
     config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
+    if options.attention:
+        config._attn_implementation = options.attention
     name = f"{config.model_type}-tiny" if options.tiny else name_of(options.model)
     for peer in options.peers:
         setting = _setting(peer, options, config.get_text_config().num_hidden_layers)
@@ -95,6 +98,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--liger", action="store_true", help="norms, rotary embedding and loss")
     parser.add_argument("--compile", action="store_true", help="each decoder layer")
     parser.add_argument("--graphs", action="store_true", help="decoder layers as CUDA graphs")
+    parser.add_argument("--chunk-mem-const", type=int, help="of Liger's loss: larger chunks")
+    parser.add_argument("--attention", help="as attn_implementation; default: transformers' choice")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
     parser.add_argument("--generate", default="", help="batch sizes, instead of training")
     parser.add_argument("--loss", choices=["stock", "liger"], default="stock")
@@ -122,6 +127,8 @@ def _options() -> argparse.Namespace:
         )
     if options.warmup < 1 or options.steps < 1:
         parser.error("--warmup and --steps: expected 1 or more")
+    if options.chunk_mem_const and not options.liger:
+        parser.error("--chunk-mem-const: only with --liger")
     return options
 
 
@@ -141,6 +148,8 @@ def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
         f"{packed.get(peer, 'nf4+double')}"
         f"{' liger' if options.loss == 'liger' else ''} peer={peer} adapters={options.adapters}"
         f"{' with=' + ','.join(additions) if additions else ''}"
+        f"{f' chunk_mem_const={options.chunk_mem_const}' if options.chunk_mem_const else ''}"
+        f"{f' attention={options.attention}' if options.attention else ''}"
         f"{' generate' if options.generate else ''}"
         f"{' pack=after' if options.pack == 'after' and peer == 'ours' else ''}"
     )
@@ -308,7 +317,8 @@ def lora_config(
 
 def _loss(options: argparse.Namespace, device: torch.device) -> Callable[[Any, Tensor], Tensor]:
     if options.loss == "stock":
-        return lambda model, ids: model(input_ids=ids, labels=ids).loss
+        chunks = {"chunk_mem_const": options.chunk_mem_const} if options.chunk_mem_const else {}
+        return lambda model, ids: model(input_ids=ids, labels=ids, **chunks).loss
     if device.type != "cuda":
         raise UnavailableError("Liger's loss needs a GPU")
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
