@@ -25,8 +25,8 @@ from torch import Tensor
 
 from . import cards, dequantize, grouped_mm
 from .grouped_mm import Cut
-from .quantized_config import HOPPER, Config, default, fits
-from .quantized_mm import launch, on_hopper
+from .quantized_config import FEW, HOPPER, Config, default, fits
+from .quantized_mm import launch, multiplies_few, on_hopper
 from .weights import PackedWeight
 
 _TOLERANCE = 6e-3
@@ -34,6 +34,7 @@ _TOLERANCE = 6e-3
 
 _CANDIDATES = (
     HOPPER,
+    FEW,
     *(
         Config(features, step, stages, warps, direct)
         for features, step, stages, warps, direct in product(
@@ -83,20 +84,27 @@ def chosen(packed: PackedWeight, dtype: torch.dtype, tile: int, *, back: bool) -
 
     `tile` is the rows in a tile; `back` says that the stored rows are what is summed over.
     """
-    hopper = tile >= 64 and on_hopper(packed.spec, dtype, back=back)
-    untuned = HOPPER if hopper else default(tile, packed.device, back=back)
+    own = _own(packed, dtype, tile, back)
+    untuned = own or default(tile, packed.device, back=back)
     if packed.device.type != "cuda":
         return untuned
     config = _load(packed.device.index or 0).get(_key(packed, dtype, tile, back))
-    if not isinstance(config, Config) or not _may_run(config, packed, tile, hopper):
+    if not isinstance(config, Config) or not _may_run(config, packed, tile, own):
         return untuned
     return config
 
 
-def _may_run(config: Config, packed: PackedWeight, tile: int, hopper: bool) -> bool:
-    """Whether a configuration may be used or measured; `hopper` says that Hopper's kernel runs."""
-    if config.hopper:
-        return hopper
+def _own(packed: PackedWeight, dtype: torch.dtype, tile: int, back: bool) -> Config | None:
+    """Return the kernel in Gluon that computes such a product, if one does."""
+    if tile >= 64 and on_hopper(packed.spec, dtype, back=back):
+        return HOPPER
+    return FEW if multiplies_few(packed.spec, dtype, tile, back=back) else None
+
+
+def _may_run(config: Config, packed: PackedWeight, tile: int, own: Config | None) -> bool:
+    """Whether a configuration may be used or measured; `own` is the kernel in Gluon that may."""
+    if config.own:
+        return config == own
     return fits(config, tile, packed.kind, cards.card(packed.device))
 
 
@@ -189,10 +197,11 @@ def _try(
 ) -> float | None:
     """Return the median milliseconds on random rows, None where the result is wrong or none."""
     x, expert_offsets, tiles, absmax = problem
-    if (config.features if back else config.step) > 2 * max(packed.blocksize, 64):
-        return None  # the kernel takes one or two blocks of a row at a time
-    hopper = tile >= 64 and on_hopper(packed.spec, x.dtype, back=back)
-    if not _may_run(config, packed, tile, hopper):
+    if not config.own and (config.features if back else config.step) > 2 * max(
+        packed.blocksize, 64
+    ):
+        return None  # the portable kernel takes one or two blocks of a row at a time
+    if not _may_run(config, packed, tile, _own(packed, x.dtype, tile, back)):
         return None
     room = None if config.direct or packed.nested is None else absmax
     span = 0, packed.spec.shape[2 if back else 1]

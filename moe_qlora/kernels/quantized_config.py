@@ -18,12 +18,12 @@ class Config(NamedTuple):
     stages: int  # Steps loaded ahead
     warps: int  # Warps in a program
     direct: bool  # Whether a nested absmax is decoded by each program, else in a pass of its own
-    own: str = ""  # Which kernel of Hopper's own it is, whose cut is fixed
+    own: str = ""  # Which kernel in Gluon it is, whose cut is fixed; "" for the portable one
 
     @property
     def hopper(self) -> bool:
         """Whether it is one of Hopper's own kernels."""
-        return bool(self.own)
+        return self.own in ("shared", "registers")
 
 
 class Gather(NamedTuple):
@@ -40,6 +40,9 @@ HOPPER = Config(128, 64, 4, 4, False, "shared")
 
 REGISTERS = Config(128, 64, 4, 8, False, "registers")
 """That of `quantized_mm_registers.py`: forward alone, in tiles of 256 rows, columns reordered."""
+
+FEW = Config(64, 256, 4, 4, True, "few")
+"""That of `quantized_mm_few.py`: forward alone, in tiles of 16 rows, on all cards of NVIDIA's."""
 
 _LARGE = {
     (False, 16): Config(128, 64, 3, 4, True),

@@ -29,8 +29,8 @@ from torch import Tensor
 from . import cards
 from .dequantize import block_absmax, decode
 from .launch import Launch
-from .limits import WIDEST_TILE, cdiv, supports_quantized
-from .quantized_config import HOPPER, REGISTERS, Config, Gather, default
+from .limits import FEW_TILE, WIDEST_TILE, cdiv, supports_quantized
+from .quantized_config import FEW, HOPPER, REGISTERS, Config, Gather, default
 from .routing import tabulate
 from .weights import MX_BLOCK, TABLES, PackedWeight, WeightSpec
 
@@ -39,6 +39,9 @@ _hopper_works: dict[int, bool] = {}
 
 _registers_work: dict[int, bool] = {}
 """By CUDA device: whether the kernel that holds weights in registers is right there."""
+
+_few_works: dict[int, bool] = {}
+"""By CUDA device: whether the kernel for few rows is right there."""
 
 _hopper_takes_32: dict[int, bool] = {}
 """By CUDA device: whether it is right for blocks of 32 too."""
@@ -263,6 +266,19 @@ def in_registers(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
     return works and _supports_registers(spec, dtype)
 
 
+def multiplies_few(spec: WeightSpec, dtype: torch.dtype, tile: int, *, back: bool) -> bool:
+    """Whether the kernel for few rows can compute this product; False before `prepare`."""
+    works = tile == FEW_TILE and not back and _few_works.get(spec.device, False)
+    return works and _supports_few(spec, dtype)
+
+
+@lru_cache(maxsize=256)
+def _supports_few(spec: WeightSpec, dtype: torch.dtype) -> bool:
+    from . import quantized_mm_few
+
+    return supports(spec) and quantized_mm_few.supports(spec, dtype)
+
+
 @lru_cache(maxsize=256)
 def _supports_registers(spec: WeightSpec, dtype: torch.dtype) -> bool:
     from . import quantized_mm_registers
@@ -290,13 +306,15 @@ def _supports_hopper(spec: WeightSpec, dtype: torch.dtype, back: bool) -> bool:
 
 
 def prepare(device: torch.device) -> None:
-    """Find out, and wait for it, once whether Hopper's kernels work: their language changes."""
+    """Find out, and wait for it, once whether kernels in Gluon work: their language changes."""
     index = device.index or 0
     if index not in _hopper_works:
-        capable = cards.actual(device).capability == cards.HOPPER
-        for works, tile, config in (
-            (_hopper_works, 128, HOPPER),
-            (_registers_work, WIDEST_TILE, REGISTERS),
+        card = cards.actual(device)
+        hopper = card.capability == cards.HOPPER
+        for works, tile, config, capable in (
+            (_hopper_works, 128, HOPPER, hopper),
+            (_registers_work, WIDEST_TILE, REGISTERS, hopper),
+            (_few_works, FEW_TILE, FEW, card.maker == "nvidia" and card.capability >= (8, 0)),
         ):
             works[index] = capable  # unless a launch, which then goes on without, says otherwise
             right = capable and _is_right(device, "nf4", tile, config)
@@ -307,7 +325,8 @@ def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> boo
     """Whether small random products of both directions are those of the decoded weights."""
     generator = torch.Generator(device).manual_seed(0)
     # Several steps and blocks of features, the last one half full.
-    shape = 2, 192, 512 if config == REGISTERS else 256
+    forward_alone = config in (REGISTERS, FEW)
+    shape = 2, 192, 512 if forward_alone else 256
     numel = math.prod(shape)
     codes = torch.randint(256, (numel,), device=device, generator=generator).to(torch.uint8)
     blocksize = MX_BLOCK if kind == "mxfp4" else 64
@@ -326,7 +345,7 @@ def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> boo
     weight = torch.empty(shape, device=device, dtype=dtype)
     decode(packed, weight)
     try:
-        for back in (False,) if config == REGISTERS else (False, True):
+        for back in (False,) if forward_alone else (False, True):
             x = full_rows[:, : shape[1 if back else 2]].contiguous()
             span = 0, shape[2 if back else 1]
             rows = x
@@ -378,6 +397,19 @@ def launch(
     count = tiles.numel() // 2
     across = (0, 0, 0) if factor is None else factor.stride()
     operand = x if factor is None else factor
+    if config == FEW:
+        from . import quantized_mm_few
+
+        step = quantized_mm_few.step(spec, x.dtype, x.stride(0), rank, across, count, span)
+        try:
+            step(
+                x, packed.flat_codes.view(torch.int32), statistics, table2,
+                absmax2, offset, operand, tiles, expert_offsets, y, *span, *across,
+            )  # fmt: skip
+            return y
+        except (RuntimeError, triton.compiler.errors.CompilationError) as error:
+            _give_up(config, spec, error)
+            config = default(tile, x.device, back=back)
     if config.hopper:
         from . import quantized_mm_hopper, quantized_mm_registers
 
@@ -408,11 +440,13 @@ def launch(
 
 
 def _give_up(config: Config, spec: WeightSpec, error: Exception) -> None:
-    """Use a kernel of Hopper's own no more on this device, where it does not compile."""
+    """Use a kernel in Gluon no more on this device, where it does not compile."""
     works = _hopper_takes_32 if spec.blocksize == 32 else _hopper_works
-    (_registers_work if config == REGISTERS else works)[spec.device] = False
+    works = {REGISTERS: _registers_work, FEW: _few_works}.get(config, works)
+    works[spec.device] = False
+    what = "few rows" if config == FEW else "Hopper"
     warnings.warn(
-        f"the kernel for Hopper does not compile for experts of shape {spec.shape} "
+        f"the kernel for {what} does not compile for experts of shape {spec.shape} "
         f"({type(error).__name__}); this process goes on with the slower portable kernel",
         stacklevel=3,
     )

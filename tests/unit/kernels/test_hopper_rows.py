@@ -129,6 +129,7 @@ def test_kernels_that_do_not_compile_are_not_tried_again(monkeypatch):
     monkeypatch.setattr(cards, "actual", lambda device: hopper)
     monkeypatch.setattr(quantized_mm, "_hopper_works", {})
     monkeypatch.setattr(quantized_mm, "_registers_work", {})
+    monkeypatch.setattr(quantized_mm, "_few_works", {})
     spec = WeightSpec((2, 192, 512), "nf4", 64, 0, 0)
 
     def falls_back(device, kind, tile, config):
@@ -140,6 +141,7 @@ def test_kernels_that_do_not_compile_are_not_tried_again(monkeypatch):
         quantized_mm.prepare(torch.device("cuda", 0))
     assert not quantized_mm.on_hopper(spec, torch.bfloat16, back=False)
     assert not quantized_mm.in_registers(spec, torch.bfloat16, back=False)
+    assert not quantized_mm.multiplies_few(spec, torch.bfloat16, 16, back=False)
 
 
 @pytest.mark.parametrize("gathers", [False, True])

@@ -1,0 +1,256 @@
+"""The quantized matmul for few rows an expert, as in generation, on all cards from NVIDIA.
+
+Where an expert has a row or two, a product should be as quick as its codes are read. In the
+portable kernel (`quantized_mm.py`) each step's weights go through shared memory to where the matrix
+unit wants them. Here the product is transposed, 64 features by 8 or 16 rows, and a thread looks
+weights up where it multiplies them: two features' groups of 64 columns in four. A group is one
+block or a part of one, whose 16 values are made once (`quantized_mm_hopper.py`), so that weights
+are what decoding gives, bit for bit. Rows are loaded in the same order of columns, straight into
+registers. Codes are three steps of 256 columns ahead, in shared memory, where a thread reads what
+it has copied: of loads into registers, one that is waited for has all others waited for.
+
+    column 64 g + 16 p + 2 i + j of a step    is multiplied at    64 p + 8 i + 2 g + j
+    (groups g < 4, quarters p < 4, i < 8, j < 2)
+
+The matrix unit's instruction (mma.sync) is that of all cards from capability 8.0 on; it was run on
+an H200 alone, where looking up, three instructions a weight, is what takes the time.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import ampere
+
+from .launch import Launch
+from .limits import cdiv, supports_registers
+from .quantized_mm_hopper import block_values, look_up, lookup_asm, table_asm
+from .weights import WeightSpec
+
+SLOTS: gl.constexpr = gl.constexpr(4)
+"""Tiles of codes in shared memory: one being multiplied, three on their way."""
+
+FEATURES, WARPS = 64, 4
+REGISTERS = 128
+"""Of a thread: four programs a multiprocessor, with 130 three (H200: 0.090 and 0.095 ms)."""
+
+UNPACK: gl.constexpr = gl.constexpr("mov.b32 {$0, $1}, $2;")
+
+
+@gluon.constexpr_function
+def _words_layout(words):
+    """(64 rows of the tile, 4 groups of 64, words): a thread has two rows' words of a group."""
+    reg = [[0, 0, 1 << i] for i in range(words.bit_length() - 1)] + [[8, 0, 0]]
+    lane = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(reg, lane, [[16, 0, 0], [32, 0, 0]], [], [64, 4, words])
+
+
+@gluon.constexpr_function
+def _copied_layout():
+    """(64 rows of the tile, 32 words), as `_words_layout` has them: a thread copies its own."""
+    reg = [[0, 1], [0, 2], [0, 4], [8, 0]]
+    lane = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(reg, lane, [[16, 0], [32, 0]], [], [64, 32])
+
+
+@gluon.constexpr_function
+def _rows_layout(rows):
+    """(rows, 4 groups, 16 columns): a thread has a row's columns of a group, each warp all."""
+    reg = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]] + ([[8, 0, 0]] if rows == 16 else [])
+    lane = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(reg, lane, [[0, 0, 0], [0, 0, 0]], [], [rows, 4, 16])
+
+
+@gluon.jit
+def _feature(m):
+    """Feature of a row of the tile: a thread's rows r and r + 8 are neighbours."""
+    return (m & 48) | ((m & 7) * 2) | ((m >> 3) & 1)
+
+
+@gluon.jit
+def _quarters(words):
+    """Words (64, 4, 8) to four parts (64, 4, 2), in order."""
+    P: gl.constexpr = _words_layout(2)
+    parts = gl.permute(gl.reshape(words, (64, 4, 2, 2, 2)), (0, 1, 4, 3, 2))
+    low, high = gl.split(parts)
+    w0, w1 = gl.split(low)
+    w2, w3 = gl.split(high)
+    return (
+        gl.convert_layout(w0, P, assert_trivial=True),
+        gl.convert_layout(w1, P, assert_trivial=True),
+        gl.convert_layout(w2, P, assert_trivial=True),
+        gl.convert_layout(w3, P, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _weights(words, v, dtype: gl.constexpr, LOOKUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Words (64, 4, 2) and their blocks' values to a quarter's weights (64, 64)."""
+    pairs = look_up(words, v, 2, LOOKUP)  # row, group, word, and twice 2 of 4 pairs
+    pairs = gl.reshape(gl.permute(pairs, (0, 2, 3, 4, 1)), (64, 32))
+    if dtype == gl.bfloat16:
+        low, high = gl.inline_asm_elementwise(
+            UNPACK, "=h,=h,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+        )
+    else:
+        low, high = gl.inline_asm_elementwise(
+            UNPACK, "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+        )
+    return gl.convert_layout(gl.reshape(gl.join(low, high), (64, 64)), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _absmax(code, outer, table2, offset, NESTED: gl.constexpr):
+    """fp32 absmax, as `dequantize.block_absmax` has it, from what lies in memory."""
+    if NESTED > 0:
+        value = gl.load(table2 + code.to(gl.int32)) * outer + gl.load(offset)
+    else:
+        value = code
+    return value
+
+
+@gluon.jit
+def _product(
+    x, codes, absmax, table2, absmax2, offset, factor, y, expert, start_row, end_row,
+    n_first, n_end, factor_se, factor_sn, factor_sj,
+    ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, RANK: gl.constexpr,
+    BLOCKSIZE: gl.constexpr, NESTED: gl.constexpr, WIDTH: gl.constexpr, TABLE: gl.constexpr,
+    LOOKUP: gl.constexpr, NR: gl.constexpr,
+):  # fmt: skip
+    """NR rows of an expert, from `start_row` on, by 64 features."""
+    dtype: gl.constexpr = x.dtype.element_ty
+    PASSES: gl.constexpr = COLS // 256
+    BLOCKS: gl.constexpr = COLS // BLOCKSIZE
+    first = n_first + gl.program_id(0) * 64
+
+    # Features beyond the last are the last: what comes of them is not stored.
+    copied: gl.constexpr = _copied_layout()
+    f = first + _feature(gl.arange(0, 64, gl.SliceLayout(1, copied)))
+    f = gl.minimum(f, ROWS - 1)
+    word = gl.arange(0, 32, gl.SliceLayout(0, copied))
+    spots = codes + expert * (ROWS * COLS // 8) + (f[:, None] * (COLS // 8) + word[None, :])
+    # Threads side by side read 16 bytes each from banks of their own.
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    words = gl.allocate_shared_memory(gl.int32, [SLOTS, 64, 32], swizzled)
+    for i in gl.static_range(SLOTS - 1):
+        if i < PASSES:
+            ampere.async_copy.async_copy_global_to_shared(words.index(i), spots + i * 32)
+        ampere.async_copy.commit_group()
+
+    part: gl.constexpr = gl.SliceLayout(2, _words_layout(2))
+    fs = first + _feature(gl.arange(0, 64, gl.SliceLayout(1, part)))
+    group = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, part)), 0)
+    block = expert * (ROWS * BLOCKS) + gl.expand_dims(gl.minimum(fs, ROWS - 1), 1) * BLOCKS
+    OUTER: gl.constexpr = NESTED if NESTED > 0 else 1
+
+    at = block + group * 64 // BLOCKSIZE
+    code, outer = gl.load(absmax + at), gl.load(absmax2 + at // OUTER)
+
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    of_weights: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    of_rows: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    rows_layout: gl.constexpr = _rows_layout(NR)
+    # Rows beyond the expert's are its last one, likewise.
+    r = start_row + gl.arange(0, NR, gl.SliceLayout(1, gl.SliceLayout(2, rows_layout)))
+    r = gl.minimum(r, end_row - 1)
+    g = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, rows_layout)))
+    k = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, rows_layout)))
+    r3, g3 = gl.expand_dims(gl.expand_dims(r, 1), 2), gl.expand_dims(gl.expand_dims(g, 0), 2)
+    left = x + (r3.to(gl.int64) * STRIDE + (g3 * 64 + gl.expand_dims(gl.expand_dims(k, 0), 1)))
+    coming = gl.load(left)
+
+    total = gl.zeros([64, NR], gl.float32, mma)
+    if RANK > 0:  # first, while the first codes are on their way
+        n = first + _feature(gl.arange(0, 64, gl.SliceLayout(1, of_weights)))
+        jj = gl.arange(0, RANK, gl.SliceLayout(0, of_weights))
+        place = factor + expert * factor_se + n[:, None] * factor_sn + jj[None, :] * factor_sj
+        of_features = gl.load(place, mask=(n < n_end)[:, None], other=0.0)
+        row_t = start_row + gl.arange(0, NR, gl.SliceLayout(0, of_rows))
+        j_t = gl.arange(0, RANK, gl.SliceLayout(1, of_rows))
+        place = x + (row_t.to(gl.int64)[None, :] * STRIDE + COLS + j_t[:, None])
+        tail = gl.load(place, mask=(row_t < end_row)[None, :], other=0.0)
+        total = ampere.mma_v2(of_features, tail, total)
+
+    for it in range(PASSES):
+        # Of the pass after this one; there is always something to read.
+        ahead = gl.minimum(it + 1, PASSES - 1)
+        values = block_values(_absmax(code, outer, table2, offset, NESTED), TABLE)
+        at = block + (ahead * 4 + group) * 64 // BLOCKSIZE
+        code, outer = gl.load(absmax + at), gl.load(absmax2 + at // OUTER)
+        ampere.async_copy.wait_group(SLOTS - 2)
+        quarters = _quarters(gl.reshape(words.index(it % SLOTS).load(copied), (64, 4, 8)))
+        if it + (SLOTS - 1) < PASSES:
+            ampere.async_copy.async_copy_global_to_shared(
+                words.index((it + (SLOTS - 1)) % SLOTS), spots + (it + (SLOTS - 1)) * 32
+            )
+        ampere.async_copy.commit_group()
+        for p in gl.static_range(4):
+            right = gl.reshape(coming, (NR, 4, 4, 2, 2))
+            right = gl.reshape(gl.permute(right, (2, 3, 1, 4, 0)), (64, NR))
+            right = gl.convert_layout(right, of_rows, assert_trivial=True)
+            if p < 3:
+                coming = gl.load(left + (it * 256 + (p + 1) * 16))
+            else:
+                coming = gl.load(left + ahead * 256)
+            weights = _weights(quarters[p], values, dtype, LOOKUP, of_weights)
+            total = ampere.mma_v2(weights, right, total)
+
+    n = first + _feature(gl.arange(0, 64, gl.SliceLayout(1, mma)))
+    row = start_row + gl.arange(0, NR, gl.SliceLayout(0, mma))
+    to = y + (row.to(gl.int64)[None, :] * WIDTH + (n - n_first)[:, None])
+    value = total.to(dtype)
+    gl.store(to, value, mask=(row < end_row)[None, :] & (n < n_end)[:, None])
+
+
+@gluon.jit
+def few_rows_kernel(
+    x, codes, absmax, table2, absmax2, offset, factor, tiles, expert_offsets, y,
+    n_first, n_end, factor_se, factor_sn, factor_sj,
+    ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, RANK: gl.constexpr,
+    BLOCKSIZE: gl.constexpr, NESTED: gl.constexpr, WIDTH: gl.constexpr, TABLE: gl.constexpr,
+    LOOKUP: gl.constexpr,
+):  # fmt: skip
+    """Compute `quantized_mm.quantized_kernel` out, in tiles of 16 rows that were copied."""
+    pid = gl.program_id(1)
+    expert = gl.load(tiles + 2 * pid).to(gl.int64)
+    if expert < 0:
+        return
+    start_row = gl.load(tiles + 2 * pid + 1)
+    end_row = gl.load(expert_offsets + expert + 1)
+    if end_row - start_row > 8:
+        _product(
+            x, codes, absmax, table2, absmax2, offset, factor, y, expert, start_row, end_row,
+            n_first, n_end, factor_se, factor_sn, factor_sj,
+            ROWS, COLS, STRIDE, RANK, BLOCKSIZE, NESTED, WIDTH, TABLE, LOOKUP, 16,
+        )  # fmt: skip
+    else:
+        _product(
+            x, codes, absmax, table2, absmax2, offset, factor, y, expert, start_row, end_row,
+            n_first, n_end, factor_se, factor_sn, factor_sj,
+            ROWS, COLS, STRIDE, RANK, BLOCKSIZE, NESTED, WIDTH, TABLE, LOOKUP, 8,
+        )  # fmt: skip
+
+
+def supports(spec: WeightSpec, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes what `quantized_mm.supports`: sums over columns of 16-bit rows."""
+    halves = dtype in (torch.bfloat16, torch.float16)
+    return halves and supports_registers(spec.kind, spec.blocksize, spec.shape[2])
+
+
+@lru_cache(maxsize=256)
+def step(
+    spec: WeightSpec, dtype: torch.dtype, stride: int, rank: int, across: tuple[int, ...],
+    tiles: int, span: tuple[int, int],
+) -> Launch:  # fmt: skip
+    """`few_rows_kernel` for `quantized_mm.launch`, in whose words these are."""
+    constants: dict[str, Any] = {"TABLE": table_asm(spec.kind, dtype), "LOOKUP": lookup_asm()}
+    return Launch(
+        few_rows_kernel, (cdiv(span[1] - span[0], FEATURES), tiles),
+        ROWS=spec.shape[1], COLS=spec.shape[2], STRIDE=stride, RANK=rank,
+        BLOCKSIZE=spec.blocksize, NESTED=spec.nested, WIDTH=span[1] - span[0], **constants,
+        num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
+    )  # fmt: skip
