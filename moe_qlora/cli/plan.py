@@ -59,6 +59,13 @@ Checkpointing = Annotated[
     bool,
     typer.Option("--checkpointing/--no-checkpointing", help="Compute layers again in backward."),
 ]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        help="attn_implementation of from_pretrained: eager, sdpa, flex_attention or a flash "
+        "kernel; default: transformers' choice."
+    ),
+]
 Fsdp = Annotated[int | None, typer.Option(help="Ranks that share the model under FSDP2.")]
 Ep = Annotated[int | None, typer.Option(help="Ranks that share the experts: expert parallelism.")]
 Zero3 = Annotated[int | None, typer.Option(help="Ranks that share the model under ZeRO-3.")]
@@ -86,6 +93,7 @@ def plan(
     adapter_dtype: AdapterDtype = "float32",
     optimizer: Optimizer = "adamw",
     checkpointing: Checkpointing = True,
+    attention: Attention = None,
     quant: ModelQuant = None,
     double_quant: ModelDoubleQuant = None,
     as_json: Json = False,
@@ -128,6 +136,7 @@ def plan(
             optimizer=optimizer,
             checkpointing=checkpointing,
             accumulation=accumulation,
+            attention=attention,
             trust_remote_code=trust_remote_code,
         )
     if chart is not None:

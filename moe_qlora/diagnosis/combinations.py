@@ -12,6 +12,7 @@ import torch
 
 from ..experts.backend import layer_kernels, suits
 from ..kernels.cards import Card
+from ..memory.attention import EagerAttention
 from .report import PROBLEM, WARNING, Device, Finding, LayerKind
 from .versions import Versions
 
@@ -34,6 +35,7 @@ def findings(
     card: Card,
     model_type: str | None,
     layers: Iterable[LayerKind],
+    eager: EagerAttention | None = None,
 ) -> list[Finding]:
     """Return every known combination that is here."""
     found = [
@@ -44,6 +46,7 @@ def findings(
         *_torch_build(device),
         *_kernels(device, card),
         *_slow_layers(device, card, layers),
+        *_slow_attention(card, eager),
     ]
     return sorted(found, key=lambda finding: finding.severity != PROBLEM)
 
@@ -140,6 +143,12 @@ def _slow_layers(device: Device, card: Card, layers: Iterable[LayerKind]) -> Ite
             f"{reason}.",
             next((cure for words, cure in _CURES if words in reason), _NO_CURE),
         )
+
+
+def _slow_attention(card: Card, eager: EagerAttention | None) -> Iterable[Finding]:
+    """Attention is eager on a GPU that runs the kernels which the class supports."""
+    if eager is not None and suits(card):
+        yield Finding(WARNING, eager.what, eager.cure)
 
 
 def _text(release: tuple[int, ...]) -> str:

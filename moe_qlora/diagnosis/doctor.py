@@ -8,6 +8,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..lora.names import base_model
+from ..memory.attention import EagerAttention, eager_attention
 from ..memory.source import source_of
 from . import combinations, devices, layers, versions
 from .report import PROBLEM, Diagnosis, LayerKind
@@ -50,22 +51,26 @@ def doctor(
     kinds: tuple[LayerKind, ...] = ()
     notes: tuple[str, ...] = ()
     label, model_type = "", None
+    eager: EagerAttention | None = None
     if isinstance(model, nn.Module) and hasattr(model, "peft_config"):
         if quantization_config is not None:
             raise ConfigError("quantization_config is for a model without adapters: leave it out.")
         config: Any = getattr(model, "config", None)
         label = getattr(config, "name_or_path", "") or type(base_model(model)).__name__
         model_type = getattr(config, "model_type", None)
-        kinds = layers.adapted_kinds(model, card)
+        kinds, eager = layers.adapted_kinds(model, card), eager_attention(base_model(model))
     elif model is not None:
         source = source_of(model, quantization_config, None, trust_remote_code)
         label, notes = source.label, source.notes
         model_type = getattr(source.config, "model_type", None)
-        kinds = layers.layer_kinds(source, card, rank)
+        built = source.build()
+        eager = eager_attention(built)
+        kinds = layers.layer_kinds(built, source, card, rank)
     if model is not None and not kinds:
         notes = (*notes, "The model has no experts.")
     found = versions.findings(packages)
-    found += combinations.findings(versions.releases(packages), device, card, model_type, kinds)
+    releases = versions.releases(packages)
+    found += combinations.findings(releases, device, card, model_type, kinds, eager)
     return Diagnosis(
         packages,
         device,

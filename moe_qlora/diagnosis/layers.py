@@ -50,11 +50,11 @@ COSTS = {
 _TOKENS = 4096  # any number over 0: it decides nothing but within the fused layer
 
 
-def layer_kinds(source: ModelSource, card: Card, rank: int) -> tuple[LayerKind, ...]:
-    """Return each kind of expert layer of a model, as it will be computed on a card."""
-    meta = meta_model.pack(
-        source.build(), source.quantization, linears=source.linears, kept=source.kept
-    )
+def layer_kinds(
+    model: nn.Module, source: ModelSource, card: Card, rank: int
+) -> tuple[LayerKind, ...]:
+    """Return each kind of expert layer of a source's model, as it will be computed on a card."""
+    meta = meta_model.pack(model, source.quantization, linears=source.linears, kept=source.kept)
     return _count(meta.base, meta.layout, partial(_backend, card=card, rank=rank))
 
 

@@ -90,6 +90,7 @@ class Settings:
     checkpointing: bool = True  # Whether layers are computed again in backward
     accumulation: int = 1  # Micro-batches to a step; over 1, gradients live through all of them
     workspace: int = 0  # Bytes of dequantized experts that all layers of a device share
+    attention: str | None = None  # As `attn_implementation`; None is what the model says
     engine: Engine | None = None  # None in one process, spread over devices or not
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .attention import FLEX
 from .devices import exact_size
 from .engine_notes import engine_hints
 from .planner import Planner
@@ -88,6 +89,8 @@ def _try(
 
 def _changes(planner: Planner, report: MemoryPlan) -> Iterable[_Change]:
     settings, source = planner.settings, planner.source
+    if planner.eager is not None and planner.eager.flex:
+        yield _training_change("compute attention without holding its scores", attention=FLEX)
     if not settings.checkpointing:
         yield _training_change("compute layers again in backward", checkpointing=True)
     if source.free and report.kind in ("nf4", "fp4") and not report.double_quant:

@@ -247,7 +247,9 @@ class Passthrough(torch.autograd.Function):
         return grad, None
 
 
-class _Attention(torch.autograd.Function):
+class FusedAttentionCall(torch.autograd.Function):
+    """Takes and gives out the bytes of CUDA's fused attention; keeps no scores."""
+
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         if mask is not None and mask.dtype == torch.bool:
@@ -287,4 +289,4 @@ class FusedAttention(TorchFunctionMode):
         query, key, value = inputs["query"], inputs["key"], inputs["value"]
         if query.dim() != 4 or not query.is_meta:
             return func(*args, **kwargs)
-        return _Attention.apply(query, key, value, inputs.get("attn_mask"))
+        return FusedAttentionCall.apply(query, key, value, inputs.get("attn_mask"))

@@ -28,10 +28,12 @@ from torch.utils._pytree import tree_map
 from ..build.named import quiet
 from ..detection.trace import tensors_of
 from ..kernels.limits import cdiv
+from .attention import counted_attention
 from .budget import Activity
 from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward
 
 _GRAIN = 512  # the caching allocator's smallest step
+_SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
 _PLACES = {"layer_idx", "layer_number", "layer_id", "block_idx", "layer_index", "training"}
 
 
@@ -58,6 +60,10 @@ class MemoryTracker(TorchDispatchMode):
             count = args[0].numel() // (1 if args[0].numel() <= self.experts else self.experts)
             out = torch.empty((count, args[0].dim()), dtype=torch.long, device="meta")
         else:
+            if func is _SOFTMAX_BACKWARD:
+                # CUDA's first multiplies the gradient by the output, into a tensor of that size.
+                product = torch.empty_like(args[0])
+                self._count(product)
             out = func(*args, **(kwargs or {}))
         for tensor in tensors_of(out):
             self._count(tensor)
@@ -161,7 +167,8 @@ def run_meta_step(
     grad_anchor = torch.zeros((), device="meta", requires_grad=True)
     model.zero_grad(set_to_none=True)
     tracker = MemoryTracker([*model.parameters(), *model.buffers(), ids, grad_anchor], experts)
-    with quiet(), _passthroughs(blocks, groups, grad_anchor), tracker, FusedAttention():
+    alike = _passthroughs(blocks, groups, grad_anchor)
+    with quiet(), counted_attention(), alike, tracker, FusedAttention():
         recorder = BlockRecorder(tracker, blocks)
         try:
             loss = _loss(model, ids)

@@ -42,6 +42,7 @@ def plan(
     optimizer: str = "adamw",
     checkpointing: bool = True,
     accumulation: int = 1,
+    attention: str | None = None,
     dtype: Any = None,
     search: bool = True,
     trust_remote_code: bool = False,
@@ -72,6 +73,9 @@ def plan(
         optimizer: "adamw", "adamw_8bit", "paged_adamw" or "paged_adamw_8bit".
         checkpointing: Whether gradient checkpointing is on.
         accumulation: Micro-batches to an optimizer step.
+        attention: As `attn_implementation` of `from_pretrained`: "eager", "sdpa",
+            "flex_attention" or a flash kernel; None is what the configuration or model says, else
+            transformers' choice.
         dtype: What the rest is loaded in; None is what the configuration says.
         search: Look for the longest sequence and the largest batch that fit `gpus`.
         trust_remote_code: Run model code that a checkpoint brings.
@@ -84,7 +88,15 @@ def plan(
     """
     optimizer, adapter_dtype = ALIASES.get(optimizer, optimizer), dtype_name(adapter_dtype)
     settings = Settings(
-        batch, seq, rank, targets, adapter_dtype, optimizer, bool(checkpointing), accumulation
+        batch,
+        seq,
+        rank,
+        targets,
+        adapter_dtype,
+        optimizer,
+        bool(checkpointing),
+        accumulation,
+        attention=attention,
     )
     if lora_config is not None:
         settings = replace(settings, rank=getattr(lora_config, "r", rank), targets="lora_config")
@@ -107,6 +119,10 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(
             f"targets is {settings.targets!r}; give a string with names by comma, as in "
             '"attention,experts", or pass a LoraConfig as lora_config.'
+        )
+    if not (settings.attention is None or isinstance(settings.attention, str)):
+        raise ConfigError(
+            f"attention is {settings.attention!r}; give a name, as attn_implementation has it."
         )
     if settings.seq > _LONGEST:
         raise ConfigError(f"seq is {settings.seq}; plans go up to {_LONGEST} tokens.")

@@ -23,7 +23,7 @@ from ..kernels.weights import PackedWeight
 from ..lora import left_out
 from ..packing.format import ABSMAX, packed_tensors
 from ..packing.settings import CodecSettings
-from . import blocks, meta_model, meta_step
+from . import attention, blocks, meta_model, meta_step
 from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget, StepMoment
 from .devices import reserve_nbytes
 from .engines import Sharding
@@ -41,6 +41,7 @@ class Planner:
         self.settings = settings
         self.lora_config = lora_config
         self.notes: list[str] = []  # What to know about the figures, a sentence each
+        self.eager: attention.EagerAttention | None = None  # Where it need not be
         self.estimated = False  # Whether the layers' activations are an estimate
         self.itemsize = meta_model.DTYPES[settings.adapter_dtype].itemsize
         self._unpacked: meta_model.MetaModel | None = None
@@ -96,7 +97,7 @@ class Planner:
         if not any(e and e.name == "ep" for e in (engine, self.settings.engine)):
             other.__dict__["meta"] = self.meta
             other._step, other.notes = self._step, self.notes
-            other.estimated = self.estimated
+            other.estimated, other.eager = self.estimated, self.eager
         return other
 
     def report(self, capacities: Sequence[int]) -> MemoryPlan:
@@ -222,7 +223,7 @@ class Planner:
             engine = self.settings.engine
             expert_ranks = engine.ranks if engine and engine.name == "ep" else 1
             meta = meta_model.pack(
-                source.build(),
+                self._with_attention(source.build()),
                 source.quantization,
                 linears=source.linears,
                 expert_ranks=expert_ranks,
@@ -246,6 +247,18 @@ class Planner:
             config.use_cache = False
             config.get_text_config().use_cache = False
         return meta
+
+    def _with_attention(self, model: nn.Module) -> nn.Module:
+        """Return a meta model with the attention of the settings, so that it runs on meta."""
+        if self.settings.attention is not None:
+            attention.set_attention(model, self.settings.attention)
+        self.eager = attention.eager_attention(model)
+        if self.eager is not None and self.settings.attention is None:
+            self.notes.append(f"{self.eager.what} {self.eager.cure}")
+        counted = attention.make_countable(model)
+        if counted is not None:
+            self.notes.append(counted)
+        return model
 
     def _groups(self, activities: Sequence[Activity]) -> list[list[Block]]:
         """Return the blocks in placing order, those that hold one tensor together."""

@@ -26,7 +26,7 @@ from ..layout import dtype_name
 from ..packing.format import why_not_packed
 from ..packing.kept import kept_settings
 from ..packing.settings import CodecSettings
-from . import meta_model
+from . import attention, meta_model
 from .blocks import packed_parts
 
 _DEFAULT = CodecSettings("nf4", True, compute_dtype=torch.bfloat16)
@@ -73,8 +73,11 @@ def source_of(
             describe_plain(config)
         if dtype is not None:
             config.dtype = meta_model.DTYPES[dtype_name(dtype)]
+        kernel = attention.hold_back(config)
         source = replace(resolved, config=config)
         model: Any = named.build(source, trust_remote_code=trust_remote_code)
+        if kernel is not None:
+            attention.set_attention(model, kernel)
         meta_model.cast_as_loaded(model, next(model.parameters()).dtype)
         return model
 

@@ -232,6 +232,31 @@ def test_a_model_with_adapters_is_examined_as_it_is(ranks, reason):
         moe_qlora.doctor(peft_model, BF16)
 
 
+def eager(diagnosis: moe_qlora.Diagnosis) -> list[str]:
+    return [one.cure for one in diagnosis.findings if "computed eagerly" in one.what]
+
+
+def test_eager_attention_is_a_finding_on_a_gpu():
+    plain = config("gpt_oss")
+    (cure,) = eager(moe_qlora.doctor(plain, BF16, gpu="H200"))
+    assert 'attn_implementation="flex_attention"' in cure
+    assert not eager(moe_qlora.doctor(plain, BF16, gpu="T4"))  # before Triton's kernels
+    assert not eager(moe_qlora.doctor(config(), BF16, gpu="H200"))
+    plain._attn_implementation = "flex_attention"
+    assert not eager(moe_qlora.doctor(plain, BF16, gpu="H200"))
+
+
+def test_eager_attention_of_a_loaded_model_is_a_finding():
+    model: Any = tiny_model("gpt_oss", dtype=torch.bfloat16)
+    moe_qlora.quantize_experts(model, BF16)
+    assert eager(moe_qlora.doctor(model, gpu="H200"))
+    lora = LoraConfig(r=8, target_modules=["q_proj"])
+    peft_model = moe_qlora.get_peft_model(model, lora, experts=True)
+    assert eager(moe_qlora.doctor(peft_model, gpu="H200"))
+    model.config._attn_implementation = "flex_attention"
+    assert not eager(moe_qlora.doctor(peft_model, gpu="H200"))
+
+
 def test_the_cost_of_a_fallback_is_what_was_measured():
     with (ROOT / "tools/bench/results/layer.csv").open() as file:
         rows = list(csv.DictReader(file))

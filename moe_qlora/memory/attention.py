@@ -1,0 +1,165 @@
+"""How a model computes attention: what is to be said of it, and how a plan counts it.
+
+transformers chooses an implementation by attributes of a model's class. A class that supports no
+sdpa gets eager attention by default, which holds the scores of every head; many of these support
+flex attention or name flash kernels, which hold none. Neither runs on the meta device, so a plan
+puts an attention in their place that makes and keeps tensors of the sizes theirs do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from .meta_ops import FusedAttentionCall
+
+EAGER, SDPA, FLEX = "eager", "sdpa", "flex_attention"
+
+MEASURED = (
+    "gpt-oss-20b trained 5.6 times as fast with flex_attention as with eager attention (14,100 "
+    "beside 2,532 tokens/s), at a peak of 17.1 GB beside 25.2 (one sequence of 4,096 tokens, one "
+    "H200: commit 5f0f82d in tools/bench/results/model.csv)."
+)
+"""What flex attention gives, and where that was measured."""
+
+_COUNTED = "moe_qlora_counted"
+
+
+@dataclass(frozen=True, slots=True)
+class EagerAttention:
+    """Eager attention of a class that supports no sdpa, and what the class has in its place."""
+
+    class_name: str
+    flex: bool  # Whether the class supports flex attention
+    kernels: tuple[str, ...]  # Flash kernels that the class names
+
+    @property
+    def what(self) -> str:
+        """What is seen, a sentence."""
+        return (
+            f"{self.class_name} supports no sdpa, so that attention is computed eagerly: for each "
+            "head it holds scores of the sequence's length squared."
+        )
+
+    @property
+    def cure(self) -> str:
+        """What to do, and what that gave where it was measured."""
+        named = ", ".join(self.kernels)
+        if not self.flex:
+            return (
+                "Pass a flash kernel that the class names as attn_implementation to "
+                f"from_pretrained ({named}); what that gives was not measured."
+            )
+        kernels = f" (or a flash kernel that the class names: {named})" if named else ""
+        return f'Pass attn_implementation="{FLEX}" to from_pretrained{kernels}; {MEASURED}'
+
+
+def eager_attention(model: nn.Module) -> EagerAttention | None:
+    """Return what is seen where a model's attention is eager and need not be, else None.
+
+    Attributes of the class decide, as they do in transformers: the model's own, and those of the
+    language model inside it, if any.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return None
+    text = config.get_text_config()
+    if getattr(text, "_attn_implementation", None) != EAGER:
+        return None
+    models: list[Any] = [m for m in model.modules() if getattr(m, "config", None) is text]
+    inner = next((each for each in models if hasattr(each, "_supports_sdpa")), None)
+    if inner is None or inner._supports_sdpa:
+        return None
+    flex = all(getattr(each, "_supports_flex_attn", False) for each in (model, inner))
+    kernels = tuple(getattr(inner, "_compatible_flash_implementations", None) or ())
+    return EagerAttention(type(inner).__name__, flex, kernels) if flex or kernels else None
+
+
+def hold_back(config: Any) -> str | None:
+    """Take a flash kernel's name off a configuration in place, and return it, None without one.
+
+    A model would load the kernel while it is built, and nothing here computes.
+    """
+    asked = getattr(config, "_attn_implementation", None)
+    if asked in (None, EAGER, SDPA, FLEX):
+        return None
+    config._attn_implementation = None
+    return str(asked)
+
+
+def set_attention(model: nn.Module, name: str) -> None:
+    """Let a model on meta compute attention as `from_pretrained(attn_implementation=name)` would.
+
+    Raises:
+        ConfigError: The model's class does not support it.
+    """
+    supports = {
+        EAGER: True,
+        SDPA: getattr(model, "_supports_sdpa", False),
+        FLEX: getattr(model, "_supports_flex_attn", False),
+    }
+    if not supports.get(name, getattr(model, "_supports_flash_attn", False)):
+        kernels = getattr(model, "_compatible_flash_implementations", None) or ()
+        known = ", ".join([*(key for key, held in supports.items() if held), *kernels])
+        raise ConfigError(
+            f"attention is {name!r}, which {type(model).__name__} does not support; give one of "
+            f"{known}."
+        )
+    for config in _configs(model):
+        config._attn_implementation_internal = name
+
+
+def make_countable(model: nn.Module) -> str | None:
+    """Let a model on meta compute attention so that it runs there.
+
+    Returns:
+        A sentence where that is not by the model's own attention, else None.
+    """
+    asked = None
+    for config in _configs(model):
+        name = config._attn_implementation_internal
+        if name not in (None, EAGER, SDPA, _COUNTED):
+            asked = name
+            config._attn_implementation_internal = _COUNTED
+    return asked and (
+        f"Attention by {asked} does not run on the meta device: it is counted as a fused kernel, "
+        "which holds no scores."
+    )
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Return the configurations of a model and of its parts, each once."""
+    found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    return [config for config in found.values() if "_attn_implementation_internal" in vars(config)]
+
+
+@contextmanager
+def counted_attention() -> Iterator[None]:
+    """In this block, models that `make_countable` has changed find their attention.
+
+    It has no function for masks, for which transformers makes none: nor do these kernels need one.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS[_COUNTED] = _counted
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[_COUNTED]
+
+
+def _counted(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Take `(batch, heads, tokens, size)`, as transformers' attention functions do."""
+    out = FusedAttentionCall.apply(query, key, value, None)
+    sinks = kwargs.get("s_aux")
+    if sinks is not None:  # flex attention rescales its output by them
+        out = out * torch.exp(out[..., :1] - sinks.view(1, -1, 1, 1)).to(out.dtype)
+    return out.transpose(1, 2).contiguous(), None
