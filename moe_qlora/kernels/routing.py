@@ -1,9 +1,12 @@
-"""Which rows are whose: top-k assignments sorted by expert, and tables of tiles, in three launches.
+"""Which rows are whose: top-k assignments sorted by expert, and tables of tiles.
 
 A stable counting sort, since experts are few: each block of assignments is counted by expert, the
 counts are summed up over the blocks before, and each block's assignments placed. Nobody on the host
 ever knows the counts, no sum depends on the order in which programs run, and torch's sort, search
-and conversions, some fifteen launches, are not needed.
+and conversions, some fifteen launches, are not needed: there are three.
+
+Few assignments, as of a token that is decoded, take one launch of one program: it compares each
+assignment with every other, and counts how many come before it.
 
 Everything lies in one int32 tensor, so that autograd and a checkpoint have one to save.
 """
@@ -25,6 +28,10 @@ _BLOCK, _CHUNK = 256, 128
 
 _TILES = 32
 """Tiles whose rows one program writes down."""
+
+_FEW, _FEW_COMPARED = 128, 1 << 15
+"""Most assignments that one program sorts, and most comparisons of them with all experts: 256 for
+each of its threads."""
 
 
 @triton.jit
@@ -97,6 +104,34 @@ def sort_kernel(
         _tabulate(low, total, wide, count_wide, E, EP, WIDE, TB)
     if pid * TB < count_widest:
         _tabulate(low, total, widest, count_widest, E, EP, WIDEST, TB)
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def sort_few_kernel(
+    index, order, inverse, expert_offsets, tiles, rows, count,
+    E: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """All that `sort_kernel` writes, for `rows` <= RP assignments, where there are no wide tiles.
+
+    A program is alone: what it writes it never reads, and no two of its stores meet. 2 RP tiles are
+    more than there can be: rows / TILE full ones, and one more for each expert with rows.
+    """
+    i, e = tl.arange(0, RP), tl.arange(0, EP)
+    key = _experts_of(index, i, rows, E, EP)
+    place = key * RP + i  # by which to sort
+    earlier = place[:, None] < place[None, :]
+    spot = tl.sum(earlier.to(tl.int32), 0)
+    tl.store(order + spot, i, mask=i < rows)
+    tl.store(inverse + i, spot, mask=i < rows)
+    tl.store(expert_offsets + e, tl.sum((key[:, None] < e[None, :]).to(tl.int32), 0), mask=e <= E)
+    low = tl.sum((place[:, None] < (key * RP)[None, :]).to(tl.int32), 0)
+    starts = (key < E) & ((spot - low) % TILE == 0)
+    tile = tl.sum((earlier & starts[:, None]).to(tl.int32), 0)
+    tl.store(tiles + 2 * tile, key, mask=starts)
+    tl.store(tiles + 2 * tile + 1, spot, mask=starts)
+    t = tl.arange(0, 2 * RP)
+    beyond = (t >= tl.sum(starts.to(tl.int32), 0)) & (t < count)
+    tl.store(tiles + 2 * t, -1, mask=beyond)
 
 
 @triton.jit(do_not_specialize=["count", "count_wide", "count_widest"])
@@ -200,6 +235,13 @@ def route(index: Tensor, experts: int) -> Routing:
     count = index.numel()
     routing = _empty(count, experts, index.shape[-1], index.device)
     device = index.get_device()
+    few = _few_launch(count, experts, index.dtype, device)
+    if few is not None:
+        few(
+            index, routing.order, routing.inverse, routing.expert_offsets, routing.tiles,
+            count, routing.counts[0],
+        )  # fmt: skip
+        return routing
     counted, scanned, placed, blocks, bins = _sort_launches(count, experts, index.dtype, device)
     room = torch.empty((blocks + 1) * bins, dtype=torch.int32, device=index.device)
     totals, counts = room.split_with_sizes([bins, blocks * bins])
@@ -210,6 +252,17 @@ def route(index: Tensor, experts: int) -> Routing:
         routing.tiles, routing.wide, routing.widest, count, blocks, *routing.counts,
     )  # fmt: skip
     return routing
+
+
+@lru_cache(maxsize=256)
+def _few_launch(count: int, experts: int, dtype: torch.dtype, device: int) -> Launch | None:
+    """Return the launch of one program that sorts so few assignments, None for more."""
+    bins = triton.next_power_of_2(experts + 2)
+    room = max(16, triton.next_power_of_2(count))
+    tile, counts, _ = _sizes(count, experts)
+    if count > _FEW or room * bins > _FEW_COMPARED or counts[1]:
+        return None
+    return Launch(sort_few_kernel, (1,), E=experts, EP=bins, RP=room, TILE=tile, num_warps=4)
 
 
 @lru_cache(maxsize=256)

@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[3]
 NAMES = {
     "_decode_kernel", "absmax_kernel", "copy_kernel", "quantized_kernel",
     "count_kernel", "gate_backward_kernel", "gate_kernel", "interleave_kernel", "outer_kernel",
-    "scan_kernel", "sort_kernel", "spread_kernel", "sum_kernel", "tiles_kernel",
+    "scan_kernel", "sort_few_kernel", "sort_kernel", "spread_kernel", "sum_kernel",
+    "tiles_kernel",
 }  # fmt: skip
 
 OF_HOPPER = {"hopper_kernel", "registers_kernel", "reorder_kernel"}

@@ -15,12 +15,10 @@ from moe_qlora.kernels import (  # noqa: E402
     autotune,
     dequantize,
     expert_mm,
-    limits,
     moe_layer,
     quantized_mm,
     workspace,
 )
-from moe_qlora.kernels import routing as routing_  # noqa: E402
 from moe_qlora.kernels.row_launches import Gate  # noqa: E402
 
 if not triton.knobs.runtime.interpret:
@@ -189,37 +187,6 @@ def test_a_part_of_each_matrix_is_decoded(kind):
     out = torch.empty(3, 16, 72 + 16)
     dequantize.decode(stack, out, corner=(8, 0), right=right)
     assert torch.equal(out[:, :, :72], whole[:, 8:24]) and torch.equal(out[:, :, 72:], right)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (37, 3), (200, 2), (400, 2), (1500, 3), (22000, 3)])
-def test_routing(shape):
-    experts = 5
-    index = torch.randint(experts + 1, shape)
-    routing = routing_.route(index, experts)
-    flat = index.reshape(-1)
-    order, inverse = routing.order[: flat.numel()].long(), routing.inverse[: flat.numel()].long()
-    assert routing.expert_offsets[: experts + 1].tolist() == [
-        int((flat < e).sum()) for e in range(experts + 1)
-    ]
-    assert torch.equal(order, flat.sort(stable=True).indices)
-    assert torch.equal(inverse[order], torch.arange(flat.numel()))
-    assert torch.equal(routing.ends, routing.expert_offsets[1 : experts + 1])
-    tables = [(routing.tiles, routing.tile)]
-    assert (routing.counts[1] > 0) == (routing.tile == limits.TILE)
-    if routing.counts[1]:
-        tables.append((routing.wide, limits.WIDE_TILE))
-        tables.append((routing.widest, limits.WIDEST_TILE))
-    for table, tile in tables:
-        rows = [[] for _ in range(experts)]
-        for expert, start in table.view(-1, 2).tolist():
-            if expert >= 0:
-                end = min(start + tile, int(routing.expert_offsets[expert + 1]))
-                rows[expert] += range(start, end)
-        for e in range(experts):
-            assert rows[e] == list(
-                range(int(routing.expert_offsets[e]), int(routing.expert_offsets[e + 1]))
-            )
-            assert (flat[order[rows[e]]] == e).all()
 
 
 def test_scratch_remembers_its_owner():

@@ -1,0 +1,107 @@
+"""Top-k assignments sorted by expert, in Triton's interpreter, against a sort by torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+triton = pytest.importorskip("triton")
+from moe_qlora.kernels import limits  # noqa: E402
+from moe_qlora.kernels import routing as routing_  # noqa: E402
+
+if not triton.knobs.runtime.interpret:
+    pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+def check(routing, index, experts):
+    """Compare all that is read of a routing with what torch sorts and counts."""
+    flat = index.reshape(-1).long()
+    flat = torch.where((flat < 0) | (flat > experts), experts, flat)
+    count = flat.numel()
+    offsets = [int((flat < e).sum()) for e in range(experts + 1)]
+    assert routing.expert_offsets[: experts + 1].tolist() == offsets
+    assert routing.ends.tolist() == offsets[1:]
+    order = flat.sort(stable=True).indices
+    assert torch.equal(routing.order[:count].long(), order)
+    assert torch.equal(routing.inverse[:count].long(), order.argsort())
+    tables = [(routing.tiles, routing.tile)]
+    assert (routing.counts[1] > 0) == (routing.tile == limits.TILE)
+    if routing.counts[1]:
+        tables.append((routing.wide, limits.WIDE_TILE))
+        tables.append((routing.widest, limits.WIDEST_TILE))
+    for table, tile in tables:
+        expected = [
+            [e, first] for e in range(experts) for first in range(offsets[e], offsets[e + 1], tile)
+        ]
+        rows = table.view(-1, 2).tolist()
+        assert rows[: len(expected)] == expected
+        assert all(expert == -1 for expert, _ in rows[len(expected) :])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (37, 3), (200, 2), (400, 2), (1500, 3), (22000, 3)])
+def test_routing(shape):
+    index = torch.randint(6, shape)
+    check(routing_.route(index, 5), index, 5)
+
+
+def sorts_at_once(count, experts):
+    return routing_._few_launch(count, experts, torch.int64, -1) is not None
+
+
+@pytest.mark.parametrize(
+    ("count", "experts", "at_once"),
+    [
+        (8, 128, True), (128, 128, True), (129, 128, False),  # tokens of Qwen3-30B-A3B
+        (128, 254, True), (128, 255, False), (64, 384, True), (16, 2046, True), (1, 2047, False),
+        (128, 12, True), (128, 11, True), (128, 5, False),  # tiles of 16, 32 and 64 rows
+        (1, 1, True), (22, 1, False),
+    ],
+)  # fmt: skip
+def test_one_program_sorts_few_assignments(count, experts, at_once):
+    assert sorts_at_once(count, experts) == at_once
+    index = torch.randint(experts + 1, (count, 1))
+    check(routing_.route(index, experts), index, experts)
+
+
+@pytest.mark.parametrize("held", [0, 3, 5, 6, -1])
+@pytest.mark.parametrize("count", [60, 100])  # in tiles of 16 rows, and of 32
+def test_all_assignments_to_one_expert_or_to_none_here(count, held):
+    index = torch.full((count, 1), held)
+    routing = routing_.route(index, 6)
+    assert sorts_at_once(count, 6) and routing.tile == (16 if count == 60 else 32)
+    check(routing, index, 6)
+
+
+def test_no_assignments():
+    routing = routing_.route(torch.empty(0, 2, dtype=torch.long), 3)
+    assert routing.expert_offsets[:4].tolist() == [0] * 4
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.integers(1, 16), st.integers(1, 8), st.integers(1, 300),
+    st.sampled_from([torch.int64, torch.int32]), st.floats(0, 1), st.integers(0, 2**31),
+)  # fmt: skip
+@example(1, 8, 128, torch.int64, 1.0, 0)
+def test_any_few_assignments(tokens, top_k, experts, dtype, part, seed):
+    """`part`: of the experts, those that are chosen; and choices that are no expert here."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(experts, generator=generator)[: max(1, int(part * experts))]
+    nobody = [-1, experts, experts + 1, experts + 7, -(2**31), 2**31 - 1]
+    nobody += [2**40] if dtype == torch.int64 else []
+    values = torch.cat([chosen, torch.tensor(nobody[: seed % 8])]).to(dtype)
+    picks = torch.randint(len(values), (tokens, top_k), generator=generator)
+    index = values[picks]
+    check(routing_.route(index, experts), index, experts)
+    # What a sort by three launches leaves where readers read is the same.
+    routing = routing_.route(index, experts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing_, "_few_launch", lambda *args: None)
+        check(routing_.route(index, experts), index, experts)
+    assert routing.top_k == top_k
