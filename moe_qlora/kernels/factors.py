@@ -26,7 +26,7 @@ class Factors(NamedTuple):
     """LoRA factors as the kernels read them: a `(E, r, in)`, b `(E, out, r)`, r padded."""
 
     a: Tensor
-    b: Tensor
+    b: Tensor  # Contiguous, or a view of what PEFT stores (`pad_factors`)
     scaling: float
 
     @property
@@ -36,11 +36,29 @@ class Factors(NamedTuple):
 
 
 def pad_factors(
-    loras: Sequence[Lora | None], experts: int, dtype: torch.dtype
+    loras: Sequence[Lora | None],
+    experts: int,
+    dtype: torch.dtype,
+    as_stored: tuple[bool, bool] = (False, False),
 ) -> list[Factors | None]:
-    """Return both projections' factors as the matmuls read them, ranks padded by zeros."""
-    factors = [_with_room(lora, experts, dtype) for lora in loras]
-    pairs = [(lora, f) for lora, f in zip(loras, factors, strict=True) if lora and f]
+    """Return both projections' factors as the matmuls read them, ranks padded by zeros.
+
+    Those of `as_stored` leave b where PEFT stores it, if its rank and dtype allow that, as a view
+    of other strides: what the quantized matmul takes, and the other kernels do not.
+    """
+    stored = [
+        _stored(lora, experts, dtype) if lora is not None and stays else None
+        for lora, stays in zip(loras, as_stored, strict=True)
+    ]
+    factors = [
+        None if lora is None else _with_room(lora, b, experts, dtype)
+        for lora, b in zip(loras, stored, strict=True)
+    ]
+    pairs = [
+        (lora, f)
+        for lora, b, f in zip(loras, stored, factors, strict=True)
+        if lora and f and b is None
+    ]
     if not pairs:
         return factors
     (lora1, f1), (lora2, f2) = pairs[0], pairs[-1]
@@ -54,14 +72,23 @@ def pad_factors(
     return factors
 
 
-def _with_room(lora: Lora | None, experts: int, dtype: torch.dtype) -> Factors | None:
-    """Return `Factors` whose b is room only."""
-    if lora is None:
+def _stored(lora: Lora, experts: int, dtype: torch.dtype) -> Tensor | None:
+    """Return b `(E, out, r)` as a view of `lora.b`, None where it needs a copy."""
+    out, rank = lora.b.shape[0], lora.b.shape[1] // experts
+    # Kernels count the numbers of such a view in 32 bits.
+    suits = rank == padded(rank) and lora.b.dtype == dtype and lora.b.numel() < 1 << 31
+    if not suits or not lora.b.is_contiguous():
         return None
+    return aligned(lora.b).view(out, rank, experts).permute(2, 0, 1)
+
+
+def _with_room(lora: Lora, b: Tensor | None, experts: int, dtype: torch.dtype) -> Factors:
+    """Return `Factors` with this b, or one that is room only."""
     rank = lora.a.shape[0] // experts
     wide = padded(rank)
     a = lora.a.to(dtype).contiguous().view(experts, rank, lora.a.shape[1])
     if wide != rank:
         a = F.pad(a, (0, 0, 0, wide - rank))
-    b = torch.empty(experts, lora.b.shape[0], wide, dtype=dtype, device=a.device)
+    if b is None:
+        b = torch.empty(experts, lora.b.shape[0], wide, dtype=dtype, device=a.device)
     return Factors(aligned(a), b, lora.scaling)

@@ -44,6 +44,9 @@ REGISTERS_GROUP = 256
 LINE = 128
 """Bytes that the memory of a GPU is best read in."""
 
+SECTOR = 32
+"""Bytes that it is read in at least."""
+
 DEQUANTIZED_WEIGHT_BYTES = 2 << 30
 """Largest weight that the projection path dequantizes at once; larger ones go expert by expert.
 A bf16 gate_up of Mixtral-8x7B is 1.75 GiB."""
@@ -128,6 +131,15 @@ def few_rows(rows: int, experts: int, *, hopper: bool = False) -> bool:
     `hopper`: on Hopper's own kernel, with no second product that finds the dequantized weight.
     """
     return rows <= (ROWS_ON_QUANTIZED_HOPPER if hopper else ROWS_ON_QUANTIZED) * experts
+
+
+def reads_stored_factors(rows: int, experts: int) -> bool:
+    """Whether so few rows read a LoRA B as PEFT stores it, with the experts' numbers in turn.
+
+    Each row's expert then takes a sector for every number, or those of all experts, where 2 bytes a
+    number are fewer. To lay B out experts first before takes 4 for each expert: 2 read, 2 written.
+    """
+    return rows * min(SECTOR, 2 * experts) <= 4 * experts
 
 
 def dequantizes_whole(experts: int, in_features: int, out_features: int) -> bool:

@@ -45,7 +45,7 @@ from .expert_mm import (
 )
 from .factors import Factors, Lora, pad_factors
 from .launch import aligned
-from .limits import cdiv, row_stride
+from .limits import cdiv, reads_stored_factors, row_stride
 from .quantized_config import Gather
 from .routing import Routing, route
 from .row_launches import Gate
@@ -179,13 +179,15 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
     x, bias1 = aligned(operands.x), operands.biases[0]
     routing = route(aligned(index.contiguous()), layer.first.experts)
     count, recomputed = routing.count, in_backward()
-    f1, f2 = pad_factors(operands.loras, layer.first.experts, layer.dtype)
     by_rows = not layer.transposed
     # What a recomputation dequantizes, backward finds in the workspace, if nothing displaces it.
     quantized1 = runs_quantized(
         layer.first, count, layer.dtype, back=not by_rows, reused_in_backward=recomputed
     )
     quantized2 = runs_quantized(layer.second, count, layer.dtype, back=not by_rows)
+    few = reads_stored_factors(count, layer.first.experts)
+    as_stored = few and quantized1, few and quantized2
+    f1, f2 = pad_factors(operands.loras, layer.first.experts, layer.dtype, as_stored)
     matmul1 = ExpertMatmul(layer.first, f1, by_rows, False, quantized1, layer.dtype)
     matmul2 = ExpertMatmul(layer.second, f2, by_rows, False, quantized2, layer.dtype)
     wide = _in_wide_tiles(count, matmul1, matmul2)
