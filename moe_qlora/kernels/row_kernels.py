@@ -117,6 +117,15 @@ def _load_pre(
 
 
 @triton.jit
+def _factor_rows(factor, k, j, K: tl.constexpr, RANK: tl.constexpr, OVER: tl.constexpr):
+    """Rows k of a factor (K, RANK), stored (RANK, K) if OVER."""
+    spots = k[:, None] * RANK + j[None, :]
+    if OVER:
+        spots = j[None, :] * K + k[:, None]
+    return tl.load(factor + spots, mask=(k < K)[:, None], other=0.0)
+
+
+@triton.jit
 def _gate(
     gate, up, limit, alpha, shift,
     ACT: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr,
@@ -141,12 +150,15 @@ def _gate(
 def copy_kernel(
     x, order, factor, tiles, expert_offsets, out, small, bias, dots, scaling,
     K: tl.constexpr, STRIDE: tl.constexpr, TOP_K: tl.constexpr, RANK: tl.constexpr,
-    OVER: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    OVER: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out[i] = (x_i, scaling x_i F_e), small[i] the same product, dots[i] = <x_i, bias_e>.
 
     x_i is row order[i] // TOP_K of x. out (R, K + RANK) in rows STRIDE apart, not written where
-    STRIDE is 0; small (R, RANK), F (E, K, RANK), stored (E, RANK, K) if OVER.
+    STRIDE is 0; small (R, RANK), F (E, K, RANK), stored (E, RANK, K) if OVER. STEPS,
+    where over 1: all there are, unrolled, each one's loads ahead of the step before it, past whose
+    stores the compiler would not move them.
     """
     expert, rows, live = _tile(tiles, expert_offsets, BM)
     if expert < 0:
@@ -156,17 +168,29 @@ def copy_kernel(
     product = tl.zeros([BM, RANK if RANK > 0 else 16], tl.float32)
     dot = tl.zeros([BM], tl.float32)
     factor += expert.to(tl.int64) * (K * RANK)
-    for start in range(0, K, BK):
+    if STEPS > 1:
+        k = tl.arange(0, BK)
+        if RANK > 0:
+            next_f = _factor_rows(factor, k, j, K, RANK, OVER)
+        ok = live[:, None] & (k < K)[None, :]
+        next_value = tl.load(x + source[:, None] * K + k[None, :], mask=ok, other=0.0)
+    for start in tl.range(0, K, BK, loop_unroll_factor=STEPS):
         k = start + tl.arange(0, BK)
         ok = live[:, None] & (k < K)[None, :]
-        value = tl.load(x + source[:, None] * K + k[None, :], mask=ok, other=0.0)
+        if STEPS > 1:
+            value = next_value
+            if RANK > 0:
+                f = next_f
+                next_f = _factor_rows(factor, k + BK, j, K, RANK, OVER)
+            later = live[:, None] & (k + BK < K)[None, :]
+            next_value = tl.load(x + source[:, None] * K + (k + BK)[None, :], mask=later, other=0.0)
+        else:
+            value = tl.load(x + source[:, None] * K + k[None, :], mask=ok, other=0.0)
         if STRIDE > 0:
             tl.store(out + rows[:, None] * STRIDE + k[None, :], value, mask=ok)
         if RANK > 0:
-            spots = k[:, None] * RANK + j[None, :]
-            if OVER:
-                spots = j[None, :] * K + k[:, None]
-            f = tl.load(factor + spots, mask=(k < K)[:, None], other=0.0)
+            if STEPS == 1:
+                f = _factor_rows(factor, k, j, K, RANK, OVER)
             product = tl.dot(value, f, product, input_precision="ieee")
         if BIASED:
             add = tl.load(bias + expert * K + k, mask=k < K, other=0.0)
@@ -185,12 +209,12 @@ def gate_kernel(
     pre, bias, factor, tiles, expert_offsets, out, small, scaling, limit, alpha, shift,
     I: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, REORDERS: tl.constexpr,
     ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
-    BIASED: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
+    BIASED: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """out[i] = (h_i, scaling h_i F_e) with h the gate of pre_i; small[i] the same product.
 
     out (R, I + RANK) in rows STRIDE apart, F (E, I, RANK), stored (E, RANK, I). REORDERS: h's
-    columns as `quantized_mm_registers.py` takes them; BI is 256 then.
+    columns as `quantized_mm_registers.py` takes them; BI is 256 then. STEPS: as of `copy_kernel`.
     """
     expert, rows, live = _tile(tiles, expert_offsets, BM)
     if expert < 0:
@@ -198,11 +222,27 @@ def gate_kernel(
     j = tl.arange(0, RANK if RANK > 0 else 16)
     product = tl.zeros([BM, RANK if RANK > 0 else 16], tl.float32)
     factor += expert.to(tl.int64) * (I * RANK)
-    for start in range(0, I, BI):
-        i = start + tl.arange(0, BI)
-        gate, up = _load_pre(
+    if STEPS > 1:
+        i = tl.arange(0, BI)
+        next_gate, next_up = _load_pre(
             pre, bias, expert, rows, i, live, I, BI, GATED, INTERLEAVED, BIASED
         )  # fmt: skip
+        if RANK > 0:
+            next_f = _factor_rows(factor, i, j, I, RANK, True)
+    for start in tl.range(0, I, BI, loop_unroll_factor=STEPS):
+        i = start + tl.arange(0, BI)
+        if STEPS > 1:
+            gate, up = next_gate, next_up
+            next_gate, next_up = _load_pre(
+                pre, bias, expert, rows, i + BI, live, I, BI, GATED, INTERLEAVED, BIASED
+            )  # fmt: skip
+            if RANK > 0:
+                f = next_f
+                next_f = _factor_rows(factor, i + BI, j, I, RANK, True)
+        else:
+            gate, up = _load_pre(
+                pre, bias, expert, rows, i, live, I, BI, GATED, INTERLEAVED, BIASED
+            )  # fmt: skip
         h, _, _ = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED)
         h = tl.where((i < I)[None, :], h, 0.0).to(out.dtype.element_ty)
         ok = live[:, None] & (i < I)[None, :]
@@ -212,8 +252,8 @@ def gate_kernel(
             ordered = tl.reshape(groups, (BM, BI))
         tl.store(out + rows[:, None] * STRIDE + i[None, :], ordered, mask=ok)
         if RANK > 0:
-            spots = factor + j[None, :] * I + i[:, None]
-            f = tl.load(spots, mask=(i < I)[:, None], other=0.0)
+            if STEPS == 1:
+                f = _factor_rows(factor, i, j, I, RANK, True)
             product = tl.dot(h, f, product, input_precision="ieee")
     if RANK > 0:
         tail = (product * scaling).to(out.dtype.element_ty)

@@ -32,6 +32,9 @@ _GATE_FEW = {"BM": _ROWS, "num_warps": 8, "num_stages": 1}
 0.011 ms by 512 columns a step, in 0.034 by 64."""
 _FACTOR_PART = 8192
 """Numbers of a factor in such a step: 16 KiB of the 99 that most cards have."""
+_STEPS = 8
+"""Most steps that such a program unrolls, so that its code stays short. With a bias beside them,
+which backward multiplies alone, copied rows would not stay in registers."""
 _COPY_LONG = {"BK": 64, "num_warps": 4, "num_stages": 1}
 """For rows of over 4,096, in whole tiles: DeepSeek-V3's 7,168 take 0.99 ms instead of 1.10."""
 _PRODUCTS = {"BK": 64, "num_warps": 4, "num_stages": 2}
@@ -47,6 +50,12 @@ _GATE_BACKWARD_FEW = {"BM": _ROWS, "BI": 64, "num_warps": 2, "num_stages": 1}
 # of most cards.
 _OUTER = {"BM": 128, "BN": 64, "num_warps": 4, "num_stages": 3}
 _OUTER_HIGH_RANK = {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 3}
+
+
+def _unrolled(size: int, block: int, tile: int) -> int:
+    """Return how many steps are unrolled, each step's loads ahead of the step before: all or 1."""
+    steps = cdiv(size, block)
+    return steps if tile == _ROWS and steps <= _STEPS else 1
 
 
 class Gate(NamedTuple):
@@ -99,7 +108,7 @@ def gate(
     return Launch(
         row_kernels.gate_kernel, (tiles, tile // cut["BM"]),
         I=size, STRIDE=stride, RANK=rank, REORDERS=reorders, BIASED=bias is not None,
-        **_gate_flags(gate), **cut,
+        STEPS=_unrolled(size, cut["BI"], tile), **_gate_flags(gate), **cut,
     )  # fmt: skip
 
 
@@ -119,7 +128,7 @@ def copy(
     return Launch(
         row_kernels.copy_kernel, (tiles, tile // cut["BM"]),
         K=size, STRIDE=stride, TOP_K=top_k, RANK=rank, OVER=over_rows, BIASED=bias is not None,
-        **cut,
+        STEPS=1 if bias is not None else _unrolled(size, cut["BK"], tile), **cut,
     )  # fmt: skip
 
 

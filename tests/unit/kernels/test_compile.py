@@ -443,6 +443,14 @@ def main() -> None:
     copy(*arguments)
     for only in (16, rank):  # products alone, which nobody copies
         row_launches.copy(size, 0, only, False, 2, 64, 4, torch.bfloat16, None, 0)(*arguments)
+    for some in (0, 16, 32):  # tiles of 16 rows, whose steps are unrolled
+        few = row_launches.copy(size, size + some, some, True, 2, 16, 4, torch.bfloat16, None, 0)
+        few(*arguments)
+        gate = row_launches.gate(
+            clamped, 768, 768 + some, some, 16, 4, False, torch.bfloat16, torch.bfloat16, 0
+        )
+        gate(x, x, x, ints, ints, x, x, 1.0, 7.0, 1.7, 1.0)
+        assert few.constants["STEPS"] > 1 and gate.constants["STEPS"] > 1
     # What was off by 21 % on an H200 is found here.
     expects_race = True
     raced = copy.constants | {"BM": 64, "num_warps": 4, "num_stages": 2}

@@ -1,0 +1,79 @@
+"""Rows of tiles of 16, whose programs load a step ahead, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from fused_layer import Case, build, check_layer  # noqa: E402
+
+from moe_qlora.kernels import moe_layer, row_launches  # noqa: E402
+from moe_qlora.kernels.row_launches import Gate  # noqa: E402
+
+if not triton.knobs.runtime.interpret:
+    pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+OSS = Gate("silu", interleaved=True, limit=0.7, alpha=1.7, shift=1.0)
+WIDE = Case(tokens=5, experts=5, hidden=96, inner=80, ranks=(3, 20))
+CASES = {
+    "plain": WIDE,
+    "transposed": replace(WIDE, transposed=True, ranks=(16, 16)),
+    "biased": replace(WIDE, biased=True, gate=OSS, hidden=72),
+    "no-lora": replace(WIDE, ranks=(0, 0), gate=Gate("relu", gated=False), hidden=80, inner=88),
+    "one-lora": replace(WIDE, ranks=(0, 7), partial=True),
+}
+
+
+@pytest.fixture
+def narrow_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Steps of 32 columns, 16 at rank 32, so that small rows have several."""
+
+    def forget() -> None:
+        row_launches.copy.cache_clear()
+        row_launches.gate.cache_clear()
+
+    forget()
+    monkeypatch.setattr(row_launches, "_FACTOR_PART", 512)
+    yield
+    forget()
+
+
+def outputs(case):
+    made, _, x, weights, index, biases, loras = build(case)
+    operands = moe_layer.Operands(x, weights, biases, loras)
+    with torch.no_grad():
+        state = moe_layer.gate_up_forward(made, index, operands)
+        moe_layer.down_forward(made, state)
+    live = int(state.routing.expert_offsets[case.experts])
+    return state.saved.pre[:live], state.inner[:live], state.routing.tile
+
+
+@pytest.mark.usefixtures("narrow_steps")
+@pytest.mark.parametrize("name", CASES)
+def test_steps_ahead_change_no_bit(name, monkeypatch):
+    check_layer(CASES[name])
+    steps = []
+    real = row_launches._unrolled
+    monkeypatch.setattr(row_launches, "_unrolled", lambda *a: steps.append(real(*a)) or steps[-1])
+    row_launches.copy.cache_clear()
+    row_launches.gate.cache_clear()
+    *ahead, tile = outputs(CASES[name])
+    assert tile == 16 and len(steps) == 2 and min(steps) > 1
+    monkeypatch.setattr(row_launches, "_unrolled", lambda *args: 1)
+    row_launches.copy.cache_clear()
+    row_launches.gate.cache_clear()
+    *plain, _ = outputs(CASES[name])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(ahead, plain, strict=True))
+
+
+def test_only_short_rows_of_small_tiles_are_unrolled():
+    assert row_launches._unrolled(2048, 512, 16) == 4
+    assert row_launches._unrolled(4096, 512, 16) == 8
+    assert row_launches._unrolled(4104, 512, 16) == 1
+    assert row_launches._unrolled(2048, 512, 64) == 1
