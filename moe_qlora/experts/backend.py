@@ -301,16 +301,16 @@ def kernels_run(device: torch.device) -> bool:
             rocm, (0, 0) if rocm else torch.cuda.get_device_capability(device)
         )
         if _kernels_run[index]:
-            from ..kernels import quantized_mm
+            from ..kernels import quantized_check
 
-            quantized_mm.prepare(device)
+            quantized_check.prepare(device)
             if rocm:
-                _kernels_run[index] = _runs_on_rocm(quantized_mm, device)
+                _kernels_run[index] = _runs_on_rocm(quantized_check, device)
     return _kernels_run[index]
 
 
 def _runs_on_rocm(kernels: Any, device: torch.device) -> bool:
-    """Whether `kernels.quantized_mm` multiplies rightly there; warn that nothing else is known."""
+    """Whether `kernels.quantized_check` finds products right; warn that no more is known."""
     right = bool(kernels.is_right_untested(device))
     if right:
         warnings.warn(

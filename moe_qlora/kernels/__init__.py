@@ -10,7 +10,9 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     row_launches.py         how these are cut and launched
     expert_mm.py            x W for each expert's rows, by what follows
     quantized_mm.py         few rows: multiplies on the codes, any GPU
-    quantized_mm_hopper.py  the same on Hopper
+    quantized_mm_few.py     the same for the fewest, as in generation
+    quantized_mm_hopper.py  the same on Hopper; quantized_mm_registers.py, for more rows
+    quantized_check.py      whether these work on a device, found out once
     dequantize.py           many rows: codes to 16 bit, for a grouped matmul
     grouped_mm.py           our own, for cards where torch's is slow
     workspace.py            the buffer that dequantize.py writes into

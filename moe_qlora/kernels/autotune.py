@@ -25,8 +25,9 @@ from torch import Tensor
 
 from . import cards, dequantize, grouped_mm
 from .grouped_mm import Cut
+from .quantized_check import multiplies_few, on_hopper
 from .quantized_config import FEW, HOPPER, Config, default, fits
-from .quantized_mm import launch, multiplies_few, on_hopper
+from .quantized_mm import launch
 from .weights import PackedWeight
 
 _TOLERANCE = 6e-3

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import autotune, cards, dequantize, grouped_mm, quantized_mm, workspace
+from . import autotune, cards, dequantize, grouped_mm, quantized_check, quantized_mm, workspace
 from .factors import Factors
 from .limits import TILE, WIDEST_TILE, few_rows, prefers_wide, row_stride, suits_registers
 from .quantized_config import REGISTERS, Config, Gather
@@ -75,20 +75,20 @@ def runs_quantized(
     `reused_in_backward` says that a second matmul would find the dequantized weight, `in_order`
     that columns of rows stay in their order, as those of backward do.
     """
-    if packed.kind == "int8" and not quantized_mm.takes_int8(packed.device):
+    if packed.kind == "int8" and not quantized_check.takes_int8(packed.device):
         return False
     spec = packed.spec
     registers = suits_registers(count, spec.shape[0]) and not in_order
-    if registers and quantized_mm.in_registers(spec, dtype, back=back):
+    if registers and quantized_check.in_registers(spec, dtype, back=back):
         return True
-    hopper = quantized_mm.on_hopper(spec, dtype, back=back) and not reused_in_backward
+    hopper = quantized_check.on_hopper(spec, dtype, back=back) and not reused_in_backward
     few = few_rows(count, spec.shape[0], hopper=hopper)
     return few and quantized_mm.supports(spec)
 
 
 def prefers_wide_tiles(packed: PackedWeight, count: int, dtype: torch.dtype) -> bool:
     """Whether the quantized matmul is faster in tiles of `WIDE_TILE` rows than of 64."""
-    least = TILE if quantized_mm.on_hopper(packed.spec, dtype, back=False) else 4 * TILE
+    least = TILE if quantized_check.on_hopper(packed.spec, dtype, back=False) else 4 * TILE
     return prefers_wide(count, packed.experts, least=least)
 
 
@@ -99,7 +99,7 @@ def reorders(matmul: ExpertMatmul, routing: Routing) -> bool:
         return False
     suits = suits_registers(routing.count, routing.experts)
     spec, back = matmul.packed.spec, not matmul.by_rows
-    return suits and quantized_mm.in_registers(spec, matmul.dtype, back=back)
+    return suits and quantized_check.in_registers(spec, matmul.dtype, back=back)
 
 
 def quantized_cut(matmul: ExpertMatmul, routing: Routing, wide: bool) -> tuple[Config, Tensor, int]:

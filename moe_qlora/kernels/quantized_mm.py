@@ -16,10 +16,8 @@ faster.
 
 from __future__ import annotations
 
-import math
 import warnings
 from functools import cache, lru_cache
-from itertools import product
 
 import torch
 import triton
@@ -27,27 +25,16 @@ import triton.language as tl
 from torch import Tensor
 
 from . import cards
-from .dequantize import block_absmax, decode
+from .dequantize import block_absmax
 from .launch import Launch
-from .limits import FEW_TILE, WIDEST_TILE, cdiv, supports_quantized
+from .limits import cdiv, supports_quantized
 from .quantized_config import FEW, HOPPER, REGISTERS, Config, Gather, default
 from .routing import tabulate
-from .weights import MX_BLOCK, TABLES, PackedWeight, WeightSpec
+from .weights import TABLES, PackedWeight, WeightSpec
 
-_hopper_works: dict[int, bool] = {}
-"""By CUDA device: whether the kernel for Hopper compiles there and is right."""
-
-_registers_work: dict[int, bool] = {}
-"""By CUDA device: whether the kernel that holds weights in registers is right there."""
-
-_few_works: dict[int, bool] = {}
-"""By CUDA device: whether the kernel for few rows is right there."""
-
-_hopper_takes_32: dict[int, bool] = {}
-"""By CUDA device: whether it is right for blocks of 32 too."""
-
-_int8_works: dict[int, bool] = {}
-"""By CUDA device: whether int8 codes are multiplied rightly."""
+works: dict[tuple[Config | str, int], bool] = {}
+"""By kernel in Gluon, or kind of codes, and CUDA device: whether products are right there, once
+that is known (`quantized_check.py`)."""
 
 
 @cache
@@ -229,142 +216,6 @@ def supports(spec: WeightSpec) -> bool:
     return supports_quantized(spec.kind, spec.shape[2], spec.blocksize)
 
 
-def takes_int8(device: torch.device) -> bool:
-    """Whether int8 codes are multiplied rightly there: found out, and waited for, once.
-
-    Where they are not, they are dequantized at any number of rows.
-    """
-    if device.type != "cuda":
-        return True
-    index = device.index or 0
-    if index not in _int8_works:
-        if torch.cuda.is_current_stream_capturing():
-            return False  # the next call finds out
-        ways = product((16, 128), (False, True))
-        configs = {(tile, default(tile, device, back=back)) for tile, back in ways}
-        _int8_works[index] = all(_is_right(device, "int8", *pair) for pair in configs)
-    return _int8_works[index]
-
-
-def is_right_untested(device: torch.device) -> bool:
-    """Whether small products are right on a device that no test has seen, of few rows and many."""
-    ways = product((16, 128), (False, True))
-    configs = {(tile, default(tile, device, back=back)) for tile, back in ways}
-    return all(_is_right(device, "nf4", *pair) for pair in configs)
-
-
-def on_hopper(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
-    """Whether the kernel for Hopper can compute this product; False before `prepare`."""
-    works = _hopper_works.get(spec.device, False) and cards.allows_hopper()
-    works = works and _supports_hopper(spec, dtype, back)
-    return works and (spec.blocksize != 32 or _takes_32(spec.device))
-
-
-def in_registers(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
-    """Whether Hopper's kernel with weights in registers can compute this product."""
-    works = not back and _registers_work.get(spec.device, False) and cards.allows_hopper()
-    return works and _supports_registers(spec, dtype)
-
-
-def multiplies_few(spec: WeightSpec, dtype: torch.dtype, tile: int, *, back: bool) -> bool:
-    """Whether the kernel for few rows can compute this product; False before `prepare`."""
-    works = tile == FEW_TILE and not back and _few_works.get(spec.device, False)
-    return works and _supports_few(spec, dtype)
-
-
-@lru_cache(maxsize=256)
-def _supports_few(spec: WeightSpec, dtype: torch.dtype) -> bool:
-    from . import quantized_mm_few
-
-    return supports(spec) and quantized_mm_few.supports(spec, dtype)
-
-
-@lru_cache(maxsize=256)
-def _supports_registers(spec: WeightSpec, dtype: torch.dtype) -> bool:
-    from . import quantized_mm_registers
-
-    return supports(spec) and quantized_mm_registers.supports(spec, dtype)
-
-
-def _takes_32(index: int) -> bool:
-    """Whether the kernel for Hopper multiplies blocks of 32: found out, and waited for, once."""
-    if index not in _hopper_takes_32:
-        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-            return False  # the next call finds out
-        device = torch.device("cuda", index)
-        _hopper_takes_32[index] = True  # unless a launch says otherwise
-        right = all(_is_right(device, "mxfp4", tile, HOPPER) for tile in (64, 128))
-        _hopper_takes_32[index] &= right
-    return _hopper_takes_32[index]
-
-
-@lru_cache(maxsize=256)
-def _supports_hopper(spec: WeightSpec, dtype: torch.dtype, back: bool) -> bool:
-    from . import quantized_mm_hopper
-
-    return supports(spec) and quantized_mm_hopper.supports(spec, dtype, back=back)
-
-
-def prepare(device: torch.device) -> None:
-    """Find out, and wait for it, once whether kernels in Gluon work: their language changes."""
-    index = device.index or 0
-    if index not in _hopper_works:
-        card = cards.actual(device)
-        hopper = card.capability == cards.HOPPER
-        for works, tile, config, capable in (
-            (_hopper_works, 128, HOPPER, hopper),
-            (_registers_work, WIDEST_TILE, REGISTERS, hopper),
-            (_few_works, FEW_TILE, FEW, card.maker == "nvidia" and card.capability >= (8, 0)),
-        ):
-            works[index] = capable  # unless a launch, which then goes on without, says otherwise
-            right = capable and _is_right(device, "nf4", tile, config)
-            works[index] &= right
-
-
-def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> bool:
-    """Whether small random products of both directions are those of the decoded weights."""
-    generator = torch.Generator(device).manual_seed(0)
-    # Several steps and blocks of features, the last one half full.
-    forward_alone = config in (REGISTERS, FEW)
-    shape = 2, 192, 512 if forward_alone else 256
-    numel = math.prod(shape)
-    codes = torch.randint(256, (numel,), device=device, generator=generator).to(torch.uint8)
-    blocksize = MX_BLOCK if kind == "mxfp4" else 64
-    absmax = torch.rand(numel // blocksize, device=device, generator=generator)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if kind == "int8":
-        codes, absmax = codes.view(torch.int8), absmax[:384].clone()
-        packed = PackedWeight(codes, absmax, None, 0, None, shape, kind, dtype)
-    else:
-        codes, table = codes[: numel // 2].clone(), torch.tensor(TABLES[kind], device=device)
-        packed = PackedWeight(codes, absmax, table, blocksize, None, shape, kind, dtype)
-    full_rows = torch.randn(144, shape[2], device=device, generator=generator).to(dtype)
-    expert_offsets = torch.tensor([0, 5, 144], device=device, dtype=torch.int32)
-    cut = [[0, 0], *([1, first] for first in range(5, 144, tile))]
-    tiles = torch.tensor(cut, device=device, dtype=torch.int32)
-    weight = torch.empty(shape, device=device, dtype=dtype)
-    decode(packed, weight)
-    try:
-        for back in (False,) if forward_alone else (False, True):
-            x = full_rows[:, : shape[1 if back else 2]].contiguous()
-            span = 0, shape[2 if back else 1]
-            rows = x
-            if config == REGISTERS:
-                from .quantized_mm_registers import reorder
-
-                rows = reorder(x)
-            y = launch(
-                rows, packed, None, None, expert_offsets, tiles, tile, config, back=back, span=span
-            )
-            operand = weight if back else weight.transpose(1, 2)
-            right = torch.cat([x[:5] @ operand[0], x[5:] @ operand[1]]).float()
-            if not (y.float() - right).norm() < 4e-3 * right.norm():
-                return False
-    except Exception:  # noqa: BLE001 - what this Triton does not know is decoded, or done plainly
-        return False
-    return True
-
-
 def launch(
     x: Tensor,
     packed: PackedWeight,
@@ -441,9 +292,8 @@ def launch(
 
 def _give_up(config: Config, spec: WeightSpec, error: Exception) -> None:
     """Use a kernel in Gluon no more on this device, where it does not compile."""
-    works = _hopper_takes_32 if spec.blocksize == 32 else _hopper_works
-    works = {REGISTERS: _registers_work, FEW: _few_works}.get(config, works)
-    works[spec.device] = False
+    on_mxfp4 = config == HOPPER and spec.blocksize == 32
+    works["mxfp4" if on_mxfp4 else config, spec.device] = False
     what = "few rows" if config == FEW else "Hopper"
     warnings.warn(
         f"the kernel for {what} does not compile for experts of shape {spec.shape} "

@@ -45,11 +45,11 @@ def test_decode_equals_the_definition(dtype, shape):
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
     """Sizes of whole blocks of 32 and not of 64, whose last step is half empty, among them."""
-    from moe_qlora.kernels import autotune, quantized_mm
+    from moe_qlora.kernels import autotune, quantized_check, quantized_mm
     from moe_qlora.kernels import routing as routing_
     from moe_qlora.kernels.routing import _tiles_launch
 
-    quantized_mm.prepare(torch.device("cuda", 0))
+    quantized_check.prepare(torch.device("cuda", 0))
     count, rows, columns = shape
     packed, decoded = weight(*shape)
     assert packed.dequantizes() and quantized_mm.supports(packed.spec)
@@ -96,15 +96,15 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
 @pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize("shape", [(4, 192, 320), (4, OSS, 192)])
 def test_the_kernel_for_hopper_is_as_exact_as_decoding(shape, back, dtype, tile):
-    from moe_qlora.kernels import quantized_mm
+    from moe_qlora.kernels import quantized_check, quantized_mm
     from moe_qlora.kernels import routing as routing_
     from moe_qlora.kernels.routing import _tiles_launch
 
-    quantized_mm.prepare(torch.device("cuda", 0))
+    quantized_check.prepare(torch.device("cuda", 0))
     packed, decoded = weight(*shape, dtype=dtype)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
-    assert quantized_mm.on_hopper(packed.spec, dtype, back=back)
+    assert quantized_check.on_hopper(packed.spec, dtype, back=back)
     count, rows, columns = shape
     inner, outer = (rows, columns) if back else (columns, rows)
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def test_the_kernel_for_hopper_is_as_exact_as_decoding(shape, back, dtype, tile)
         )
         for _ in range(3)
     ]  # fmt: skip
-    assert quantized_mm.on_hopper(packed.spec, dtype, back=back)  # it has compiled
+    assert quantized_check.on_hopper(packed.spec, dtype, back=back)  # it has compiled
     limit = 2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
     assert (found[0].double() - right).norm() < limit * right.norm()
     assert all(torch.equal(found[0], other) for other in found[1:])

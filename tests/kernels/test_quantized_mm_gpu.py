@@ -12,10 +12,10 @@ pytestmark = pytest.mark.gpu
 
 
 def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90, rank=16):
-    from moe_qlora.kernels import dequantize, quantized_mm
+    from moe_qlora.kernels import dequantize, quantized_check
     from moe_qlora.kernels import routing as routing_
 
-    quantized_mm.prepare(torch.device("cuda", 0))
+    quantized_check.prepare(torch.device("cuda", 0))
     torch.manual_seed(sum(shape))
     weight = torch.randn(shape, device="cuda", dtype=dtype) * 0.05
     storage = torch.int8 if kind == "int8" else torch.uint8
@@ -58,7 +58,7 @@ def run(packed, routing, x, factor, config, tile, back, span, gather=None):
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 def test_every_configuration(tile, back):
-    from moe_qlora.kernels import autotune, quantized_mm
+    from moe_qlora.kernels import autotune, quantized_check
 
     packed, routing, x, factor, right = problem((4, 192, 320), back)
     ran = 0
@@ -66,7 +66,9 @@ def test_every_configuration(tile, back):
         if (config.features if back else config.step) > 128:
             continue
         if config.own and not (
-            config.hopper and tile >= 64 and quantized_mm.on_hopper(packed.spec, x.dtype, back=back)
+            config.hopper
+            and tile >= 64
+            and quantized_check.on_hopper(packed.spec, x.dtype, back=back)
         ):
             continue
         if tile * config.features > 128 * 256 or (
@@ -89,12 +91,12 @@ def test_every_configuration(tile, back):
 @pytest.mark.parametrize("each", [90, 170])
 @pytest.mark.parametrize("span", [(0, None), (64, 128)])
 def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, each, span):
-    from moe_qlora.kernels import quantized_mm
+    from moe_qlora.kernels import quantized_check, quantized_mm
 
     packed, routing, x, factor, right = problem(
         (4, 192, 320), back, *kind, dtype, each=each, rank=rank
     )
-    if not quantized_mm.on_hopper(packed.spec, dtype, back=back):
+    if not quantized_check.on_hopper(packed.spec, dtype, back=back):
         pytest.skip("no Hopper GPU")
     span = span[0], right.shape[1] if span[1] is None else span[1]
     y = run(packed, routing, x, factor if rank else None, quantized_mm.HOPPER, tile, back, span)
@@ -118,11 +120,11 @@ def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, each, spa
 @pytest.mark.parametrize("span", [(0, None), (64, 128)])
 @pytest.mark.parametrize("expert_last", [False, True])
 def test_few_rows_are_as_exact_as_decoding(kind, dtype, rank, shape, each, span, expert_last):
-    from moe_qlora.kernels import quantized_mm
+    from moe_qlora.kernels import quantized_check
     from moe_qlora.kernels.quantized_config import FEW
 
     packed, routing, x, factor, right = problem(shape, False, *kind, dtype, each=each, rank=rank)
-    assert quantized_mm.multiplies_few(packed.spec, dtype, 16, back=False)
+    assert quantized_check.multiplies_few(packed.spec, dtype, 16, back=False)
     span = span[0], min(right.shape[1], right.shape[1] if span[1] is None else span[1])
     if span[0] >= span[1]:
         pytest.skip("no such features")
@@ -147,14 +149,14 @@ def test_few_rows_are_as_exact_as_decoding(kind, dtype, rank, shape, each, span,
 @pytest.mark.parametrize("span", [(0, None), (64, 128)])
 @pytest.mark.parametrize("gathers", [False, True])
 def test_registers_are_as_exact_as_decoding(kind, dtype, rank, each, span, gathers):
-    from moe_qlora.kernels import quantized_mm, quantized_mm_registers
+    from moe_qlora.kernels import quantized_check, quantized_mm_registers
     from moe_qlora.kernels.quantized_config import REGISTERS, Gather
 
     inner = 512 if rank else 1280
     packed, routing, x, factor, right = problem(
         (4, 192, inner), False, *kind, dtype, each=each, rank=rank
     )
-    if not quantized_mm.in_registers(packed.spec, dtype, back=False):
+    if not quantized_check.in_registers(packed.spec, dtype, back=False):
         pytest.skip("no Hopper GPU")
     span, gather = (span[0], right.shape[1] if span[1] is None else span[1]), None
     rows, tail = x[:, :inner].contiguous(), x[:, inner:].contiguous()
@@ -166,7 +168,7 @@ def test_registers_are_as_exact_as_decoding(kind, dtype, rank, each, span, gathe
         x = torch.cat([quantized_mm_registers.reorder(rows), tail], 1)
     factor = factor if rank else None
     found = [run(packed, routing, x, factor, REGISTERS, 256, False, span, gather) for _ in range(5)]
-    assert quantized_mm.in_registers(packed.spec, dtype, back=False)  # it has compiled
+    assert quantized_check.in_registers(packed.spec, dtype, back=False)  # it has compiled
     right = right[:, slice(*span)]
     # One rounding of the result: everything else is in fp32 or exact.
     assert (found[0].double() - right).norm() < (
@@ -179,10 +181,10 @@ def test_registers_are_as_exact_as_decoding(kind, dtype, rank, each, span, gathe
 @pytest.mark.parametrize("each", [200, 700])
 def test_a_layer_whose_rows_are_reordered_equals_the_portable_one(transposed, each):
     """Forward takes reordered columns where weights are stored (out, in), and backward never."""
-    from moe_qlora.kernels import cards, moe_layer, quantized_mm, row_launches
+    from moe_qlora.kernels import cards, moe_layer, quantized_check, row_launches
 
     device, dtype, experts, size = torch.device("cuda", 0), torch.bfloat16, 4, 512
-    quantized_mm.prepare(device)
+    quantized_check.prepare(device)
     torch.manual_seed(0)
 
     def stack(out, inp):
@@ -195,7 +197,7 @@ def test_a_layer_whose_rows_are_reordered_equals_the_portable_one(transposed, ea
         return moe_layer.Lora(a, torch.randn(out, 8 * experts, device=device, dtype=dtype), 0.5)
 
     first, second = stack(2 * size, size), stack(size, size)
-    if not quantized_mm.in_registers(first.spec, dtype, back=False):
+    if not quantized_check.in_registers(first.spec, dtype, back=False):
         pytest.skip("no Hopper GPU")
     layer = moe_layer.Layer(first, second, transposed, False, row_launches.Gate("silu"), dtype)
     tokens = experts * each // 2
@@ -220,10 +222,10 @@ def test_a_layer_whose_rows_are_reordered_equals_the_portable_one(transposed, ea
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 def test_int8_codes_are_taken(tile, back):
-    from moe_qlora.kernels import autotune, quantized_mm
+    from moe_qlora.kernels import autotune, quantized_check, quantized_mm
 
     packed, routing, x, factor, right = problem((4, 192, 320), back, "int8", False)
-    assert quantized_mm.supports(packed.spec) and quantized_mm.takes_int8(x.device)
+    assert quantized_mm.supports(packed.spec) and quantized_check.takes_int8(x.device)
     config = autotune.chosen(packed, x.dtype, tile, back=back)
     y = run(packed, routing, x, factor, config, tile, back, (0, right.shape[1]))
     assert (y.double() - right).norm() < 3e-3 * right.norm()
@@ -233,11 +235,11 @@ def test_int8_codes_are_taken(tile, back):
 @pytest.mark.parametrize("inner", [64, 128])
 def test_the_fewest_steps(inner, back):
     """A single step is no loop for Hopper's kernel: the portable one takes it."""
-    from moe_qlora.kernels import autotune, quantized_mm
+    from moe_qlora.kernels import autotune, quantized_check
 
     shape = (4, inner, 192) if back else (4, 192, inner)
     packed, routing, x, factor, right = problem(shape, back)
-    assert inner > 64 or not quantized_mm.on_hopper(packed.spec, x.dtype, back=back)
+    assert inner > 64 or not quantized_check.on_hopper(packed.spec, x.dtype, back=back)
     config = autotune.chosen(packed, x.dtype, 128, back=back)
     y = run(packed, routing, x, factor, config, 128, back, (0, right.shape[1]))
     assert (y.double() - right).norm() < 3e-3 * right.norm()

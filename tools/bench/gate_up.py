@@ -135,14 +135,14 @@ def _theirs(stack: Any) -> Tensor:
 
 
 def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callable[[], Tensor]:
-    from moe_qlora.kernels import expert_mm, quantized_mm
+    from moe_qlora.kernels import expert_mm, quantized_check, quantized_mm
     from moe_qlora.kernels import routing as routing_
 
     if not quantized_mm.supports(stack.spec):
         raise NotImplementedError("no products on codes: blocks do not lie within rows")
     matmul = expert_mm.ExpertMatmul(stack, None, not transposed, False, True, x.dtype)
     if x.is_cuda:
-        quantized_mm.prepare(x.device)
+        quantized_check.prepare(x.device)
     routing = routing_.route(index, stack.experts)
     wide = expert_mm.prefers_wide_tiles(stack, index.numel(), x.dtype)
     return lambda: expert_mm.multiply(x, matmul, routing, wide, "first")

@@ -13,6 +13,7 @@ from moe_qlora.kernels import (  # noqa: E402
     cards,
     expert_mm,
     limits,
+    quantized_check,
     quantized_config,
     quantized_mm,
     quantized_mm_few,
@@ -51,7 +52,7 @@ def test_which_matmuls_the_kernel_for_few_rows_takes(
     routing = routing_.route(torch.arange(4 * each)[:, None] % 4, 4)
     matmul = expert_mm.ExpertMatmul(packed, None, by_rows, False, True, dtype)
     for works in (False, True):
-        monkeypatch.setattr(quantized_mm, "_few_works", {-1: works})
+        monkeypatch.setattr(quantized_mm, "works", {(FEW, -1): works})
         config, tiles, tile = expert_mm.quantized_cut(matmul, routing, False)
         assert (config == FEW) == (taken and works)
         assert not taken or (tile == limits.FEW_TILE and tiles is routing.tiles)
@@ -60,12 +61,12 @@ def test_which_matmuls_the_kernel_for_few_rows_takes(
 
 
 def test_other_dtypes_are_not_taken(monkeypatch):
-    monkeypatch.setattr(quantized_mm, "_few_works", {-1: True})
+    monkeypatch.setattr(quantized_mm, "works", {(FEW, -1): True})
     spec = stack_of((4, 128, 512), "nf4", True).spec
-    assert not quantized_mm.multiplies_few(spec, torch.float32, 16, back=False)
-    assert not quantized_mm.multiplies_few(spec, torch.bfloat16, 32, back=False)
+    assert not quantized_check.multiplies_few(spec, torch.float32, 16, back=False)
+    assert not quantized_check.multiplies_few(spec, torch.bfloat16, 32, back=False)
     wide = WeightSpec((4, 128, 512), "mxfp4", 32, 1, -1)
-    assert not quantized_mm.multiplies_few(wide, torch.bfloat16, 16, back=False)
+    assert not quantized_check.multiplies_few(wide, torch.bfloat16, 16, back=False)
 
 
 @pytest.mark.parametrize(
@@ -80,20 +81,19 @@ def test_other_dtypes_are_not_taken(monkeypatch):
     ],
 )  # fmt: skip
 def test_each_card_tries_the_kernels_that_it_may_have(monkeypatch, card, asked):
-    for name in ("_hopper_works", "_registers_work", "_few_works"):
-        monkeypatch.setattr(quantized_mm, name, {})
+    monkeypatch.setattr(quantized_mm, "works", {})
     tried = set()
     monkeypatch.setattr(cards, "actual", lambda device: card)
     monkeypatch.setattr(
-        quantized_mm, "_is_right", lambda device, kind, tile, config: tried.add(config) or True
+        quantized_check, "_is_right", lambda device, kind, tile, config: tried.add(config) or True
     )
-    quantized_mm.prepare(torch.device("cuda", 0))
+    quantized_check.prepare(torch.device("cuda", 0))
     assert tried == asked
-    assert quantized_mm._few_works == {0: FEW in asked}
+    assert {config for (config, _), works in quantized_mm.works.items() if works} == asked
 
 
 def test_what_does_not_compile_goes_to_the_portable_kernel(monkeypatch):
-    monkeypatch.setattr(quantized_mm, "_few_works", {-1: True})
+    monkeypatch.setattr(quantized_mm, "works", {(FEW, -1): True})
     monkeypatch.setattr(quantized_mm_few, "step", lambda *_: refused)
     packed = stack_of((3, 72, 512), "nf4", True)
     routing = routing_.route(torch.randint(4, (20, 2)), 3)  # of which 3 is held elsewhere
@@ -107,7 +107,7 @@ def test_what_does_not_compile_goes_to_the_portable_kernel(monkeypatch):
     for e in range(3):
         rows = slice(offsets[e], offsets[e + 1])
         close(y[rows], x[rows] @ torch.cat([weight[e], factor[e]], 1).t())
-    assert not quantized_mm.multiplies_few(packed.spec, torch.bfloat16, 16, back=False)
+    assert not quantized_check.multiplies_few(packed.spec, torch.bfloat16, 16, back=False)
 
 
 def refused(*_):
@@ -120,6 +120,6 @@ def test_a_tuned_table_may_name_the_kernel_for_few_rows(monkeypatch):
     packed = stack_of((2, 64, 512), "nf4", True)
     default = quantized_config.default(16, CPU, back=False)
     for works, config, may in [(True, FEW, True), (False, FEW, False), (True, default, True)]:
-        monkeypatch.setattr(quantized_mm, "_few_works", {-1: works})
+        monkeypatch.setattr(quantized_mm, "works", {(FEW, -1): works})
         own = autotune._own(packed, torch.bfloat16, 16, False)
         assert autotune._may_run(config, packed, 16, own) == may

@@ -13,6 +13,7 @@ from moe_qlora.kernels import (  # noqa: E402
     expert_mm,
     limits,
     moe_layer,
+    quantized_check,
     quantized_config,
     quantized_mm,
     quantized_mm_registers,
@@ -66,7 +67,7 @@ def test_rows_in_the_order_of_registers(gate, biased, transposed, monkeypatch):
         return real(x, packed, factor, absmax, offsets, tiles, tile, config, **options)
 
     monkeypatch.setattr(quantized_mm, "launch", launch)
-    monkeypatch.setattr(quantized_mm, "in_registers", lambda *_, back: not back)
+    monkeypatch.setattr(quantized_check, "in_registers", lambda *_, back: not back)
     monkeypatch.setattr(limits, "ROWS_IN_REGISTERS", (1, 1024))
     monkeypatch.setattr(moe_layer, "reorder", reordered)
     check_layer(case)
@@ -94,7 +95,7 @@ def test_reordered_columns_and_back():
 
 def test_which_matmuls_hold_weights_in_registers(monkeypatch):
     """Out alone, of as many rows an expert as suit, in whole groups of 256 columns."""
-    monkeypatch.setattr(quantized_mm, "_registers_work", {-1: True})
+    monkeypatch.setattr(quantized_mm, "works", {(quantized_config.REGISTERS, -1): True})
     monkeypatch.setattr(limits, "ROWS_IN_REGISTERS", (128, 200))
     bf16 = torch.bfloat16
     for columns, kind, many, by_rows, taken in [
@@ -127,27 +128,25 @@ def test_kernels_that_do_not_compile_are_not_tried_again(monkeypatch):
     """What `launch` falls back to is right, which says nothing about Hopper's own kernels."""
     hopper = cards.Card("nvidia", cards.HOPPER, 232448)
     monkeypatch.setattr(cards, "actual", lambda device: hopper)
-    monkeypatch.setattr(quantized_mm, "_hopper_works", {})
-    monkeypatch.setattr(quantized_mm, "_registers_work", {})
-    monkeypatch.setattr(quantized_mm, "_few_works", {})
+    monkeypatch.setattr(quantized_mm, "works", {})
     spec = WeightSpec((2, 192, 512), "nf4", 64, 0, 0)
 
     def falls_back(device, kind, tile, config):
         quantized_mm._give_up(config, spec, RuntimeError())
         return True
 
-    monkeypatch.setattr(quantized_mm, "_is_right", falls_back)
+    monkeypatch.setattr(quantized_check, "_is_right", falls_back)
     with pytest.warns(UserWarning, match="does not compile"):
-        quantized_mm.prepare(torch.device("cuda", 0))
-    assert not quantized_mm.on_hopper(spec, torch.bfloat16, back=False)
-    assert not quantized_mm.in_registers(spec, torch.bfloat16, back=False)
-    assert not quantized_mm.multiplies_few(spec, torch.bfloat16, 16, back=False)
+        quantized_check.prepare(torch.device("cuda", 0))
+    assert not quantized_check.on_hopper(spec, torch.bfloat16, back=False)
+    assert not quantized_check.in_registers(spec, torch.bfloat16, back=False)
+    assert not quantized_check.multiplies_few(spec, torch.bfloat16, 16, back=False)
 
 
 @pytest.mark.parametrize("gathers", [False, True])
 def test_what_does_not_compile_is_multiplied_in_order(gathers, monkeypatch):
     """The portable kernel takes over a product whose rows are in the order of registers."""
-    monkeypatch.setattr(quantized_mm, "_registers_work", {-1: True})
+    monkeypatch.setattr(quantized_mm, "works", {(quantized_config.REGISTERS, -1): True})
     monkeypatch.setattr(quantized_mm_registers, "step", lambda *_: refused)
     packed = stack_of((3, 72, 512), "nf4", False)
     index = torch.randint(4, (90, 2))  # of which 3 is held elsewhere
@@ -168,7 +167,7 @@ def test_what_does_not_compile_is_multiplied_in_order(gathers, monkeypatch):
     for e in range(3):
         some = rows[offsets[e] : offsets[e + 1]]
         close(y[offsets[e] : offsets[e + 1]], some @ torch.cat([weight[e], factor[e]], 1).t())
-    assert not quantized_mm._registers_work[-1]
+    assert not quantized_mm.works[quantized_config.REGISTERS, -1]
 
 
 def refused(*_):

@@ -16,6 +16,7 @@ from moe_qlora.kernels import (  # noqa: E402
     dequantize,
     expert_mm,
     moe_layer,
+    quantized_check,
     quantized_mm,
     workspace,
 )
@@ -234,11 +235,11 @@ def test_the_compiler_is_told_the_right_shapes(tokens, transposed):
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
 def test_a_kernel_is_tried_before_it_is_used(kind, monkeypatch):
     device, config = torch.device("cpu"), quantized_mm.Config(64, 64, 2, 4, False)
-    assert quantized_mm._is_right(device, kind, 32, config)
+    assert quantized_check._is_right(device, kind, 32, config)
     real = quantized_mm.launch
     monkeypatch.setattr(
         quantized_mm, "launch", lambda *a, **k: real(*a, **k).mul_(1 + 1e-2 * k["back"])
     )
-    assert not quantized_mm._is_right(device, kind, 32, config)
+    assert not quantized_check._is_right(device, kind, 32, config)
     monkeypatch.setattr(quantized_mm, "launch", lambda *a, **k: 1 / 0)
-    assert not quantized_mm._is_right(device, kind, 32, config)
+    assert not quantized_check._is_right(device, kind, 32, config)
