@@ -38,7 +38,8 @@ MODEL = (
 BARS = {
     "layers": "{} layers", "lora": "LoRA {}", "seq": "{} tokens", "batch": "x {}",
     "checkpointing": "recomputed {}", "linear": "Linear {}", "adapters": "adapters {}",
-    "with": "{}", "shared-gpu": "{} at once",
+    "with": "{}", "chunk_mem_const": "chunk_mem_const {}", "attention": "{}",
+    "shared-gpu": "{} at once",
 }  # fmt: skip
 """What a bar's caption says of a whole model's setting, beside its peer and words without value."""
 

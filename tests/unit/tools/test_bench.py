@@ -292,3 +292,16 @@ def test_percentiles(monkeypatch):
 
     assert percentiles([3.0]) == (3.0, 3.0, 3.0)
     assert percentiles([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == (2.0, 3.5, 5.0)
+
+
+def test_each_setting_of_a_whole_model_has_a_bar_of_its_own(monkeypatch):
+    """Bars of equal captions would show the newest of runs that differ."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import plot
+
+    settings: dict[tuple[str, str], set[str]] = {}
+    for row, setting in plot.rows(BENCH / "results/model.csv"):
+        if row["metric"] == "throughput" and "peer" in setting:
+            settings.setdefault((row["name"], plot.caption(setting)), set()).add(row["setting"])
+    assert len(settings) > 20
+    assert not {bar: several for bar, several in settings.items() if len(several) > 1}
