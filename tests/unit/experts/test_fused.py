@@ -177,7 +177,7 @@ def test_a_recomputation_decodes_for_backward_as_well(case, monkeypatch):
 
 
 def test_a_recomputation_asks_for_what_serves_twice(case, monkeypatch):
-    from moe_qlora.kernels import expert_mm, moe_layer, quantized_mm
+    from moe_qlora.kernels import expert_mm, moe_layer, quantized_check
 
     module, provider, parts = case
     asked = []
@@ -196,7 +196,7 @@ def test_a_recomputation_asks_for_what_serves_twice(case, monkeypatch):
     again = [(2 * INNER, False, True), (H, False, False)]
     assert asked == [*forward, *again, (2 * INNER, True, False), (H, True, False)]
     # On Hopper's kernel codes are worth it for longer, unless decoding serves twice.
-    monkeypatch.setattr(quantized_mm, "on_hopper", lambda *args, **kwargs: True)
+    monkeypatch.setattr(quantized_check, "on_hopper", lambda *args, **kwargs: True)
     packed = parametrize.read_packed(module, NAMES[0])
     for rows, expected in ((256, (True, True)), (257, (True, False)), (513, (False, False))):
         found = [
@@ -366,16 +366,16 @@ def test_each_reason_against_the_fused_layer(case, monkeypatch):
 
 @pytest.mark.parametrize("right", [True, False])
 def test_rocm_is_tried_and_said_to_be_untested(right, monkeypatch):
-    from moe_qlora.kernels import quantized_mm
+    from moe_qlora.kernels import quantized_check
 
     device = torch.device("cuda", 0)
     asked = []
     monkeypatch.setattr(backend, "_kernels_run", {})
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (0, 0))
-    monkeypatch.setattr(quantized_mm, "prepare", lambda device: None)
+    monkeypatch.setattr(quantized_check, "prepare", lambda device: None)
     monkeypatch.setattr(
-        quantized_mm, "is_right_untested", lambda device: asked.append(device) or right
+        quantized_check, "is_right_untested", lambda device: asked.append(device) or right
     )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
