@@ -228,9 +228,12 @@ def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
             f"{label}: overrides_of_model_config is {overrides!r:.80}, which this configuration "
             f"does not take ({_first_line(error)})."
         ) from error
-    if content.get("attn_implementation") == "flex_attention":  # A flash kernel would be loaded
-        source.config._attn_implementation = "flex_attention"
     settings, notes = _trainer_settings(content)
+    attention = content.get("attn_implementation")
+    if attention in ("eager", "flex_attention"):
+        source.config._attn_implementation = attention
+    elif attention not in (None, "sdpa"):  # A flash kernel would be loaded
+        notes.append(f"attn_implementation {attention!r:.80} of the file is not followed.")
     return Source(label, source.config, settings or source.settings, (*source.notes, *notes))
 
 

@@ -8,9 +8,11 @@ puts an attention in their place that makes and keeps tensors of the sizes their
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -29,6 +31,9 @@ MEASURED = (
 """What flex attention gives, and where that was measured."""
 
 _COUNTED = "moe_qlora_counted"
+
+_lock, _steps = Lock(), [0]
+"""How many steps need that name at once: transformers' table of attentions is every thread's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +87,30 @@ def eager_attention(model: nn.Module) -> EagerAttention | None:
 
 
 def hold_back(config: Any) -> str | None:
-    """Take a flash kernel's name off a configuration in place, and return it, None without one.
+    """Take flash kernels' names off a configuration and its parts in place.
 
     A model would load the kernel while it is built, and nothing here computes.
+
+    Returns:
+        The kernel of the language model, None without one.
     """
-    asked = getattr(config, "_attn_implementation", None)
-    if asked in (None, EAGER, SDPA, FLEX):
-        return None
-    config._attn_implementation = None
-    return str(asked)
+    asked = config.get_text_config()._attn_implementation
+    for each in _with_parts(config):
+        if _is_kernel(each._attn_implementation):
+            each._attn_implementation_internal = None
+    return asked if _is_kernel(asked) else None
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    yield config
+    for key in config.sub_configs:
+        if getattr(config, key, None) is not None:
+            yield from _with_parts(getattr(config, key))
+
+
+def _is_kernel(name: str | None) -> bool:
+    """Whether a name is of a flash kernel: one of transformers' own, or a hub's repository."""
+    return name is not None and ("/" in name or bool(re.fullmatch(r"flash_attention_\d+", name)))
 
 
 def set_attention(model: nn.Module, name: str) -> None:
@@ -104,8 +124,9 @@ def set_attention(model: nn.Module, name: str) -> None:
         SDPA: getattr(model, "_supports_sdpa", False),
         FLEX: getattr(model, "_supports_flex_attn", False),
     }
-    if not supports.get(name, getattr(model, "_supports_flash_attn", False)):
-        kernels = getattr(model, "_compatible_flash_implementations", None) or ()
+    kernels = getattr(model, "_compatible_flash_implementations", None) or ()
+    flash = _is_kernel(name) and getattr(model, "_supports_flash_attn", False)
+    if not supports.get(name, flash or name in kernels):
         known = ", ".join([*(key for key, held in supports.items() if held), *kernels])
         raise ConfigError(
             f"attention is {name!r}, which {type(model).__name__} does not support; give one of "
@@ -147,11 +168,16 @@ def counted_attention() -> Iterator[None]:
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS[_COUNTED] = _counted
+    with _lock:
+        _steps[0] += 1
+        ALL_ATTENTION_FUNCTIONS[_COUNTED] = _counted
     try:
         yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS[_COUNTED]
+        with _lock:
+            _steps[0] -= 1
+            if not _steps[0]:
+                del ALL_ATTENTION_FUNCTIONS[_COUNTED]
 
 
 def _counted(

@@ -150,7 +150,18 @@ def test_a_trainers_file(tmp_path, value, said):
     config("gpt_oss").save_pretrained(tmp_path / "model")
     file = tmp_path / "train.yaml"
     file.write_text(f"base_model: model\nadapter: qlora\nattn_implementation: {value}\n")
-    assert bool(eager_notes(moe_qlora.plan(file, **SIZES))) is said
+    made = moe_qlora.plan(file, **SIZES)
+    assert bool(eager_notes(made)) is said
+    assert any("attn_implementation" in n and "is not followed" in n for n in made.notes) is said
+
+
+def test_a_trainers_file_that_asks_for_eager_attention(tmp_path):
+    config("qwen3_moe").save_pretrained(tmp_path / "model")
+    file = tmp_path / "train.yaml"
+    file.write_text("base_model: model\nadapter: qlora\nattn_implementation: eager\n")
+    eager = moe_qlora.plan(config("qwen3_moe", "eager"), **SIZES)
+    assert moe_qlora.plan(file, **SIZES).peak.nbytes == eager.peak.nbytes
+    assert eager.peak.nbytes > moe_qlora.plan(config("qwen3_moe"), **SIZES).peak.nbytes
 
 
 def test_the_figures_are_those_that_were_measured():
@@ -186,3 +197,49 @@ def test_a_softmaxs_backward_holds_what_cuda_holds():
         tracker.mark()
         out.backward(grad)
     assert tracker.peak == 3 * x.nbytes  # the output, the product, the gradient for x
+
+
+def test_plans_of_two_threads_overlap():
+    """One that ends must leave the other its attention: the table is transformers' own."""
+    with attention.counted_attention():
+        with attention.counted_attention():
+            pass
+        made = moe_qlora.plan(config("gpt_oss", "flex_attention"), **SIZES)
+        assert not made.estimated
+        assert [name for name in ALL_ATTENTION_FUNCTIONS if "moe_qlora" in name]
+    assert not [name for name in ALL_ATTENTION_FUNCTIONS if "moe_qlora" in name]
+
+
+def test_nothing_is_left_behind_after_an_error(monkeypatch):
+    def fails(*args: Any) -> Any:
+        raise ConfigError("in the middle")
+
+    monkeypatch.setattr(meta_step, "_loss", fails)
+    with pytest.raises(ConfigError, match="in the middle"):
+        moe_qlora.plan(config("gpt_oss", "flex_attention"), **SIZES)
+    assert not [name for name in ALL_ATTENTION_FUNCTIONS if "moe_qlora" in name]
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", "qwen3_vl_moe"])
+def test_what_is_no_attention_is_refused(model_type):
+    """These classes support flash kernels, of which any name of the hub may be one."""
+    with pytest.raises(ConfigError, match=r"attention is 'nonsense', which .* give one of eager"):
+        moe_qlora.plan(config(model_type), attention="nonsense", **SIZES)
+
+
+def test_a_kernel_that_the_class_names_is_taken():
+    """MiniMax M3 supports no other flash kernel than the one it names."""
+    made = moe_qlora.plan(config("minimax_m3_vl"), attention="MiniMaxAI/msa", **SIZES)
+    assert any("Attention by MiniMaxAI/msa does not run" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", KERNEL])
+def test_a_kernel_of_the_language_model_alone(name):
+    """As `attn_implementation={"text_config": ...}` gives it; the vision tower keeps its own."""
+    nested = config("qwen3_vl_moe")
+    nested._attn_implementation = {"text_config": name}
+    made = moe_qlora.plan(nested, **SIZES)
+    assert not made.estimated
+    assert any(f"Attention by {name} does not run" in note for note in made.notes)
+    assert nested.text_config._attn_implementation == name
+    assert nested._attn_implementation is nested.vision_config._attn_implementation is None
