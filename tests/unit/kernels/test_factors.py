@@ -57,6 +57,12 @@ def test_an_unaligned_b_is_copied_and_stays_strided():
     assert torch.equal(f.b, lora.b.view(-1, 16, 3).permute(2, 0, 1))
 
 
+@pytest.mark.parametrize(("out", "stays"), [((1 << 27) - 1, True), (1 << 27, False)])
+def test_a_b_of_2_31_numbers_is_copied(out, stays):
+    a, b = torch.empty(16, 8, device="meta"), torch.empty(out, 16, device="meta")
+    assert (factors._stored(Lora(a, b, 0.5), 1, torch.float32) is not None) == stays
+
+
 @pytest.mark.parametrize(
     ("rows", "experts", "few"),
     [

@@ -123,3 +123,35 @@ def test_a_tuned_table_may_name_the_kernel_for_few_rows(monkeypatch):
         monkeypatch.setattr(quantized_mm, "works", {(FEW, -1): works})
         own = autotune._own(packed, torch.bfloat16, 16, False)
         assert autotune._may_run(config, packed, 16, own) == may
+
+
+def test_tuning_measures_the_kernel_for_few_rows(monkeypatch):
+    """Its step of 256 columns is several blocks, which no portable kernel could take."""
+    monkeypatch.setattr(autotune, "_elapsed", lambda run, is_right: 1.0)
+    packed = stack_of((2, 64, 512), "nf4", True)
+    rows = torch.empty(4, 512, dtype=torch.bfloat16)
+    problem = rows, *(torch.empty(4, dtype=torch.int32) for _ in range(2)), packed.absmax
+    for works, tile, back, config, measured in [
+        (True, 16, False, FEW, True),
+        (False, 16, False, FEW, False),
+        (True, 32, False, FEW, False),
+        (True, 16, True, FEW, False),
+        (True, 16, False, FEW._replace(own=""), False),
+    ]:
+        monkeypatch.setattr(quantized_mm, "works", {(FEW, -1): works})
+        found = autotune._try(problem, packed, tile, back, config)
+        assert found == (1.0 if measured else None)
+
+
+@pytest.mark.parametrize("blocksize", [32, 64])
+def test_what_is_given_up_is_that_kernel_alone(monkeypatch, blocksize):
+    """Hopper's kernel that does not take blocks of 32 still takes those of 64."""
+    hopper, registers = quantized_config.HOPPER, quantized_config.REGISTERS
+    spec = WeightSpec((2, 64, 512), "nf4", blocksize, 0, -1)
+    kernels = (FEW, registers, hopper, "mxfp4")
+    for config in (FEW, registers, hopper):
+        monkeypatch.setattr(quantized_mm, "works", {(kernel, -1): True for kernel in kernels})
+        with pytest.warns(UserWarning, match="does not compile"):
+            quantized_mm._give_up(config, spec, RuntimeError())
+        lost = {kernel for (kernel, _), works in quantized_mm.works.items() if not works}
+        assert lost == {"mxfp4" if config == hopper and blocksize == 32 else config}

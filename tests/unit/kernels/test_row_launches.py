@@ -77,3 +77,9 @@ def test_only_short_rows_of_small_tiles_are_unrolled():
     assert row_launches._unrolled(4096, 512, 16) == 8
     assert row_launches._unrolled(4104, 512, 16) == 1
     assert row_launches._unrolled(2048, 512, 64) == 1
+
+
+@pytest.mark.parametrize(("bias", "steps"), [(None, 2), (torch.bfloat16, 1)])
+def test_rows_beside_a_bias_are_not_unrolled(bias, steps):
+    launch = row_launches.copy(1024, 1088, 16, False, 2, 16, 4, torch.bfloat16, bias, -1)
+    assert launch.constants["STEPS"] == steps

@@ -16,6 +16,9 @@ import moe_qlora
 from moe_qlora.build import named
 from moe_qlora.errors import ConfigError
 from moe_qlora.memory import attention, meta_step
+from moe_qlora.memory.budget import Engine, Settings
+from moe_qlora.memory.planner import Planner
+from moe_qlora.memory.source import source_of
 from moe_qlora.registry import model_types
 from moe_qlora.testing import model_class, tiny_config, tiny_model
 
@@ -243,3 +246,49 @@ def test_a_kernel_of_the_language_model_alone(name):
     assert any(f"Attention by {name} does not run" in note for note in made.notes)
     assert nested.text_config._attn_implementation == name
     assert nested._attn_implementation is nested.vision_config._attn_implementation is None
+
+
+def nested_model(outer: dict[str, bool], inner: dict[str, bool]) -> nn.Module:
+    """Classes of these attributes, as those of a model and of the language model in it."""
+    whole = config("qwen3_vl_moe", "eager")
+    model, text = (type(name, (nn.Module,), of)() for name, of in (("Outer", outer), ("In", inner)))
+    model.config, text.config, model.text = whole, whole.text_config, text
+    return model
+
+
+def test_the_language_model_decides_and_both_must_support_flex_attention():
+    none, flex = {"_supports_sdpa": False}, {"_supports_sdpa": False, "_supports_flex_attn": True}
+    for outer in (flex, {**flex, "_supports_sdpa": True}):
+        seen = attention.eager_attention(nested_model(outer, flex))
+        assert seen is not None and seen.class_name == "In" and seen.flex
+    for outer, inner in [(none, flex), (flex, none), (flex, {**flex, "_supports_sdpa": True})]:
+        assert attention.eager_attention(nested_model(outer, inner)) is None
+
+
+def test_no_hint_of_flex_attention_for_a_class_without():
+    made = moe_qlora.plan(config("mimo_v2_flash"), search=False, seq=4096, gpus=[100 << 20])
+    assert made.fits is False and eager_notes(made)
+    assert not [hint for hint in made.hints if "flex" in hint.setting]
+
+
+def test_another_engine_knows_of_eager_attention():
+    settings = Settings(batch=1, seq=SEQ, targets="attention,experts")
+    source = source_of(config("gpt_oss"), None, None, False)
+    planner = Planner(source, settings)
+    planner.report(())
+    assert planner.eager is not None
+    for engine in (Engine("ddp", 2), None):
+        assert planner.with_engine(engine).eager == planner.eager
+
+
+def test_sinks_rescale_the_output_of_flex_attention():
+    """Which takes an output more than without sinks."""
+    query, key, value = torch.zeros(3, 1, 4, 1024, 64, device="meta", dtype=torch.bfloat16)
+    sinks = torch.zeros(4, device="meta", dtype=torch.bfloat16)
+    peaks = []
+    for extra in ({}, {"s_aux": sinks}):
+        tracker = meta_step.MemoryTracker([query, key, value, sinks])
+        with tracker, torch.no_grad():
+            attention._counted(nn.Module(), query, key, value, None, **extra)
+        peaks.append(tracker.peak)
+    assert peaks[1] - peaks[0] > 0.9 * query.nbytes
