@@ -125,8 +125,9 @@ def set_attention(model: nn.Module, name: str) -> None:
         FLEX: getattr(model, "_supports_flex_attn", False),
     }
     kernels = getattr(model, "_compatible_flash_implementations", None) or ()
-    flash = _is_kernel(name) and getattr(model, "_supports_flash_attn", False)
-    if not supports.get(name, flash or name in kernels):
+    flash = getattr(model, "_supports_flash_attn", False)
+    if not supports.get(name, (flash and _is_kernel(name)) or name in kernels):
+        kernels = kernels or (["a flash kernel, as flash_attention_2"] if flash else ())
         known = ", ".join([*(key for key, held in supports.items() if held), *kernels])
         raise ConfigError(
             f"attention is {name!r}, which {type(model).__name__} does not support; give one of "
