@@ -12,6 +12,7 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     quantized_mm.py         few rows: multiplies on the codes, any GPU
     quantized_mm_few.py     the same for the fewest, as in generation
     quantized_mm_hopper.py  the same on Hopper; quantized_mm_registers.py, for more rows
+    register_weights.py     weights in registers, for the kernels of fewest and of more rows
     quantized_check.py      whether these work on a device, found out once
     dequantize.py           many rows: codes to 16 bit, for a grouped matmul
     grouped_mm.py           our own, for cards where torch's is slow

@@ -198,9 +198,8 @@ def _try(
 ) -> float | None:
     """Return the median milliseconds on random rows, None where the result is wrong or none."""
     x, expert_offsets, tiles, absmax = problem
-    if not config.own and (config.features if back else config.step) > 2 * max(
-        packed.blocksize, 64
-    ):
+    across = config.features if back else config.step
+    if not config.own and across > 2 * max(packed.blocksize, 64):
         return None  # the portable kernel takes one or two blocks of a row at a time
     if not _may_run(config, packed, tile, _own(packed, x.dtype, tile, back)):
         return None

@@ -46,19 +46,17 @@ def pad_factors(
     Those of `as_stored` leave b where PEFT stores it, if its rank and dtype allow that, as a view
     of other strides: what the quantized matmul takes, and the other kernels do not.
     """
-    stored = [
-        _stored(lora, experts, dtype) if lora is not None and stays else None
-        for lora, stays in zip(loras, as_stored, strict=True)
-    ]
-    factors = [
-        None if lora is None else _with_room(lora, b, experts, dtype)
-        for lora, b in zip(loras, stored, strict=True)
-    ]
-    pairs = [
-        (lora, f)
-        for lora, b, f in zip(loras, stored, factors, strict=True)
-        if lora and f and b is None
-    ]
+    factors: list[Factors | None] = []
+    pairs: list[tuple[Lora, Factors]] = []  # Those whose b is to be laid out
+    for lora, stays in zip(loras, as_stored, strict=True):
+        if lora is None:
+            factors.append(None)
+            continue
+        b = _stored(lora, experts, dtype) if stays else None
+        f = _with_room(lora, b, experts, dtype)
+        factors.append(f)
+        if b is None:
+            pairs.append((lora, f))
     if not pairs:
         return factors
     (lora1, f1), (lora2, f2) = pairs[0], pairs[-1]

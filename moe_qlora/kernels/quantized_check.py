@@ -32,17 +32,20 @@ def takes_int8(device: torch.device) -> bool:
     if key not in quantized_mm.works:
         if torch.cuda.is_current_stream_capturing():
             return False  # the next call finds out
-        ways = product((16, 128), (False, True))
-        configs = {(tile, default(tile, device, back=back)) for tile, back in ways}
-        quantized_mm.works[key] = all(_is_right(device, "int8", *pair) for pair in configs)
+        quantized_mm.works[key] = _portable_is_right(device, "int8")
     return quantized_mm.works[key]
 
 
 def is_right_untested(device: torch.device) -> bool:
     """Whether small products are right on a device that no test has seen, of few rows and many."""
+    return _portable_is_right(device, "nf4")
+
+
+def _portable_is_right(device: torch.device, kind: str) -> bool:
+    """Whether the portable kernel is right, as it is cut untuned for few rows and for many."""
     ways = product((16, 128), (False, True))
     configs = {(tile, default(tile, device, back=back)) for tile, back in ways}
-    return all(_is_right(device, "nf4", *pair) for pair in configs)
+    return all(_is_right(device, kind, *pair) for pair in configs)
 
 
 def on_hopper(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
@@ -61,25 +64,18 @@ def in_registers(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
 def multiplies_few(spec: WeightSpec, dtype: torch.dtype, tile: int, *, back: bool) -> bool:
     """Whether the kernel for few rows can compute this product; False before `prepare`."""
     works = tile == FEW_TILE and not back and _works(FEW, spec)
-    return works and _supports_few(spec, dtype)
+    return works and _supports_registers(spec, dtype)
 
 
 def _works(config: Config, spec: WeightSpec) -> bool:
-    return quantized_mm.works.get((config, spec.device), False)
-
-
-@lru_cache(maxsize=256)
-def _supports_few(spec: WeightSpec, dtype: torch.dtype) -> bool:
-    from . import quantized_mm_few
-
-    return supports(spec) and quantized_mm_few.supports(spec, dtype)
+    return quantized_mm.works.get((config.own, spec.device), False)
 
 
 @lru_cache(maxsize=256)
 def _supports_registers(spec: WeightSpec, dtype: torch.dtype) -> bool:
-    from . import quantized_mm_registers
+    from . import register_weights
 
-    return supports(spec) and quantized_mm_registers.supports(spec, dtype)
+    return supports(spec) and register_weights.supports(spec, dtype)
 
 
 def _takes_mxfp4(index: int) -> bool:
@@ -105,7 +101,7 @@ def _supports_hopper(spec: WeightSpec, dtype: torch.dtype, back: bool) -> bool:
 def prepare(device: torch.device) -> None:
     """Find out, and wait for it, once whether kernels in Gluon work: their language changes."""
     index = device.index or 0
-    if (HOPPER, index) in quantized_mm.works:
+    if (HOPPER.own, index) in quantized_mm.works:
         return
     card = cards.actual(device)
     hopper = card.capability == cards.HOPPER
@@ -115,9 +111,9 @@ def prepare(device: torch.device) -> None:
         (FEW, FEW_TILE, card.maker == "nvidia" and card.capability >= (8, 0)),
     ):
         # Unless a launch, which then goes on without, says otherwise.
-        quantized_mm.works[config, index] = capable
+        quantized_mm.works[config.own, index] = capable
         right = capable and _is_right(device, "nf4", tile, config)
-        quantized_mm.works[config, index] &= right
+        quantized_mm.works[config.own, index] &= right
 
 
 def _is_right(device: torch.device, kind: str, tile: int, config: Config) -> bool:

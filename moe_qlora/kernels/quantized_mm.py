@@ -32,9 +32,9 @@ from .quantized_config import FEW, HOPPER, REGISTERS, Config, Gather, default
 from .routing import tabulate
 from .weights import TABLES, PackedWeight, WeightSpec
 
-works: dict[tuple[Config | str, int], bool] = {}
-"""By kernel in Gluon, or kind of codes, and CUDA device: whether products are right there, once
-that is known (`quantized_check.py`)."""
+works: dict[tuple[str, int], bool] = {}
+"""By kernel in Gluon (`Config.own`), or kind of codes, and CUDA device: whether products are right
+there, once that is known (`quantized_check.py`)."""
 
 
 @cache
@@ -248,36 +248,34 @@ def launch(
     count = tiles.numel() // 2
     across = (0, 0, 0) if factor is None else factor.stride()
     operand = x if factor is None else factor
-    if config == FEW:
-        from . import quantized_mm_few
+    if config.own:
+        words = packed.flat_codes.view(torch.int32)
+        arguments: tuple[Tensor | int, ...]
+        if config == FEW:
+            from . import quantized_mm_few
 
-        step = quantized_mm_few.step(spec, x.dtype, x.stride(0), rank, across, count, span)
+            step = quantized_mm_few.step(spec, x.dtype, x.stride(0), rank, across, count, span)
+            arguments = x, words, statistics, table2, absmax2, offset, operand
+            arguments = *arguments, tiles, expert_offsets, y, *span, *across
+        else:
+            from . import quantized_mm_hopper, quantized_mm_registers
+
+            kernel = quantized_mm_registers if config == REGISTERS else quantized_mm_hopper
+            step = kernel.step(
+                spec, x.dtype, x.stride(0), top_k, rank, across, back, tile, count, span
+            )
+            arguments = x, order, products, words, statistics, operand
+            arguments = *arguments, tiles, expert_offsets, y, rows - 1, *strides, *span, *across
         try:
-            step(
-                x, packed.flat_codes.view(torch.int32), statistics, table2,
-                absmax2, offset, operand, tiles, expert_offsets, y, *span, *across,
-            )  # fmt: skip
+            step(*arguments)
             return y
         except (RuntimeError, triton.compiler.errors.CompilationError) as error:
             _give_up(config, spec, error)
-            config = default(tile, x.device, back=back)
-    if config.hopper:
-        from . import quantized_mm_hopper, quantized_mm_registers
-
-        kernel = quantized_mm_registers if config == REGISTERS else quantized_mm_hopper
-        step = kernel.step(spec, x.dtype, x.stride(0), top_k, rank, across, back, tile, count, span)
-        try:
-            step(
-                x, order, products, packed.flat_codes.view(torch.int32), statistics, operand,
-                tiles, expert_offsets, y, rows - 1, *strides, *span, *across,
-            )  # fmt: skip
-            return y
-        except (RuntimeError, triton.compiler.errors.CompilationError) as error:
-            _give_up(config, spec, error)
-            config = Config(128, 64, 3, 4, False)
-            if kernel is quantized_mm_registers:
-                tiles, tile = tabulate(expert_offsets[: spec.shape[0] + 1], rows)
-                count, x = tiles.numel() // 2, kernel.restore(x, spec.shape[2])
+        if config == REGISTERS:
+            tiles, tile = tabulate(expert_offsets[: spec.shape[0] + 1], rows)
+            count, x = tiles.numel() // 2, quantized_mm_registers.restore(x, spec.shape[2])
+        few = config == FEW
+        config = default(tile, x.device, back=back) if few else Config(128, 64, 3, 4, False)
     nested = spec.nested if absmax is None else 0
     step = _quantized_launch(
         spec, x.dtype, x.stride(0), top_k, rank, across, nested, back, tile, count, config, span
@@ -293,7 +291,7 @@ def launch(
 def _give_up(config: Config, spec: WeightSpec, error: Exception) -> None:
     """Use a kernel in Gluon no more on this device, where it does not compile."""
     on_mxfp4 = config == HOPPER and spec.blocksize == 32
-    works["mxfp4" if on_mxfp4 else config, spec.device] = False
+    works["mxfp4" if on_mxfp4 else config.own, spec.device] = False
     what = "few rows" if config == FEW else "Hopper"
     warnings.warn(
         f"the kernel for {what} does not compile for experts of shape {spec.shape} "

@@ -3,9 +3,9 @@
 Where an expert has a row or two, a product should be as quick as its codes are read. In the
 portable kernel (`quantized_mm.py`) each step's weights go through shared memory to where the matrix
 unit wants them. Here the product is transposed, 64 features by 8 or 16 rows, and a thread looks
-weights up where it multiplies them: two features' groups of 64 columns in four. A group is one
-block or a part of one, whose 16 values are made once (`quantized_mm_hopper.py`), so that weights
-are what decoding gives, bit for bit. Rows are loaded in the same order of columns, straight into
+weights up where it multiplies them (`register_weights.py`). A group of 64 columns is one block or a
+part of one, whose 16 values are made once (`quantized_mm_hopper.py`), so that weights are what
+decoding gives, bit for bit. Rows are loaded in the same order of columns, straight into
 registers. Codes are three steps of 256 columns ahead, in shared memory, where a thread reads what
 it has copied: of loads into registers, one that is waited for has all others waited for.
 
@@ -27,8 +27,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere
 
 from .launch import Launch
-from .limits import cdiv, supports_registers
-from .quantized_mm_hopper import block_values, look_up, lookup_asm, table_asm
+from .limits import cdiv
+from .quantized_mm_hopper import block_values, lookup_asm, table_asm
+from .register_weights import feature, quarters, weights, words_layout
 from .weights import WeightSpec
 
 SLOTS: gl.constexpr = gl.constexpr(4)
@@ -38,20 +39,10 @@ FEATURES, WARPS = 64, 4
 REGISTERS = 128
 """Of a thread: four programs a multiprocessor, with 130 three (H200: 0.090 and 0.095 ms)."""
 
-UNPACK: gl.constexpr = gl.constexpr("mov.b32 {$0, $1}, $2;")
-
-
-@gluon.constexpr_function
-def _words_layout(words):
-    """(64 rows of the tile, 4 groups of 64, words): a thread has two rows' words of a group."""
-    reg = [[0, 0, 1 << i] for i in range(words.bit_length() - 1)] + [[8, 0, 0]]
-    lane = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    return gl.DistributedLinearLayout(reg, lane, [[16, 0, 0], [32, 0, 0]], [], [64, 4, words])
-
 
 @gluon.constexpr_function
 def _copied_layout():
-    """(64 rows of the tile, 32 words), as `_words_layout` has them: a thread copies its own."""
+    """(64 rows of the tile, 32 words), as `words_layout` has them: a thread copies its own."""
     reg = [[0, 1], [0, 2], [0, 4], [8, 0]]
     lane = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(reg, lane, [[16, 0], [32, 0]], [], [64, 32])
@@ -63,44 +54,6 @@ def _rows_layout(rows):
     reg = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]] + ([[8, 0, 0]] if rows == 16 else [])
     lane = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     return gl.DistributedLinearLayout(reg, lane, [[0, 0, 0], [0, 0, 0]], [], [rows, 4, 16])
-
-
-@gluon.jit
-def _feature(m):
-    """Feature of a row of the tile: a thread's rows r and r + 8 are neighbours."""
-    return (m & 48) | ((m & 7) * 2) | ((m >> 3) & 1)
-
-
-@gluon.jit
-def _quarters(words):
-    """Words (64, 4, 8) to four parts (64, 4, 2), in order."""
-    P: gl.constexpr = _words_layout(2)
-    parts = gl.permute(gl.reshape(words, (64, 4, 2, 2, 2)), (0, 1, 4, 3, 2))
-    low, high = gl.split(parts)
-    w0, w1 = gl.split(low)
-    w2, w3 = gl.split(high)
-    return (
-        gl.convert_layout(w0, P, assert_trivial=True),
-        gl.convert_layout(w1, P, assert_trivial=True),
-        gl.convert_layout(w2, P, assert_trivial=True),
-        gl.convert_layout(w3, P, assert_trivial=True),
-    )
-
-
-@gluon.jit
-def _weights(words, v, dtype: gl.constexpr, LOOKUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words (64, 4, 2) and their blocks' values to a quarter's weights (64, 64)."""
-    pairs = look_up(words, v, 2, LOOKUP)  # row, group, word, and twice 2 of 4 pairs
-    pairs = gl.reshape(gl.permute(pairs, (0, 2, 3, 4, 1)), (64, 32))
-    if dtype == gl.bfloat16:
-        low, high = gl.inline_asm_elementwise(
-            UNPACK, "=h,=h,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
-        )
-    else:
-        low, high = gl.inline_asm_elementwise(
-            UNPACK, "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
-        )
-    return gl.convert_layout(gl.reshape(gl.join(low, high), (64, 64)), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -129,7 +82,7 @@ def _product(
 
     # Features beyond the last are the last: what comes of them is not stored.
     copied: gl.constexpr = _copied_layout()
-    f = first + _feature(gl.arange(0, 64, gl.SliceLayout(1, copied)))
+    f = first + feature(gl.arange(0, 64, gl.SliceLayout(1, copied)))
     f = gl.minimum(f, ROWS - 1)
     word = gl.arange(0, 32, gl.SliceLayout(0, copied))
     spots = codes + expert * (ROWS * COLS // 8) + (f[:, None] * (COLS // 8) + word[None, :])
@@ -141,8 +94,8 @@ def _product(
             ampere.async_copy.async_copy_global_to_shared(words.index(i), spots + i * 32)
         ampere.async_copy.commit_group()
 
-    part: gl.constexpr = gl.SliceLayout(2, _words_layout(2))
-    fs = first + _feature(gl.arange(0, 64, gl.SliceLayout(1, part)))
+    part: gl.constexpr = gl.SliceLayout(2, words_layout(64, 2))
+    fs = first + feature(gl.arange(0, 64, gl.SliceLayout(1, part)))
     group = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, part)), 0)
     block = expert * (ROWS * BLOCKS) + gl.expand_dims(gl.minimum(fs, ROWS - 1), 1) * BLOCKS
     OUTER: gl.constexpr = NESTED if NESTED > 0 else 1
@@ -165,7 +118,7 @@ def _product(
 
     total = gl.zeros([64, NR], gl.float32, mma)
     if RANK > 0:  # first, while the first codes are on their way
-        n = first + _feature(gl.arange(0, 64, gl.SliceLayout(1, of_weights)))
+        n = first + feature(gl.arange(0, 64, gl.SliceLayout(1, of_weights)))
         jj = gl.arange(0, RANK, gl.SliceLayout(0, of_weights))
         place = factor + expert * factor_se + n[:, None] * factor_sn + jj[None, :] * factor_sj
         of_features = gl.load(place, mask=(n < n_end)[:, None], other=0.0)
@@ -182,7 +135,7 @@ def _product(
         at = block + (ahead * 4 + group) * 64 // BLOCKSIZE
         code, outer = gl.load(absmax + at), gl.load(absmax2 + at // OUTER)
         ampere.async_copy.wait_group(SLOTS - 2)
-        quarters = _quarters(gl.reshape(words.index(it % SLOTS).load(copied), (64, 4, 8)))
+        parts = quarters(gl.reshape(words.index(it % SLOTS).load(copied), (64, 4, 8)))
         if it + (SLOTS - 1) < PASSES:
             ampere.async_copy.async_copy_global_to_shared(
                 words.index((it + (SLOTS - 1)) % SLOTS), spots + (it + (SLOTS - 1)) * 32
@@ -196,10 +149,10 @@ def _product(
                 coming = gl.load(left + (it * 256 + (p + 1) * 16))
             else:
                 coming = gl.load(left + ahead * 256)
-            weights = _weights(quarters[p], values, dtype, LOOKUP, of_weights)
-            total = ampere.mma_v2(weights, right, total)
+            operand = weights(parts[p], values, dtype, LOOKUP, of_weights)
+            total = ampere.mma_v2(operand, right, total)
 
-    n = first + _feature(gl.arange(0, 64, gl.SliceLayout(1, mma)))
+    n = first + feature(gl.arange(0, 64, gl.SliceLayout(1, mma)))
     row = start_row + gl.arange(0, NR, gl.SliceLayout(0, mma))
     to = y + (row.to(gl.int64)[None, :] * WIDTH + (n - n_first)[:, None])
     value = total.to(dtype)
@@ -233,12 +186,6 @@ def few_rows_kernel(
             n_first, n_end, factor_se, factor_sn, factor_sj,
             ROWS, COLS, STRIDE, RANK, BLOCKSIZE, NESTED, WIDTH, TABLE, LOOKUP, 8,
         )  # fmt: skip
-
-
-def supports(spec: WeightSpec, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes what `quantized_mm.supports`: sums over columns of 16-bit rows."""
-    halves = dtype in (torch.bfloat16, torch.float16)
-    return halves and supports_registers(spec.kind, spec.blocksize, spec.shape[2])
 
 
 @lru_cache(maxsize=256)

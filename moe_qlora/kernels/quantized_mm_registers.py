@@ -28,32 +28,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from .launch import Launch
-from .limits import REGISTERS_GROUP, WIDEST_TILE, cdiv, supports_registers
-from .quantized_mm_hopper import (
-    block_values,
-    load_tail,
-    look_up,
-    lookup_asm,
-    source_rows,
-    table_asm,
-)
+from .limits import REGISTERS_GROUP, WIDEST_TILE, cdiv
+from .quantized_mm_hopper import block_values, load_tail, lookup_asm, source_rows, table_asm
+from .register_weights import feature, quarters, weights, words_layout
 from .weights import WeightSpec
 
 SLOTS: gl.constexpr = gl.constexpr(4)
 """Tiles of rows in shared memory: two being multiplied, two on their way."""
 
 FEATURES, WARPS = 128, 8
-
-UNPACK: gl.constexpr = gl.constexpr("mov.b32 {$0, $1}, $2;")
-
-
-@gluon.constexpr_function
-def _words_layout(words):
-    """(128 rows of the tile, 4 groups of 64, words): a thread has two rows' words of a group."""
-    reg = [[0, 0, 1 << i] for i in range(words.bit_length() - 1)] + [[8, 0, 0]]
-    lane = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    warp = [[16, 0, 0], [32, 0, 0], [64, 0, 0]]
-    return gl.DistributedLinearLayout(reg, lane, warp, [], [128, 4, words])
 
 
 @gluon.constexpr_function
@@ -67,44 +50,6 @@ def _out_layout(rows):
     lane = [[0, 2, 0], [0, 4, 0], [0, 0, 2], [0, 0, 4], [0, 0, 8]]
     warp = [[0, 0, 16], [0, 0, 32], [0, 0, 64]]
     return gl.DistributedLinearLayout(reg, lane, warp, [], [rows // 8, 8, 128])
-
-
-@gluon.jit
-def _feature(m):
-    """Feature of a row of the tile: a thread's rows r and r + 8 are neighbours."""
-    return (m & 112) | ((m & 7) * 2) | ((m >> 3) & 1)
-
-
-@gluon.jit
-def _quarters(words):
-    """Words (128, 4, 8) to four parts (128, 4, 2), in order."""
-    P: gl.constexpr = _words_layout(2)
-    parts = gl.permute(gl.reshape(words, (128, 4, 2, 2, 2)), (0, 1, 4, 3, 2))
-    low, high = gl.split(parts)
-    w0, w1 = gl.split(low)
-    w2, w3 = gl.split(high)
-    return (
-        gl.convert_layout(w0, P, assert_trivial=True),
-        gl.convert_layout(w1, P, assert_trivial=True),
-        gl.convert_layout(w2, P, assert_trivial=True),
-        gl.convert_layout(w3, P, assert_trivial=True),
-    )
-
-
-@gluon.jit
-def _weights(words, v, dtype: gl.constexpr, LOOKUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words (128, 4, 2) and their blocks' values to a step's weights (128, 64)."""
-    pairs = look_up(words, v, 2, LOOKUP)  # row, group, word, and twice 2 of 4 pairs
-    pairs = gl.reshape(gl.permute(pairs, (0, 2, 3, 4, 1)), (128, 32))
-    if dtype == gl.bfloat16:
-        low, high = gl.inline_asm_elementwise(
-            UNPACK, "=h,=h,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
-        )
-    else:
-        low, high = gl.inline_asm_elementwise(
-            UNPACK, "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
-        )
-    return gl.convert_layout(gl.reshape(gl.join(low, high), (128, 64)), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -138,16 +83,16 @@ def _product(
     PASSES: gl.constexpr = COLS // 256
     first = n_first + gl.program_id(0) * 128
 
-    whole: gl.constexpr = _words_layout(8)
-    part: gl.constexpr = gl.SliceLayout(2, _words_layout(2))
-    f = first + _feature(gl.arange(0, 128, gl.SliceLayout(1, gl.SliceLayout(2, whole))))
+    whole: gl.constexpr = words_layout(128, 8)
+    part: gl.constexpr = gl.SliceLayout(2, words_layout(128, 2))
+    f = first + feature(gl.arange(0, 128, gl.SliceLayout(1, gl.SliceLayout(2, whole))))
     c = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, whole)))
     j = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, whole)))
     f3, c3 = gl.expand_dims(gl.expand_dims(f, 1), 2), gl.expand_dims(gl.expand_dims(c, 0), 2)
     j3 = gl.expand_dims(gl.expand_dims(j, 0), 1)
     spots = codes + expert * (ROWS * COLS // 8) + (f3 * (COLS // 8) + c3 * 8 + j3)
     here = f3 < ROWS
-    fs = first + _feature(gl.arange(0, 128, gl.SliceLayout(1, part)))
+    fs = first + feature(gl.arange(0, 128, gl.SliceLayout(1, part)))
     group = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, part)), 0)
     blocks = absmax + expert * (ROWS * (COLS // BLOCKSIZE)) + gl.expand_dims(fs, 1) * stride_r
     some = gl.expand_dims(fs, 1) < ROWS
@@ -174,7 +119,7 @@ def _product(
         row_t = start_row + gl.arange(0, NR, gl.SliceLayout(1, tail_layout))
         j_t = gl.arange(0, RANK, gl.SliceLayout(0, tail_layout))
         tail = load_tail(x, products, row_t, last_row, j_t, COLS, STRIDE, TOP_K, RANK)
-        n = first + _feature(gl.arange(0, 128, gl.SliceLayout(1, dot)))
+        n = first + feature(gl.arange(0, 128, gl.SliceLayout(1, dot)))
         jj = gl.arange(0, RANK, gl.SliceLayout(0, dot))
         place = factor + expert * factor_se + n[:, None] * factor_sn + jj[None, :] * factor_sj
         of_features = gl.load(place, mask=(n < n_end)[:, None], other=0.0)
@@ -185,16 +130,16 @@ def _product(
         total = hopper.warpgroup_mma_wait(0, deps=(total,))
 
     for it in range(PASSES):
-        quarters = _quarters(words)
+        parts = quarters(words)
         values = block_values(scale, TABLE)
         for p in gl.static_range(4):
             step = it * 4 + p
-            weights = _weights(quarters[p], values, dtype, LOOKUP, dot)
+            operand = weights(parts[p], values, dtype, LOOKUP, dot)
             hopper.async_copy.wait_group(SLOTS - 3)
             hopper.fence_async_shared()
             gl.thread_barrier()
             right = rights.index(step % SLOTS).permute((1, 0))
-            total = hopper.warpgroup_mma(weights, right, total, is_async=True)
+            total = hopper.warpgroup_mma(operand, right, total, is_async=True)
             coming = step + SLOTS - 2
             if coming < STEPS:
                 hopper.async_copy.async_copy_global_to_shared(
@@ -277,12 +222,6 @@ def restore(x: Tensor, columns: int) -> Tensor:
     """Return rows `(R, K + r)` whose first K columns are reordered, in the order of columns."""
     pairs = x[:, :columns].reshape(x.shape[0], -1, 32, 4, 2).transpose(2, 3)
     return torch.cat([pairs.reshape(x.shape[0], columns), x[:, columns:]], 1)
-
-
-def supports(spec: WeightSpec, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes what `quantized_mm.supports`: sums over columns of 16-bit rows."""
-    halves = dtype in (torch.bfloat16, torch.float16)
-    return halves and supports_registers(spec.kind, spec.blocksize, spec.shape[2])
 
 
 @lru_cache(maxsize=256)

@@ -272,7 +272,7 @@ def few_rows_launches() -> Iterator[str]:
     """Launch the kernel for few rows, which is for cards of NVIDIA's alone; yield names."""
     import torch
 
-    from moe_qlora.kernels import quantized_mm, quantized_mm_few
+    from moe_qlora.kernels import quantized_mm, quantized_mm_few, register_weights
     from moe_qlora.kernels.quantized_config import FEW
 
     offsets = torch.zeros(16, dtype=torch.int32)
@@ -281,7 +281,7 @@ def few_rows_launches() -> Iterator[str]:
         (768, 0, "fp4", torch.bfloat16),
     ):  # fmt: skip
         stack = packed_like((2, 200, cols), kind, nested=kind == "nf4")
-        assert quantized_mm_few.supports(stack.spec, dtype)
+        assert register_weights.supports(stack.spec, dtype)
         x = torch.empty(16, cols + rank, dtype=dtype)
         # As PEFT stores lora_B: experts last.
         factor = torch.empty(200, rank, 2, dtype=dtype).permute(2, 0, 1) if rank else None
@@ -466,6 +466,7 @@ def on_hopper() -> None:
         quantized_mm,
         quantized_mm_hopper,
         quantized_mm_registers,
+        register_weights,
     )
 
     none = torch.empty(16, dtype=torch.int32)
@@ -502,7 +503,7 @@ def on_hopper() -> None:
         (192, 1024, 0, "fp4", torch.float16),
     ]:
         stack = packed_like((2, rows, cols), kind, False)
-        assert quantized_mm_registers.supports(stack.spec, dtype)
+        assert register_weights.supports(stack.spec, dtype)
         x, tokens = torch.empty(16, cols + rank, dtype=dtype), torch.empty(8, cols, dtype=dtype)
         factor = torch.empty(2, rows, rank, dtype=dtype) if rank else None
         gather = quantized_mm.Gather(none, torch.empty(16 * rank, dtype=dtype), 2, 16)

@@ -52,7 +52,7 @@ def test_which_matmuls_the_kernel_for_few_rows_takes(
     routing = routing_.route(torch.arange(4 * each)[:, None] % 4, 4)
     matmul = expert_mm.ExpertMatmul(packed, None, by_rows, False, True, dtype)
     for works in (False, True):
-        monkeypatch.setattr(quantized_mm, "works", {(FEW, -1): works})
+        monkeypatch.setattr(quantized_mm, "works", {(FEW.own, -1): works})
         config, tiles, tile = expert_mm.quantized_cut(matmul, routing, False)
         assert (config == FEW) == (taken and works)
         assert not taken or (tile == limits.FEW_TILE and tiles is routing.tiles)
@@ -61,7 +61,7 @@ def test_which_matmuls_the_kernel_for_few_rows_takes(
 
 
 def test_other_dtypes_are_not_taken(monkeypatch):
-    monkeypatch.setattr(quantized_mm, "works", {(FEW, -1): True})
+    monkeypatch.setattr(quantized_mm, "works", {(FEW.own, -1): True})
     spec = stack_of((4, 128, 512), "nf4", True).spec
     assert not quantized_check.multiplies_few(spec, torch.float32, 16, back=False)
     assert not quantized_check.multiplies_few(spec, torch.bfloat16, 32, back=False)
@@ -89,11 +89,12 @@ def test_each_card_tries_the_kernels_that_it_may_have(monkeypatch, card, asked):
     )
     quantized_check.prepare(torch.device("cuda", 0))
     assert tried == asked
-    assert {config for (config, _), works in quantized_mm.works.items() if works} == asked
+    right = {own for (own, _), works in quantized_mm.works.items() if works}
+    assert right == {config.own for config in asked}
 
 
 def test_what_does_not_compile_goes_to_the_portable_kernel(monkeypatch):
-    monkeypatch.setattr(quantized_mm, "works", {(FEW, -1): True})
+    monkeypatch.setattr(quantized_mm, "works", {(FEW.own, -1): True})
     monkeypatch.setattr(quantized_mm_few, "step", lambda *_: refused)
     packed = stack_of((3, 72, 512), "nf4", True)
     routing = routing_.route(torch.randint(4, (20, 2)), 3)  # of which 3 is held elsewhere
@@ -120,7 +121,7 @@ def test_a_tuned_table_may_name_the_kernel_for_few_rows(monkeypatch):
     packed = stack_of((2, 64, 512), "nf4", True)
     default = quantized_config.default(16, CPU, back=False)
     for works, config, may in [(True, FEW, True), (False, FEW, False), (True, default, True)]:
-        monkeypatch.setattr(quantized_mm, "works", {(FEW, -1): works})
+        monkeypatch.setattr(quantized_mm, "works", {(FEW.own, -1): works})
         own = autotune._own(packed, torch.bfloat16, 16, False)
         assert autotune._may_run(config, packed, 16, own) == may
 
@@ -138,7 +139,7 @@ def test_tuning_measures_the_kernel_for_few_rows(monkeypatch):
         (True, 16, True, FEW, False),
         (True, 16, False, FEW._replace(own=""), False),
     ]:
-        monkeypatch.setattr(quantized_mm, "works", {(FEW, -1): works})
+        monkeypatch.setattr(quantized_mm, "works", {(FEW.own, -1): works})
         found = autotune._try(problem, packed, tile, back, config)
         assert found == (1.0 if measured else None)
 
@@ -148,10 +149,10 @@ def test_what_is_given_up_is_that_kernel_alone(monkeypatch, blocksize):
     """Hopper's kernel that does not take blocks of 32 still takes those of 64."""
     hopper, registers = quantized_config.HOPPER, quantized_config.REGISTERS
     spec = WeightSpec((2, 64, 512), "nf4", blocksize, 0, -1)
-    kernels = (FEW, registers, hopper, "mxfp4")
+    kernels = (FEW.own, registers.own, hopper.own, "mxfp4")
     for config in (FEW, registers, hopper):
         monkeypatch.setattr(quantized_mm, "works", {(kernel, -1): True for kernel in kernels})
         with pytest.warns(UserWarning, match="does not compile"):
             quantized_mm._give_up(config, spec, RuntimeError())
         lost = {kernel for (kernel, _), works in quantized_mm.works.items() if not works}
-        assert lost == {"mxfp4" if config == hopper and blocksize == 32 else config}
+        assert lost == {"mxfp4" if config == hopper and blocksize == 32 else config.own}

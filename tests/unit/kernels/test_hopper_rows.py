@@ -95,7 +95,7 @@ def test_reordered_columns_and_back():
 
 def test_which_matmuls_hold_weights_in_registers(monkeypatch):
     """Out alone, of as many rows an expert as suit, in whole groups of 256 columns."""
-    monkeypatch.setattr(quantized_mm, "works", {(quantized_config.REGISTERS, -1): True})
+    monkeypatch.setattr(quantized_mm, "works", {(quantized_config.REGISTERS.own, -1): True})
     monkeypatch.setattr(limits, "ROWS_IN_REGISTERS", (128, 200))
     bf16 = torch.bfloat16
     for columns, kind, many, by_rows, taken in [
@@ -146,7 +146,7 @@ def test_kernels_that_do_not_compile_are_not_tried_again(monkeypatch):
 @pytest.mark.parametrize("gathers", [False, True])
 def test_what_does_not_compile_is_multiplied_in_order(gathers, monkeypatch):
     """The portable kernel takes over a product whose rows are in the order of registers."""
-    monkeypatch.setattr(quantized_mm, "works", {(quantized_config.REGISTERS, -1): True})
+    monkeypatch.setattr(quantized_mm, "works", {(quantized_config.REGISTERS.own, -1): True})
     monkeypatch.setattr(quantized_mm_registers, "step", lambda *_: refused)
     packed = stack_of((3, 72, 512), "nf4", False)
     index = torch.randint(4, (90, 2))  # of which 3 is held elsewhere
@@ -167,7 +167,7 @@ def test_what_does_not_compile_is_multiplied_in_order(gathers, monkeypatch):
     for e in range(3):
         some = rows[offsets[e] : offsets[e + 1]]
         close(y[offsets[e] : offsets[e + 1]], some @ torch.cat([weight[e], factor[e]], 1).t())
-    assert not quantized_mm.works[quantized_config.REGISTERS, -1]
+    assert not quantized_mm.works[quantized_config.REGISTERS.own, -1]
 
 
 def refused(*_):
