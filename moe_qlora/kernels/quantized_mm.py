@@ -28,7 +28,7 @@ from . import cards
 from .dequantize import block_absmax
 from .launch import Launch
 from .limits import cdiv, supports_quantized
-from .quantized_config import FEW, HOPPER, REGISTERS, Config, Gather, default
+from .quantized_config import FEW, HOPPER, REGISTERS, Config, Gather
 from .routing import tabulate
 from .weights import TABLES, PackedWeight, WeightSpec
 
@@ -274,8 +274,7 @@ def launch(
         if config == REGISTERS:
             tiles, tile = tabulate(expert_offsets[: spec.shape[0] + 1], rows)
             count, x = tiles.numel() // 2, quantized_mm_registers.restore(x, spec.shape[2])
-        few = config == FEW
-        config = default(tile, x.device, back=back) if few else Config(128, 64, 3, 4, False)
+        config = Config(128, 64, 3, 4, False)
     nested = spec.nested if absmax is None else 0
     step = _quantized_launch(
         spec, x.dtype, x.stride(0), top_k, rank, across, nested, back, tile, count, config, span
