@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,19 @@ def test_unit_tests_mirror_the_package():
     folders = {p.name for p in (ROOT / "tests/unit").iterdir() if p.is_dir()} - {"__pycache__"}
     assert folders - {"tools"} <= rooms
     assert not rooms - folders - {"integrations"}  # tests/integrations
+
+
+def test_every_file_with_tests_is_collected(pytestconfig):
+    """pytest silently skips folders that match norecursedirs: by default "build" and "dist"."""
+    skipped = pytestconfig.getini("norecursedirs")
+    named = pytestconfig.getini("python_files")
+    tests = ROOT / "tests"
+    files = [f for f in tests.rglob("*.py") if re.search(r"^def test_", f.read_text(), re.M)]
+    assert tests / "unit/build/test_files.py" in files
+    for file in files:
+        assert any(file.match(pattern) for pattern in named), file
+        folders = file.relative_to(ROOT).parts[:-1]
+        assert not [f for f in folders if any(fnmatch(f, p) for p in skipped)], file
 
 
 def test_imports_go_one_way():
