@@ -179,11 +179,24 @@ def _from_config(label: str, where: str | Path, trust_remote_code: bool) -> Sour
         with quiet():
             config = AutoConfig.from_pretrained(str(where), trust_remote_code=trust_remote_code)
             check_depth(config.to_dict())
+            _check_parts(config)
             # Kernels of the hub are code too, and nothing here computes.
             config._attn_implementation = config._experts_implementation = None
     except Exception as error:
         raise CheckpointError(_explain(label, error)) from error
     return _with_own_settings(Source(label, config))
+
+
+def _check_parts(config: PretrainedConfig) -> None:
+    """Raise where a part, such as text_config, is no configuration that transformers has read."""
+    # get_text_config looks for these names in every configuration.
+    for name in (*config.sub_configs, "text_config", "decoder", "generator", "text_encoder"):
+        part = getattr(config, name, None)
+        if part is not None and not isinstance(part, PretrainedConfig):
+            raise ValueError(
+                f"{name} is {part!r:.80}, which is no configuration of a part of a "
+                f"{config.model_type}"
+            )
 
 
 def _with_own_settings(source: Source) -> Source:

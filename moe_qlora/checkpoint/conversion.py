@@ -90,7 +90,12 @@ def blank(disk: Disk) -> dict[str, Tensor]:
 
 
 class DiskLayout:
-    """The parameters of a model on meta and the tensors on disk, each key in one of `groups`."""
+    """The parameters of a model on meta and the tensors on disk, each key in one of `groups`.
+
+    Raises:
+        CheckpointError: A tensor, converted as transformers does, has another shape than the
+            model's parameter or buffer.
+    """
 
     def __init__(self, model: nn.Module, disk: Disk) -> None:
         self._model: Any = model
@@ -98,6 +103,7 @@ class DiskLayout:
         mapping = get_model_conversion_mapping(self._model)
         self.groups = self._groups(mapping)
         self.by_name = {name: group for group in self.groups for name in group.shapes}
+        self._check_shapes()
         # `from_pretrained` notes the conversions that it used here, and saving undoes these.
         self._model.__dict__["_weight_conversions"] = [one for one in mapping if one.was_used()]
 
@@ -116,7 +122,7 @@ class DiskLayout:
             if name not in state:
                 groups.append(Group((key,), {}))
             elif pattern is None:
-                groups.append(Group((key,), {name: tuple(state[name].shape)}, target=name))
+                groups.append(Group((key,), {name: self._disk[key][0]}, target=name))
             else:
                 _, sources = collected.setdefault(name, (by_pattern[pattern], {}))
                 sources.setdefault(pattern, []).append(key)
@@ -150,19 +156,21 @@ class DiskLayout:
         first = {self._disk[key][0][0] for key in group.keys if self._disk[key][0]}
         return "row" if counts == {1} and first == rows else ""
 
-    def holds(self, name: str) -> bool:
-        """Whether a parameter lies on disk, under this very name."""
-        group = self.by_name.get(name)
-        if group is None:
-            return False
-        shape = tuple(self._model.state_dict()[name].shape)
-        if group.shapes[name] != shape:
-            raise CheckpointError(
-                f"{name} has the shape {group.shapes[name]} on disk ({len(group.keys)} tensors, "
-                f"{group.keys[0]} for one) and {shape} by config.json: files are missing, or of "
-                "another model."
-            )
-        return True
+    def _check_shapes(self) -> None:
+        """Raise where a tensor's shape on disk is not that of the model's parameter.
+
+        Codecs take weights in row-major order, so that another shape of as many values would be
+        packed without an error.
+        """
+        state = self._model.state_dict()
+        for name, group in self.by_name.items():
+            shape = group.shapes[name]
+            if name in state and shape != (expected := tuple(state[name].shape)):
+                count, key = len(group.keys), group.keys[0]
+                raise CheckpointError(
+                    f"{name} has the shape {shape} on disk ({count} tensors, {key} for one) and "
+                    f"{expected} by config.json: files are missing, or of another model."
+                )
 
     def convert(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert tensors by key, of a group or a slice (`Group.part`), to parameters by name."""

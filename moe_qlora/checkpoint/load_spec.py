@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..detection.detect import detect
 from ..errors import CheckpointError, UnsupportedWeightError
@@ -48,6 +48,9 @@ class LoadSpec:
     unit_nbytes: tuple[float, ...] = ()
     packed: dict[str, PackedWeight] = field(default_factory=dict)
     unpacked: set[str] = field(default_factory=set)  # that were read, and packed by no converter
+    # of Linear layers that bitsandbytes packs: minimum and maximum by name, and what is wrong
+    extremes: dict[str, Tensor] = field(default_factory=dict)
+    faults: list[CheckpointError] = field(default_factory=list)
     # converters of the load, each as (own, the stock one that it replaces or None)
     replaced: list[tuple[Any, Any]] = field(default_factory=list)
     read: set[str] = field(default_factory=set)  # keys on disk that converters of the load have got

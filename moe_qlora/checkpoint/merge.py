@@ -231,15 +231,15 @@ class _Merge:
 
     def _check_reached(self) -> None:
         """Raise where a weight that is changed or rounded is not on disk, or not in floats."""
-        holds, updates = self._base.layout.holds, self._updates
+        on_disk, updates = self._base.layout.by_name.keys(), self._updates
         for name in (*updates.deltas, *updates.replacements):
-            if not holds(name):
+            if name not in on_disk:
                 raise AdapterError(
                     f"{self._adapter.folder} changes {name}, which the base's files do not hold."
                 )
         if self._training is not None:
             for name in sorted(self._training.experts | self._training.linears):
-                if not holds(name) and name not in updates.tied:
+                if name not in on_disk and name not in updates.tied:
                     raise CheckpointError(
                         f"{name} was packed in training, and the base's files do not hold it."
                     )

@@ -85,7 +85,7 @@ def quantize_checkpoint(
         CheckpointError: The source is quantized in a way that is not read, or is damaged,
             parameters are missing, or the destination exists.
         ConfigError: The config cannot be followed.
-        NonFiniteWeightError: An expert weight holds NaN or inf.
+        NonFiniteWeightError: A weight that is packed holds NaN or inf.
         UnsupportedWeightError: An expert weight cannot be packed.
     """
     folder, out = absolute(source), absolute(destination)
@@ -167,6 +167,7 @@ class PackingJob:
         dtype = model.dtype
         own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.kept = kept_dtypes(model, dtype)
+        self.base = PlainBase(folder, model, device=device)
         # Replaces the Linear layers of the model that bitsandbytes packs.
         self.packed = from_config(model, config)
         linears = self.packed.linears
@@ -177,7 +178,6 @@ class PackingJob:
         }
         self.transposed = {n for n, kind in replaced.items() if not issubclass(kind, nn.Linear)}
         self.dtypes = own | dict.fromkeys(linears & own.keys(), dtype)
-        self.base = PlainBase(folder, model, device=device)
         self.tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         self.steps = self._steps(model)
 
@@ -310,7 +310,7 @@ class PackingJob:
         if name in self.transposed:
             value = value.T
         value = value.to(device=self.device, dtype=self.dtype(name))
-        index = first_nonfinite(value) if name in self.spec.params else None
+        index = first_nonfinite(value)
         if index is not None:
             position = [start + index[0], *index[1:]]
             raise NonFiniteWeightError(

@@ -29,10 +29,9 @@ class CheckpointRows:
         """
         self._base, self._transposed = base, transposed
         self._last: tuple[str, Tensor] | None = None
-        # Asked now, since the model's parameters get other shapes and names when they are packed.
-        holds = {name for name in base.layout.by_name if base.layout.holds(name)}
-        names = {*holds, *aliases}
-        stored = {n: next((a for a in (n, *aliases.get(n, ())) if a in holds), "") for n in names}
+        on_disk = base.layout.by_name.keys()
+        names = {*on_disk, *aliases}
+        stored = {n: next((a for a in (n, *aliases.get(n, ())) if a in on_disk), "") for n in names}
         self._stored = {name: other for name, other in stored.items() if other}
 
     def __call__(self, name: str, start: int, stop: int) -> Tensor:

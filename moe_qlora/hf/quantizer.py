@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.accelerate import get_max_memory
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -24,7 +26,7 @@ from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, pars
 from ..checkpoint.prequantized import describe_plain
 from ..checkpoint.reader import Checkpoint, check_plain
 from ..distributed import expert_parallel
-from ..errors import CheckpointError, UnsupportedWeightError
+from ..errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
 from ..layout import listed
 from ..packing import parametrize, shares
 from ..packing.codec import pack
@@ -296,7 +298,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     def get_quantize_ops(self) -> Any:
         """Return the stock operation, kept from expert weights: converters have packed these."""
         ops = super().get_quantize_ops()  # type: ignore[misc]
-        return ops if self._spec is None else _LeaveExperts(ops, self._spec)
+        return ops if self._spec is None else _PackLinears(ops, self._spec)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Attach the packed weights, and leave the model with a quantizer of the stock class."""
@@ -342,8 +344,12 @@ def _even_shares(units: Sequence[float], devices: int) -> list[float]:
     return shares
 
 
-class _LeaveExperts(ConversionOps):
-    """The stock operation for Linear layers, with expert weights passed on as they are."""
+class _PackLinears(ConversionOps):
+    """The stock operation for Linear layers, which passes expert weights on and checks the others.
+
+    transformers turns an exception of an operation into a line of a table, so that what is wrong is
+    noted in the spec, and raised once the model is loaded.
+    """
 
     def __init__(self, stock: Any, spec: LoadSpec) -> None:
         self.stock, self.spec = stock, spec
@@ -352,8 +358,29 @@ class _LeaveExperts(ConversionOps):
         """Return tensors by name, those of Linear layers packed."""
         experts = {n: value for n, value in input_dict.items() if n in self.spec.params}
         self.spec.unpacked |= experts.keys()
-        linears = {n: value for n, value in input_dict.items() if n not in experts}
+        linears = {
+            name: self._checked(name, value[0] if isinstance(value, list) else value, context)
+            for name, value in input_dict.items()
+            if name not in experts
+        }
         return experts | (self.stock.convert(linears, *args, **context) if linears else {})
+
+    def _checked(self, name: str, weight: Tensor, context: Mapping[str, Any]) -> Tensor:
+        """Note another shape than the model's, and the extremes; return a weight of its shape."""
+        module = context["model"].get_submodule(name.rpartition(".")[0])
+        rows, cols = module.weight.shape
+        swapped = not issubclass(getattr(module, "source_cls", nn.Linear), nn.Linear)  # Conv1D
+        expected = (cols, rows) if swapped else (rows, cols)
+        if tuple(weight.shape) != expected:
+            self.spec.faults.append(
+                CheckpointError(
+                    f"{name} has the shape {tuple(weight.shape)} on disk and {expected} by "
+                    "config.json: they are not of one model."
+                )
+            )
+            return weight.new_zeros(expected)
+        self.spec.extremes[name] = torch.stack(torch.aminmax(weight.detach()))
+        return weight
 
 
 def load_shares(model: Any, spec: LoadSpec, mesh: Any) -> dict[str, ExpertShare]:
@@ -375,6 +402,7 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     """Attach what converters packed, pack what they did not see, and mark the model quantized."""
     _restore_conversions(model, spec)
     check_read(model, spec)
+    _check_linears(spec)
     if not spec.params:
         return
     by_codes = {id(hold(packed)): packed for packed in spec.packed.values()}
@@ -406,6 +434,23 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     finish_packing(model, spec.layout, config, spec.settings)
     if spec.shares:
         expert_parallel.divide(model, spec.layout, next(iter(spec.shares.values())).mesh)
+
+
+def _check_linears(spec: LoadSpec) -> None:
+    """Raise what the operation of Linear layers has noted."""
+    if spec.faults:
+        raise spec.faults[0]
+    extremes = spec.extremes
+    devices = {extreme.device for extreme in extremes.values()}
+    for device in devices:  # one wait for each
+        names = [name for name, extreme in extremes.items() if extreme.device == device]
+        finite = torch.stack([extremes[name].float() for name in names]).isfinite().all(1).tolist()
+        bad = [name for name, whole in zip(names, finite, strict=True) if not whole]
+        if bad:
+            raise NonFiniteWeightError(
+                f"{listed(bad)} holds NaN or inf, and the blocks with it could not be decoded: "
+                "repair the checkpoint."
+            )
 
 
 def _restore_conversions(model: Any, spec: LoadSpec) -> None:

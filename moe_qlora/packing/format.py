@@ -208,9 +208,9 @@ def value_problems(
                 first = int(wrong.nonzero()[0])
                 yield f"has the {name} {float(scales[first])} at {first}, not finite and 0 or more"
     if settings.kind == "mxfp4" and EXPONENTS in tensors:
-        nan = tensors[EXPONENTS] == 255
-        if bool(nan.any()):
-            yield f"has the exponent 255, which stands for NaN, at {int(nan.nonzero()[0])}"
+        bad = overflowing_block(tensors[CODES], tensors[EXPONENTS], dtype or torch.float32)
+        if bad is not None:
+            yield f"has the exponent {bad.exponent}, which decodes to {bad.value}, at {bad.index}"
     if not settings.has_record:
         return
     for end, table in ((TABLE, torch.tensor(TABLES[settings.kind])), (NESTED_TABLE, _dynamic())):
@@ -235,6 +235,37 @@ def value_problems(
         # As text, in which 64, 64.0 and True differ.
         if json.dumps(said, sort_keys=True) != json.dumps(right, sort_keys=True):
             yield f"says of itself {said!r:.400}, and it must be {right!r:.400}"
+
+
+class BadBlock(NamedTuple):
+    """A block of MXFP4 codes that does not decode to numbers."""
+
+    index: int
+    exponent: int
+    value: str  # what it decodes to
+
+
+def overflowing_block(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> BadBlock | None:
+    """Return the first block of MXFP4 codes that holds NaN, or inf once it is decoded to `dtype`.
+
+    Args:
+        codes: Two in a byte, 16 bytes a block, any shape.
+        exponents: uint8 (blocks,), e8m0.
+        dtype: Of the decoded weight.
+    """
+    largest = torch.finfo(dtype).max
+    safe = 127 + math.floor(math.log2(largest / max(TABLES["mxfp4"])))
+    suspects = (exponents > safe).nonzero().flatten()  # blocks of small codes may be finite still
+    pairs = codes.detach().view(torch.uint8).view(-1, MX_BLOCK // 2)[suspects]
+    table = torch.tensor(TABLES["mxfp4"], dtype=torch.float64, device=codes.device).abs()
+    values = torch.stack([table[(pairs >> 4).int()], table[(pairs & 15).int()]]).amax((0, 2))
+    values *= 2.0 ** (exponents[suspects].double() - 127)
+    bad = (values > largest) | (exponents[suspects] == 255)
+    if not bool(bad.any()):
+        return None
+    index = int(suspects[int(bad.nonzero()[0])])
+    exponent = int(exponents[index])
+    return BadBlock(index, exponent, "NaN" if exponent == 255 else f"inf in {dtype_name(dtype)}")
 
 
 def read_record(record: Tensor) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK, PackedWeight
 from .codec import microscaled
-from .format import CODES, EXPONENTS, packed_tensors, why_not_packed
+from .format import CODES, EXPONENTS, overflowing_block, packed_tensors, why_not_packed
 from .settings import CodecSettings
 
 
@@ -96,17 +96,19 @@ class KeptPacker:
         """Return the packed weight.
 
         Raises:
-            UnsupportedWeightError: Experts are missing, or a scale is NaN.
+            UnsupportedWeightError: Experts are missing, or a block decodes to NaN or inf.
         """
         if self._experts != self.shape[0]:
             raise UnsupportedWeightError(
                 f"MXFP4 blocks came for {self._experts} experts; a weight of shape "
                 f"{tuple(self.shape)} has {self.shape[0]}."
             )
-        nan = self._exponents == 255
-        if bool(nan.any()):
-            expert = int(nan.nonzero()[0]) * MX_BLOCK // math.prod(self.shape[1:])
-            raise UnsupportedWeightError(f"Expert {expert} has an MXFP4 scale that is NaN.")
+        bad = overflowing_block(self._codes, self._exponents, self.dtype)
+        if bad is not None:
+            expert = bad.index * MX_BLOCK // math.prod(self.shape[1:])
+            raise UnsupportedWeightError(
+                f"Expert {expert} has an MXFP4 scale, {bad.exponent}, that decodes to {bad.value}."
+            )
         codes = self._codes.unsqueeze(1)
         return microscaled(codes, self._exponents, self.shape, self.dtype, self.settings)
 

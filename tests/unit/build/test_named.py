@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from transformers import BitsAndBytesConfig
 
 from moe_qlora.build import named
+from moe_qlora.errors import CheckpointError
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_config
 
@@ -31,3 +34,12 @@ def test_a_live_configuration_says_how_it_is_packed(kind):
         source = named.resolve(config)
         assert source.settings == CodecSettings.from_config(asked)
         assert not source.notes
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "llama4"])
+@pytest.mark.parametrize("part", [5, 0, True, "x", [1], []])
+def test_a_part_that_is_no_configuration_is_named(tmp_path, family, part):
+    content = {"model_type": family, "text_config": part}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="text_config"):
+        named.resolve(tmp_path)

@@ -121,15 +121,47 @@ def test_a_folder_without_such_codes_is_packed_and_says_so(folders):
     assert {packed.kind for packed in packed_of(model).values()} == {"nf4"}
 
 
-def test_damaged_scales_are_named(folders, tmp_path):
-    folder = tmp_path / "broken"
+@pytest.mark.parametrize(
+    ("scale", "dtype", "value"),
+    [
+        (255, torch.bfloat16, "NaN"),
+        (254, torch.bfloat16, "inf in bfloat16"),
+        (253, torch.float32, "inf in float32"),
+        (150, torch.float16, "inf in float16"),
+        (141, torch.float16, "inf in float16"),
+    ],
+)
+def test_damaged_scales_are_named(folders, tmp_path, scale, dtype, value):
+    key = "model.layers.0.mlp.experts.down_proj"
+    folder = scaled(folders, tmp_path, key, scale, codes=0x07)  # 6, the largest code, and 0
+    said = rf"{key}: Expert 2 has an MXFP4 scale, {scale}, that decodes to {value}"
+    with pytest.raises(CheckpointError, match=said):
+        load(folder, config=BitsAndBytesConfig(**NF4), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("scale", "codes", "dtype"),
+    [(254, 0x22, torch.bfloat16), (252, 0x77, torch.float32), (140, 0x77, torch.float16)],
+)
+def test_large_scales_of_finite_weights_are_kept(folders, tmp_path, scale, codes, dtype):
+    key = "model.layers.0.mlp.experts.down_proj"
+    folder = scaled(folders, tmp_path, key, scale, codes)
+    model = load(folder, config=BitsAndBytesConfig(**NF4), dtype=dtype)
+    weight = codec.unpack(packed_of(model)[key])
+    factor = {0x22: 1.0, 0x77: 6.0}[codes]
+    assert torch.isfinite(weight).all()
+    assert weight.abs().max().double() == factor * 2.0 ** (scale - 127)
+
+
+def scaled(folders, tmp_path, key, scale, codes):
+    """Write the maker's folder with another block: its scale, and all bytes of its codes."""
+    folder = tmp_path / "changed"
     shutil.copytree(folders / "maker", folder)
     stored = load_file(folder / "model.safetensors")
-    key = "model.layers.0.mlp.experts.down_proj"
-    stored[f"{key}_scales"][2, 3, 1] = 255
+    stored[f"{key}_scales"][2, 3, 1] = scale
+    stored[f"{key}_blocks"][2, 3, 1] = codes
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"{key}: Expert 2 has an MXFP4 scale that is NaN"):
-        load(folder, config=BitsAndBytesConfig(**NF4))
+    return folder
 
 
 def test_counts_and_bytes(kept, plain, nf4):

@@ -41,7 +41,7 @@ def test_decodes_to_what_the_definition_says(shape, transposed, dtype):
         assert torch.equal(part, whole(blocks, scales, transposed)[start:stop])
 
 
-@pytest.mark.parametrize("exponent", [0, 1, 126, 127, 250, 254])
+@pytest.mark.parametrize("exponent", [0, 1, 126, 127, 250, 252])
 def test_every_scale_down_to_subnormal_numbers(exponent):
     blocks = torch.arange(16, dtype=torch.uint8).mul(17).view(1, 1, 1, 16)
     scales = torch.full((1, 1, 1), exponent, dtype=torch.uint8)
@@ -83,7 +83,7 @@ def test_experts_may_arrive_one_at_a_time():
         (lambda b, s: (b[..., :8], s), r"blocks are torch.uint8 of shape \(3, 7, 3, 8\)"),
         (lambda b, s: (b.float(), s), "blocks are torch.float32"),
         (lambda b, s: (b, s[..., :2]), r"scales are .* has bytes of shape \(3, 7, 3\)"),
-        (lambda b, s: (b, s.clone().fill_(255)), "Expert 0 has an MXFP4 scale that is NaN"),
+        (lambda b, s: (b, s.clone().fill_(255)), "MXFP4 scale, 255, that decodes to NaN"),
     ],
 )
 def test_what_is_no_such_weight_is_named(change, message):
@@ -157,7 +157,7 @@ def test_a_state_dict_of_another_weight_is_refused():
     with pytest.raises(RuntimeError, match=r"has uint8 of shape \(62,\) as its .exponents"):
         host.load_state_dict(state)
     state["weight.exponents"] = torch.full((63,), 255, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="the exponent 255, which stands for NaN, at 0"):
+    with pytest.raises(RuntimeError, match="the exponent 255, which decodes to NaN, at 0"):
         host.load_state_dict(state)
 
 

@@ -1,0 +1,171 @@
+"""Stored shapes that are not the model's, and weights that are not finite, on every way in."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.checkpoint.verify import verify
+from moe_qlora.errors import CheckpointError, NonFiniteWeightError
+from moe_qlora.testing import tiny_model
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
+KEY = "model.layers.0.self_attn.k_proj.weight"
+
+
+def transposed(weight: torch.Tensor) -> torch.Tensor:
+    return weight.transpose(-1, -2).contiguous()
+
+
+def half_the_experts(weight: torch.Tensor) -> torch.Tensor:
+    """The same number of values in half as many experts."""
+    return weight.reshape(weight.shape[0] // 2, weight.shape[1] * 2, *weight.shape[2:])
+
+
+def without_a_row(weight: torch.Tensor) -> torch.Tensor:
+    return weight[1:].contiguous()
+
+
+CHANGES = [
+    ("gpt_oss", "model.layers.0.mlp.experts.down_proj", transposed),
+    ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj", half_the_experts),
+    ("gpt_oss", KEY, transposed),
+    ("qwen3_moe", KEY, transposed),
+    ("qwen3_moe", KEY, without_a_row),
+    ("qwen3_moe", KEY, half_the_experts),
+    ("qwen3_moe", "model.layers.0.mlp.gate.weight", transposed),
+    ("qwen3_moe", "model.norm.weight", without_a_row),
+]
+changes = pytest.mark.parametrize(
+    ("family", "key", "change"), CHANGES, ids=lambda x: getattr(x, "__name__", str(x))
+)
+
+
+def write(folder: Path, family: str) -> Path:
+    sizes = {"intermediate_size": 96} if family == "gpt_oss" else {}
+    tiny_model(family, dtype=torch.bfloat16, **sizes).save_pretrained(folder)
+    return folder
+
+
+def store_changed(folder: Path, key: str, how: Any) -> str:
+    """Store another value under a key; return a pattern of both shapes and the name."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    right = tuple(tensors[key].shape)
+    tensors[key] = how(tensors[key])
+    wrong = tuple(tensors[key].shape)
+    assert wrong != right
+    save_file(tensors, file, metadata={"format": "pt"})
+    return f"{re.escape(key)} .*{re.escape(str(wrong))}.*{re.escape(str(right))}"
+
+
+def load(folder: Path) -> Any:
+    with moe_qlora.enabled():
+        return AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=BitsAndBytesConfig(**NF4), dtype=torch.bfloat16
+        )
+
+
+@changes
+def test_another_shape_is_refused_before_it_is_packed(tmp_path, family, key, change):
+    said = store_changed(write(tmp_path / "plain", family), key, change)
+    with pytest.raises(CheckpointError, match=said):
+        moe_qlora.quantize_checkpoint(tmp_path / "plain", tmp_path / "packed", NF4)
+    assert not (tmp_path / "packed").exists()
+
+
+@changes
+def test_another_shape_is_refused_while_it_loads(tmp_path, family, key, change):
+    """Packed weights by one sentence; transformers refuses all others by itself."""
+    said = store_changed(write(tmp_path / "plain", family), key, change)
+    packed = "proj" in key
+    expected = CheckpointError if packed else RuntimeError
+    with pytest.raises(expected, match=re.escape(key) if packed else "above report"):
+        load(tmp_path / "plain")
+    if key == KEY:
+        with pytest.raises(CheckpointError, match=said):
+            load(tmp_path / "plain")
+
+
+@changes
+def test_verify_and_merge_refuse_another_shape(tmp_path, family, key, change):
+    source = write(tmp_path / "plain", family)
+    moe_qlora.quantize_checkpoint(source, tmp_path / "packed", NF4)
+    adapter = adapter_for(tmp_path / "packed", tmp_path / "adapter")
+    said = store_changed(source, key, change)
+    with pytest.raises(CheckpointError, match=said):
+        verify(tmp_path / "packed", against=source)
+    with pytest.raises(CheckpointError, match=said):
+        moe_qlora.merge_adapter(source, adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def adapter_for(packed: Path, out: Path) -> Path:
+    from peft import LoraConfig
+
+    with moe_qlora.enabled():
+        model: Any = AutoModelForCausalLM.from_pretrained(packed)
+    lora = LoraConfig(r=2, target_modules=["v_proj"])
+    moe_qlora.get_peft_model(model, lora, experts=True).save_pretrained(out)
+    return out
+
+
+def poison(value: float) -> Any:
+    def put(weight: torch.Tensor) -> torch.Tensor:
+        weight = weight.clone()
+        weight[3, 5] = value
+        return weight
+
+    return put
+
+
+def store(folder: Path, key: str, how: Any) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors[key] = how(tensors[key])
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("settings", [NF4, {"load_in_8bit": True}], ids=["nf4", "int8"])
+def test_a_linear_layer_that_is_not_finite_is_refused(tmp_path, value, settings):
+    """bitsandbytes would spread one NaN over the whole weight, through the mean of its absmax."""
+    source = write(tmp_path / "plain", "qwen3_moe")
+    store(source, KEY, poison(value))
+    with pytest.raises(NonFiniteWeightError, match=re.escape(KEY)):
+        moe_qlora.quantize_checkpoint(source, tmp_path / "packed", settings)
+    config = BitsAndBytesConfig(**settings)
+    with moe_qlora.enabled(), pytest.raises(NonFiniteWeightError, match=re.escape(KEY)):
+        AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+
+
+@pytest.mark.parametrize("fault", ["code", "nan_scale", "inf_scale"])
+def test_a_makers_linear_layer_that_is_not_finite_is_refused(tmp_path, fault):
+    source = write(tmp_path / "plain", "qwen3_moe")
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    weight = tensors[KEY].float()
+    codes = weight.to(torch.float8_e4m3fn).view(torch.uint8)
+    scale = torch.ones(1, 1)
+    if fault == "code":
+        codes[1, 2] = 0x7F  # NaN
+    else:
+        scale[0, 0] = float(fault[:3])
+    tensors[KEY] = codes.view(torch.float8_e4m3fn)
+    tensors[f"{KEY}_scale_inv"] = scale
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NonFiniteWeightError, match=re.escape(KEY)):
+        moe_qlora.quantize_checkpoint(source, tmp_path / "packed", NF4)
+    with pytest.raises(NonFiniteWeightError, match=re.escape(KEY)):
+        load(source)
