@@ -37,7 +37,7 @@ def check_named(
         return ""
     if config.target_modules is None:  # PEFT's own choice for the model type, or its own error
         return ""
-    names = [name for name in packed if _names_expert(asked, name)]
+    names = [name for name in packed if names_expert(asked, name)]
     if not names:
         return ""
     words = repr(asked.target_modules)
@@ -46,7 +46,7 @@ def check_named(
         words = ", ".join(
             word
             for word in singles
-            if any(_names_expert(changed(asked, target_modules={word}), name) for name in names)
+            if any(names_expert(changed(asked, target_modules={word}), name) for name in names)
         )
     message = (
         f"target_modules names {words}, and it reaches modules only, so that {len(names)} packed "
@@ -69,7 +69,7 @@ def for_target_names(message: str) -> str:
     return head + cure if found else message
 
 
-def _names_expert(config: Any, name: str) -> bool:
+def names_expert(config: Any, name: str) -> bool:
     """Tell whether module targets name this parameter, its module, or matrices of one expert."""
     owner, _, leaf = name.rpartition(".")
     everything = changed(config, target_modules=".*")

@@ -7,6 +7,7 @@ In goes a model, a configuration or a name, with training settings and sizes of 
     source.py      what the user gave -> a function that builds the model on meta
     planner.py     the meta model -> what a step does -> peaks on devices
     meta_model.py  packs and adapts the model on meta, and counts what it holds (`blocks.py`)
+    targets.py     reads what gets LoRA: attention, experts, all-linear, names of modules
     meta_step.py   runs one training step on meta, and counts allocations at the borders of blocks;
                    what is packed or fused is a fake operation there (`meta_ops.py`), whose bytes
                    for experts are worked out in `experts.py` from the rules of the kernels

@@ -9,13 +9,11 @@ rather than estimated.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import peft
 import torch
 from torch import Tensor, nn
 
@@ -38,10 +36,9 @@ from ..packing.shares import why_not_cut
 from .blocks import PackedPart, block_modules, blocks_of, packed_parts, trained_tensor
 from .budget import Block, BlockTensor, Settings
 from .meta_ops import fake_dequantize, fake_experts, fake_layer, fake_linear
+from .targets import lora_config_of
 
 DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
-
-_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
 @dataclass
@@ -197,7 +194,7 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
 def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
     """Put adapters on a meta model in place; a `LoraConfig` replaces the settings' own targets."""
     forward.activate(meta.base, {part.module for part in meta.parts if not part.linear})
-    config = lora_config or _lora_config(meta, settings)
+    config = lora_config or lora_config_of(meta.base, meta.parts, settings.targets, settings.rank)
     try:
         meta.model = make_peft_model(
             meta.base, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True
@@ -227,43 +224,6 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
         )
         for block in meta.blocks
     )
-
-
-def _lora_config(meta: MetaModel, settings: Settings) -> Any:
-    modules: str | list[str] = []
-    parameters: list[str] | None = None
-    for word in filter(None, (word.strip() for word in settings.targets.split(","))):
-        if word == "experts":
-            names = (f"{part.module}.{part.leaf}" for part in meta.parts if not part.linear)
-            parameters = [name.lstrip(".") for name in names]
-        elif word == "all-linear":
-            modules = word
-        elif isinstance(modules, list):
-            modules += _attention_linears(meta.base) if word == "attention" else [word]
-    if not modules and not parameters:
-        raise ConfigError(
-            f"targets={settings.targets!r} names nothing in this model; give attention, "
-            "all-linear, experts, or the names of modules."
-        )
-    return peft.LoraConfig(
-        r=settings.rank,
-        lora_alpha=2 * settings.rank,
-        target_modules=modules,
-        target_parameters=parameters,
-    )
-
-
-def _attention_linears(model: nn.Module) -> list[str]:
-    """Return the Linear layers inside modules that are attention by their class or by name."""
-    names = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            parent = name.rpartition(".")[0]
-            owners = [owner for owner in (parent, parent.rpartition(".")[0]) if owner]
-            classes = [type(model.get_submodule(owner)).__name__ for owner in owners]
-            if any(map(_ATTENTION.search, (parent, *classes))):
-                names.append(name)
-    return names
 
 
 def fake_packed(meta: MetaModel, *, dispatched: bool = False) -> None:

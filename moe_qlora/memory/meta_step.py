@@ -226,7 +226,8 @@ def _alike(blocks: dict[str, nn.Module]) -> list[list[str]]:
             for path, tensor in (*module.named_parameters(), *module.named_buffers())
         )
         settings = tuple(
-            (path, type(part).__name__, key, value)
+            # Wrappers of PEFT keep the full name of what they wrap.
+            (path, type(part).__name__, key, str(value).replace(f"{name}.", ""))
             for path, part in module.named_modules()
             for key, value in sorted(vars(part).items())
             if isinstance(value, (bool, int, float, str)) and not (key in _PLACES or key[0] == "_")

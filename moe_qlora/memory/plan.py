@@ -67,7 +67,8 @@ def plan(
         batch: Sequences in a micro-batch, `seq` tokens each; of one rank.
         seq: Tokens in a sequence.
         rank: LoRA rank.
-        targets: "attention", "all-linear", "experts", names of modules, or several by comma.
+        targets: "attention", "all-linear", "experts", names of modules as `target_modules` of a
+            `LoraConfig` takes them, or several by comma. One that names nothing is an error.
         lora_config: A `LoraConfig` instead of `rank` and `targets`.
         adapter_dtype: "float32", which PEFT's default gives, or "bfloat16".
         optimizer: "adamw", "adamw_8bit", "paged_adamw" or "paged_adamw_8bit".

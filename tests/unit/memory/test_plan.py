@@ -245,12 +245,15 @@ def test_peaks_that_were_measured_on_an_h200(changes, trained, peak, by_projecti
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "olmoe", "mixtral", "qwen3_next"])
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_alike_layers_need_not_all_run(family, checkpointing, monkeypatch):
+@pytest.mark.parametrize(
+    ("targets", "checkpointing"),
+    [("all-linear", True), ("all-linear", False), ("attention,experts", True)],
+)
+def test_alike_layers_need_not_all_run(family, targets, checkpointing, monkeypatch):
     """Running each layer gives what running two of each kind gives."""
     layers = {} if family == "qwen3_next" else {"num_hidden_layers": 5}
     model = tiny_model(family, device="meta", dtype=torch.bfloat16, **layers)
-    made = planner(model, Settings(seq=96, checkpointing=checkpointing, targets="all-linear"))
+    made = planner(model, Settings(seq=96, checkpointing=checkpointing, targets=targets))
     meta, modules = made.meta, block_names.block_modules(made.meta.base)
     trained = {block.name: 4 * sum(block.trained) for block in meta.blocks}
     sizes = {"batch": 1, "seq": 96, "experts": 4}
@@ -689,7 +692,16 @@ def test_experts_read_through_their_parametrization_run():
         ({"adapter_dtype": "int8"}, "adapter_dtype is 'int8'; give one of float32, "),
         ({"dtype": "int4"}, "dtype is 'int4'; give one of float32, "),
         ({"targets": ""}, "targets='' names nothing in this model"),
-        ({"targets": "no_such"}, "PEFT cannot put LoRA on 'no_such': "),
+        ({"targets": "attention,banana"}, "names 'banana', which is no target and no module of "),
+        (
+            {"targets": "banana"},
+            "give attention, experts, all-linear, or names of modules, such as q",
+        ),
+        ({"targets": "attention,expert"}, "names 'expert', which is no target and no module of "),
+        ({"targets": "all-linear, expert"}, "(did you mean experts"),
+        ({"targets": "attention,q_prj"}, "(did you mean q_proj"),
+        ({"targets": "self_attn.q_proj,layers.99.self_attn.q_proj"}, "names 'layers.99.self_attn."),
+        ({"targets": "input_layernorm"}, "PEFT cannot put LoRA on 'input_layernorm': "),
         ({"gpus": 0}, "gpus: 0 is no size of a device"),
         ({"gpus": "24"}, "gpus: 24 is a number of bytes; write 24GiB."),
         ({"gpus": "80GiB,2x48"}, "gpus: 48 is a number of bytes; write 48GiB."),
