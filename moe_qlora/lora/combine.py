@@ -6,12 +6,63 @@ where ranks are concatenated; for the other ways `SingleExpert` shows PEFT one e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from torch import Tensor, nn
 
+from ..layout import unwrapped_name
 from .layer import ParamWrapper
+
+_SCOPE = ("exclude_modules", "layers_to_transform", "layers_pattern")
+
+
+def summed_config(model: nn.Module, configs: Sequence[LoraConfig], adapters: list[str]) -> Any:
+    """Return a config for LoRA on all that any of the adapters has it on, which scales by 1.
+
+    PEFT takes the first adapter's config for a sum, and only joins the `target_modules`: what the
+    first one does not name would be lost, and with its `use_rslora` the sum would be scaled by the
+    root of the rank.
+    """
+    if _same_scope(configs):
+        modules = set().union(*(config.target_modules for config in configs))
+        parameters = [name for config in configs for name in config.target_parameters or ()]
+        scope = {}
+    else:
+        modules, parameters = _adapted(model, adapters)
+        scope = dict.fromkeys(_SCOPE)
+    parameters = list(dict.fromkeys(parameters)) or None
+    scope |= {"target_modules": modules, "target_parameters": parameters}
+    return replace(configs[0], use_rslora=False, **scope)
+
+
+def _same_scope(configs: Sequence[LoraConfig]) -> bool:
+    """Whether PEFT's union of `target_modules` names what all of these name together."""
+    if not all(isinstance(config.target_modules, set) for config in configs):
+        return False
+    scopes = [[getattr(config, field) for field in _SCOPE] for config in configs]
+    return all(scope == scopes[0] for scope in scopes)
+
+
+def _adapted(model: nn.Module, adapters: list[str]) -> tuple[set[str], list[str]]:
+    """Return the full names of modules and of parameters that have one of these adapters."""
+    modules: set[str] = set()
+    parameters: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        if not any(a in module.lora_A or a in module.lora_embedding_A for a in adapters):
+            continue
+        if isinstance(module, StockParamWrapper):
+            parameters.append(f"{unwrapped_name(name)}.{module.parameter_name}")
+        else:
+            modules.add(unwrapped_name(name))
+    return modules, parameters
 
 
 def concatenate(

@@ -7,6 +7,7 @@ import types
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from typing import Any, cast
@@ -26,7 +27,7 @@ from ..layout import unwrapped, unwrapped_name
 from ..packing.sharding import prepare_sharding, restore_linear, runs_distributed
 from ..packing.shares import first_share, keep_from_ddp
 from . import left_out
-from .combine import SingleExpert, concatenate, stored_factors
+from .combine import SingleExpert, concatenate, stored_factors, summed_config
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
 from .coverage import log_coverage
 from .divided import check_whole
@@ -316,25 +317,35 @@ class LoraModel(StockLoraModel):
                     "ones: load its folder with stock PEFT on the 16-bit model, or merge it."
                 )
         check_unsharded(self.model, "add_weighted_adapter", _OFFLINE)
-        super().add_weighted_adapter(
-            adapters, weights, adapter_name, combination_type=combination_type, **kwargs
-        )
+        for adapter in adapters:
+            if adapter not in self.peft_config:
+                raise AdapterError(
+                    f"add_weighted_adapter: there is no adapter {adapter!r}; the model has "
+                    f"{', '.join(self.peft_config)}."
+                )
+        configs = {name: self.peft_config[name] for name in adapters}
+        summed = summed_config(self.model, [configs[name] for name in adapters], adapters)
+        # PEFT makes the new config from the first one, and refuses target_parameters, which its own
+        # wrappers cannot combine, and target_modules of several kinds.
+        plain = {"target_parameters": None, "target_modules": summed.target_modules}
+        self.peft_config.update({n: replace(config, **plain) for n, config in configs.items()})
+        self._summed = summed
+        try:
+            super().add_weighted_adapter(
+                adapters, weights, adapter_name, combination_type=combination_type, **kwargs
+            )
+        finally:
+            del self._summed
+            self.peft_config.update(configs)
         if combination_type == "cat" and len(adapters) > 1:
             for module in self.model.modules():
                 if isinstance(module, ParamWrapper) and adapter_name in module.lora_A:
                     concatenate(module, adapters, weights, adapter_name)
 
     def _check_add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> Any:
-        # PEFT refuses adapters with target_parameters here, which its own wrappers cannot combine.
-        configs = [self.peft_config[name] for name in adapters if name in self.peft_config]
-        parameters = [config.target_parameters for config in configs]
-        for config in configs:
-            config.target_parameters = None
-        try:
-            return super()._check_add_weighted_adapter(adapters, *args, **kwargs)
-        finally:
-            for config, value in zip(configs, parameters, strict=True):
-                config.target_parameters = value
+        checked = super()._check_add_weighted_adapter(adapters, *args, **kwargs)
+        self.peft_config[adapters[0]] = self._summed  # from which PEFT makes the new one next
+        return checked
 
     def _svd_generalized_task_arithmetic_weighted_adapter(
         self, *args: Any, **kwargs: Any

@@ -13,6 +13,7 @@ import pytest
 import small_models
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import load_file, save_file
 from small_models import IDS, MODELS, fill, lora_config
 from torch import Tensor, nn
@@ -302,6 +303,79 @@ def test_weighted_sums_of_adapters(model_type: str, kind: str, rank: int | None)
     assert not any(
         p.requires_grad for n, p in model.named_parameters() if ".default." in n or ".two." in n
     )
+
+
+ATTENTION = {"target_modules": ["o_proj"], "target_parameters": None}
+EXPERTS = {"target_modules": None, "target_parameters": ["experts.gate_up_proj"]}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "attn": ATTENTION,
+    "exp": EXPERTS,
+    "both": {},
+    "first_layer": ATTENTION | {"target_modules": ["q_proj"], "layers_to_transform": [0]},
+    "pattern": ATTENTION | {"target_modules": r".*layers\.1\..*v_proj"},
+    "router": ATTENTION | {"target_parameters": ["gate.weight"]},
+}
+
+
+@pytest.mark.parametrize("rslora", [(False, False), (True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("attn", "exp"),
+        ("exp", "attn"),
+        ("exp", "exp"),
+        ("attn", "both"),
+        ("first_layer", "both"),
+        ("exp", "first_layer"),
+        ("pattern", "attn"),
+        ("exp", "pattern"),
+        ("attn", "router"),
+    ],
+    ids="-".join,
+)
+def test_a_sum_has_what_any_of_the_adapters_has(names: Any, rslora: Any) -> None:
+    """Of Linear layers as well: PEFT keeps the first one's targets, and its scale by sqrt(r)."""
+    first, second = (
+        lora_config(**ADAPTERS[name], use_rslora=scaled)
+        for name, scaled in zip(names, rslora, strict=True)
+    )
+    model = moe_qlora.get_peft_model(build(), first, adapter_name="one")
+    model.add_adapter("two", second)
+    fill(model)
+    configs = {name: config.to_dict() for name, config in model.peft_config.items()}
+    model.add_weighted_adapter(["one", "two"], [0.5, -2.0], "sum", combination_type="cat")
+    assert configs == {name: model.peft_config[name].to_dict() for name in configs}
+    parts = dict.fromkeys(names, 0)
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        has = [adapter for adapter in ("one", "two") if adapter in module.lora_A]
+        assert ("sum" in module.lora_A) == bool(has), name
+        if has:
+            weights = {"one": 0.5, "two": -2.0}
+            expected = sum(weights[one] * module.get_delta_weight(one) for one in has)
+            assert close(module.get_delta_weight("sum"), expected, 1e-4), name
+            for adapter in has:
+                parts[names[("one", "two").index(adapter)]] += 1
+    assert all(parts.values())
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("svd", 6), ("linear", None)])
+def test_sums_of_rslora_adapters_are_not_scaled_again(kind: str, rank: int | None) -> None:
+    model = moe_qlora.get_peft_model(build(), lora_config(use_rslora=True))
+    fill(model)
+    model.add_weighted_adapter(["default"] * 2, [0.5, 0.25], "sum", kind, svd_rank=rank)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            scale = 0.75 if kind == "svd" else (0.5**0.5 + 0.25**0.5) ** 2
+            expected = scale * module.get_delta_weight("default")
+            assert close(module.get_delta_weight("sum"), expected, 1e-4)
+
+
+def test_a_sum_of_an_unknown_adapter_is_one_sentence() -> None:
+    model = moe_qlora.get_peft_model(build(), lora_config())
+    with pytest.raises(AdapterError, match="there is no adapter 'two'; the model has default"):
+        model.add_weighted_adapter(["default", "two"], [1.0, 1.0], "sum", "cat")
 
 
 def test_generate_with_and_without_the_adapter() -> None:
