@@ -39,7 +39,7 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
     """
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     row = {"date": dt.datetime.now(dt.UTC).date().isoformat(), "gpu": gpu}
-    row["commit"] = commit or _head()
+    row["commit"] = commit or head()
     for package in ("torch", "triton", "bitsandbytes", "transformers", "peft"):
         try:
             row[package] = version(package)
@@ -48,7 +48,8 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
     return row
 
 
-def _head() -> str:
+def head() -> str:
+    """The commit of this checkout, in short."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)

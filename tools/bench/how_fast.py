@@ -1,0 +1,370 @@
+"""Writes moe_qlora/docs/how-fast.md, and the speeds in README.md, from results/*.csv.
+
+    python tools/bench/how_fast.py
+
+A table shows one run: rows of one commit, measured on one machine one after the other. Prose is
+here, figures come from the rows. After new rows, name their commit here and run it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pages import (
+    DOCS,
+    Run,
+    fill_readme,
+    find,
+    gigabytes,
+    page,
+    rows_of,
+    source,
+    table,
+    three_digits,
+    write,
+)
+from pages import whole as whole_number
+
+PAGE = DOCS / "how-fast.md"
+BENCH = "../../tools/bench"
+QWEN = "qwen3-30b-a3b"
+NAMES = {
+    "ours": "this package: nf4 experts, LoRA on attention and experts",
+    "frozen": "bf16 experts, LoRA on attention alone",
+    "unsloth bf16": "Unsloth, bf16 experts, LoRA on attention and experts",
+    "unsloth nf4+double": "Unsloth, nf4 experts, LoRA on attention and experts",
+    "e4b": "experts4bit-qlora, nf4 experts, LoRA on attention and experts",
+}
+"""What the tables of whole models call a row, by its `peer`."""
+
+INTRO = f"""
+# How fast
+
+Training speed and memory of this package beside others, as measured on NVIDIA H200s. Every table
+is one run: the same GPU, one program after the other, with the GPU to itself. Commits, machines and
+versions differ from table to table, so compare figures only within a table. Weights are random in
+the sizes of the named model, which leaves routing even; tokens are random too. Speeds are the
+median over the steps that were timed, with the 20th and the 80th percentile beside it where there
+is room. GB are 10^9 bytes, and a peak is `torch.cuda.max_memory_allocated`.
+
+`python tools/bench/how_fast.py` writes this page from [the rows]({BENCH}/results); a test holds it
+to them. [tools/bench]({BENCH}/README.md) says how to repeat a run. Unless a table says otherwise:
+torch 2.11.0, triton 3.6.0, transformers 5.23.0, peft 0.21.2, bitsandbytes 0.50.2, sequences of
+4,096 tokens, LoRA of rank 16 in bf16.
+"""
+
+WORDS = """
+## What the settings mean
+
+- **bf16 experts, LoRA on attention alone** is what transformers and PEFT do without any package:
+  the experts stay in 16 bit and are not trained, computed by transformers' grouped matmul. It is
+  the yardstick here because it is fast. It trains fewer weights than the other rows do.
+- **Checkpointing**: only the input of each layer is kept, and the layer is computed again in
+  backward. It saves most of the activations and costs about a third more compute.
+- **Liger**: [Liger-Kernel](https://github.com/linkedin/Liger-Kernel)'s norms, rotary embedding and
+  loss. The loss over the vocabulary is computed in chunks, which saves gigabytes.
+- **Graphs**: `moe_qlora.graph_layers`. Each decoder layer is recorded as CUDA graphs and replayed,
+  so that the GPU need not wait for Python. Layers are computed again in backward, as with
+  checkpointing. Sequences must all have one length.
+- **Fused AdamW**: `optim="adamw_torch_fused"`.
+"""
+
+CAVEAT = """
+Both rows of a pair have the same additions, and both compute every layer again in backward. A GPU
+with room for the 16-bit model and all its activations need not do that. Without checkpointing and
+with `torch.compile`, frozen bf16 experts came out about as fast as this package at micro-batch 1,
+in more than twice its memory. No rows of that comparison have been recorded yet, so it has no table
+here.
+"""
+
+
+def whole(commit: str, batch: int, seq: int = 4096) -> list[tuple[str, Run]]:
+    """The runs of Qwen3-30B-A3B's 48 layers with all additions."""
+    words = f"layers=48 seq={seq} batch={batch} with=liger,graphs,adamw_fused"
+    return [
+        (peer, find("model.csv", commit, QWEN, f"{words} peer={peer}", ["generate"]))
+        for peer in ("ours", "frozen")
+    ]
+
+
+def eight() -> list[tuple[str, Run]]:
+    """The runs of 8 layers, ours and four peers."""
+    words = {name: f"peer={name.replace('-', ' ')}" for name in NAMES}
+    return [
+        (name, find("model.csv", "5f0f82d", QWEN, f"layers=8 {word}"))
+        for name, word in words.items()
+    ]
+
+
+def plain(commit: str, batch: int) -> list[tuple[str, Run]]:
+    """The runs of 48 layers without any addition."""
+    words = f"layers=48 seq=4096 batch={batch}"
+    return [
+        (peer, find("model.csv", commit, QWEN, f"{words} peer={peer}", ["with", "liger"]))
+        for peer in ("ours", "frozen")
+    ]
+
+
+def models_table(runs: list[tuple[str, Run]]) -> str:
+    """Memory and speed of whole models, a row each."""
+    rows = (
+        (NAMES[name], gigabytes(run.p50["model"]), run.peak, run.speed, run.spread)
+        for name, run in runs
+    )
+    header = ("experts and LoRA", "model", "peak", "tokens/s", "20th to 80th percentile")
+    return table(header, rows)
+
+
+def shown(runs: list[tuple[str, Run]], title: str, note: str = "") -> Iterator[str]:
+    """A titled table of whole models, and the rows that it shows."""
+    yield title
+    yield models_table(runs)
+    yield source([run for _, run in runs], note)
+
+
+def whole_models() -> Iterator[str]:
+    """The part on Qwen3-30B-A3B."""
+    yield "## Qwen3-30B-A3B, all 48 layers"
+    yield "With Liger, graphs and fused AdamW."
+    yield from shown(whole("3d1899a", 1), "Micro-batch 1:")
+    yield from shown(whole("3d1899a", 4), "Micro-batch 4:")
+    yield from shown(whole("5f0f82d", 1, 32768), "One sequence of 32,768 tokens:")
+    yield CAVEAT
+    yield "### Without Liger, graphs and fused AdamW"
+    yield (
+        "Stock loss, checkpointing, torch's AdamW. At micro-batch 1 the GPU waits for Python, so "
+        "that the host decides the speed as much as the GPU does."
+    )
+    yield from shown(plain("3229181", 1), "Micro-batch 1:")
+    yield from shown(plain("ecb58ce", 4), "Micro-batch 4:")
+
+
+def eight_layers() -> Iterator[str]:
+    """The part on five packages."""
+    yield "## Five ways to train 8 layers of Qwen3-30B-A3B"
+    yield (
+        "Eight layers, so that every way fits, micro-batch 1 and fused AdamW. With so few layers, "
+        "the loss over 151,936 tokens is a third of the time, so these are no speeds of the whole "
+        "model. The settings are not the same in all rows: the first two have Liger and graphs. "
+        "experts4bit-qlora has Liger; it cannot be recorded as graphs. Unsloth has what it chooses "
+        "by itself, compiled kernels and its own checkpointing among them, transformers "
+        f"{eight()[2][1].where['transformers']}, and adapters in fp32. It had run once before, so "
+        "that nothing was left to compile. Its "
+        "4-bit model packs the Linear layers too. The other rows leave these in bf16."
+    )
+    yield models_table(eight())
+    yield source([run for _, run in eight()])
+    yield (
+        "axolotl's rows have no speed: its model compiled and tuned kernels for 190 s beside other "
+        "processes and for 90 s alone, and had not finished its first step."
+    )
+
+
+def other_models() -> Iterator[str]:
+    """The part on other models."""
+    yield "## Other models"
+    yield (
+        "Whole models, checkpointed, fused AdamW. GLM-4.5-Air's 106 billion weights do not fit the "
+        "GPU in bf16. Liger has only its loss for it. gpt-oss-20b is computed with flex attention; "
+        "with transformers' default, which is eager, it makes "
+        f"{eager_gpt_oss().speed} tokens/s with a peak of {eager_gpt_oss().peak}."
+    )
+    cases = (
+        ("gpt-oss-20b", "24 layers, Liger", "5f0f82d", 1, "attention=flex_attention", True),
+        ("gpt-oss-20b", "24 layers, Liger", "5f0f82d", 4, "attention=flex_attention", True),
+        ("mixtral-8x7b", "32 layers, Liger, graphs", "b9240de", 1, "layers=32", True),
+        ("glm-4.5-air", "46 layers, Liger's loss, graphs", "b9240de", 1, "layers=46", False),
+    )
+    rows = []
+    for name, what, commit, batch, words, fits in cases:
+        ours = find("model.csv", commit, name, f"{words} batch={batch} peer=ours")
+        theirs = ["-", "-"]
+        if fits:
+            run = find("model.csv", commit, name, f"{words} batch={batch} peer=frozen")
+            source([ours, run])  # of one run
+            theirs = [run.peak, run.speed]
+        rows.append((name, what, batch, ours.peak, ours.speed, *theirs, commit))
+    header = ("model", "setting", "micro-batch", "ours: peak", "tokens/s")
+    yield table((*header, "bf16, LoRA on attention: peak", "tokens/s", "commit"), rows)
+    yield (
+        "Rows: [model.csv](../../tools/bench/results/model.csv), 2026-11-23, one NVIDIA H200, each "
+        "line one run."
+    )
+
+
+def eager_gpt_oss() -> Run:
+    """gpt-oss-20b as transformers loads it."""
+    words = "layers=24 batch=1 peer=ours with=liger,adamw_fused"
+    return find("model.csv", "5f0f82d", "gpt-oss-20b", words, ["attention"])
+
+
+LAYERS = (
+    (QWEN, "3d1899a", (4096, 16384)),
+    ("gpt-oss-20b", "3229181", (4096, 16384)),
+    ("glm-4.5-air", "3229181", (4096, 16384)),
+    ("deepseek-v3", "f4af5fe", (4096,)),
+    ("deepseek-v3", "3d1899a", (16384,)),
+    ("mixtral-8x7b", "4f1a9cb", (16384,)),
+)
+
+
+def layer(name: str, commit: str, tokens: int, peer: str) -> Run:
+    """The run of one layer."""
+    return find("layer.csv", commit, name, f"tokens={tokens} peer={peer}", ["part", "cap"])
+
+
+def layer_row(run: Run) -> list[str]:
+    """Times in ms, and memory in MiB."""
+    times = [run.p50.get(metric) for metric in ("forward", "step", "step, checkpointed")]
+    sizes = (run.p50["kept"], run.p50["peak"])
+    return [*map(three_digits, times), *map(whole_number, sizes)]
+
+
+def layers() -> Iterator[str]:
+    """The part on one layer of experts."""
+    yield "## One layer of experts"
+    yield (
+        "The experts of one layer alone: milliseconds of a forward, of a step (forward and "
+        "backward to the input, the routing weights and the adapters), and of a checkpointed step; "
+        'MiB that stay between forward and backward, and MiB at the peak of a step. "Ours" trains '
+        'LoRA on both projections of nf4 experts, "bf16" trains nothing: its experts are frozen, '
+        "and computed by transformers' grouped matmul."
+    )
+    header = ("model", "tokens", "experts", "forward", "step", "step, checkpointed", "kept", "peak")
+    rows = []
+    for name, commit, sizes in LAYERS:
+        for tokens in sizes:
+            runs = [layer(name, commit, tokens, peer) for peer in ("ours", "frozen")]
+            source(runs)  # of one run
+            for what, run in zip(("ours", "bf16"), runs, strict=True):
+                dated = (commit, run.where["date"])
+                rows.append((name, f"{tokens:,}", what, *layer_row(run), *dated))
+    yield table((*header, "commit", "date"), rows)
+    yield "Rows: [layer.csv](../../tools/bench/results/layer.csv), NVIDIA H200, each pair one run."
+    yield "### Beside PEFT and bitsandbytes"
+    yield (
+        "A step of Qwen3-30B-A3B's layer in milliseconds, by tokens. PEFT trains its LoRA on bf16 "
+        "experts; bitsandbytes dequantizes packed experts, and trains none. This run is of an "
+        "older commit, with older kernels of ours. With few tokens the time is the host's."
+    )
+    peers = ("ours", "frozen", "peft", "bnb")
+    sizes = (16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
+    grid = {(t, p): layer(QWEN, "88efafc", t, p) for t in sizes for p in peers}
+    lines = [(f"{t:,}", *(three_digits(grid[t, p].p50["step"]) for p in peers)) for t in sizes]
+    yield table(("tokens", "ours", "bf16, frozen", "bf16, PEFT", "bitsandbytes, frozen"), lines)
+    yield source(grid.values())
+    yield "Beside experts4bit-qlora 0.58.1, the same layer:"
+    pairs = [(t, p, layer(QWEN, "4f1a9cb", t, p)) for t in (4096, 16384) for p in ("ours", "e4b")]
+    what = {"ours": "ours", "e4b": "experts4bit-qlora"}
+    yield table(header[1:], [(f"{t:,}", what[p], *layer_row(run)) for t, p, run in pairs])
+    yield source([run for _, _, run in pairs])
+
+
+def generating() -> Iterator[str]:
+    """The part on `generate`."""
+    yield "## Generating"
+    yield (
+        "Tokens/s of `generate` with the adapter, 48 layers of Qwen3-30B-A3B, 128 tokens after 64, "
+        "static cache. Both with Liger and decoder layers as CUDA graphs, in one run:"
+    )
+    words = "layers=48 with=liger,graphs generate"
+    runs = [find("model.csv", "f4af5fe", QWEN, f"{words} peer={p}") for p in ("ours", "frozen")]
+    rows = [
+        (NAMES[name], f"{run.p50['generate, batch 1']:.1f}")
+        for name, run in zip(("ours", "frozen"), runs, strict=True)
+    ]
+    yield table(("experts and LoRA", "batch 1"), rows)
+    yield source(runs)
+    later = find("model.csv", "b9240de", QWEN, "layers=48 generate peer=ours")
+    first = "batch 1, first call"
+    yield (
+        f"A later run of ours alone made {later.p50['generate, batch 1']:.1f} tokens/s at batch 1 "
+        f"and {later.p50['generate, batch 16']:.0f} at batch 16. The first call, which records the "
+        f"graphs, took {later.p50['generate, ' + first]:.1f} s. {source([later])}"
+    )
+
+
+GPU_RUNS = (
+    ("b8777de", "single", "16", "", "one GPU"),
+    ("b8777de", "ddp", "16", "", "DDP"),
+    ("b8777de", "whole", "16", "no reshard", "FSDP2, layers kept whole after forward"),
+    ("b8777de", "whole", "16", "", "FSDP2"),
+    ("d485a0a", "single", "16", "", "one GPU"),
+    ("d485a0a", "ep", "16", "", "expert parallelism"),
+    ("c54903d", "fsdp2", "48", "", "FSDP2, all 48 layers"),
+)
+"""Commit, engine, layers, a word of the note, and what the table says."""
+
+
+def many_gpus() -> Iterator[str]:
+    """The part on two GPUs."""
+    yield "## Two GPUs"
+    yield (
+        "Qwen3-30B-A3B, LoRA on attention and experts, micro-batch 4 on each GPU, checkpointing, "
+        "stock loss, without Liger and graphs. Tokens/s are of both GPUs together; the model and "
+        "the peak are of one. Compare lines of one commit. Nothing over two GPUs was measured; "
+        f"[many_gpus.md]({BENCH}/many_gpus.md) extrapolates."
+    )
+    rows = []
+    for commit, engine, count, word, what in GPU_RUNS:
+        row = _gpu_row(commit, engine, count, word)
+        sizes = (f"{float(row[key]):.1f} GB" for key in ("model_gb", "train_peak_gb"))
+        speed = whole_number(float(row["tokens_per_s"]))
+        rows.append((what, row["gpus"], count, *sizes, speed, commit, row["date"]))
+    header = ("engine", "GPUs", "layers", "model", "peak", "tokens/s", "commit", "date")
+    yield table(header, rows)
+    yield "Rows: [two_gpu.csv](../../tools/bench/results/two_gpu.csv), NVIDIA H200s of one machine."
+
+
+def _gpu_row(commit: str, engine: str, layers: str, word: str) -> dict[str, str]:
+    asked = {
+        "commit": commit,
+        "engine": engine,
+        "layers": layers,
+        "model": QWEN,
+        "micro_batch": "4",
+    }
+    found = [
+        row
+        for row in rows_of("two_gpu.csv")
+        if asked.items() <= row.items() and ("no reshard" in row["note"]) == bool(word)
+    ]
+    if len(found) != 1:
+        raise LookupError(f"two_gpu.csv: {len(found)} rows of {asked}")
+    return found[0]
+
+
+def text() -> str:
+    """The page."""
+    parts = (whole_models, eight_layers, other_models, layers, generating, many_gpus)
+    return page(INTRO, WORDS, *(piece for part in parts for piece in part()))
+
+
+def readme_block() -> str:
+    """The speeds that README.md shows."""
+    pairs = zip(whole("3d1899a", 1), whole("3d1899a", 4), strict=True)
+    large = [(NAMES[name], a.peak, a.speed, b.peak, b.speed) for (name, a), (_, b) in pairs]
+    small = [(NAMES[name], run.peak, run.speed) for name, run in eight()]
+    head = ("experts and LoRA", "peak, micro-batch 1", "tokens/s", "peak, 4", "tokens/s")
+    return page(
+        "All 48 layers of Qwen3-30B-A3B on one H200, sequence 4,096, rank 16. Both rows compute "
+        "each layer again in backward, and have Liger, CUDA graphs and fused AdamW (commit "
+        f"{whole('3d1899a', 1)[0][1].where['commit']}):",
+        table(head, large),
+        "Eight layers of it beside other packages, micro-batch 1, fused AdamW. The other settings "
+        "are not the same in all rows: ours and bf16 have Liger and graphs, Unsloth what it "
+        f"chooses by itself (commit {eight()[0][1].where['commit']}):",
+        table(("experts and LoRA", "peak", "tokens/s"), small),
+        "[How fast](moe_qlora/docs/how-fast.md) names every setting, and has more models, single "
+        "layers, generation and two GPUs.",
+    )
+
+
+def main() -> None:
+    """Write the page and README's block."""
+    write(PAGE, text())
+    fill_readme("how-fast", readme_block())
+
+
+if __name__ == "__main__":
+    main()
