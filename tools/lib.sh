@@ -1,15 +1,18 @@
 # Sourced by demo, test and check.
 
-# A Python of 3.11 or later: the machine's own first, since its package settings are made for it.
+# A Python that is tested: the machine's own first, since its package settings are made for it.
 find_python() {
     local candidate
     for candidate in python3 python python3.13 python3.12 python3.11; do
-        if "$candidate" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if "$candidate" -c 'import sys, ensurepip
+assert (3, 11) <= sys.version_info[:2] <= (3, 13)' 2>/dev/null; then
             echo "$candidate"
             return
         fi
     done
-    echo "No Python 3.11 or later with venv was found: install python3 and python3-venv." >&2
+    echo "No Python 3.11, 3.12 or 3.13 with venv was found (python3 is" \
+        "$(python3 --version 2>/dev/null || echo missing)): install one, such as python3.13 with" \
+        "python3.13-venv. Later ones are not tested." >&2
     return 1
 }
 
@@ -31,8 +34,7 @@ key += (os.getcwd() + sys.argv[1]).encode()
 print(sys.prefix + "/.moe-qlora-" + hashlib.sha256(key).hexdigest()[:16])' "$1")
     if [ ! -e "$stamp" ]; then
         echo "Installing moe-qlora[$1] into $(dirname "$stamp") (a few minutes the first time)" >&2
-        # torch alone first: the machine's own pip settings choose its build.
-        python -m pip install -qq torch==2.13.0
+        # The machine's own pip settings choose torch's build; CUDA's is a download of 3 GB.
         python -m pip install -qq -c tools/constraints.txt -e ".[$1]"
         touch "$stamp"
     fi

@@ -10,12 +10,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..errors import visible
 from ..layout import name_pattern
+from ..versions import installed_version
 from .fingerprint import Fingerprint
 from .rounding import Rounding
 from .staging import replace_file
@@ -53,7 +53,9 @@ def facts_of(config: Mapping[str, Any], packed: Rounding | None) -> dict[str, st
         + (f" (and {len(patterns)} ranks of single targets)" if patterns else ""),
         "target_modules": _targets(config.get("target_modules")),
         "target_parameters": _targets(config.get("target_parameters")),
-        "versions": ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
+        "versions": ", ".join(
+            f"{name} {installed_version(name) or 'unknown'}" for name in _PACKAGES
+        ),
     }
 
 
@@ -74,13 +76,6 @@ def _targets(names: Any) -> str:
         return names
     listed = names if isinstance(names, list) else []
     return ", ".join(sorted({name_pattern(name) for name in listed if isinstance(name, str)}))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _cell(value: str) -> str:

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from ..packing.gather import (
 )
 from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
+from ..versions import installed_version
 from . import manifest as manifests
 from .integrity import check_packed_weight
 from .load_spec import kept_dtypes
@@ -359,7 +359,8 @@ def finish_packed(
         config.pop(key, None)
     manifest = Manifest(
         id=identity,
-        written_by=f"moe_qlora {_installed_version()}",
+        # A plain checkout on the path has no metadata to ask.
+        written_by=f"moe_qlora {installed_version('moe-qlora') or '(not installed)'}",
         model_type=str(config.get("model_type", "")),
         codec=codec,
         experts=dict(experts),
@@ -484,11 +485,3 @@ def copy_auxiliary_files(source: Path, folder: Path) -> None:
         copy = folder / file.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
-
-
-def _installed_version() -> str:
-    """Return the installed version; a plain checkout on the path has no metadata to ask."""
-    try:
-        return version("moe-qlora")
-    except PackageNotFoundError:
-        return "(not installed)"

@@ -13,8 +13,8 @@ import torch
 from ..experts.backend import layer_kernels, suits
 from ..kernels.cards import Card
 from ..memory.attention import EagerAttention
+from .packages import Versions
 from .report import PROBLEM, WARNING, Device, Finding, LayerKind
-from .versions import Versions
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _CURES = (

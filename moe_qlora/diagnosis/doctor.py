@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..lora.names import base_model
 from ..memory.attention import EagerAttention, eager_attention
 from ..memory.source import source_of
-from . import combinations, devices, layers, versions
+from . import combinations, devices, layers, packages
 from .report import PROBLEM, Diagnosis, LayerKind
 
 
@@ -47,7 +47,7 @@ def doctor(
         raise ConfigError(f"rank is {rank!r}; give a whole number of 1 or more.")
     cards = devices.here() if gpu is None else [devices.named(gpu)]
     device, card = cards[0]
-    packages = versions.packages()
+    installed = packages.packages()
     kinds: tuple[LayerKind, ...] = ()
     notes: tuple[str, ...] = ()
     label, model_type = "", None
@@ -68,11 +68,11 @@ def doctor(
         kinds = layers.layer_kinds(built, source, card, rank)
     if model is not None and not kinds:
         notes = (*notes, "The model has no experts.")
-    found = versions.findings(packages)
-    releases = versions.releases(packages)
+    found = packages.findings(installed)
+    releases = packages.releases(installed)
     found += combinations.findings(releases, device, card, model_type, kinds, eager)
     return Diagnosis(
-        packages,
+        installed,
         device,
         tuple(each for each, _ in cards),
         label,

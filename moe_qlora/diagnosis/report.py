@@ -14,7 +14,6 @@ class Package:
 
     name: str
     installed: str | None  # None where it is not installed
-    least: str  # The lowest version that is accepted; "" where any is
     tested: str  # The versions that tests ran with, as text
     status: str  # "tested", "untested", "too old", "missing", or "not installed" where none asks
 

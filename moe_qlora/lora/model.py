@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import version
 from typing import Any, cast
 
 import peft
@@ -26,6 +25,7 @@ from ..experts import restore
 from ..layout import unwrapped, unwrapped_name
 from ..packing.sharding import prepare_sharding, restore_linear, runs_distributed
 from ..packing.shares import first_share, keep_from_ddp
+from ..versions import REQUIRED, installed_version
 from . import left_out
 from .combine import SingleExpert, concatenate, stored_factors, summed_config
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
@@ -50,7 +50,6 @@ _BEFORE_SHARDING = (
     "add adapters before the model is sharded; load_adapter(folder, adapter_name) loads weights "
     "into one that is there"
 )
-_TESTED = {"peft": ((0, 20), (0, 21)), "transformers": ((5, 20), (5, 23))}
 
 
 def get_peft_model(
@@ -399,14 +398,12 @@ def without_false_warning(model: nn.Module, config: PeftConfig) -> Iterator[None
 @cache
 def warn_untested() -> None:
     """Warn once where PEFT or transformers has a version that was not tested here."""
-    for package, (low, high) in _TESTED.items():
-        installed = version(package)
-        release = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
-        if not low <= release <= high:
+    for package in ("peft", "transformers"):
+        installed, tested = installed_version(package), REQUIRED[package]
+        if installed is not None and not tested.includes(installed):
             warnings.warn(
                 f"{package} {installed} is not one of the versions this package was tested with "
-                f"({low[0]}.{low[1]} to {high[0]}.{high[1]}); every adapter is still checked after "
-                "it is created.",
+                f"({tested}); every adapter is still checked after it is created.",
                 UserWarning,
                 stacklevel=3,
             )

@@ -19,6 +19,7 @@ from ..lora.load import config_to_train
 from ..memory.rehearsal import Inventory, take_inventory
 from ..memory.source import bnb_config, source_of
 from ..progress import Progress, reporting
+from ..versions import installed_version
 from . import error as errors
 from . import lora, model, page, routing, training
 from .pieces import (
@@ -228,11 +229,6 @@ def _unless(measure: Callable[[], _Piece], lead: str = "") -> _Piece | Missing:
 
 
 def _made() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        own = f"moe-qlora {version('moe-qlora')}"
-    except PackageNotFoundError:
-        own = "moe-qlora"
+    own = f"moe-qlora {installed_version('moe-qlora') or ''}".rstrip()
     now = datetime.now().astimezone()
     return f"{now:%Y-%m-%d %H:%M}, {own}, transformers {transformers.__version__}"

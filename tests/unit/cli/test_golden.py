@@ -23,7 +23,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig
 
 import moe_qlora
 from moe_qlora.cli import app
-from moe_qlora.diagnosis import combinations, devices, versions
+from moe_qlora.diagnosis import combinations, devices, packages
 from moe_qlora.diagnosis.report import Package
 from moe_qlora.kernels.cards import Card
 from moe_qlora.memory import plan as memory_plan
@@ -105,15 +105,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def steady(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Versions and devices that are the same on every machine; a plan is computed once."""
     rows = (
-        Package("torch", "2.12.1", "2.9", "2.11 to 2.13", "tested"),
-        Package("transformers", "5.24.0", "5.20", "5.20 to 5.23", "untested"),
-        Package("triton", "3.6.0", "3.5", "3.6", "tested"),
-        Package("liger-kernel", "0.8.5", "0.8", "0.8", "tested"),
-        Package("deepspeed", None, "0.19", "0.19", "not installed"),
+        Package("torch", "2.12.1", "2.11 to 2.13", "tested"),
+        Package("transformers", "5.24.0", "5.20 to 5.23", "untested"),
+        Package("triton", "3.6.0", "3.6 to 3.7", "tested"),
+        Package("liger-kernel", "0.8.5", "0.8", "tested"),
+        Package("deepspeed", None, "0.19", "not installed"),
     )
     card = Card("nvidia", (9, 0), 227 << 10)
     here = [(devices._described("NVIDIA H200", 150754820096, card, here=True), card)]
-    monkeypatch.setattr(versions, "packages", lambda: rows)
+    monkeypatch.setattr(packages, "packages", lambda: rows)
     monkeypatch.setattr(devices, "here", lambda: here)
     monkeypatch.setattr(combinations, "_DRIVER", folder / "none")
     monkeypatch.chdir(folder)

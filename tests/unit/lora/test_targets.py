@@ -475,7 +475,7 @@ def test_an_untested_version_is_named_once(monkeypatch: pytest.MonkeyPatch) -> N
     from moe_qlora.lora import model as ours
 
     versions = {"peft": "0.22.0", "transformers": "5.23.0"}
-    monkeypatch.setattr(ours, "version", versions.__getitem__)
+    monkeypatch.setattr(ours, "installed_version", versions.__getitem__)
     ours.warn_untested.cache_clear()
     model, config = build("mixtral", packed=False), LoraConfig(target_modules=["q_proj"])
     with pytest.warns(UserWarning, match=r"peft 0\.22\.0 is not one of"):

@@ -1,0 +1,64 @@
+"""The versions that this package is tested with, and what is installed.
+
+This is the one statement of them: tests hold the ranges in pyproject.toml, tools/constraints.txt
+and the sentences in README.md and the guide to it.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+
+class Range(NamedTuple):
+    """The lowest and the highest series of a package that tests ran with, such as "2.11"."""
+
+    first: str
+    last: str
+
+    def __str__(self) -> str:
+        return self.first if self.first == self.last else f"{self.first} to {self.last}"
+
+    def includes(self, installed: str) -> bool:
+        """Return whether a version is of one of these series, or of one between them."""
+        last = release_of(self.last)
+        return release_of(self.first) <= release_of(installed)[: len(last)] <= last
+
+
+PYTHON = Range("3.11", "3.13")
+
+REQUIRED = {
+    "torch": Range("2.11", "2.13"),
+    "transformers": Range("5.20", "5.23"),
+    "bitsandbytes": Range("0.50", "0.50"),
+    "peft": Range("0.20", "0.21"),
+    "accelerate": Range("1.4", "1.15"),
+    "safetensors": Range("0.8", "0.8"),
+}
+"""What this package computes with; its other dependencies are left to pip."""
+
+OPTIONAL = {
+    "triton": Range("3.6", "3.7"),
+    "trl": Range("1.14", "1.16"),
+    "liger-kernel": Range("0.8", "0.8"),
+    "deepspeed": Range("0.19", "0.19"),
+    "axolotl": Range("0.21", "0.21"),
+    "llamafactory": Range("0.9", "0.9"),
+    "ms-swift": Range("4.6", "4.6"),
+}
+"""Programs and libraries that tests run with where they are installed."""
+
+
+def release_of(text: str) -> tuple[int, ...]:
+    """Return the numbers of a version before any suffix: (2, 13, 0) for "2.13.0+cpu"."""
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution, None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,139 @@
+"""One statement of the versions: what else names them is held to `moe_qlora.versions`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from moe_qlora.versions import OPTIONAL, PYTHON, REQUIRED, Range, installed_version
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+TESTED = {**REQUIRED, **OPTIONAL}
+OF_TORCH = re.compile(r"triton|(nvidia|cuda)-.*")
+
+
+def requirements() -> list[Requirement]:
+    project = PROJECT["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    every = map(Requirement, [*project["dependencies"], *extras])
+    return [one for one in every if one.name != "moe-qlora"]
+
+
+def pins() -> dict[str, Version]:
+    lines = (ROOT / "tools/constraints.txt").read_text("utf-8").splitlines()
+    pairs = (line.split("==") for line in lines if line and line[0] != "#")
+    return {canonicalize_name(name): Version(version) for name, version in pairs}
+
+
+def series(version: str, step: int) -> str:
+    """The minor series before or after: "2.14" of "2.13" and 1."""
+    major, minor = version.split(".")
+    return f"{major}.{int(minor) + step}"
+
+
+def test_pyproject_allows_what_was_tested_and_no_more():
+    bounded = set()
+    for one in requirements():
+        if one.name in TESTED:
+            tested = TESTED[one.name]
+            for version in (tested.first, tested.last):
+                assert Version(f"{version}.0") in one.specifier, one
+            assert Version(f"{series(tested.last, 1)}.0") not in one.specifier, one
+            assert Version(f"{series(tested.first, -1)}.99") not in one.specifier, one
+            bounded.add(one.name)
+        else:  # A bound that nothing explains keeps people from installing what works.
+            assert {each.operator for each in one.specifier} <= {">="}, one
+    assert set(REQUIRED) < bounded
+
+
+def test_pythons_are_those_that_were_tested():
+    minors = range(int(PYTHON.first[2:]), int(PYTHON.last[2:]) + 1)
+    names = [f"3.{minor}" for minor in minors]
+    project = PROJECT["project"]
+    assert project["requires-python"] == f">={PYTHON.first},<{series(PYTHON.last, 1)}"
+    classifiers = "\n".join(project["classifiers"])
+    assert re.findall(r"Python :: (3\.\d+)", classifiers) == names
+    assert PROJECT["tool"]["mypy"]["python_version"] == PYTHON.first
+    candidates = " ".join(f"python{name}" for name in reversed(names))
+    script = (ROOT / "tools/lib.sh").read_text("utf-8")
+    assert f"python3 python {candidates};" in script
+    low, high = (version.replace(".", ", ") for version in PYTHON)
+    assert f"({low}) <= sys.version_info[:2] <= ({high})" in script
+    assert f"No Python {', '.join(names[:-1])} or {names[-1]} with venv" in script
+
+
+def test_constraints_are_of_the_last_series():
+    pinned = pins()
+    for name, tested in TESTED.items():
+        if name in pinned:
+            assert ".".join(map(str, pinned[name].release[:2])) == tested.last, name
+    assert set(REQUIRED) < set(pinned)
+    for one in requirements():
+        name = canonicalize_name(one.name)
+        if name in pinned:
+            assert pinned[name] in one.specifier, one
+        else:
+            assert OF_TORCH.fullmatch(name) or one.name in ("axolotl",), one
+
+
+def test_constraints_leave_to_torch_what_its_builds_pin():
+    """A pin of triton's once made torch's CUDA build impossible to install."""
+    exact = {
+        canonicalize_name(one.name)
+        for one in map(Requirement, requires("torch") or ())
+        if any(each.operator == "==" for each in one.specifier)
+    }  # of a CPU build, nothing
+    taken = {name for name in pins() if name in exact or OF_TORCH.fullmatch(name)}
+    assert not taken, f"tools/constraints.txt names {taken}, which torch's CUDA builds pin"
+    assert all(OF_TORCH.fullmatch(name) for name in exact), exact
+
+
+def test_no_script_states_a_version_of_its_own():
+    """What a script installs beside the constraints is of another environment."""
+    for path in sorted((ROOT / "tools").iterdir()):
+        if path.is_file() and path.suffix in ("", ".sh") and path.name != "test_serving":
+            stated = re.findall(
+                r"\b(torch|triton|transformers|peft)[=<>]=", path.read_text("utf-8")
+            )
+            assert not stated, path
+
+
+@pytest.mark.parametrize("page", ["README.md", "moe_qlora"])
+def test_pages_say_the_versions(page):
+    """README.md and one page of the guide have this sentence, and no page has another."""
+    names = ("torch", "transformers", "peft", "bitsandbytes")
+    *most, last = [f"{name} {REQUIRED[name]}" for name in names]
+    sentence = f"Tested with Python {PYTHON}, {', '.join(most)} and {last}"
+    pages = [ROOT / page] if page.endswith(".md") else (ROOT / page).rglob("*.md")
+    said = []
+    for text in (path.read_text("utf-8") for path in pages):
+        plain = " ".join(text.split())
+        said += re.findall(r"Tested with [^()]*? and bitsandbytes [\d.]+\d(?: to [\d.]+\d)?", plain)
+    assert said == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("installed", "included"),
+    [
+        ("2.11.0", True),
+        ("2.13.1+cpu", True),
+        ("2.10.2", False),
+        ("2.14.0.dev1", False),
+        ("3", False),
+    ],
+)
+def test_a_series_includes_its_patches(installed, included):
+    assert Range("2.11", "2.13").includes(installed) is included
+
+
+def test_texts_of_versions():
+    assert (str(Range("2.11", "2.13")), str(Range("0.8", "0.8"))) == ("2.11 to 2.13", "0.8")
+    assert installed_version("torch") and installed_version("no-such-package") is None
