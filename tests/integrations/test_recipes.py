@@ -1,22 +1,36 @@
-"""The recipes of tools/recipes, as they are, on tiny models and the CPU, in one process."""
+"""The recipes of tools/recipes, as they are, on tiny models and the CPU.
+
+Scripts run in this process, the notebook in a kernel of its own.
+"""
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import json
+import os
+import re
 import runpy
+import shutil
 import sys
+import types
+from functools import partial
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+import trl
+from nbclient import NotebookClient
 from safetensors.torch import load_file
 
 import moe_qlora
 from moe_qlora.packing import parametrize
 
 FOLDER = Path(__file__).parents[2] / "tools/recipes"
-MOST_LINES = 80
+PARALLEL = ("loop", "sft")  # which take a model's folder, and make their data up
+ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "experts", "base_layer"}
+MOST_LINES = {"chat": 160}  # others have 80
 STEPS = 2
 
 spec = importlib.util.spec_from_file_location("run_all", FOLDER / "run_all.py")
@@ -52,23 +66,41 @@ def folder(tmp_path_factory):
     """Data of each kind; models are written beside them when a recipe asks for one."""
     root = tmp_path_factory.mktemp("recipes")
     for kind, make in run_all.DATA.items():
-        lines = [json.dumps(make(i)) for i in range(20)]
+        lines = [json.dumps(make(i)) for i in range(3 if kind == "text" else 20)]
         (root / f"{kind}.jsonl").write_text("\n".join(lines))
     return root
 
 
-def run(name, folder, out, monkeypatch):
+def model_of(kind, folder):
+    """The folder of a tiny model of this kind, made on first use."""
+    model = folder / kind
+    if not model.exists():
+        run_all.write_model(model, kind, tiny=True)
+    return model
+
+
+LENGTHS = {
+    "tasks": ["--length", "8"],
+    "pairs": ["--seq", "48"],
+    "text": ["--seq", "16"],
+    "chats": ["--seq", "64"],
+}
+
+
+def run(name, folder, out, monkeypatch, *more, model=None, steps=STEPS):
     """Run a recipe as `python tools/recipes/NAME.py` does, and return its variables."""
     recipe = run_all.RECIPES[name]
-    model = folder / recipe.model
-    if not model.exists():
-        run_all.write_model(model, recipe.model, tiny=True)
-    lengths = {"tasks": ["--length", "8"], "pairs": ["--seq", "48"], "text": ["--seq", "16"]}
+    model = model_of(recipe.model, folder) if model is None else model
     arguments = [str(folder / f"{recipe.data}.jsonl"), str(out), "--model", str(model)]
-    monkeypatch.setattr(
-        sys, "argv", [name, *arguments, *lengths[recipe.data], "--steps", str(STEPS)]
-    )
+    arguments += [*LENGTHS[recipe.data], "--steps", str(steps), *more]
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
     return runpy.run_path(str(FOLDER / f"{name}.py"))
+
+
+@pytest.fixture
+def evaluated(capsys):
+    """A function: how many held-out losses a recipe has printed."""
+    return lambda: len(re.findall(r"eval_loss|held-out loss", capsys.readouterr().out))
 
 
 def factors(adapter, *, trained=True):
@@ -82,24 +114,25 @@ def factors(adapter, *, trained=True):
 
 def test_every_recipe_is_short_and_run_here():
     scripts = {file.stem: file for file in FOLDER.glob("*.py")}
-    assert set(scripts) - {"run_all", "loop", "sft"} == set(run_all.RECIPES)
+    assert set(scripts) - {"run_all", *PARALLEL} == set(run_all.RECIPES)
     for name, file in scripts.items():
         lines = file.read_text(encoding="utf-8").splitlines()
-        assert name == "run_all" or len(lines) <= MOST_LINES, f"{name}: {len(lines)} lines"
+        most = MOST_LINES.get(name, 80)
+        assert name == "run_all" or len(lines) <= most, f"{name}: {len(lines)} lines"
 
 
 @pytest.mark.parametrize("name", ["qwen3_24gb", "mixtral", "glm_air_80gb"])
-def test_attention_and_experts(name, folder, tmp_path, monkeypatch):
+def test_attention_and_experts(name, folder, tmp_path, monkeypatch, evaluated):
     model = run(name, folder, tmp_path, monkeypatch)["model"]
     packed = list(parametrize.iter_packed(model))
     assert len(packed) == (2 if name == "glm_air_80gb" else 4)  # glm's first layer is dense
     kinds = {parametrize.read_packed(module, parameter).kind for _, module, parameter in packed}
     assert kinds == {"nf4"}
-    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert factors(tmp_path) == attention | {"experts", "base_layer"}
+    assert factors(tmp_path) == ALL
+    assert evaluated() == 3  # before, at half of two steps, and after
 
 
-def test_gpt_oss_keeps_the_codes_of_its_checkpoint(folder, tmp_path, monkeypatch):
+def test_gpt_oss_keeps_the_codes_of_its_checkpoint(folder, tmp_path, monkeypatch, evaluated):
     model = run("gpt_oss", folder, tmp_path, monkeypatch)["model"]
     stored = load_file(folder / "gpt_oss" / "model.safetensors")
     packed = list(parametrize.iter_packed(model))
@@ -112,13 +145,15 @@ def test_gpt_oss_keeps_the_codes_of_its_checkpoint(folder, tmp_path, monkeypatch
         swapped = (blocks << 4) | (blocks >> 4)
         assert torch.equal(weight.codes.flatten(), swapped.flatten())
     assert {"experts", "base_layer", "q_proj"} <= factors(tmp_path)
+    assert evaluated() == 3
 
 
-def test_deepseek_adapts_latent_attention_and_shared_experts(folder, tmp_path, monkeypatch):
+def test_deepseek_adapts_latent_attention_and_others(folder, tmp_path, monkeypatch, evaluated):
     run("deepseek", folder, tmp_path, monkeypatch)
     names = factors(tmp_path)
     assert {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "experts", "base_layer"} <= names
     assert {"gate_proj", "up_proj", "down_proj"} <= names  # shared experts, the dense layer
+    assert evaluated() == 3
 
 
 def test_attention_or_experts(folder, tmp_path, monkeypatch, capsys):
@@ -137,13 +172,14 @@ def test_attention_or_experts(folder, tmp_path, monkeypatch, capsys):
     assert trained[0] // 8 + trained[1] == trained[2]  # rank 64 on attention alone, else 8
 
 
-def test_hot_experts(folder, tmp_path, monkeypatch):
+def test_hot_experts(folder, tmp_path, monkeypatch, evaluated):
     variables = run("hot_experts", folder, tmp_path, monkeypatch)
+    assert evaluated() == 3
     hot, use = variables["hot"], variables["use"]
     assert [len(experts) for experts in hot.values()] == [1, 1]  # a quarter of 4
     for name, (expert,) in hot.items():
         assert use[name][expert] == use[name].max() > use[name].sum() / 4
-    assert factors(tmp_path) == {"q_proj", "k_proj", "v_proj", "o_proj", "experts", "base_layer"}
+    assert factors(tmp_path) == ALL
     for key, value in load_file(tmp_path / "adapter_model.safetensors").items():
         if "experts" in key and "lora_A" in key:
             (expert,) = hot[
@@ -153,16 +189,165 @@ def test_hot_experts(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_two_gpus(folder, tmp_path, monkeypatch):
-    run("two_gpus", folder, tmp_path, monkeypatch)
-    assert factors(tmp_path) == {"q_proj", "k_proj", "v_proj", "o_proj", "experts", "base_layer"}
+def test_two_gpus(folder, tmp_path, monkeypatch, evaluated):
+    variables = run("two_gpus", folder, tmp_path, monkeypatch)
+    assert factors(tmp_path) == ALL
+    assert variables["after"] < variables["before"] < 8 and evaluated() == 1
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("arguments", [["loop"], ["loop", "--ddp"], ["sft", "--ddp"]])
+def test_parallel(arguments, folder, tmp_path, monkeypatch, evaluated):
+    name, *options = arguments
+    paths = [str(model_of("qwen3_moe", folder)), str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [name, *paths, *options])
+    runpy.run_path(str(FOLDER / f"{name}.py"))
+    assert factors(tmp_path) == ALL
+    assert evaluated() == (1 if name == "loop" else 2)
 
 
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_trl(name, folder, tmp_path, monkeypatch):
-    pytest.importorskip("trl")
+def test_trl(name, folder, tmp_path, monkeypatch, evaluated):
     trainer = run(name, folder, tmp_path, monkeypatch)["trainer"]
     assert trainer.state.global_step == STEPS
     assert len(list(parametrize.iter_packed(trainer.model))) == 4
     names = factors(tmp_path, trained=name == "dpo")  # random text may all be rewarded alike
-    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "experts", "base_layer"}
+    assert names == ALL
+    assert evaluated() == (3 if name == "dpo" else 2)
+
+
+def test_chat(folder, tmp_path, monkeypatch, evaluated, capsys):
+    chat = partial(run, "chat", folder, tmp_path, monkeypatch, "--every", "1")
+    variables = chat()
+    assert variables["marked"] and factors(tmp_path) == ALL
+    assert evaluated() == 4  # before, after each step, and the best at the end
+    trainer = json.loads((tmp_path / "checkpoint-2/trainer_state.json").read_text())
+    assert trainer["global_step"] == STEPS
+    with pytest.raises(SystemExit):
+        chat()
+    assert "holds checkpoints: add --resume" in capsys.readouterr().err
+    reply = chat("--resume", steps=3)["reply"]
+    assert len(reply) > 20
+    state = json.loads((tmp_path / "checkpoint-3/trainer_state.json").read_text())
+    assert state["log_history"][: len(trainer["log_history"])] == trainer["log_history"]
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("vllm serve ") and f"chat={tmp_path}/vllm" in line
+    served = load_file(tmp_path / "vllm/adapter_model.safetensors")
+    assert any(".experts.3.down_proj.lora_B" in key for key in served)
+
+
+class Stop(Exception):
+    """Ends a recipe where it begins to train."""
+
+
+@pytest.fixture
+def trainers(monkeypatch):
+    """The trainers that recipes have made; each recipe ends, with `Stop`, when it would train."""
+    made = []
+
+    def stop(self, **_):
+        made.append(self)
+        raise Stop
+
+    monkeypatch.setattr(trl.SFTTrainer, "train", stop)
+    return made
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch, trainers):
+    model = shutil.copytree(model_of("qwen3_moe", folder), tmp_path / "model")
+    if not marks:
+        template = model / "chat_template.jinja"
+        template.write_text(re.sub("{% (end)?generation %}", "", template.read_text()))
+    turns = [("user", "one"), ("assistant", "a b"), ("user", "two"), ("assistant", "c d")]
+    chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 11))
+    with pytest.raises(Stop):
+        run("chat", tmp_path, tmp_path / "out", monkeypatch, "--seq", "128", model=model)
+    (trainer,) = trainers
+    learned = set()
+    for row in trainer.train_dataset:
+        kept = [label for label in row["labels"] if label >= 0]
+        learned.add(trainer.processing_class.decode(kept))
+    assert learned == ({"a b<|end|>c d<|end|>"} if marks else {"a b<|end|>", "c d<|end|>"})
+    assert len(trainer.train_dataset) == (10 if marks else 20)
+    assert len(trainer.eval_dataset) == (1 if marks else 2)
+
+
+def test_chats_in_rows_of_one_length(folder, tmp_path, monkeypatch, trainers):
+    with pytest.raises(Stop):
+        run("chat", folder, tmp_path, monkeypatch, "--pack")
+    lengths = [len(row["input_ids"]) for row in trainers[0].train_dataset]
+    assert len(lengths) > 5 and sorted(lengths)[1:] == [64] * (len(lengths) - 1)  # one is the rest
+
+
+def test_a_word_names_the_log_of_chats(folder, tmp_path, monkeypatch, trainers, capsys):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else there(name, *a)
+    )
+    with pytest.raises(SystemExit):
+        run("chat", folder, tmp_path, monkeypatch, "--log", "wandb")
+    assert "--log wandb needs a package: pip install wandb" in capsys.readouterr().err
+    log = types.ModuleType("trackio")
+    log.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
+    monkeypatch.setitem(sys.modules, "trackio", log)
+    with pytest.raises(Stop):
+        run("chat", folder, tmp_path, monkeypatch, "--log", "trackio")
+    callbacks = trainers[0].callback_handler.callback_list.splitlines()
+    assert "TrackioCallback" in callbacks
+
+
+@pytest.mark.parametrize(
+    "line", ['{"text": "one"}', '{"messages": [{"role": "user", "content": "a"}]}']
+)
+def test_data_of_another_kind_is_named(line, folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "chats.jsonl").write_text(line)
+    model = model_of("qwen3_moe", folder)
+    with pytest.raises(SystemExit):
+        run("chat", tmp_path, tmp_path / "out", monkeypatch, model=model)
+    assert "chats.jsonl, line 1 has no" in capsys.readouterr().err
+
+
+def notebook():
+    return nbformat.read(FOLDER / "quickstart.ipynb", as_version=4)
+
+
+def test_the_notebook_is_stored_without_outputs():
+    cells = [cell for cell in notebook().cells if cell.cell_type == "code"]
+    assert len(cells) > 10
+    for cell in cells:
+        assert not cell.outputs and cell.execution_count is None
+
+
+def test_the_notebook_runs_from_plan_to_server(folder, tmp_path, monkeypatch):
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))  # not the user's
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1]), prepend=os.pathsep)
+    book = notebook()
+    (place,) = (
+        i for i, cell in enumerate(book.cells) if "parameters" in cell.metadata.get("tags", ())
+    )
+    model, out = str(model_of("olmoe", folder)), tmp_path / "out"
+    settings = {"MODEL": model, "OUT": str(out), "SEQ": 512, "STEPS": 4}
+    lines = [f"{name} = {value!r}" for name, value in settings.items()]
+    book.cells.insert(place + 1, nbformat.v4.new_code_cell("\n".join(lines)))
+    resources = {"metadata": {"path": str(FOLDER)}}
+    NotebookClient(book, timeout=300, kernel_name="python3", resources=resources).execute()
+    text = "".join(
+        output.text for cell in book.cells for output in cell.get("outputs", ()) if "text" in output
+    )
+    assert "Fits 12GiB: True" in text
+    assert "model.layers.0.mlp.experts.gate_up_proj: nf4, (4, 192, 64)" in text
+    losses = re.search(r"Loss on the held-out replies: ([\d. ]+)", text)[1].split()
+    assert len(losses) == 2 and float(losses[1]) < float(losses[0])
+    assert factors(out / "adapter") == ALL
+    assert "loss" in (out / "report.html").read_text().lower()
+    assert f"chat={out}/vllm" in text and f"vllm serve {out}/merged" in text
+    before, after = (
+        load_file(where / "model.safetensors") for where in (Path(model), out / "merged")
+    )
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert {key.split(".")[-2] for key in changed} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }

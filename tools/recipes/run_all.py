@@ -38,8 +38,14 @@ DEEPSEEK_V2_LITE = {
 }  # fmt: skip
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
-LOSS = r"(?:(?<![a-z_])loss'?:? '?|^(?:nothing|both) .* )([\d.]+)"
+LOSS = r"(?:(?<![a-z_])(?<!held-out )loss'?:? '?|^(?:nothing|both) .* )([\d.]+)"
 EXPERT_KEYS = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -72,15 +78,22 @@ RECIPES = {
     "attention_or_experts": Recipe("qwen3_moe"),
     "hot_experts": Recipe("qwen3_moe"),
     "two_gpus": Recipe("glm4_moe", launcher=TORCHRUN),
+    "chat": Recipe("qwen3_moe", "chats", ("trl", "datasets"), arguments=("--seq", "256")),
     "dpo": Recipe("qwen3_moe", "pairs", ("trl", "datasets")),
     "grpo": Recipe("qwen3_moe", "tasks", ("trl", "datasets"), arguments=("--length", "16")),
 }
-DATA: dict[str, Callable[[int], dict[str, str]]] = {
+DATA: dict[str, Callable[[int], dict[str, Any]]] = {
     "text": lambda i: {"text": " ".join(WORDS[(i + j) % 10] for j in range(200))},
     "pairs": lambda i: {
         "prompt": f"After {WORDS[i % 10]} comes",
         "chosen": f" {WORDS[(i + 1) % 10]}",
         "rejected": f" {WORDS[(i + 5) % 10]}",
+    },
+    "chats": lambda i: {
+        "messages": [
+            {"role": "user", "content": f"After {WORDS[i % 10]} comes"},
+            {"role": "assistant", "content": WORDS[(i + 1) % 10]},
+        ]
     },
     "tasks": lambda i: {"prompt": f"After {WORDS[i % 10]} comes", "answer": WORDS[(i + 1) % 10]},
 }
@@ -176,7 +189,7 @@ def write_model(folder: Path, model_type: str, *, tiny: bool, layers: int = 2) -
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Save a tokenizer with a token for each byte."""
+    """Save a tokenizer with a token for each byte, and a chat template that marks replies."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -185,7 +198,10 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>"
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        chat_template=CHAT_TEMPLATE,
     ).save_pretrained(folder)
 
 
