@@ -30,6 +30,7 @@ gpu = torch.cuda.is_available()
 dtype = torch.bfloat16 if gpu else torch.float32
 
 pairs = [json.loads(line) for line in options.data.read_text("utf-8").splitlines()]
+kept = min(64, max(1, len(pairs) // 10))  # held out
 bnb_config = BitsAndBytesConfig(
     load_in_4bit=True,
     bnb_4bit_quant_type="nf4",
@@ -48,6 +49,7 @@ args = DPOConfig(
     max_length=options.seq,
     beta=0.1,
     per_device_train_batch_size=1,
+    per_device_eval_batch_size=1,
     gradient_accumulation_steps=8,
     learning_rate=5e-6,
     optim="adamw_torch_fused",
@@ -55,15 +57,17 @@ args = DPOConfig(
     bf16=gpu,
     use_cpu=not gpu,
     logging_steps=1,
-    save_strategy="no",
-    report_to=[],
+    eval_strategy="steps",
+    eval_on_start=True,
+    eval_steps=0.25,  # of all steps
 )
 trainer = DPOTrainer(
     model=options.model,
     args=args,
     quantization_config=bnb_config,
     peft_config=lora_config,
-    train_dataset=Dataset.from_list(pairs),
+    train_dataset=Dataset.from_list(pairs[kept:]),
+    eval_dataset=Dataset.from_list(pairs[:kept]),
 )
 trainer.train()
 trainer.save_model(options.out)

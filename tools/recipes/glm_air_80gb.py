@@ -40,6 +40,7 @@ texts = [json.loads(line)["text"] for line in options.data.read_text("utf-8").sp
 ids = [t for text in texts for t in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
 blocks = [ids[i : i + options.seq] for i in range(0, len(ids) - options.seq + 1, options.seq)]
 rows = [{"input_ids": block, "labels": block} for block in blocks]
+kept = min(64, max(1, len(rows) // 10))  # held out
 
 bnb_config = BitsAndBytesConfig(
     load_in_4bit=True,
@@ -62,14 +63,15 @@ args = TrainingArguments(
     output_dir=options.out,
     max_steps=options.steps,
     per_device_train_batch_size=1,
+    per_device_eval_batch_size=1,
     gradient_accumulation_steps=8,
     learning_rate=2e-4,
     optim="adamw_torch_fused",
     gradient_checkpointing=True,  # for what graphs do not record
-    use_cpu=not gpu,
     logging_steps=1,
-    save_strategy="no",
-    report_to=[],
+    eval_strategy="steps",
+    eval_on_start=True,
+    eval_steps=0.25,  # of all steps
 )
-Trainer(model, args, train_dataset=rows).train()
+Trainer(model, args, train_dataset=rows[kept:], eval_dataset=rows[:kept]).train()
 model.save_pretrained(options.out)

@@ -4,8 +4,7 @@
 
 Put your own function in the place of `reward`. The model that trains generates, packed, with its
 adapter; with `--server URL` a vLLM server does, which takes the adapter after each step. `--model`
-is then a folder, and the server is started as moe_qlora/integrations/README.md says ("RL with
-vLLM"). `beta=0` takes no reference.
+is then a folder; "RL with vLLM" in moe_qlora/integrations/README.md says how to start the server.
 """
 
 import argparse
@@ -39,6 +38,8 @@ def reward(completions: list[str], answer: list[str], **_: object) -> list[float
     return [(a in text.rstrip().split("\n")[-1]) - 1e-4 * len(text) for text, a in pairs]
 
 
+tasks = [json.loads(line) for line in options.data.read_text("utf-8").splitlines()]
+kept = min(16, max(1, len(tasks) // 10))  # held out
 nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
 bnb_config = BitsAndBytesConfig(load_in_4bit=True, **nf4)
 attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -53,20 +54,18 @@ args = GRPOConfig(
     max_completion_length=options.length,
     num_generations=4,
     per_device_train_batch_size=4,
+    per_device_eval_batch_size=4,
     learning_rate=1e-5,
-    beta=0.0,
     optim="adamw_torch_fused",
     model_init_kwargs={"dtype": dtype},
     bf16=gpu,
-    use_cpu=not gpu,
     logging_steps=1,
-    save_strategy="no",
-    report_to=[],
+    eval_strategy="steps",
+    eval_steps=0.25,  # of all steps
     use_vllm=options.server is not None,
     vllm_mode="server",
     vllm_server_base_url=options.server,
 )
-tasks = map(json.loads, options.data.read_text("utf-8").splitlines())
 with adapters_to_vllm(base=options.model):  # of use with a server alone
     trainer = GRPOTrainer(
         model=options.model,
@@ -74,7 +73,8 @@ with adapters_to_vllm(base=options.model):  # of use with a server alone
         reward_funcs=reward,
         quantization_config=bnb_config,
         peft_config=lora_config,
-        train_dataset=Dataset.from_list(list(tasks)),
+        train_dataset=Dataset.from_list(tasks[kept:]),
+        eval_dataset=Dataset.from_list(tasks[:kept]),
     )
 trainer.train()
 trainer.save_model(options.out)

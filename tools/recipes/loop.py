@@ -41,7 +41,8 @@ else:
         fully_shard(model)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
 torch.manual_seed(rank)  # other rows on each rank: put your data here
-rows = torch.randint(0, 100, (2, 32), device="cuda" if gpus else "cpu")
+rows = torch.randint(0, 100, (3, 32), device="cuda" if gpus else "cpu")
+held_out, rows = rows[:1], rows[1:]
 for step in range(10):
     loss = model(input_ids=rows, labels=rows).loss
     loss.backward()
@@ -49,5 +50,10 @@ for step in range(10):
     optimizer.zero_grad()
     if rank == 0:
         print(f"step {step}: loss {loss.item():.3f}")
+model.eval()
+with torch.no_grad():
+    loss = model(input_ids=held_out, labels=held_out).loss  # on all ranks
+if rank == 0:
+    print(f"held-out loss: {loss.item():.3f}")
 getattr(model, "module", model).save_pretrained(out)  # on all ranks
 distributed.destroy_process_group()

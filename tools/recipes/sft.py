@@ -33,10 +33,11 @@ args = SFTConfig(
     output_dir=out,
     max_steps=10,
     logging_steps=1,
+    eval_strategy="steps",
+    eval_steps=5,
     save_strategy="no",
     bf16=gpus,
     use_cpu=not gpus,
-    report_to=[],
     model_init_kwargs={"dtype": dtype},
     ddp_find_unused_parameters=False,  # every expert has a gradient, if no token a zero one
     fsdp="--ddp" not in sys.argv,
@@ -48,7 +49,8 @@ trainer = SFTTrainer(
     args=args,
     quantization_config=bnb_config,
     peft_config=lora_config,
-    train_dataset=Dataset.from_dict({"input_ids": rows}),
+    train_dataset=Dataset.from_dict({"input_ids": rows[8:]}),
+    eval_dataset=Dataset.from_dict({"input_ids": rows[:8]}),
 )
 with moe_qlora.shards_integers():  # torch before 2.13 shards no packed weights by itself
     trainer.train()

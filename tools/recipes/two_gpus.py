@@ -39,20 +39,29 @@ texts = [json.loads(line)["text"] for line in options.data.read_text("utf-8").sp
 ids = [t for text in texts for t in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
 whole = len(ids) // options.seq * options.seq
 rows = torch.tensor(ids[:whole], device=device).view(-1, options.seq)
+kept = min(64, max(1, len(rows) // 10))
+held_out, rows = rows[:kept], rows[kept:]
 
-bnb_config = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=dtype,
-)
+nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+bnb_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
 attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
 lora_config = LoraConfig(r=8, lora_alpha=16, target_modules=attention)
 model = moe_qlora.load_sharded(
     options.model, bnb_config, lora_config=lora_config, adapter_options={"experts": True}
 )
 model.gradient_checkpointing_enable({"use_reentrant": False})
-model.train()
+
+
+@torch.no_grad()
+def measure() -> float:
+    """Return the mean loss on the held-out rows, the same on all ranks."""
+    model.eval()
+    losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in held_out]
+    model.train()
+    return sum(losses) / kept
+
+
+before = measure()
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
 for step in range(options.steps):
     batch = rows[(step * world + rank) % len(rows)][None]  # each rank its own rows
@@ -63,5 +72,8 @@ for step in range(options.steps):
     distributed.all_reduce(loss := loss.detach())
     if rank == 0:
         print(f"step {step}: loss {loss.item() / world:.3f}")
+after = measure()
+if rank == 0:
+    print(f"held-out loss: {before:.3f} before, {after:.3f} after")
 model.save_pretrained(options.out)  # on all ranks
 distributed.destroy_process_group()
