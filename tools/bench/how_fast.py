@@ -37,21 +37,23 @@ NAMES = {
 }
 """What the tables of whole models call a row, by its `peer`."""
 
-INTRO = f"""
-# How fast
-
-Training speed and memory of this package beside others, as measured on NVIDIA H200s. Every table
-is one run: the same GPU, one program after the other, with the GPU to itself. Commits, machines and
-versions differ from table to table, so compare figures only within a table. Weights are random in
-the sizes of the named model, which leaves routing even; tokens are random too. Speeds are the
-median over the steps that were timed, with the 20th and the 80th percentile beside it where there
-is room. GB are 10^9 bytes, and a peak is `torch.cuda.max_memory_allocated`.
-
-`python tools/bench/how_fast.py` writes this page from [the rows]({BENCH}/results); a test holds it
-to them. [tools/bench]({BENCH}/README.md) says how to repeat a run. Unless a table says otherwise:
-torch 2.11.0, triton 3.6.0, transformers 5.23.0, peft 0.21.2, bitsandbytes 0.50.2, sequences of
-4,096 tokens, LoRA of rank 16 in bf16.
-"""
+INTRO = (
+    """
+Training speed and memory of this package beside others, as measured on NVIDIA H200s. Rows that
+stand together are one run: the same GPU, one program after the other, with the GPU to itself. Runs
+differ in commit, machine and versions, so compare only within a table, and in a table with a column
+for the commit only rows of one commit. Weights are random in the sizes of the named model, which
+leaves routing even; tokens are random too. Speeds are the median over the steps that were timed,
+and where there is room the 20th and the 80th percentile. GB are 10^9 bytes, and a peak is
+`torch.cuda.max_memory_allocated`.
+""",
+    f"""
+`python tools/bench/how_fast.py` writes this page from [the rows]({BENCH}/results), and a test holds
+it to them. [tools/bench]({BENCH}/README.md) says how to repeat a run. Unless a table says
+otherwise: torch 2.11.0, triton 3.6.0, transformers 5.23.0, peft 0.21.2, bitsandbytes 0.50.2,
+sequences of 4,096 tokens, LoRA of rank 16 in bf16.
+""",
+)
 
 WORDS = """
 ## What the settings mean
@@ -248,15 +250,15 @@ def layers() -> Iterator[str]:
         "older commit, with older kernels of ours. With few tokens the time is the host's."
     )
     peers = ("ours", "frozen", "peft", "bnb")
-    sizes = (16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
-    grid = {(t, p): layer(QWEN, "88efafc", t, p) for t in sizes for p in peers}
-    lines = [(f"{t:,}", *(three_digits(grid[t, p].p50["step"]) for p in peers)) for t in sizes]
+    counts = (16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
+    grid = {(t, p): layer(QWEN, "88efafc", t, p) for t in counts for p in peers}
+    lines = [(f"{t:,}", *(three_digits(grid[t, p].p50["step"]) for p in peers)) for t in counts]
     yield table(("tokens", "ours", "bf16, frozen", "bf16, PEFT", "bitsandbytes, frozen"), lines)
     yield source(grid.values())
     yield "Beside experts4bit-qlora 0.58.1, the same layer:"
     pairs = [(t, p, layer(QWEN, "4f1a9cb", t, p)) for t in (4096, 16384) for p in ("ours", "e4b")]
-    what = {"ours": "ours", "e4b": "experts4bit-qlora"}
-    yield table(header[1:], [(f"{t:,}", what[p], *layer_row(run)) for t, p, run in pairs])
+    called = {"ours": "ours", "e4b": "experts4bit-qlora"}
+    yield table(header[1:], [(f"{t:,}", called[p], *layer_row(run)) for t, p, run in pairs])
     yield source([run for _, _, run in pairs])
 
 
@@ -334,10 +336,27 @@ def _gpu_row(commit: str, engine: str, layers: str, word: str) -> dict[str, str]
     return found[0]
 
 
+def in_short() -> str:
+    """The figures to take away."""
+    (_, ours), (_, frozen) = whole("3d1899a", 1)
+    runs = dict(eight())
+    theirs, packed = runs["unsloth bf16"], runs["unsloth nf4+double"]
+    return (
+        "On one H200, all of Qwen3-30B-A3B, packed, trains LoRA on attention and experts at "
+        f"{ours.speed} tokens/s in {ours.peak}. With frozen bf16 experts and LoRA on attention "
+        f"alone, it makes {frozen.speed} tokens/s in {frozen.peak}. Both compute each layer again "
+        f"in backward. Eight layers of it make {runs['ours'].speed} tokens/s in "
+        f"{runs['ours'].peak}, Unsloth's {packed.speed} in {packed.peak} with 4-bit experts and "
+        f"{theirs.speed} in {theirs.peak} with bf16 experts, each with settings of its own."
+    )
+
+
 def text() -> str:
     """The page."""
     parts = (whole_models, eight_layers, other_models, layers, generating, many_gpus)
-    return page(INTRO, WORDS, *(piece for part in parts for piece in part()))
+    intro = (" ".join(paragraph.split()) for paragraph in INTRO)
+    pieces = (piece for part in parts for piece in part())
+    return page("# How fast", in_short(), *intro, WORDS, *pieces)
 
 
 def readme_block() -> str:

@@ -112,6 +112,19 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
 
+def bullets(text: str) -> str:
+    """A list, whose lines are filled anew."""
+    items = re.split(r"^- ", text, flags=re.MULTILINE)[1:]
+    return "\n".join(_fill("- " + " ".join(item.split()), "  ") for item in items)
+
+
+def _fill(text: str, indent: str = "") -> str:
+    """One paragraph in lines of 100 characters."""
+    return textwrap.fill(
+        text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def page(*parts: str) -> str:
     """A page, or a block of one, of paragraphs and tables."""
     return "\n\n".join(map(_wrapped, parts)) + "\n"
@@ -119,9 +132,9 @@ def page(*parts: str) -> str:
 
 def _wrapped(part: str) -> str:
     """A paragraph in lines of 100 characters; tables, lists and code as they are."""
-    if "\n" in part.strip() or part[0] in "|#":
-        return part.strip()
-    return textwrap.fill(part, 100, break_long_words=False, break_on_hyphens=False)
+    if "\n" in part.strip() or part[0] in "|# ":
+        return part.strip("\n")
+    return _fill(part)
 
 
 def filled(text: str, name: str, block: str) -> str:
