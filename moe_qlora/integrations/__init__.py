@@ -11,8 +11,8 @@ them. Open host.py first: its docstring is the order of calls that every host fo
     ms_swift.py        ms-swift: a tuner for its registry, and loaders that pack
     trl.py             TRL's RL with vLLM, which gets adapters; its trainers need nothing else
 
-README.md in this folder says what a user of each host writes. Importing this package imports no
-host.
+docs/trainers.md and docs/axolotl.md say what a user of each host writes. Importing this package
+imports no host.
 """
 
 from .host import ExpertsHost

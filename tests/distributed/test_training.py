@@ -358,5 +358,5 @@ def test_statistics_that_stay_whole_are_a_warning(two: Any) -> None:
 
 
 def test_fsdp1_takes_no_packed_weights(two: Any) -> None:
-    for result in two:  # in torch's words, which the guide explains
+    for result in two:  # in torch's words, which troubleshooting.md explains
         assert "Must flatten tensors with uniform dtype" in result["refusals"]["fsdp1"]

@@ -114,9 +114,9 @@ def test_every_cell():
         assert float(last) < float(first) - 0.02
 
 
-def test_the_guide_shows_this_table():
-    guide = (ROOT / "moe_qlora/README.md").read_text(encoding="utf-8")
-    _, _, rest = guide.partition("| Scenario |")
+def test_the_page_of_trainers_shows_this_table():
+    page = (ROOT / "moe_qlora/docs/trainers.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("| Scenario |")
     assert cells(rest.partition("\n\n")[0])[2:] == TABLE
 
 

@@ -1,25 +1,30 @@
-"""The documents: links lead somewhere, files and messages they name exist, the recipe runs."""
+"""The documents: links lead somewhere; files, names, options and messages they name exist."""
 
 from __future__ import annotations
 
 import ast
 import re
-import runpy
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
-import torch
+import typer
+import yaml
 
 import moe_qlora
-from moe_qlora.testing import tiny_inputs, tiny_model
+from moe_qlora.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moe_qlora"
-README, GUIDE = ROOT / "README.md", PACKAGE / "README.md"
+README, PAGES = ROOT / "README.md", PACKAGE / "docs"
 DOCUMENTS = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", *PACKAGE.rglob("*.md"), *ROOT.glob("tools/**/*.md")]
 )
-MOST_WORDS = 900
+MOST_WORDS = {README: 1100}
+MOST_WORDS_OF_A_PAGE = 4000
+SITE = ROOT / "tools/docs/mkdocs.yml"
 
 documents = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda f: str(f.relative_to(ROOT)))
 
@@ -32,12 +37,6 @@ def anchors_of(file: Path) -> set[str]:
     """What a link can name after `#`: GitHub's form of each heading."""
     headings = re.findall(r"^#+ (.+)$", text_of(file), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def section(file: Path, heading: str) -> str:
-    """The text under a heading of the second level."""
-    parts = re.split(r"^## (.+)\n", text_of(file), flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))[heading]
 
 
 def first_cells(table: str) -> list[str]:
@@ -67,18 +66,57 @@ def test_files_that_are_named_exist(file):
     assert not bad, bad
 
 
-def test_the_readme_is_short():
-    assert len(text_of(README).split()) <= MOST_WORDS
+@documents
+def test_pages_are_short(file):
+    if file == README or file.parent == PAGES:
+        assert len(text_of(file).split()) <= MOST_WORDS.get(file, MOST_WORDS_OF_A_PAGE)
 
 
-def test_the_guide_names_what_is_public():
-    cells = " ".join(first_cells(section(GUIDE, "Public names")))
+def test_every_page_is_in_the_index_and_on_the_site():
+    pages = {page.name for page in PAGES.glob("*.md")} - {"index.md"}
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", text_of(PAGES / "index.md")))
+    assert pages <= linked
+    leaves = re.findall(r"moe_qlora/docs/([\w-]+\.md)", str(yaml.safe_load(text_of(SITE))["nav"]))
+    assert sorted(leaves) == sorted(pages | {"index.md"})
+
+
+def commands_of(file: Path) -> Iterator[list[str]]:
+    """The words of each `moe-qlora` command line of a document, in code."""
+    code = re.findall(r"`(moe-qlora [^`]+)`", text_of(file))
+    indented = re.findall(r"^ {4}(moe-qlora .+(?:\\\n.+)*)$", text_of(file), re.MULTILINE)
+    for line in code + [re.split(r" {3,}|  #", line.replace("\\\n", " "))[0] for line in indented]:
+        yield shlex.split(line)[1:]
+
+
+@documents
+def test_commands_and_options_exist(file):
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group) or hasattr(group, "commands")
+    bad = []
+    for name, *words in commands_of(file):
+        if name.startswith("-"):
+            words, options = [name, *words], {"--install-completion", "--show-completion", "--help"}
+        elif name in group.commands:
+            known = group.commands[name].params
+            options = {flag for one in known for flag in (*one.opts, *one.secondary_opts)}
+            options.add("--help")
+        else:
+            bad.append(name)
+            continue
+        flags = [word.strip("[]").split("=")[0] for word in words]
+        bad += [f"{name} {flag}" for flag in flags if flag[:1] == "-" and flag not in options]
+    assert not bad, bad
+
+
+def test_the_page_of_names_has_what_is_public():
+    rows = re.findall(r"^\| (`.+?) \|", text_of(PAGES / "api.md"), re.MULTILINE)
+    cells = " ".join(rows)
     named = re.findall(r"`(\w+)", cells)
     assert len(named) == len(set(named))
     assert set(moe_qlora.__all__) == set(named)
 
 
-def test_the_guide_draws_the_house():
+def test_the_map_draws_the_house():
     """Its picture has the floors of tests/unit/test_house.py, its table every entry of the root."""
     house = ast.parse(text_of(ROOT / "tests/unit/test_house.py"))
     (floors,) = (
@@ -86,7 +124,7 @@ def test_the_guide_draws_the_house():
         for node in house.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS"
     )
-    chapter = section(GUIDE, "Map of the code")
+    chapter = text_of(PAGES / "architecture.md")
     picture = [line for line in chapter.splitlines() if re.match(r" {4}\w+ {2}", line)]
     drawn = [tuple(re.split(r" {2,}", line.strip())[:-1]) for line in picture]
     assert drawn == [tuple(room or "__init__" for room in floor) for floor in reversed(floors)]
@@ -111,7 +149,7 @@ def messages() -> list[str]:
 
 def test_messages_under_troubleshooting_are_real():
     known = "\n".join(messages())
-    quoted = re.findall(r"\*\*`([^`]+)`\*\*", section(GUIDE, "Troubleshooting"))
+    quoted = re.findall(r"\*\*`([^`]+)`\*\*", text_of(PAGES / "troubleshooting.md"))
     assert len(quoted) > 20
     bad = [words for words in quoted if words not in known and words != "CUDA out of memory"]
     assert not bad, bad
@@ -125,18 +163,59 @@ def test_nobody_is_sent_to_a_registry_for_this_package():
     assert sent.search("pip install -U moe-qlora")
 
 
-@pytest.mark.filterwarnings("ignore")  # of the libraries that the recipe calls
-def test_the_recipe_runs(tmp_path):
-    tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path)
-    (recipe,) = re.findall(r"```python\n(.+?)```", text_of(README), re.DOTALL)
-    assert "Qwen/Qwen3-30B-A3B" in recipe
-    script = tmp_path / "recipe.py"
-    script.write_text(recipe.replace("Qwen/Qwen3-30B-A3B", str(tmp_path)), encoding="utf-8")
-    model = runpy.run_path(str(script))["model"]
-    model(**tiny_inputs(model.get_base_model())).logits.sum().backward()
-    trained = dict(model.named_parameters())
-    factors = [name for name in trained if "lora_B" in name]
-    assert any("experts" in name for name in factors)
-    for name in factors:
-        gradient = trained[name].grad
-        assert gradient is not None and gradient.any(), name
+# Each is a question, the heading under which the answer stands, and words of the answer. From the
+# README it is one link to the page, or two by way of the index.
+QUESTIONS = {
+    "How much memory does Qwen3-30B-A3B take at 8,192 tokens?": (
+        "memory.md", "Does it fit?", ["--seq 8192", "plan"],
+    ),
+    "Does it train on an RTX 4090?": (
+        "memory.md", "If it does not fit", ["24 GB", "4090", "qwen3_24gb.py"],
+    ),
+    "How do I train with FSDP2?": ("many-gpus.md", "FSDP2 and DDP", ["fully_shard(layer)"]),
+    "How do I put LoRA on the hottest experts?": (
+        "lora.md", "LoRA on the hottest experts", ["expert_use(", "hot_experts("],
+    ),
+    "What does `down_proj` in target_modules reach?": (
+        "lora.md", "Names such as `down_proj`", ["modules only", "experts="],
+    ),
+    "How do I serve with vLLM?": (
+        "quickstart.md", "Serve with vLLM", ["vllm serve", "--lora-modules", "moe-qlora export"],
+    ),
+    "Which versions are tested?": (
+        "quickstart.md", "Versions", ["torch 2.11 to 2.13", "constraints.txt"],
+    ),
+    "My loss is NaN": ("troubleshooting.md", "My loss is NaN", ["bfloat16", "learning rate"]),
+    "How do I resume?": ("saving.md", "Resuming", ["resume_from_checkpoint=True"]),
+    "How do I use axolotl?": ("axolotl.md", "axolotl", ["MoeQloraPlugin", "lora_experts"]),
+    "The experts do not learn": (
+        "troubleshooting.md", "Experts do not learn", ["experts=True", "moe_qlora.lora.coverage"],
+    ),
+    "It is slow": ("speed.md", "Is it slow?", ["moe-qlora doctor", "compute_dtype"]),
+}  # fmt: skip
+
+
+def links_of(file: Path) -> set[tuple[Path, str]]:
+    """The pages, with headings' anchors, that a page links to."""
+    targets = (target.partition("#") for target in re.findall(r"\]\(([^)\s]+)\)", text_of(file)))
+    return {((file.parent / path).resolve(), anchor) for path, _, anchor in targets if path}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_two_clicks_from_the_readme_answer(question):
+    name, heading, words = QUESTIONS[question]
+    index, page = PAGES / "index.md", PAGES / name
+    anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+    assert index in {path for path, _ in links_of(README)}
+    first = text_of(page).startswith(f"# {heading}\n")
+    assert (page, "" if first else anchor) in links_of(index)
+    parts = re.split(r"^#+ (.+)\n", without_code(page), flags=re.MULTILINE)
+    answers = dict(zip(parts[1::2], parts[2::2], strict=True))
+    for word in words:
+        assert word in answers[heading], word
+
+
+def without_code(file: Path) -> str:
+    """A page whose code has no line that looks like a heading."""
+    fence = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    return fence.sub(lambda code: code[0].replace("\n#", "\n ="), text_of(file))

@@ -4,7 +4,7 @@
 
 Put your own function in the place of `reward`. The model that trains generates, packed, with its
 adapter; with `--server URL` a vLLM server does, which takes the adapter after each step. `--model`
-is then a folder; "RL with vLLM" in moe_qlora/integrations/README.md says how to start the server.
+is then a folder; "RL with vLLM" in moe_qlora/docs/trainers.md says how to start the server.
 """
 
 import argparse
