@@ -48,8 +48,8 @@ and where there is room the 20th and the 80th percentile. GB are 10^9 bytes, and
 `torch.cuda.max_memory_allocated`.
 """,
     f"""
-`python tools/bench/how_fast.py` writes this page from the rows in `tools/bench/results`, and a test holds
-it to them. [tools/bench]({BENCH}/README.md) says how to repeat a run. Unless a table says
+`python tools/bench/how_fast.py` writes this page from the rows in `tools/bench/results`, and a test
+holds it to them. [tools/bench]({BENCH}/README.md) says how to repeat a run. Unless a table says
 otherwise: torch 2.11.0, triton 3.6.0, transformers 5.23.0, peft 0.21.2, bitsandbytes 0.50.2,
 sequences of 4,096 tokens, LoRA of rank 16 in bf16.
 """,
