@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moe_qlora.layout import name_pattern
 from moe_qlora.registry import FORMAT_VERSION
 
-from .checkpoints import CHECKPOINTS
+from .checkpoints import CHECKPOINTS, TOLERANCE
 from .classes import MODELS, model_class
 from .definitions import Definition, definition_of
 from .tiny import TINY_EXPERTS, default_of, published_kwargs, tiny_kwargs
@@ -338,11 +338,31 @@ def _transposed(weight: ExpertWeight) -> bool | None:
     return _role(weight) == "down"
 
 
+def checkpoints(model_type: str) -> dict[str, dict[str, Any]]:
+    """Return the configurations of well-known checkpoints of a type, by hub id.
+
+    Raises:
+        ValueError: One of them has another number of weights than its makers publish.
+    """
+    found = {}
+    for sizes in CHECKPOINTS.get(model_type, ()):
+        plain = {key: value for key, value in sizes.config.items() if key != "quantization_config"}
+        billions = sum(weight.numel() for weight in build(model_type, plain).parameters()) / 1e9
+        if abs(billions / sizes.billions - 1) > TOLERANCE:
+            raise ValueError(
+                f"{sizes.names[0]} has {billions:.2f} billion weights on record, and "
+                f"{sizes.billions} as published"
+            )
+        found |= dict.fromkeys(sizes.names, sizes.config)
+    return found
+
+
 def describe(model_type: str) -> dict[str, Any] | None:
     """Return everything that a registry file says about a model type; None without experts.
 
     Raises:
         Exception: Whatever transformers raises where the tiny model cannot be built.
+        ValueError: As of `checkpoints`.
     """
     config_class = CONFIG_MAPPING[model_type]
     maker = model_class(config_class)
@@ -365,7 +385,7 @@ def describe(model_type: str) -> dict[str, Any] | None:
     everything = [weight for group in tiny.values() for weight in group]
     return {
         "class": maker.__name__,
-        "checkpoints": CHECKPOINTS.get(model_type, {}),
+        "checkpoints": checkpoints(model_type),
         "experts": [
             _entry(pattern, weights, published.get(pattern, []), (model, full), everything)
             for pattern, weights in tiny.items()
