@@ -112,11 +112,13 @@ def checkpoint_named(name: str) -> KnownCheckpoint | None:
         short = full.partition("/")[2]
         if plain in (full, short):
             exact.append(known)
-        elif short.startswith(f"{plain}-"):
+        elif full.startswith(f"{plain}-") or short.startswith(f"{plain}-"):
             starts.append(known)
     found = exact or starts
     sizes = [(known.model_type, known.config) for known in found]
-    return found[0] if sizes and all(each == sizes[0] for each in sizes) else None
+    if not sizes or any(each != sizes[0] for each in sizes):
+        return None
+    return min(found, key=lambda known: len(known.name))
 
 
 def near_checkpoints(name: str) -> list[str]:

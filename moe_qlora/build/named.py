@@ -5,7 +5,8 @@ MODEL is read as, in this order:
     a folder            that holds config.json
     a .json file        a configuration
     a .yml, .yaml file  of an axolotl-style trainer; `base_model` is then read as MODEL is
-    a model type        that model_registry/ describes ("qwen3_moe")
+    a model type        of transformers ("qwen3_moe"), in its default configuration
+    a checkpoint        that model_registry/ has the configuration of ("qwen3-30b-a3b")
     a hub id            that is cached or can be reached; only its configuration is fetched
 
 No weight is loaded or downloaded: the model is built from its configuration alone.
@@ -13,6 +14,7 @@ No weight is loaded or downloaded: the model is built from its configuration alo
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,9 +34,8 @@ from .. import registry
 from ..errors import CheckpointError, ConfigError, MoeQloraError, did_you_mean
 from ..packing.settings import CodecSettings
 from .files import check_depth, read_json
+from .places import YAML, place_of
 
-_DEFAULT_SIZES = "Sizes are those of the default configuration of this model type, in bfloat16."
-_YAML = (".yml", ".yaml")
 _PLUGIN = "moe_qlora.integrations.axolotl.MoeQloraPlugin"
 _AUTO_CLASSES = (
     "AutoModelForCausalLM",
@@ -74,32 +75,16 @@ def resolve(
     if isinstance(model, PretrainedConfig):
         return _with_own_settings(Source(model.name_or_path or model.model_type, model))
     model = str(model)
-    if not model.strip():
-        raise CheckpointError("MODEL is empty; name a folder, a file, a model type or a hub id.")
-    path = Path(model).expanduser()
+    path = place_of(model)
+    if path is None:
+        return _from_name(model, trust_remote_code)
     if path.is_dir():
         check_no_adapter(path)
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{model} is a folder without config.json; name a checkpoint.")
-        return _from_config(model, path, trust_remote_code)
-    if path.is_file():
-        if path.suffix in _YAML:
-            return _from_yaml(model, path, trust_remote_code)
-        if path.suffix == ".json":
-            return _from_config(model, path, trust_remote_code)
-        raise CheckpointError(f"{model} is neither a folder, nor a .json or .yaml file.")
-    if path.suffix in (".json", *_YAML) or model.startswith((".", "/", "~")) or model[-1] == "/":
-        raise CheckpointError(f"{model} does not exist.")
-    if model.count("/") > 1:
-        raise CheckpointError(f"{model!r} does not exist, and is no hub id (owner/name) either.")
-    source = _from_registry(model)
-    if (
-        source is None
-        and "/" not in model
-        and (near := did_you_mean(model, registry.model_types()))
-    ):
-        raise CheckpointError(f"{model} is no local path and no model type{near}.")
-    return source or _from_config(model, model, trust_remote_code)
+    elif path.suffix in YAML:
+        return _from_yaml(model, path, trust_remote_code)
+    return _from_config(model, path, trust_remote_code)
 
 
 def check_no_adapter(folder: Path) -> None:
@@ -229,7 +214,7 @@ def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
         raise CheckpointError(f"{label} names no base_model; expected `base_model: FOLDER or ID`.")
     beside = path.parent / base
     name = str(beside) if not Path(base).exists() and beside.exists() else base
-    if Path(name).suffix in _YAML:
+    if Path(name).suffix in YAML:
         raise CheckpointError(f"{label}: base_model is {base}, another YAML file; name a model.")
     source = resolve(name, trust_remote_code=trust_remote_code)
     overrides = content.get("overrides_of_model_config") or {}
@@ -277,16 +262,50 @@ def _trainer_settings(content: Mapping[str, Any]) -> tuple[CodecSettings | None,
     return settings, notes
 
 
-def _from_registry(model_type: str) -> Source | None:
+def _from_name(name: str, trust_remote_code: bool) -> Source:
+    """Return the source of a model type, of a checkpoint of the registry, or of one of the hub."""
+    source = _from_model_type(name)
+    if source is not None:
+        return source
+    known = registry.checkpoint_named(name)
+    if known is not None:
+        config_class = transformers.CONFIG_MAPPING[known.model_type]
+        config = config_class(**{"dtype": torch.bfloat16, **copy.deepcopy(known.config)})
+        return _with_own_settings(Source(known.name, config))
+    if "/" not in name and (near := _near(name)):
+        raise CheckpointError(f"{name} is no local path, model type or known checkpoint{near}.")
+    return _from_config(name, name, trust_remote_code)
+
+
+def _near(name: str) -> str:
+    """Return what ` (did you mean ...?)` says of a name that nothing has, "" where nothing is."""
+    starts = registry.near_checkpoints(name)
+    if starts:
+        return f" (did you mean {' or '.join(starts)}?)"
+    full = [known.name for known in registry.checkpoints()]
+    shorts = [each.partition("/")[2].lower() for each in full]
+    return did_you_mean(name, [*registry.model_types(), *(full if "/" in name else shorts)])
+
+
+def _from_model_type(model_type: str) -> Source | None:
     if model_type not in transformers.CONFIG_MAPPING:
         return None
     config_class = transformers.CONFIG_MAPPING[model_type]
+    known = [each.name for each in registry.checkpoints() if each.model_type == model_type]
+    own = f"; {known[0]} has its own" if known else ""
+    note = (
+        f"{model_type} is a model type: sizes are those of its default configuration in "
+        f"transformers, in bfloat16, and of no checkpoint{own}."
+    )
     if model_type not in registry.model_types():
-        return Source(model_type, config_class(), notes=(_DEFAULT_SIZES,))
+        return Source(model_type, config_class(), notes=(note,))
     entry = registry.load(model_type)
     if entry.published:
-        return Source(model_type, config_class(**entry.published_config), notes=(_DEFAULT_SIZES,))
-    note = "Its default configuration builds no model; sizes are those of a tiny one, in bfloat16."
+        return Source(model_type, config_class(**entry.published_config), notes=(note,))
+    note = (
+        f"{model_type} is a model type whose default configuration builds no model: sizes are "
+        f"those of a tiny one, in bfloat16, and of no checkpoint{own}."
+    )
     return Source(model_type, config_class(**entry.tiny_config), notes=(note,))
 
 
@@ -321,7 +340,10 @@ def _explain(label: str, error: Exception) -> str:
             "the checkpoint brings no code of its own."
         )
     if isinstance(error, OSError):
-        return f"{label} is no local path and no model type, and {_why_not_from_hub(text)}"
+        return (
+            f"{label} is no local path, model type or known checkpoint{_near(label)}, and "
+            f"{_why_not_from_hub(text)}"
+        )
     return f"{label}: its configuration cannot be read ({_first_line(error)})"
 
 

@@ -22,7 +22,7 @@ HAS_PROBLEMS = 1
 EXAMPLES = (
     "moe-qlora doctor",
     "moe-qlora doctor ./model",
-    "moe-qlora doctor qwen3_moe --gpu 4090",
+    "moe-qlora doctor gpt-oss-20b --gpu 4090",
     "moe-qlora doctor train.yaml --json",
 )
 
@@ -51,8 +51,11 @@ def doctor(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 1 where a problem was
     found (a warning is none), and with 2 where MODEL or a setting cannot be read.
     """
+    from ..build.places import place_of
     from . import render
 
+    if model is not None:
+        place_of(model)
     with render.working(f"Examining {model or 'this environment'}"):
         from ..build import named
         from ..diagnosis.doctor import doctor as examine

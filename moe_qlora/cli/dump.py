@@ -11,7 +11,7 @@ from .options import Color, Colored, Json, Model, ModelDoubleQuant, ModelQuant, 
 
 NO_EXPERTS = 3
 EXAMPLES = (
-    "moe-qlora dump qwen3_moe",
+    "moe-qlora dump qwen3-30b-a3b",
     "moe-qlora dump ./model --why",
     "moe-qlora dump ./model --peft > targets.py",
     "moe-qlora dump train.yaml --yaml >> train.yaml",
@@ -40,12 +40,15 @@ def dump(
     Nothing is loaded or downloaded but the configuration. Ends with 0 where experts were found, 3
     where there are none, 2 where MODEL cannot be read.
     """
+    from ..build.places import place_of
     from ..errors import ConfigError
-    from . import render, render_dump
+    from . import render
 
     if as_json + peft + yaml > 1:
         raise ConfigError("--json, --peft and --yaml exclude each other; give one of them.")
+    place_of(model)
     with render.working(f"Looking for experts in {model}"):
+        from . import render_dump
         from .findings import inspect_model
 
         findings = inspect_model(model, quant, double_quant, trust_remote_code=trust_remote_code)

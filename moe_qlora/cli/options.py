@@ -47,11 +47,12 @@ def trust_remote_code_of(source: str) -> Any:
     return typer.Option("--trust-remote-code", help=f"Run model code that {source} brings.")
 
 
-def _model_types(incomplete: str) -> list[str]:
-    """Return the model types that begin so, for the shell; it completes paths where none does."""
-    from ..registry import model_types
+def _model_names(incomplete: str) -> list[str]:
+    """Return the names that begin so, for the shell; it completes paths where none does."""
+    from ..registry import checkpoints, model_types
 
-    return [name for name in model_types() if name.startswith(incomplete)]
+    shorts = [known.name.partition("/")[2].lower() for known in checkpoints()]
+    return [name for name in (*model_types(), *shorts) if name.startswith(incomplete)]
 
 
 def gpu_names(incomplete: str) -> list[str]:
@@ -65,8 +66,9 @@ def gpu_names(incomplete: str) -> list[str]:
 
 _MODEL: Any = typer.Argument(
     metavar="MODEL",
-    help="Checkpoint folder, config.json, axolotl-style YAML, model type or hub id.",
-    autocompletion=_model_types,
+    help="Checkpoint folder, config.json, axolotl-style YAML, name of a known checkpoint "
+    "(qwen3-30b-a3b), model type or hub id.",
+    autocompletion=_model_names,
 )
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]

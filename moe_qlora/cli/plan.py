@@ -23,7 +23,7 @@ from .options import (
 
 DOES_NOT_FIT = 4
 EXAMPLES = (
-    "moe-qlora plan qwen3_moe --gpus 24GiB",
+    "moe-qlora plan qwen3-30b-a3b --gpus 24GiB",
     "moe-qlora plan ./model --gpus 4090 --seq 2048 --targets experts",
     "moe-qlora plan ./model --gpus 8xH100 --fsdp 8",
     "moe-qlora plan train.yaml --gpus 2xA100-80GB --chart plan.png",
@@ -109,11 +109,13 @@ def plan(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 4 where it does not fit
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
     """
+    from ..build.places import place_of
     from . import chart as charts
     from . import render
 
     if chart is not None:
         charts.check(chart)
+    place_of(model)
     with render.working(f"Rehearsing a training step of {model}"):
         from ..build import named
         from ..memory.plan import plan as plan_memory

@@ -361,7 +361,7 @@ def test_bad_yaml(cli, folder, tmp_path, case):
         ("a/b/c", "no hub id"),
         (" ", "MODEL is empty"),
         ("somebody/something-not-there", "neither cached nor to be had"),
-        ("nosuchtype", "no local path and no model type"),
+        ("nosuchtype", "no local path, model type or known checkpoint"),
     ],
 )
 def test_nothing_there(cli, model, message):
