@@ -13,7 +13,7 @@ changed.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, cast, overload
 
@@ -80,6 +80,7 @@ def resolve_targets(
     # Routers matter only where a target could reach one.
     matter = router or is_all_linear(config) or rewritten(model, config) is not None
     layout = detect(model) if matter else ModelLayout()
+    layout = replace(layout, routers=tuple(map(_as_named, layout.routers)))
     asked: Any = _with_routers(model, config, layout.routers) if router else config
     excludes = asked.exclude_modules
     if packed:
@@ -129,6 +130,12 @@ def _in_layers(config: Any, names: list[str]) -> list[str]:
     return kept
 
 
+def _as_named(router: Router) -> Router:
+    """Return a router by its name before an adapter; a packed one is a Linear layer as well."""
+    linear = router.plain_linear or router.packed
+    return replace(router, name=unwrapped_name(router.name), plain_linear=linear)
+
+
 def _with_routers(model: nn.Module, config: PeftConfig, routers: Sequence[Router]) -> PeftConfig:
     """Return the config with every router: a plain Linear as a module, any other by its weight."""
     asked: Any = changed(config)
@@ -151,12 +158,12 @@ def _unfit_routers(model: nn.Module, routers: Sequence[Router], router: bool) ->
     """Return routers that "all-linear" reaches, and Linear layers that share a weight with one."""
     # Routers that are Linear by inheritance give two values, which LoRA's own layer cannot; plain
     # ones get LoRA where `router` asks for it. diffusion_gemma's decoder shares its routers.
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears = {unwrapped_name(n): m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     names = [
         one.name for one in routers if (not router if one.plain_linear else one.name in linears)
     ]
     weights = {id(getattr(model.get_submodule(name), "weight", None)) for name in names}
-    tied = [unwrapped_name(n) for n, module in linears.items() if id(module.weight) in weights]
+    tied = [name for name, module in linears.items() if id(module.weight) in weights]
     return _merge(names, tied)
 
 
