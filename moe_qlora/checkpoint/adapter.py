@@ -34,8 +34,9 @@ from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
 from ..build.files import read_json
+from ..build.patterns import check_patterns
 from ..errors import AdapterError, CheckpointError
-from ..layout import listed
+from ..layout import listed, unwrapped_name
 from .fit import own_name
 from .reader import Checkpoint, inside, parse_fields
 
@@ -169,6 +170,22 @@ class Adapter:
     folder: Path
     settings: LoraSettings
     file: Checkpoint
+
+
+def check_adapter_patterns(folder: Path, model: nn.Module) -> None:
+    """Raise where a regular expression of adapter_config.json may run for ever on this model."""
+    config = read_json(inside(folder, CONFIG))
+    whole = (config.get(f) for f in ("target_modules", "exclude_modules", "target_parameters"))
+    patterns = [pattern for pattern in whole if isinstance(pattern, str)]
+    for by_name in (config.get("rank_pattern"), config.get("alpha_pattern")):
+        if isinstance(by_name, dict):
+            patterns += map(_END_OF_NAME.format, by_name)
+    layers = config.get("layers_pattern") or ()
+    layers = [layers] if isinstance(layers, str) else layers
+    patterns += [rf".*\.{pattern}\.(\d+)\." for pattern in layers if isinstance(pattern, str)]
+    names = {unwrapped_name(name) for name, _ in model.named_modules() if name}
+    names |= {unwrapped_name(name) for name, _ in model.named_parameters()}
+    check_patterns(patterns, names, str(folder / CONFIG))
 
 
 def open_adapter(folder: Path) -> Adapter:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..build.patterns import check_patterns
 from ..detection.detect import detect
 from ..errors import CheckpointError, UnsupportedWeightError
 from ..kernels.weights import PackedWeight
@@ -110,7 +111,7 @@ def packing_spec(
     model: nn.Module, config: Any, dtype: torch.dtype | None, device_map: Any
 ) -> LoadSpec:
     """Return what to pack of a 16-bit checkpoint, loaded in `dtype`, given its model on meta."""
-    settings = CodecSettings.from_config(config)
+    settings = _settings(model, config)
     layout = _detect(model)
     dtypes = _dtypes(model, layout, dtype)
     offload = getattr(config, "llm_int8_enable_fp32_cpu_offload", False)
@@ -134,7 +135,7 @@ def reload_spec(
     model: nn.Module, config: Any, dtype: torch.dtype | None, manifest: Manifest, folder: Path
 ) -> LoadSpec:
     """Return what a packed folder holds packed, for the model on meta as it was built."""
-    settings = CodecSettings.from_config(config)
+    settings = _settings(model, config)
     layout = _detect(model)
     by_name = {name: param for param in layout.experts for name in param.names}
     params = _packed_params(model, by_name, manifest, folder)
@@ -181,6 +182,14 @@ def _packed_params(
             if tied is not None:
                 params |= dict.fromkeys(by_name[tied].names, by_name[tied])
     return params
+
+
+def _settings(model: nn.Module, config: Any) -> CodecSettings:
+    """Return the codec of a config, whose patterns transformers matches with all modules next."""
+    settings = CodecSettings.from_config(config)
+    names = [name for name, _ in model.named_modules()]
+    check_patterns(settings.skip_modules, names, "llm_int8_skip_modules")
+    return settings
 
 
 def _detect(model: nn.Module) -> ModelLayout:

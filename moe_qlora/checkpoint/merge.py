@@ -37,7 +37,7 @@ from ..packing import codec
 from ..progress import Progress, reporting
 from . import rounding
 from .adapter import CONFIG as ADAPTER_CONFIG
-from .adapter import Adapter, LoraDelta, Resolver, Updates, open_adapter
+from .adapter import Adapter, LoraDelta, Resolver, Updates, check_adapter_patterns, open_adapter
 from .base import FLOATS, Base, PackedBase, PlainBase, resolve_plain
 from .conversion import Group
 from .fingerprint import take
@@ -135,6 +135,7 @@ def merge_adapter(
         stack.enter_context(lora.file)
         build_model = model_builder(source, trust_remote_code)
         model = build_model()
+        check_adapter_patterns(adapter_folder, model)
         packed = is_packed(source)
         kind = PackedBase if packed else PlainBase
         opened = kind(source, model, max_shard_size=max_shard_size)

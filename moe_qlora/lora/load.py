@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ..checkpoint import per_expert, rounding
+from ..checkpoint.adapter import check_adapter_patterns
 from ..checkpoint.fingerprint import of_model
 from ..errors import AdapterError, MoeQloraError
 from .chosen import ChosenFactor
@@ -70,6 +71,9 @@ def load_adapter(
     base = base_model(model)
     hub = {key: peft_kwargs[key] for key in _HUB_KEYS if key in peft_kwargs}
     check_folder(adapter, hub.get("subfolder"))
+    on_disk = Path(adapter) / (hub.get("subfolder") or "")
+    if on_disk.is_dir():
+        check_adapter_patterns(on_disk, base)
     if not any_base:
         check_base(base, adapter, hub.get("subfolder"))
     with _with_fused_experts(base, adapter, hub.get("subfolder")) as folder:

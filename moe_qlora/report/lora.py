@@ -12,7 +12,7 @@ from typing import Any
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import nn
 
-from ..checkpoint.adapter import Resolver, open_adapter
+from ..checkpoint.adapter import Resolver, check_adapter_patterns, open_adapter
 from ..checkpoint.rounding import chosen_experts
 from ..layout import ModelLayout, name_pattern, unwrapped, unwrapped_name
 from .pieces import LoraGroup, LoraPiece
@@ -34,6 +34,7 @@ def of_folder(folder: Path, model: nn.Module, layout: ModelLayout, total: int) -
     `merge_adapter` does.
     """
     opened, chosen = open_adapter(folder), chosen_experts(folder) or {}
+    check_adapter_patterns(folder, model)
     adapted: dict[str, _Adapted] = {}
     others = 0
     with closing(opened.file) as file:

@@ -27,6 +27,7 @@ from ..checkpoint.adapter import (
     Adapter,
     Resolver,
     Updates,
+    check_adapter_patterns,
     open_adapter,
 )
 from ..checkpoint.base import Base, PackedBase, PlainBase
@@ -119,6 +120,7 @@ def export_adapter(
             rounding.check_noted_base(
                 folder, lambda names: take(model, str(base), names, opened.first_rows)
             )
+        check_adapter_patterns(folder, model)
         lora = open_adapter(stack.enter_context(fused(folder, model)))
         stack.enter_context(lora.file)
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}

@@ -9,11 +9,12 @@ modelopt/torch/export/convert_hf_config.py (quant_algo, exclude_modules, quantiz
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ...build.patterns import check_patterns
 from ...errors import CheckpointError
 
 FP8, MXFP8, MXFP4 = "fp8", "mxfp8", "mxfp4"
@@ -122,6 +123,15 @@ class MakerConfig:
             else:
                 self._by_name.setdefault(target, scheme)
 
+    def check_patterns(self, modules: Iterable[str]) -> None:
+        """Raise where a pattern of the configuration may run for ever on these modules' names."""
+        patterns = [pattern.pattern for pattern, _ in self._by_pattern]
+        if self.method == COMPRESSED:
+            patterns += [pattern.pattern for pattern in self._ignored_patterns]
+        elif self.method != MODELOPT:
+            patterns += [_SKIPPED.format(name) for name in self._ignored]
+        check_patterns(patterns, modules, "quantization_config")
+
     def scheme(self, module: str) -> Scheme | None:
         """Return the scheme of a module's weights; None where no group is for it.
 
@@ -153,12 +163,15 @@ def _names(config: Mapping[str, Any]) -> Iterator[str]:
         yield from names
 
 
+_SKIPPED = r"(?:{})(?:(?<=\.)|(?=\.|$))"
+
+
 def _skips(name: str, module: str) -> bool:
     """Whether transformers takes a name as one of a module, from its start or at its end."""
     if module.endswith(name):
         return True
     try:
-        return re.match(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", module) is not None
+        return re.match(_SKIPPED.format(name), module) is not None
     except re.error:
         return False
 

@@ -43,6 +43,7 @@ class PrequantizedCheckpoint(Checkpoint):
             {key: checkpoint.info(key) for key in checkpoint}
         )
         maker = _read_config(config, self.stored)
+        maker.check_patterns({key.rpartition(".")[0] for key in self.stored})
         self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
         self._disk = checkpoint
         self._tensors, plain = plan_tensors(self.stored, maker, self._stored_shape)
