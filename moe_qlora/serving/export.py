@@ -194,6 +194,8 @@ class _Export:
         else:
             leaves = {key.removeprefix(PREFIX).split(".lora_")[0] for key in self.tensors}
             config["target_modules"] = sorted({one.rpartition(".")[2] for one in leaves})
+        if config.get("exclude_modules"):
+            config["exclude_modules"] = self._left_out(config["target_modules"])
         save_file(self.tensors, work / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (work / CONFIG).write_text(text, encoding="utf-8")
@@ -353,6 +355,17 @@ class _Export:
                     rows = shape[0][0]
                     self.tensors[f"{twin}.lora_B.weight"] = a.new_zeros(rows, a.shape[0])
                     paths.add(twin)
+
+    def _left_out(self, leaves: Iterable[str]) -> list[str] | None:
+        """Return the layers that these leaf names would reach, and the file has no pair for."""
+        written = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in self.tensors}
+        ends = {leaf.rpartition(".")[2] for leaf in leaves}
+        names = (name for name, _ in self.model.named_modules())
+        return [
+            name
+            for name in names
+            if name.rpartition(".")[2] in ends and self._served(f"{name}.weight") not in written
+        ] or None
 
 
 def _zeros(param: ExpertParam, rank: int, scaling: float, dtype: torch.dtype) -> Factors:

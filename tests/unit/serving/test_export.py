@@ -191,6 +191,32 @@ def test_sglang_gets_all_of_what_it_stacks(
             assert written[key].shape == (rows, 4) and not written[key].any()
 
 
+@pytest.mark.parametrize("experts", [True, False])
+@pytest.mark.parametrize(
+    "scope",
+    [
+        {"exclude_modules": ["k_proj"]},
+        {"exclude_modules": ["model.layers.0.self_attn.o_proj", "v_proj"]},
+        {"exclude_modules": r".*layers\.1\.self_attn\.(q|k|o)_proj"},
+        {"layers_to_transform": [1]},
+    ],
+    ids=["leaf", "paths", "pattern", "layers"],
+)
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_what_an_adapter_leaves_out_loads_back(
+    bases: dict[str, Path], tmp_path: Path, server: str, scope: Any, experts: bool
+) -> None:
+    """SGLang gets zeros for projections beside adapted ones, whatever the adapter excludes."""
+    base = bases["qwen3_moe"]
+    settings = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], **scope}
+    if not experts:
+        settings["target_parameters"] = None
+    model = trained(load(base), tmp_path / "adapter", **settings)
+    moe_qlora.export_adapter(tmp_path / "adapter", tmp_path / "out", base=base, target=server)
+    again = moe_qlora.load_adapter(load(base), str(tmp_path / "out"))
+    assert torch.equal(logits(again), logits(model))
+
+
 def test_tinkers_adapters_load(bases: dict[str, Path], tmp_path: Path) -> None:
     """Projections of all experts in one tensor, of which some are shared; own A of gate and up."""
     generator = torch.Generator().manual_seed(3)
