@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "moe_qlora/docs").glob("*.md"))]
 STAND_INS = {
     "Qwen/Qwen3-30B-A3B": "Qwen3-30B-A3B",  # the folder that quickstart.md downloads it to
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",  # its plan takes seconds
     "SFTConfig(": "SFTConfig(use_cpu=not torch.cuda.is_available(), ",  # it asks for bf16 on a GPU
 }
 NEEDS = {"trainers.md": ("datasets", "trl")}
