@@ -106,10 +106,11 @@ def source(runs: Iterable[Run], note: str = "") -> str:
     return f"Rows: {link}, commit {commit}, {dates}, one {gpu}{note}."
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table in Markdown."""
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, space: str = " ") -> str:
+    """A table in Markdown, with `space` around each cell."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+    cells = ([f"{space}{cell}{space}" for cell in line] for line in lines)
+    return "\n".join(f"|{'|'.join(line)}|" for line in cells)
 
 
 def bullets(text: str) -> str:

@@ -59,3 +59,10 @@ def test_a_block_of_a_document_is_replaced(script):
     assert pages.filled(new, "x", r"new \1") == new
     with pytest.raises(LookupError, match="no place for y"):
         pages.filled(text, "y", "new")
+
+
+@pytest.mark.parametrize(("name", "module"), [("how-fast", "how_fast")])
+def test_the_readme_shows_what_the_pages_say(script, name, module):
+    pages = script("pages")
+    readme = pages.README.read_text(encoding="utf-8")
+    assert readme == pages.filled(readme, name, script(module).readme_block()), "run it again"
