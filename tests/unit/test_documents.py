@@ -170,7 +170,7 @@ QUESTIONS = {
         "memory.md", "Does it fit?", ["8,192 tokens", "39.4 GiB", "plan"],
     ),
     "Does it train on an RTX 4090?": (
-        "memory.md", "If it does not fit", ["24 GB", "4090", "qwen3_24gb.py"],
+        "memory.md", "One card of 24 GB", ["4090", "qwen3_24gb.py"],
     ),
     "How do I train with FSDP2?": ("many-gpus.md", "FSDP2 and DDP", ["fully_shard(layer)"]),
     "How do I put LoRA on the hottest experts?": (
