@@ -33,10 +33,11 @@ from transformers import AutoConfig, PretrainedConfig
 from .. import registry
 from ..errors import CheckpointError, ConfigError, MoeQloraError, did_you_mean
 from ..packing.settings import CodecSettings
+from . import trainer
 from .files import check_depth, read_json
 from .places import YAML, place_of
+from .trainer.file import TrainerFile
 
-_PLUGIN = "moe_qlora.integrations.axolotl.MoeQloraPlugin"
 _AUTO_CLASSES = (
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
@@ -53,13 +54,16 @@ _AUTO_CLASSES = (
 class Source:
     """A model that a person named: what they typed, its configuration, and notes for them.
 
-    `settings` say how experts are to be packed; None where nothing says so.
+    `settings` say how experts are to be packed; None where nothing says so. `folder` is where the
+    checkpoint lies, and `trainer` the trainer's file that named it; None without one.
     """
 
     label: str
     config: PretrainedConfig
     settings: CodecSettings | None = None
     notes: tuple[str, ...] = ()
+    folder: Path | None = None
+    trainer: TrainerFile | None = None
 
 
 def resolve(
@@ -84,7 +88,8 @@ def resolve(
             raise CheckpointError(f"{model} is a folder without config.json; name a checkpoint.")
     elif path.suffix in YAML:
         return _from_yaml(model, path, trust_remote_code)
-    return _from_config(model, path, trust_remote_code)
+    source = _from_config(model, path, trust_remote_code)
+    return replace(source, folder=path) if path.is_dir() else source
 
 
 def check_no_adapter(folder: Path) -> None:
@@ -217,49 +222,24 @@ def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
     if Path(name).suffix in YAML:
         raise CheckpointError(f"{label}: base_model is {base}, another YAML file; name a model.")
     source = resolve(name, trust_remote_code=trust_remote_code)
-    overrides = content.get("overrides_of_model_config") or {}
-    try:
-        for key, value in dict(overrides).items():
-            setattr(source.config, key, value)
-    except Exception as error:
-        raise ConfigError(
-            f"{label}: overrides_of_model_config is {overrides!r:.80}, which this configuration "
-            f"does not take ({_first_line(error)})."
-        ) from error
-    settings, notes = _trainer_settings(content)
-    attention = content.get("attn_implementation")
-    if attention in ("eager", "flex_attention"):
-        source.config._attn_implementation = attention
-    elif attention not in (None, "sdpa"):  # A flash kernel would be loaded
-        notes.append(f"attn_implementation {attention!r:.80} of the file is not followed.")
-    return Source(label, source.config, settings or source.settings, (*source.notes, *notes))
-
-
-def _trainer_settings(content: Mapping[str, Any]) -> tuple[CodecSettings | None, list[str]]:
-    """Return what an axolotl-style file asks for; its defaults are nf4 and double quantization."""
-    four = content.get("load_in_4bit")
-    if four is None:
-        four = content.get("adapter") == "qlora" and not content.get("load_in_8bit")
-    eight = bool(content.get("load_in_8bit"))
-    notes = []
-    if content.get("quantize_moe_experts"):
-        notes.append("quantize_moe_experts packs experts too; leave it out beside moe_qlora.")
-    block = content.get("moe_qlora")
-    if block is not None and _PLUGIN not in str(content.get("plugins")):
-        notes.append(f"axolotl reads the moe_qlora block only where plugins names {_PLUGIN}.")
-    if not four and not eight:
-        return None, [*notes, "The file asks for neither load_in_4bit nor load_in_8bit."]
-    asked: dict[str, Any] = {"load_in_4bit": bool(four), "load_in_8bit": eight}
-    if four:
-        asked |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    own = content.get("bnb_config_kwargs") or {}
-    if not isinstance(own, Mapping):
-        raise ConfigError(f"bnb_config_kwargs is {own!r}; expected a mapping of settings.")
-    settings = CodecSettings.from_config({**asked, **own})
-    more = block.get("skip_modules") if isinstance(block, Mapping) else None
-    if isinstance(more, list):
-        settings = replace(settings, skip_modules=(*settings.skip_modules, *map(str, more)))
-    return settings, notes
+    for key in ("overrides_of_model_config", "model_config"):  # one field, by two names
+        overrides = content.get(key) or {}
+        try:
+            for field, value in dict(overrides).items():
+                setattr(source.config, field, value)
+        except Exception as error:
+            raise ConfigError(
+                f"{label}: {key} is {overrides!r:.80}, which this configuration does not take "
+                f"({_first_line(error)})."
+            ) from error
+    file = trainer.read(label, content, path.parent, str(source.config.model_type))
+    return replace(
+        source,
+        label=label,
+        settings=source.settings or file.codec,
+        notes=(*source.notes, *file.notes),
+        trainer=file,
+    )
 
 
 def _from_name(name: str, trust_remote_code: bool) -> Source:

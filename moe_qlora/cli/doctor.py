@@ -13,8 +13,8 @@ from .options import (
     ModelDoubleQuant,
     ModelQuant,
     OptionalModel,
-    codec_settings,
     gpu_names,
+    packed_as,
     trust_remote_code_of,
 )
 
@@ -36,7 +36,9 @@ def doctor(
             autocompletion=gpu_names,
         ),
     ] = None,
-    rank: Annotated[int, typer.Option(help="LoRA rank on the experts.")] = 16,
+    rank: Annotated[
+        int | None, typer.Option(help="LoRA rank on the experts.", show_default="16")
+    ] = None,
     quant: ModelQuant = None,
     double_quant: ModelDoubleQuant = None,
     as_json: Json = False,
@@ -64,7 +66,7 @@ def doctor(
         source = settings = None
         if model is not None:
             source = named.resolve(model, trust_remote_code=trust_remote_code)
-            settings = codec_settings(source.settings, quant, double_quant)
+            settings = packed_as(source.settings, quant, double_quant)
         diagnosis = examine(
             source, settings, gpu=gpu, rank=rank, trust_remote_code=trust_remote_code
         )

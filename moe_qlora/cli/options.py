@@ -42,6 +42,14 @@ def codec_settings(
     return replace(own, kind=own.kind if quant is None else quant.value, double_quant=double)
 
 
+def packed_as(
+    own: CodecSettings | None, quant: Quant | None, double_quant: bool | None
+) -> CodecSettings | None:
+    """Return what `codec_settings` does, or None where no option is given: MODEL says it itself."""
+    given = quant is not None or double_quant is not None
+    return codec_settings(own, quant, double_quant) if given else None
+
+
 def trust_remote_code_of(source: str) -> Any:
     """Return the option `--trust-remote-code` of a subcommand, for the code of this argument."""
     return typer.Option("--trust-remote-code", help=f"Run model code that {source} brings.")

@@ -16,8 +16,8 @@ from .options import (
     ModelDoubleQuant,
     ModelQuant,
     Subcommand,
-    codec_settings,
     gpu_names,
+    packed_as,
     trust_remote_code_of,
 )
 
@@ -48,16 +48,26 @@ Gpus = Annotated[
     str | None,
     typer.Option(help="Devices: 24GiB, 4090, 8xH100, or 24GiB,2x48GiB.", autocompletion=gpu_names),
 ]
+
+
+def _setting(what: str, default: str, *names: str) -> Any:
+    """Return an option that a YAML file decides where it is left out, and else this default."""
+    return typer.Option(*names, help=what, show_default=default)
+
+
 Targets = Annotated[
-    str, typer.Option(help="What gets LoRA: attention, all-linear, experts, or names, by comma.")
+    str | None,
+    _setting("What gets LoRA: attention, all-linear, experts, or names, by comma.", "attention"),
 ]
 AdapterDtype = Annotated[
-    str, typer.Option(help="Of the adapters: float32 (PEFT's default) or bfloat16.")
+    str | None, _setting("Of the adapters: float32 (PEFT's default) or bfloat16.", "float32")
 ]
-Optimizer = Annotated[str, typer.Option(help="adamw, adamw_8bit, paged_adamw or paged_adamw_8bit.")]
+Optimizer = Annotated[
+    str | None, _setting("adamw, adamw_8bit, paged_adamw or paged_adamw_8bit.", "adamw")
+]
 Checkpointing = Annotated[
-    bool,
-    typer.Option("--checkpointing/--no-checkpointing", help="Compute layers again in backward."),
+    bool | None,
+    _setting("Compute layers again in backward.", "yes", "--checkpointing/--no-checkpointing"),
 ]
 Attention = Annotated[
     str | None,
@@ -85,14 +95,14 @@ def plan(
     fsdp: Fsdp = None,
     ep: Ep = None,
     zero3: Zero3 = None,
-    seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 4096,
-    batch: Annotated[int, typer.Option(help="Sequences in a micro-batch.")] = 1,
-    accumulation: Annotated[int, typer.Option(help="Micro-batches to an optimizer step.")] = 1,
-    rank: Annotated[int, typer.Option(help="LoRA rank.")] = 16,
-    targets: Targets = "attention",
-    adapter_dtype: AdapterDtype = "float32",
-    optimizer: Optimizer = "adamw",
-    checkpointing: Checkpointing = True,
+    seq: Annotated[int | None, _setting("Tokens in a sequence.", "4096")] = None,
+    batch: Annotated[int | None, _setting("Sequences in a micro-batch.", "1")] = None,
+    accumulation: Annotated[int | None, _setting("Micro-batches to a step.", "1")] = None,
+    rank: Annotated[int | None, _setting("LoRA rank.", "16")] = None,
+    targets: Targets = None,
+    adapter_dtype: AdapterDtype = None,
+    optimizer: Optimizer = None,
+    checkpointing: Checkpointing = None,
     attention: Attention = None,
     quant: ModelQuant = None,
     double_quant: ModelDoubleQuant = None,
@@ -105,6 +115,9 @@ def plan(
 
     Layers are spread over --gpus in one process. With --ddp, --fsdp, --ep or --zero3 there is a
     process (a rank) on each GPU, and the figures are those of one of them.
+
+    Of axolotl's YAML file its training settings are read too; options go before them, and the
+    answer says where each comes from.
 
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 4 where it does not fit
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
@@ -124,7 +137,7 @@ def plan(
         source = named.resolve(model, trust_remote_code=trust_remote_code)
         report = plan_memory(
             source,
-            codec_settings(source.settings, quant, double_quant),
+            packed_as(source.settings, quant, double_quant),
             gpus=gpus,
             ddp=True if ddp == _ALL else ddp,
             fsdp=fsdp,

@@ -8,7 +8,9 @@ from itertools import groupby
 from rich.console import Console
 from rich.markup import escape
 
+from ..build.trainer.file import DEFAULT as AXOLOTL_DEFAULT
 from ..layout import human_bytes, name_pattern
+from ..memory.asked import OWN_DEFAULT
 from ..memory.budget import DeviceUse
 from ..memory.devices import CONTEXT_BYTES, FRAGMENTATION
 from ..memory.engines import ENGINES
@@ -25,6 +27,7 @@ def show(report: MemoryPlan, out: Console) -> None:
     if report.notes:
         out.line()
     _table(report).show(out)
+    _origins(report, out)
     settings = report.settings
     packed = report.kind or "nothing packed"
     nested = ", double quantization" if report.double_quant else ""
@@ -56,6 +59,25 @@ def show(report: MemoryPlan, out: Console) -> None:
     )
     if report.devices:
         _devices(report, out)
+
+
+def _origins(report: MemoryPlan, out: Console) -> None:
+    """Say of a trainer's file which settings come from where."""
+    if report.origins is None:
+        return
+    values = report.values()
+    said: dict[str, list[str]] = {}
+    for name, origin in report.origins.items():
+        if values.get(name) is None:
+            continue
+        known = origin in ("option", AXOLOTL_DEFAULT, OWN_DEFAULT)
+        shown = f"{name} {values[name]}" + ("" if known else f" ({origin})")
+        said.setdefault(origin if known else "file", []).append(shown)
+    titles = {"file": f"From {report.label}", "option": "From options"}
+    titles |= {AXOLOTL_DEFAULT: "Left out, axolotl's default", OWN_DEFAULT: "Said nowhere"}
+    for origin, title in titles.items():
+        if origin in said:
+            say(out, f"{escape(title)}: {escape(', '.join(said[origin]))}.")
 
 
 def _table(report: MemoryPlan) -> FittedTable:

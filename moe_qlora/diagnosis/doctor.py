@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from ..build import named
 from ..errors import ConfigError
 from ..lora.names import base_model
-from ..memory.attention import EagerAttention, eager_attention
+from ..memory.attention import EagerAttention, eager_attention, set_attention
 from ..memory.source import source_of
 from . import combinations, devices, layers, packages
-from .report import PROBLEM, Diagnosis, LayerKind
+from .report import PROBLEM, Diagnosis, Finding, LayerKind
 
 
 def doctor(
@@ -19,7 +21,7 @@ def doctor(
     quantization_config: Any = None,
     *,
     gpu: str | None = None,
-    rank: int = 16,
+    rank: int | None = None,
     trust_remote_code: bool = False,
 ) -> Diagnosis:
     """Examine this environment and, given a model, how its expert layers will be computed.
@@ -29,11 +31,13 @@ def doctor(
     Args:
         model: None, or what `plan` takes: a checkpoint folder, plain or packed, a configuration, a
             model type, a hub id whose configuration is cached, or a model; of one with adapters
-            what is active now is examined.
+            what is active now is examined. Of axolotl's YAML file its settings count, and every
+            fault of it is a problem.
         quantization_config: A `BitsAndBytesConfig`; None takes the model's own, else nf4 with
             double quantization and bfloat16 as its compute dtype.
         gpu: A card to answer for in place of what is here, by its name, such as "4090".
-        rank: Of LoRA on the experts, where the model has no adapters yet.
+        rank: Of LoRA on the experts, where the model has no adapters yet; None takes 16, and of a
+            trainer's YAML file its own.
         trust_remote_code: Run model code that a checkpoint brings.
 
     Returns:
@@ -43,6 +47,11 @@ def doctor(
         ConfigError: `gpu`, `rank` or the quantization settings are none.
         CheckpointError: `model` cannot be read or built.
     """
+    if isinstance(model, (str, Path)):
+        model = named.resolve(model, trust_remote_code=trust_remote_code)
+    file = model.trainer if isinstance(model, named.Source) else None
+    asked = {name: each.value for name, each in file.settings.items()} if file else {}
+    rank = asked.get("rank", 16) if rank is None else rank
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ConfigError(f"rank is {rank!r}; give a whole number of 1 or more.")
     cards = devices.here() if gpu is None else [devices.named(gpu)]
@@ -60,10 +69,12 @@ def doctor(
         model_type = getattr(config, "model_type", None)
         kinds, eager = layers.adapted_kinds(model, card), eager_attention(base_model(model))
     elif model is not None:
-        source = source_of(model, quantization_config, None, trust_remote_code)
+        source = source_of(model, quantization_config, asked.get("dtype"), trust_remote_code)
         label, notes = source.label, source.notes
         model_type = getattr(source.config, "model_type", None)
         built = source.build()
+        if asked.get("attention") is not None:
+            set_attention(built, asked["attention"])
         eager = eager_attention(built)
         kinds = layers.layer_kinds(built, source, card, rank)
     if model is not None and not kinds:
@@ -71,6 +82,7 @@ def doctor(
     found = packages.findings(installed)
     releases = packages.releases(installed)
     found += combinations.findings(releases, device, card, model_type, kinds, eager)
+    found += [Finding(PROBLEM, fault, "") for fault in (file.faults if file else ())]
     return Diagnosis(
         installed,
         device,

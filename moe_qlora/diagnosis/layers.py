@@ -54,7 +54,13 @@ def layer_kinds(
     model: nn.Module, source: ModelSource, card: Card, rank: int
 ) -> tuple[LayerKind, ...]:
     """Return each kind of expert layer of a source's model, as it will be computed on a card."""
-    meta = meta_model.pack(model, source.quantization, linears=source.linears, kept=source.kept)
+    meta = meta_model.pack(
+        model,
+        source.quantization,
+        linears=source.linears,
+        experts=source.experts,
+        kept=source.kept,
+    )
     return _count(meta.base, meta.layout, partial(_backend, card=card, rank=rank))
 
 

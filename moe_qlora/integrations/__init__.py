@@ -4,18 +4,16 @@ In goes the `moe_qlora:` block of a host's file; out comes a model with packed e
 them. Open host.py first: its docstring is the order of calls that every host follows.
 
     host.py            ExpertsHost: one method for each step of a loader
-    settings.py        ExpertsSettings: the `moe_qlora:` block, checked by pydantic
     axolotl.py         axolotl's plugin
-    axolotl_checks.py  what cannot work together in an axolotl file
     llama_factory.py   LLaMA-Factory: a program and a context manager
     ms_swift.py        ms-swift: a tuner for its registry, and loaders that pack
     trl.py             TRL's RL with vLLM, which gets adapters; its trainers need nothing else
 
-docs/trainers.md and docs/axolotl.md say what a user of each host writes. Importing this package
-imports no host.
+The block itself is `ExpertsSettings`, of build/trainer/block.py. docs/trainers.md and docs/axolotl.md
+say what a user of each host writes. Importing this package imports no host.
 """
 
+from ..build.trainer.block import ExpertsSettings
 from .host import ExpertsHost
-from .settings import ExpertsSettings
 
 __all__ = ["ExpertsHost", "ExpertsSettings"]

@@ -26,21 +26,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from axolotl.integrations.base import BasePlugin, normalize_plugin_name
+from axolotl.integrations.base import BasePlugin
 from axolotl.utils.logging import get_logger
 from pydantic import BaseModel, model_validator
 
+from ..build.trainer.block import BLOCK, ExpertsSettings
+from ..build.trainer.checks import check, is_named, wants_packing
 from ..errors import MoeQloraError
-from .axolotl_checks import check, wants_packing
 from .host import ExpertsHost
-from .settings import BLOCK, ExpertsSettings
 
 if TYPE_CHECKING:
     from ..checkpoint.merge import MergeReport
 
 LOG = get_logger("axolotl.plugins.moe_qlora")  # below the one that axolotl shows
-
-NAME = "moe_qlora.integrations.axolotl.MoeQloraPlugin"
 
 # What is written for PEFT, and put back as soon as the adapters are there.
 _WRITTEN = (
@@ -52,11 +50,6 @@ _WRITTEN = (
 )
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
-
-
-def is_named(config: Mapping[str, Any]) -> bool:
-    """Tell whether this run's configuration names the plugin."""
-    return any(normalize_plugin_name(name) == NAME for name in config.get("plugins") or ())
 
 
 class MoeQloraArgs(BaseModel):

@@ -21,8 +21,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..build.trainer.block import ExpertsSettings
 from ..errors import AdapterError, CheckpointError, ConfigError, DetectionError, QuantizationError
-from .settings import ExpertsSettings
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..build.files import read_json
+from ..build.trainer.block import BLOCK, ExpertsSettings
 from ..errors import ConfigError, MoeQloraError, one_line
 from .host import ExpertsHost
-from .settings import BLOCK, ExpertsSettings
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

@@ -21,9 +21,9 @@ from contextlib import ExitStack
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from ..build.trainer.block import ExpertsSettings
 from ..errors import ConfigError
 from .host import ExpertsHost
-from .settings import ExpertsSettings
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

@@ -31,7 +31,9 @@ def notes_of(planner: Planner, devices: int) -> Iterator[str]:
     groups = devices // engine.ranks
     if groups > 1:
         yield f"{groups} groups of {engine.ranks} ranks; each group holds the whole model."
-    if engine.name == "fsdp":
+    if engine.name == "fsdp" and planner.source.loads_whole:
+        yield "Each rank loads the whole packed model before it is sharded."
+    elif engine.name == "fsdp":
         whole = planner.with_engine(None).load_peak
         yield (
             f"{human_bytes(planner.load_peak)} while loading is for moe_qlora.load_sharded; where "

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..build.trainer.file import AskedLora
 from ..detection.detect import detect
 from ..distributed.expert_parallel import modules_to_divide
 from ..errors import ConfigError, UnsupportedWeightError
@@ -112,10 +113,11 @@ def pack(
     config: Any,
     *,
     linears: bool,
+    experts: bool = True,
     expert_ranks: int = 1,
     kept: Mapping[str, CodecSettings] | None = None,
 ) -> MetaModel:
-    """Pack a model on meta by a `BitsAndBytesConfig`, if any, and its Linear layers if asked.
+    """Pack a model on meta by a `BitsAndBytesConfig`, if any: Linear layers and experts if asked.
 
     `kept` has, by name, how expert weights are packed that keep their checkpoint's own codes.
     Of `expert_ranks` ranks the model becomes one, which holds its share of the experts.
@@ -125,7 +127,7 @@ def pack(
     layout = detect(model)
     settings = None if config is None else CodecSettings.from_config(config)
     if settings is not None:
-        for param in weights_to_pack(model, layout, config, settings):
+        for param in weights_to_pack(model, layout, config, settings) if experts else ():
             own = (kept[name] for name in param.names if kept and name in kept)
             pack_blank(model, param, next(own, settings))
         if linears and hasattr(model, "all_tied_weights_keys"):
@@ -192,12 +194,24 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
 
 
 def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
-    """Put adapters on a meta model in place; a `LoraConfig` replaces the settings' own targets."""
+    """Put adapters on a meta model in place.
+
+    `lora_config` replaces the settings' own targets: a `LoraConfig`, or what a trainer's file asks.
+    """
     forward.activate(meta.base, {part.module for part in meta.parts if not part.linear})
-    config = lora_config or lora_config_of(meta.base, meta.parts, settings.targets, settings.rank)
+    options: dict[str, Any] = {}
+    config = lora_config
+    if isinstance(lora_config, AskedLora):
+        config, options = lora_config.config(settings.rank), lora_config.options
+    elif lora_config is None:
+        config = lora_config_of(meta.base, meta.parts, settings.targets, settings.rank)
     try:
         meta.model = make_peft_model(
-            meta.base, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True
+            meta.base,
+            config,
+            options=options,
+            autocast_adapter_dtype=False,
+            low_cpu_mem_usage=True,
         )
     except ValueError as error:
         if isinstance(error, ConfigError):

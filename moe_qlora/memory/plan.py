@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from ..build import named
+from ..build.trainer.file import AskedLora
 from ..errors import ConfigError
 from ..layout import dtype_name
 from . import meta_model
+from .asked import AskedPlan, in_words_of, settle
 from .budget import ALIASES, OPTIMIZERS, Engine, Settings
 from .devices import parse_devices
 from .engine_notes import notes_of
+from .engines import ENGINES
 from .hints import hints_of
 from .planner import Planner
 from .report import MemoryPlan
@@ -33,15 +38,15 @@ def plan(
     fsdp: int | None = None,
     ep: int | None = None,
     zero3: int | None = None,
-    batch: int = 1,
-    seq: int = 4096,
-    rank: int = 16,
-    targets: str = "attention",
+    batch: int | None = None,
+    seq: int | None = None,
+    rank: int | None = None,
+    targets: str | None = None,
     lora_config: Any = None,
-    adapter_dtype: str = "float32",
-    optimizer: str = "adamw",
-    checkpointing: bool = True,
-    accumulation: int = 1,
+    adapter_dtype: str | None = None,
+    optimizer: str | None = None,
+    checkpointing: bool | None = None,
+    accumulation: int | None = None,
     attention: str | None = None,
     dtype: Any = None,
     search: bool = True,
@@ -49,6 +54,9 @@ def plan(
     keep_codes: bool = False,
 ) -> MemoryPlan:
     """Plan a model's memory without loading it.
+
+    Of axolotl's YAML file the settings of the training are read as well: what is given here goes
+    before them, and what neither says has axolotl's defaults.
 
     Args:
         model: A transformers configuration; a path, model type or hub id as `moe-qlora dump` takes
@@ -64,16 +72,18 @@ def plan(
         fsdp: Ranks that share a model under FSDP2; it must divide the number of `gpus`.
         ep: Ranks that share the experts under expert parallelism; likewise, and the experts too.
         zero3: Ranks that share a model under DeepSpeed's ZeRO-3.
-        batch: Sequences in a micro-batch, `seq` tokens each; of one rank.
-        seq: Tokens in a sequence.
-        rank: LoRA rank.
+        batch: Sequences in a micro-batch, `seq` tokens each; of one rank. Default: 1.
+        seq: Tokens in a sequence. Default: 4096.
+        rank: LoRA rank. Default: 16.
         targets: "attention", "all-linear", "experts", names of modules as `target_modules` of a
             `LoraConfig` takes them, or several by comma. One that names nothing is an error.
+            Default: "attention".
         lora_config: A `LoraConfig` instead of `rank` and `targets`.
-        adapter_dtype: "float32", which PEFT's default gives, or "bfloat16".
-        optimizer: "adamw", "adamw_8bit", "paged_adamw" or "paged_adamw_8bit".
-        checkpointing: Whether gradient checkpointing is on.
-        accumulation: Micro-batches to an optimizer step.
+        adapter_dtype: "float32", which PEFT's default gives and which is the default, or
+            "bfloat16".
+        optimizer: "adamw", the default, "adamw_8bit", "paged_adamw" or "paged_adamw_8bit".
+        checkpointing: Whether gradient checkpointing is on, as it is by default.
+        accumulation: Micro-batches to an optimizer step. Default: 1.
         attention: As `attn_implementation` of `from_pretrained`: "eager", "sdpa",
             "flex_attention" or a flash kernel; None is what the configuration or model says, else
             transformers' choice.
@@ -85,29 +95,58 @@ def plan(
 
     Raises:
         CheckpointError: There is no such model, or transformers cannot build it.
-        ConfigError: A setting makes no sense, or cannot be followed.
+        ConfigError: A setting makes no sense, or cannot be followed; or axolotl would not run the
+            file as it is meant.
     """
-    optimizer, adapter_dtype = ALIASES.get(optimizer, optimizer), dtype_name(adapter_dtype)
-    settings = Settings(
-        batch,
-        seq,
-        rank,
-        targets,
-        adapter_dtype,
-        optimizer,
-        bool(checkpointing),
-        accumulation,
-        attention=attention,
-    )
-    if lora_config is not None:
-        settings = replace(settings, rank=getattr(lora_config, "r", rank), targets="lora_config")
-    check_settings(settings)
+    given = {
+        "ddp": ddp,
+        "fsdp": fsdp,
+        "ep": ep,
+        "zero3": zero3,
+        "batch": batch,
+        "seq": seq,
+        "rank": rank,
+        "targets": targets,
+        "adapter_dtype": adapter_dtype,
+        "dtype": dtype,
+        "optimizer": optimizer,
+        "checkpointing": checkpointing,
+        "attention": attention,
+        "accumulation": accumulation,
+    }
     capacities = _capacities(gpus)
-    asked = {"ddp": ddp, "fsdp": fsdp, "ep": ep, "zero3": zero3}
-    settings = replace(settings, engine=_engine(asked, len(capacities)))
-    source = source_of(model, quantization_config, dtype, trust_remote_code, keep_codes)
-    planner = Planner(source, settings, lora_config)
-    return _report(planner, capacities, search=search and bool(capacities))
+    if isinstance(model, (str, Path)):
+        model = named.resolve(model, trust_remote_code=trust_remote_code)
+    file = getattr(model, "trainer", None) if isinstance(model, named.Source) else None
+    asked = settle(given, lora_config, file, len(capacities))
+    try:
+        settings = _settings(asked, len(capacities))
+        source = source_of(
+            model, quantization_config, asked.values["dtype"], trust_remote_code, keep_codes
+        )
+        source = replace(source, notes=(*source.notes, *asked.notes))
+        planner = Planner(source, settings, asked.lora)
+        report = _report(planner, capacities, search=search and bool(capacities))
+    except ConfigError as error:
+        raise in_words_of(error, asked, file) from error
+    return replace(report, origins=asked.origins)
+
+
+def _settings(asked: AskedPlan, devices: int) -> Settings:
+    """Return the settings of a step; those that make no sense are a `ConfigError`."""
+    values = dict(asked.values)
+    values["optimizer"] = ALIASES.get(values["optimizer"], values["optimizer"])
+    values["adapter_dtype"] = dtype_name(values["adapter_dtype"])
+    engines = {name: values.get(name) for name in ENGINES}
+    named_fields = {field.name for field in fields(Settings)}
+    settings = Settings(**{name: v for name, v in values.items() if name in named_fields})
+    if isinstance(asked.lora, AskedLora):
+        settings = replace(settings, targets=asked.lora.targets)
+    elif asked.lora is not None:
+        rank = getattr(asked.lora, "r", settings.rank)
+        settings = replace(settings, rank=rank, targets="lora_config")
+    check_settings(settings)
+    return replace(settings, engine=_engine(engines, devices))
 
 
 def check_settings(settings: Settings) -> None:

@@ -226,6 +226,7 @@ class Planner:
                 self._with_attention(source.build()),
                 source.quantization,
                 linears=source.linears,
+                experts=source.experts,
                 expert_ranks=expert_ranks,
                 kept=source.kept,
             )
@@ -283,8 +284,9 @@ class Planner:
     def load_peak(self) -> int:
         """The most that a process holds while it loads and packs."""
         held = self.resident
-        if self.settings.engine and self.settings.engine.name == "zero3":
-            held = self.with_engine(None).resident  # DeepSpeed cuts what each rank has loaded
+        engine = self.settings.engine.name if self.settings.engine else None
+        if engine == "zero3" or (engine == "fsdp" and self.source.loads_whole):
+            held = self.with_engine(None).resident  # which is cut once a rank has loaded it
         return held + self._load_extra
 
     @cached_property

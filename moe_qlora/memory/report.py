@@ -50,6 +50,9 @@ class MemoryPlan:
             `peak`, `reserve` and each of `devices` are then of one rank, and there is no device
             map.
         on_disk: The tensors of a folder that its maker quantized, None for any other.
+        origins: Of a trainer's file: argument of `plan` -> the key of the file that its value comes
+            from, "option" for one that was given beside the file, "axolotl's default" or "plan's
+            default" for one that neither says. None for any other model.
     """
 
     label: str
@@ -72,6 +75,7 @@ class MemoryPlan:
     estimated: bool = False
     whole: int | None = None
     on_disk: int | None = None
+    origins: dict[str, str] | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -83,6 +87,12 @@ class MemoryPlan:
             use.peak is None or use.weights + loads + CONTEXT_BYTES <= use.capacity
             for use in self.devices
         )
+
+    def values(self) -> dict[str, Any]:
+        """Return the values of `settings` under the names that `plan` has for them."""
+        plain = {name: getattr(self.settings, name) for name in self.settings.__slots__}
+        engine = plain.pop("engine")
+        return plain | ({} if engine is None else {engine.name: engine.ranks})
 
     def rows(self) -> list[tuple[str, int, int]]:
         """Return (component, the most it ever takes, what it takes at the peak) where not empty."""
@@ -103,6 +113,8 @@ class MemoryPlan:
         del plain["whole"]
         if plain["on_disk"] is None:
             del plain["on_disk"]
+        if plain["origins"] is None:
+            del plain["origins"]
         devices = [
             {**device, "fits": use.fits, "blocks": list(use.blocks)}
             for device, use in zip(plain["devices"], self.devices, strict=True)

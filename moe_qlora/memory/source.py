@@ -43,6 +43,8 @@ class ModelSource:
     linears: bool  # Whether Linear layers are packed too
     free: bool  # Whether `quantization` may be changed by hints
     notes: tuple[str, ...] = ()  # What to know, a sentence each
+    experts: bool = True  # Whether `quantization` is for expert weights too
+    loads_whole: bool = False  # Whether a rank loads the whole model, and shards it then
     dequantizes: bool = False  # Whether a maker's codes are dequantized while they are packed
     on_disk: int | None = None  # Bytes of the folder that these lie in, where there is one
     # How expert weights are packed that keep their checkpoint's own codes, by name
@@ -81,9 +83,10 @@ def source_of(
         meta_model.cast_as_loaded(model, next(model.parameters()).dtype)
         return model
 
-    asked = bnb_config(quantization if quantization is not None else resolved.settings)
-    folder = Path(model) if isinstance(model, (str, Path)) else None
-    manifest = read_manifest(folder) if folder is not None and folder.is_dir() else None
+    trainer = resolved.trainer if quantization is None else None  # what the file says of packing
+    plain = trainer is not None and resolved.settings is None
+    asked = bnb_config(resolved.settings if quantization is None else quantization)
+    manifest = None if resolved.folder is None else read_manifest(resolved.folder)
     kept = {} if manifest is None else manifest.kept()
     if keep_codes and manifest is None and method == "mxfp4":
         kept = _kept(build_model(), CodecSettings.from_config(asked))
@@ -91,13 +94,15 @@ def source_of(
         resolved.label,
         resolved.config,
         build_model,
-        asked,
-        linears=True,
-        free=True,
+        None if plain else asked,
+        linears=not plain,
+        free=not plain,
         notes=(*resolved.notes, note) if note else resolved.notes,
         dequantizes=method is not None or codes is not None,
         on_disk=None if codes is None else codes.nbytes,
         kept=kept,
+        experts=trainer is None or trainer.packs_experts,
+        loads_whole=resolved.trainer is not None,
     )
 
 

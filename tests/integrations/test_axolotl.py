@@ -49,7 +49,7 @@ from moe_qlora.errors import (
     DetectionError,
     QuantizationError,
 )
-from moe_qlora.integrations.axolotl import NAME
+from moe_qlora.build.trainer.checks import PLUGIN as NAME
 from moe_qlora.lora import layer as lora
 from moe_qlora.packing import parametrize
 

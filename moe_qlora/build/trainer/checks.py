@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import ConfigError
-from .settings import BLOCK, ExpertsSettings, shown
+from ...errors import ConfigError
+from .block import BLOCK, ExpertsSettings, shown
+from .zero import zero_stage
+
+PLUGIN = "moe_qlora.integrations.axolotl.MoeQloraPlugin"
 
 
 def _more_than_one(value: Any) -> bool:
     return isinstance(value, int) and value > 1
 
 
-def _is_zero3(value: Any) -> bool:
-    from axolotl.utils.schemas.utils import is_deepspeed_zero3_config
+def plugins_of(cfg: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the plugins that a file names, each as `package.module.Class`."""
+    named = cfg.get("plugins") or ()
+    listed = named if isinstance(named, (list, tuple)) else (named,)
+    return tuple(str(name).replace(":", ".") for name in listed)
 
-    return bool(is_deepspeed_zero3_config(value))
+
+def is_named(cfg: Mapping[str, Any]) -> bool:
+    """Tell whether a file names this package's plugin."""
+    return PLUGIN in plugins_of(cfg)
 
 
 # Key -> why it collides, and what to do.
@@ -54,7 +63,7 @@ _COLLIDES: dict[str, Callable[[Any], bool]] = {
     "nf4_backend": lambda value: value == "torchao",
     "tensor_parallel_size": _more_than_one,
     "expert_parallel_size": _more_than_one,
-    "deepspeed": _is_zero3,
+    "deepspeed": lambda value: zero_stage(value) == 3,
     "fsdp_config": lambda value: (
         isinstance(value, Mapping) and bool(value.get("cpu_ram_efficient_loading"))
     ),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 BLOCK = "moe_qlora"
 
