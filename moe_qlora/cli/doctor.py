@@ -37,7 +37,8 @@ def doctor(
         ),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(help="LoRA rank on the experts.", show_default="16")
+        int | None,
+        typer.Option(help="LoRA rank on the experts; default: what MODEL says, else 16."),
     ] = None,
     quant: ModelQuant = None,
     double_quant: ModelDoubleQuant = None,

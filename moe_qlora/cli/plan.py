@@ -52,22 +52,22 @@ Gpus = Annotated[
 
 def _setting(what: str, default: str, *names: str) -> Any:
     """Return an option that a YAML file decides where it is left out, and else this default."""
-    return typer.Option(*names, help=what, show_default=default)
+    return typer.Option(*names, help=f"{what}; default: {default}.")
 
 
 Targets = Annotated[
     str | None,
-    _setting("What gets LoRA: attention, all-linear, experts, or names, by comma.", "attention"),
+    _setting("What gets LoRA: attention, all-linear, experts, or names, by comma", "attention"),
 ]
 AdapterDtype = Annotated[
-    str | None, _setting("Of the adapters: float32 (PEFT's default) or bfloat16.", "float32")
+    str | None, _setting("Of the adapters: float32 (PEFT's default) or bfloat16", "float32")
 ]
 Optimizer = Annotated[
-    str | None, _setting("adamw, adamw_8bit, paged_adamw or paged_adamw_8bit.", "adamw")
+    str | None, _setting("adamw, adamw_8bit, paged_adamw or paged_adamw_8bit", "adamw")
 ]
 Checkpointing = Annotated[
     bool | None,
-    _setting("Compute layers again in backward.", "yes", "--checkpointing/--no-checkpointing"),
+    _setting("Compute layers again in backward", "yes", "--checkpointing/--no-checkpointing"),
 ]
 Attention = Annotated[
     str | None,
@@ -95,10 +95,10 @@ def plan(
     fsdp: Fsdp = None,
     ep: Ep = None,
     zero3: Zero3 = None,
-    seq: Annotated[int | None, _setting("Tokens in a sequence.", "4096")] = None,
-    batch: Annotated[int | None, _setting("Sequences in a micro-batch.", "1")] = None,
-    accumulation: Annotated[int | None, _setting("Micro-batches to a step.", "1")] = None,
-    rank: Annotated[int | None, _setting("LoRA rank.", "16")] = None,
+    seq: Annotated[int | None, _setting("Tokens in a sequence", "4096")] = None,
+    batch: Annotated[int | None, _setting("Sequences in a micro-batch", "1")] = None,
+    accumulation: Annotated[int | None, _setting("Micro-batches to an optimizer step", "1")] = None,
+    rank: Annotated[int | None, _setting("LoRA rank", "16")] = None,
     targets: Targets = None,
     adapter_dtype: AdapterDtype = None,
     optimizer: Optimizer = None,

@@ -42,6 +42,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import moe_qlora
+from moe_qlora.build.trainer.checks import PLUGIN as NAME
 from moe_qlora.errors import (
     AdapterError,
     CheckpointError,
@@ -49,7 +50,6 @@ from moe_qlora.errors import (
     DetectionError,
     QuantizationError,
 )
-from moe_qlora.build.trainer.checks import PLUGIN as NAME
 from moe_qlora.lora import layer as lora
 from moe_qlora.packing import parametrize
 

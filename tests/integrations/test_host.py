@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from moe_qlora import detect, layout
+from moe_qlora.build.trainer.block import ExpertsSettings, Role
 from moe_qlora.errors import AdapterError, ConfigError, DetectionError, QuantizationError
 from moe_qlora.integrations.host import ExpertsHost
-from moe_qlora.build.trainer.block import ExpertsSettings, Role
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
 

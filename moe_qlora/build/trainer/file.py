@@ -100,10 +100,9 @@ class TrainerFile:
     unplanned: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise a `ConfigError` with the first of the faults, if there are any."""
+        """Raise a `ConfigError` with the faults, if there are any."""
         if self.faults:
-            more = f" ({len(self.faults) - 1} more like this)" if len(self.faults) > 1 else ""
-            raise ConfigError(f"{self.label}: {self.faults[0]}{more}")
+            raise ConfigError(f"{self.label}: {' '.join(self.faults)}")
 
 
 class Reader:

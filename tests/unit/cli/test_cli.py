@@ -206,16 +206,16 @@ def test_model_type(cli):
     assert found["experts"][0]["role"] == "gate_up"
 
 
+QLORA = "adapter: qlora\nload_in_4bit: true"
+
+
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ("adapter: qlora", ("nf4", True)),
+        (QLORA, ("nf4", True)),
         ("load_in_8bit: true\nadapter: lora", ("int8", False)),
-        ("load_in_4bit: true\nbnb_config_kwargs: {bnb_4bit_quant_type: fp4}", ("fp4", True)),
-        (
-            "load_in_4bit: true\nbnb_config_kwargs: {bnb_4bit_use_double_quant: false}",
-            ("nf4", False),
-        ),
+        ("bnb_config_kwargs: {bnb_4bit_quant_type: fp4}\n" + QLORA, ("fp4", True)),
+        ("bnb_config_kwargs: {bnb_4bit_use_double_quant: false}\n" + QLORA, ("nf4", False)),
     ],
 )
 def test_trainer_settings(cli, folder, tmp_path, lines, expected):
@@ -232,13 +232,14 @@ def test_trainer_overrides(cli, folder, tmp_path):
     )
     found = dumped(cli, trainer)
     assert found["experts"][0]["num_experts"] == 6
-    assert "neither load_in_4bit nor load_in_8bit" in " ".join(found["notes"])
+    assert "has the model loaded in 16 bit" in " ".join(found["notes"])
 
 
 def test_the_block_of_the_plugin(cli, folder, tmp_path):
     """What it skips is skipped; a file that forgets to name the plugin is told so."""
     trainer = tmp_path / "train.yml"
-    lines = f"base_model: {folder}\nadapter: qlora\nmoe_qlora:\n  skip_modules: [model.layers.1]\n"
+    lines = f"base_model: {folder}\n{QLORA}\nlora_r: 16\nlora_target_linear: true\n"
+    lines += "moe_qlora:\n  skip_modules: [model.layers.1]\n"
     trainer.write_text(lines)
     found = dumped(cli, trainer)
     assert [e["skipped"] for e in found["experts"] if e["skipped"]] == ["model.layers.1"] * 2
@@ -330,9 +331,12 @@ BAD_YAML = {
     "no YAML": ("a: [", "no readable YAML"),
     "itself": ("base_model: train.yaml", "another YAML file"),
     "missing": ("base_model: ./gone", "./gone does not exist"),
-    "kwargs": ("base_model: {model}\nadapter: qlora\nbnb_config_kwargs: 3", "bnb_config_kwargs"),
+    "kwargs": (
+        "base_model: {model}\nadapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: 3",
+        "bnb_config_kwargs",
+    ),
     "a pattern": (
-        "base_model: {model}\nadapter: qlora\nmoe_qlora: {{skip_modules: ['(']}}",
+        f"base_model: {{model}}\n{QLORA}\nmoe_qlora: {{{{skip_modules: ['(']}}}}",
         "which is no valid pattern",
     ),
     "deep": ("[" * 5000, "no readable YAML"),
@@ -340,7 +344,7 @@ BAD_YAML = {
     "a date": ("base_model: 2024-13-01", "no readable YAML"),
     "an object": ("base_model: !!python/object/apply:os.getcwd []", "no readable YAML"),
     "type": (
-        "base_model: {model}\nadapter: qlora\nbnb_config_kwargs: {{bnb_4bit_quant_type: nf5}}",
+        f"base_model: {{model}}\n{QLORA}\nbnb_config_kwargs: {{{{bnb_4bit_quant_type: nf5}}}}",
         "nf5",
     ),
 }

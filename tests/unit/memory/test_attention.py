@@ -147,23 +147,34 @@ def test_the_command_line(cli, tmp_path):
     assert "is counted as a fused kernel" in " ".join(out.split())
 
 
-@pytest.mark.parametrize(("value", "said"), [("flex_attention", False), (KERNEL, True)])
-def test_a_trainers_file(tmp_path, value, said):
-    """A kernel's name is not followed: it would be loaded where a model is built."""
+TRAINED = """
+base_model: model
+adapter: qlora
+load_in_4bit: true
+lora_r: 16
+plugins: [moe_qlora.integrations.axolotl.MoeQloraPlugin]
+gradient_checkpointing: true
+"""
+
+
+@pytest.mark.parametrize("value", ["flex_attention", KERNEL])
+def test_a_trainers_file(tmp_path, value):
+    """A kernel that a file names is counted as one, and not loaded."""
     config("gpt_oss").save_pretrained(tmp_path / "model")
     file = tmp_path / "train.yaml"
-    file.write_text(f"base_model: model\nadapter: qlora\nattn_implementation: {value}\n")
-    made = moe_qlora.plan(file, **SIZES)
-    assert bool(eager_notes(made)) is said
-    assert any("attn_implementation" in n and "is not followed" in n for n in made.notes) is said
+    file.write_text(f"{TRAINED}attn_implementation: {value}\n")
+    made = moe_qlora.plan(file, targets="attention", **SIZES)
+    assert not eager_notes(made)
+    assert any(value in note and "counted as a fused kernel" in note for note in made.notes)
+    assert made.origins["attention"] == "attn_implementation"
 
 
 def test_a_trainers_file_that_asks_for_eager_attention(tmp_path):
     config("qwen3_moe").save_pretrained(tmp_path / "model")
     file = tmp_path / "train.yaml"
-    file.write_text("base_model: model\nadapter: qlora\nattn_implementation: eager\n")
+    file.write_text(f"{TRAINED}eager_attention: true\n")
     eager = moe_qlora.plan(config("qwen3_moe", "eager"), **SIZES)
-    assert moe_qlora.plan(file, **SIZES).peak.nbytes == eager.peak.nbytes
+    assert moe_qlora.plan(file, targets="attention", **SIZES).peak.nbytes == eager.peak.nbytes
     assert eager.peak.nbytes > moe_qlora.plan(config("qwen3_moe"), **SIZES).peak.nbytes
 
 
