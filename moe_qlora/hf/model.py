@@ -19,6 +19,8 @@ from ..checkpoint.save import save_pretrained
 from ..experts import checks, forward
 from ..experts.restore import BOUND_METHODS, dequantize
 from ..layout import ModelLayout
+from ..lora.announce import announce
+from ..lora.stock_calls import named_modules
 from ..lora.transformers_methods import add_adapter, load_adapter
 from ..packing import parametrize
 from ..packing.decoders import PackedCodes, is_shardable
@@ -73,6 +75,7 @@ def mark_quantized(model: nn.Module, config: Any, settings: CodecSettings) -> No
         host.quantization_method = QuantizationMethod.BITS_AND_BYTES
     host.is_quantized = True
     checks.install(model)
+    announce(model)
     if not isinstance(model, PreTrainedModel):
         return
     if getattr(host, "hf_quantizer", None) is None:
@@ -163,6 +166,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "dequantize": dequantize,
     "get_memory_footprint": get_memory_footprint,
     "load_adapter": load_adapter,
+    "named_modules": named_modules,
     "num_parameters": num_parameters,
     "save_pretrained": save_pretrained,
 }

@@ -158,8 +158,9 @@ def adapt(
             f"a load of this {cast(Any, model.config).model_type} model with this "
             "quantization_config packs none."
             if to_be_loaded
-            else "this model has none; call moe_qlora.quantize_experts first, or name the "
-            "parameters in target_parameters."
+            else "this model has none: load it under moe_qlora.enabled() with a "
+            "BitsAndBytesConfig, or call moe_qlora.quantize_experts(model, config) first; to train "
+            "LoRA on experts in 16 bit, name them in target_parameters."
         )
         for option, value in options.items():
             if value:

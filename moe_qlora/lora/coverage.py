@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..layout import listed, unwrapped_name
-from .names import packed_parameters
+from .names import base_model, packed_parameters
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,11 +26,11 @@ def log_coverage(model: PeftModel, adapter: str, unpacked: Collection[str] = ())
         _LOG.info("%s", coverage(model, adapter, unpacked))
 
 
-def coverage(model: PeftModel, adapter: str, unpacked: Collection[str] = ()) -> str:
-    """Return the sentence that `log_coverage` logs."""
+def coverage(model: nn.Module, adapter: str, unpacked: Collection[str] = ()) -> str:
+    """Return the sentence that `log_coverage` logs, of a `PeftModel` or the model inside it."""
     experts = {*packed_parameters(model), *unpacked}
     adapted: dict[str, list[str]] = {"layers": [], "expert weights": [], "other parameters": []}
-    for path, module in model.get_base_model().named_modules():
+    for path, module in base_model(model).named_modules():
         if not isinstance(module, BaseTunerLayer) or not _has(module, adapter):
             continue
         name = unwrapped_name(path)
@@ -45,8 +45,9 @@ def coverage(model: PeftModel, adapter: str, unpacked: Collection[str] = ()) -> 
         of = f" of {len(experts)}" if kind == "expert weights" else ""
         if names or (of and experts):
             parts.append(f"{len(names)}{of} {kind}" + (f" ({leaves})" if names else ""))
-    trained, total = model.get_nb_trainable_parameters()
-    config: Any = model.peft_config[adapter]
+    host: Any = model
+    trained, total = PeftModel.get_nb_trainable_parameters(host)
+    config: Any = host.peft_config[adapter]
     kind = "LoRA" if config.peft_type == "LORA" else config.peft_type.value
     share = 100 * trained / max(total, 1)
     where = " and ".join(parts) or "no layer"

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import peft
-import torch
 from peft import LoraConfig, PeftConfig, PeftModel
-from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
+from peft.utils.save_and_load import load_peft_weights
 from safetensors import safe_open
 from torch import nn
 
 from ..checkpoint import per_expert, rounding
 from ..checkpoint.adapter import check_adapter_patterns
-from ..checkpoint.fingerprint import of_model
-from ..errors import AdapterError, MoeQloraError
-from .chosen import ChosenFactor
+from ..errors import AdapterError
+from . import fill
 from .config import adapt, spell_exactly
 from .folder import check_folder, reading
 from .model import connect_adapters, warn_untested, without_false_warning
 from .names import base_model, packed_parameters
+from .packed import warn_of_unpacked
 from .rewrite import rewritten
 
-_HUB_KEYS = ("revision", "subfolder", "cache_dir", "token")
 _CREATION_KEYS = ("low_cpu_mem_usage", "autocast_adapter_dtype")
 _EXPERT_KEY = re.compile(r"\.experts\.\d+\.")
 
@@ -39,6 +37,7 @@ def load_adapter(
     *,
     is_trainable: bool = False,
     any_base: bool = False,
+    unpacked_ok: bool = False,
     **peft_kwargs: Any,
 ) -> PeftModel:
     """Load a saved adapter: `PeftModel.from_pretrained` for packed experts.
@@ -53,6 +52,8 @@ def load_adapter(
         adapter_name: Name of the adapter in the model.
         is_trainable: False freezes the adapter and puts the model in evaluation mode, as PEFT does.
         any_base: True takes a model that is not the one in the adapter's note.
+        unpacked_ok: The model's experts are not packed on purpose, though the adapter's note says
+            that it was trained on packed ones: no warning.
         **peft_kwargs: Passed on to `PeftModel.from_pretrained` or `PeftModel.load_adapter`.
 
     Raises:
@@ -69,13 +70,15 @@ def load_adapter(
             f"adapter_name is {adapter_name!r}, which this model has already; give another."
         )
     base = base_model(model)
-    hub = {key: peft_kwargs[key] for key in _HUB_KEYS if key in peft_kwargs}
+    hub = {key: peft_kwargs[key] for key in fill.HUB_KEYS if key in peft_kwargs}
     check_folder(adapter, hub.get("subfolder"))
     on_disk = Path(adapter) / (hub.get("subfolder") or "")
     if on_disk.is_dir():
         check_adapter_patterns(on_disk, base)
     if not any_base:
-        check_base(base, adapter, hub.get("subfolder"))
+        fill.check_base(base, adapter, hub.get("subfolder"))
+    if not unpacked_ok:
+        warn_of_unpacked(base, on_disk, stacklevel=2)
     with _with_fused_experts(base, adapter, hub.get("subfolder")) as folder:
         return _load(model, adapter, folder, adapter_name, is_trainable, hub, peft_kwargs)
 
@@ -109,30 +112,10 @@ def _load(
     if is_trainable:
         peft_model.set_requires_grad(adapter_name)
     peft_kwargs.setdefault("key_mapping", getattr(base, "_checkpoint_conversion_mapping", None))
-    try:
-        with reading(adapter):
-            result = peft_model.load_adapter(
-                folder, adapter_name, is_trainable=is_trainable, **peft_kwargs
-            )
-    except MoeQloraError:
-        raise
-    except RuntimeError as error:  # torch's list of all that has another shape
-        first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
-        raise AdapterError(
-            f"{adapter} does not fit this model: {first.rstrip('.')}; load it on the model that it "
-            "was trained on."
-        ) from error
-    missing, unexpected = result.missing_keys, result.unexpected_keys
-    if (missing or unexpected) and not _load_by_own_names(peft_model, folder, adapter_name, **hub):
-        raise misfit(adapter, missing, unexpected)
+    fill.load_adapter(
+        peft_model, folder, adapter_name, called=adapter, is_trainable=is_trainable, **peft_kwargs
+    )
     return peft_model
-
-
-def check_base(model: nn.Module, adapter: str, subfolder: str | None = None) -> None:
-    """Compare a model with the one in the adapter's note; what lies on a hub has none here."""
-    folder = Path(adapter) / (subfolder or "")
-    if folder.is_dir():
-        rounding.check_noted_base(folder, lambda names: of_model(model, names))
 
 
 def _chosen_experts(
@@ -155,19 +138,6 @@ def config_to_train(folder: Path) -> PeftConfig:
     if chosen := rounding.chosen_experts(folder):
         config._chosen = chosen
     return config
-
-
-def misfit(
-    adapter: str | None, missing: Collection[str], unexpected: Collection[str], advice: str = ""
-) -> AdapterError:
-    """Return the error for an adapter file whose tensors and the model's places differ."""
-    first = next(iter(unexpected or missing))
-    fault = "has no place in this model" if unexpected else "is not in the file"
-    return AdapterError(
-        f"{adapter} does not fit this model: {first} {fault} ({len(unexpected)} tensors have no "
-        f"place, {len(missing)} places got none); load it on the model that it was trained on"
-        f"{advice}."
-    )
 
 
 def _read_config(base: nn.Module, adapter: str, **hub: Any) -> PeftConfig:
@@ -198,25 +168,3 @@ def _add_empty_adapter(
             return model
         peft_model = peft.get_peft_model(model, config, adapter_name=adapter_name, **creation)
     return connect_adapters(peft_model)
-
-
-def _load_by_own_names(model: PeftModel, adapter: str, adapter_name: str, **hub: Any) -> bool:
-    """Load a file whose names are all the model's own; do nothing and return False else."""
-    # For some model types (mistral_large4, deepseek_ocr2) PEFT 0.21 takes every name in the file
-    # for one of the published checkpoint and renames it, those that it wrote itself included.
-    tensors = load_peft_weights(adapter, device="cpu", **hub)
-    places = get_peft_model_state_dict(
-        model, adapter_name=adapter_name, save_embedding_layers=False
-    )
-    if places.keys() != tensors.keys() or any(
-        place.is_meta or place.shape != tensors[key].shape for key, place in places.items()
-    ):
-        return False
-    with torch.no_grad():
-        for key, place in places.items():
-            place.copy_(tensors[key])
-    for name, module in model.named_modules():
-        if isinstance(module, ChosenFactor) and name.endswith(f".{adapter_name}"):
-            whole = tensors[f"{name.removesuffix(f'.{adapter_name}')}.weight"]
-            module.load_state_dict({"weight": whole})
-    return True

@@ -26,12 +26,11 @@ from ..layout import unwrapped, unwrapped_name
 from ..packing.sharding import prepare_sharding, restore_linear, runs_distributed
 from ..packing.shares import first_share, keep_from_ddp
 from ..versions import REQUIRED, installed_version
-from . import left_out
 from .combine import SingleExpert, concatenate, stored_factors, summed_config
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
 from .coverage import log_coverage
 from .divided import check_whole
-from .folder import check_folder, reading
+from .fill import load_adapter
 from .inject import check_connected, upgrade_wrappers
 from .layer import ParamWrapper
 from .linear import Linear4bit, Linear8bitLt, merge_exactly
@@ -166,24 +165,8 @@ def connect_adapters(model: PeftModel) -> PeftModel:
         keep_from_ddp(model)
     replicate_adapters(tuner.model)
     model.__dict__["save_pretrained"] = types.MethodType(save_pretrained, model)
-    model.__dict__["load_adapter"] = types.MethodType(_load_adapter, model)
+    model.__dict__["load_adapter"] = types.MethodType(load_adapter, model)
     return model
-
-
-def _load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load as `PeftModel.load_adapter` does; refuse where ZeRO-3 has partitioned the model."""
-    for name, parameter in self.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            raise AdapterError(
-                f"Loading {model_id} needs whole tensors, and {unwrapped_name(name)} is "
-                "partitioned by DeepSpeed ZeRO-3, whose optimizer has a copy of each: load "
-                "adapters before the engine is made, or go on from a checkpoint of the engine."
-            )
-    check_folder(model_id, kwargs.get("subfolder"))
-    with reading(model_id), warnings.catch_warnings():
-        # An adapter was trained as it is, also where it is to be trained further.
-        warnings.filterwarnings("ignore", left_out.WARNING, UserWarning)
-        return type(self).load_adapter(self, model_id, *args, **kwargs)
 
 
 def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
@@ -196,7 +179,7 @@ def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
     # Not by target_modules, which PEFT narrows to what it finds.
     fields = ("target_parameters", "exclude_modules")
     for name, config in model.peft_config.items():
-        if type(config) is not LoraConfig or not all(
+        if type(config) not in (LoraConfig, AdaptedLoraConfig) or not all(
             as_set(getattr(config, field)) == as_set(getattr(adapted, field)) for field in fields
         ):
             continue
@@ -228,6 +211,13 @@ class LoraModel(StockLoraModel):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         merge_exactly(model)
         check_connected(model, adapter_name, config)
+
+    def _post_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
+        # PEFT calls this at the end of `__init__`, which ran as the stock class's (stock_calls.py).
+        super()._post_injection_hook(model, config, adapter_name)
+        merge_exactly(model)
+        check_connected(model, adapter_name, config)
+        replicate_adapters(model)
 
     def merge_adapter(
         self, *args: Any, dtype: torch.dtype | None = None, repack: bool = False, **kwargs: Any

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 from torch import nn
 
+from ..checkpoint import rounding
 from ..detection.detect import detect
 from ..errors import ConfigError
-from ..layout import ExpertParam, listed, name_pattern
+from ..layout import ExpertParam, human_bytes, listed, name_pattern, unwrapped_name
+from ..packing.format import packed_nbytes
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from .names import base_model
@@ -51,6 +54,31 @@ def check_packed(model: nn.Module, *, unpacked_ok: bool, stacklevel: int) -> lis
     advice = f"{how} with a BitsAndBytesConfig; {meant}."
     warnings.warn(f"{message}: {advice}", UserWarning, stacklevel=stacklevel + 1)
     return experts
+
+
+def warn_of_unpacked(model: nn.Module, adapter: Path, *, stacklevel: int) -> None:
+    """Warn where experts are plain, and the adapter's note says that it was trained on packed."""
+    noted = rounding.from_note(adapter)
+    if noted is None:
+        return
+    plain = {
+        unwrapped_name(name): weight
+        for name, weight in model.named_parameters()
+        if unwrapped_name(name) in noted.experts
+    }
+    if not plain:
+        return
+    now = human_bytes(sum(weight.nbytes for weight in plain.values()))
+    then = sum(packed_nbytes(tuple(weight.shape), noted.settings) for weight in plain.values())
+    warnings.warn(
+        f"{len(plain)} expert weights ({patterns(plain)}) are not packed and take {now}, and "
+        f"{adapter} was trained on packed ones ({noted.settings.describe()}, {human_bytes(then)}): "
+        "load the model under moe_qlora.enabled() with a BitsAndBytesConfig, or call "
+        "moe_qlora.quantize_experts(model, config) first; pass unpacked_ok=True where they are to "
+        "stay as they are.",
+        UserWarning,
+        stacklevel=stacklevel + 1,
+    )
 
 
 def patterns(names: Iterable[str]) -> str:

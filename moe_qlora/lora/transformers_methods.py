@@ -13,8 +13,8 @@ from typing import Any
 from peft import PeftConfig
 
 from .config import adapt, adapt_lora_config
+from .fill import check_base, misfit
 from .folder import check_folder, reading
-from .load import check_base, misfit
 
 
 def add_adapter(self: Any, adapter_config: Any, adapter_name: str | None = None) -> None:

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from ..errors import QuantizationError
 from ..kernels.weights import PackedWeight
+from ..layout import human_bytes
 from .codec import unpack
 from .decoders import (
     OWN_DECODERS,
@@ -70,6 +71,16 @@ class _PackedList(P.ParametrizationList):
         if isinstance(decoder, Packed4bit):
             decoder._codes = weakref.ref(cast(nn.Parameter, self._parameters["original"]))
         return super()._apply(fn, recurse)
+
+    def __repr__(self) -> str:
+        """Return one line for `print(model)`: codec, shape and dtype of the weight, its bytes."""
+        try:
+            packed = read(self.original, self._modules["0"])
+        except QuantizationError:  # codes that were cast
+            return super().__repr__()
+        dtype = str(packed.dtype).removeprefix("torch.")
+        codec = CodecSettings.of(packed).describe()
+        return f"Packed({codec}, {tuple(packed.shape)} {dtype}, {human_bytes(packed.nbytes)})"
 
 
 def cross_meta(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:

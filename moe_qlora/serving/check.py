@@ -313,7 +313,7 @@ def own_logprobs(
     without = logprobs()
     if adapter is None:
         return without, without
-    load_adapter(model, str(adapter), any_base=any_base)
+    load_adapter(model, str(adapter), any_base=any_base, unpacked_ok=True)
     return without, logprobs()
 
 

@@ -123,6 +123,10 @@ def adapter(model, name="default"):
     }
 
 
+def announced(caplog):
+    return [one.getMessage() for one in caplog.records if one.name == "moe_qlora.lora.announce"]
+
+
 def losses(trained):
     return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
 
@@ -429,3 +433,43 @@ def test_merging_in_memory(model_folder, tmp_path):
         merged = model.merge_and_unload(dtype=torch.float32)
         assert not list(parametrize.iter_packed(merged))
         torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_says_once_what_is_packed_and_trained(kind, way, model_folder, tmp_path, caplog):
+    run = trainer(kind, way, model_folder, tmp_path, max_steps=2)
+    run.train()
+    (line,) = announced(caplog)
+    assert line.startswith("The experts of 2 layers are packed (nf4 with double quantization): ")
+    assert " and 4 of 4 expert weights (down_proj, gate_up_proj): " in line
+    trained = sum(value.numel() for value in adapter(run.model).values())
+    assert f" {trained:,} weights (" in line
+
+
+def test_a_plain_lora_config_is_enough_for_a_packed_model(model_folder, tmp_path):
+    """TRL hands it to stock PEFT, which on a packed model gets it adapted."""
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters)
+    out = tmp_path / "adapter"
+    packed = trl.SFTTrainer(
+        model=load(model_folder),
+        args=trl.SFTConfig(
+            output_dir=str(out),
+            max_steps=2,
+            report_to=[],
+            use_cpu=True,
+            learning_rate=5e-3,
+        ),
+        train_dataset=rows("sft"),
+        peft_config=lora,
+    )
+    packed.train()
+    packed.save_model()
+    tensors = load_file(out / "adapter_model.safetensors")
+    assert sum(".experts." in key for key in tensors) == 2 * 2 * 2
+    assert all(bool(value.any()) for key, value in tensors.items() if "lora_B" in key)
+    again = peft.PeftModel.from_pretrained(load(model_folder), out).eval()
+    ids = torch.arange(2, 50).reshape(2, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, packed.model.eval()(ids).logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import shutil
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 from torch import nn
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
-from moe_qlora.testing import tiny_model
+from moe_qlora.testing import tiny_inputs, tiny_model
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -387,3 +389,87 @@ def test_an_adapter_of_another_model_is_our_error(adapter: Path, tmp_path: Path)
     (copy / "moe_qlora_adapter.json").unlink()
     with pytest.raises(AdapterError, match="load it on the model that it was trained on"):
         moe_qlora.load_adapter(packed("qwen3_moe", num_hidden_layers=3), str(copy))
+
+
+# Adapters of packed experts on experts in 16 bit.
+
+WEIGHTS = 2 * 4 * (80 * 64 + 64 * 40)
+BYTES = WEIGHTS * 4, WEIGHTS / 2 + WEIGHTS / 64 * 4 + 4 * 64  # codes, absmax, and four tables
+
+
+def test_an_adapter_of_packed_experts_on_plain_ones_is_told(adapter: Path) -> None:
+    with pytest.warns(UserWarning, match="4 expert weights .* are not packed and take") as caught:
+        loaded = moe_qlora.load_adapter(tiny_model("qwen3_moe"), adapter)
+    (warning,) = [one for one in caught if one.category is UserWarning]
+    text = str(warning.message)
+    assert f"{adapter} was trained on packed ones (nf4, " in text
+    before, after = BYTES
+    assert f"take {before / 1024:.1f} KiB," in text and f"(nf4, {after / 1024:.1f} KiB)" in text
+    assert "moe_qlora.enabled()" in text and "moe_qlora.quantize_experts(" in text
+    assert warning.filename == __file__
+    assert {"q_proj", "experts"} <= adapted(loaded)
+
+
+def test_plain_experts_that_are_meant_or_skipped_are_silent(adapter: Path, tmp_path: Path) -> None:
+    moe_qlora.load_adapter(tiny_model("qwen3_moe"), adapter, unpacked_ok=True)
+    moe_qlora.load_adapter(packed(), adapter)
+    config = nf4(llm_int8_skip_modules=["model.layers.0"])
+    partly = []
+    for _ in range(2):
+        partly.append(tiny_model("qwen3_moe"))
+        moe_qlora.quantize_experts(partly[-1], config)
+    moe_qlora.get_peft_model(partly[0], lora()).save_pretrained(tmp_path / "partly")
+    moe_qlora.load_adapter(partly[1], tmp_path / "partly")
+    with pytest.warns(UserWarning, match="2 expert weights .* are not packed and take"):
+        moe_qlora.load_adapter(tiny_model("qwen3_moe"), tmp_path / "partly")
+
+
+def test_experts_that_are_asked_for_and_not_packed_name_both_calls() -> None:
+    with pytest.raises(ConfigError, match="experts=True is for models with packed experts") as told:
+        moe_qlora.get_peft_model(tiny_model("qwen3_moe"), lora(), experts=True)
+    assert "moe_qlora.enabled()" in str(told.value)
+    assert "moe_qlora.quantize_experts(" in str(told.value)
+
+
+# What is trained, as training starts.
+
+
+def test_training_says_once_what_is_packed_and_trained(caplog: pytest.LogCaptureFixture) -> None:
+    model = packed()
+    moe_qlora.quantize_experts(model, nf4())  # again
+    peft_model = moe_qlora.get_peft_model(model, lora(*ATTENTION), experts=["down"])
+    ids = tiny_inputs(model)
+    peft_model.eval()(**ids)
+    assert logged(caplog) == []
+    twin = copy.deepcopy(peft_model)
+    peft_model.train()
+    with torch.no_grad():
+        peft_model(**ids)
+    assert logged(caplog) == []
+    for _ in range(2):
+        peft_model(**ids)
+    (line,) = logged(caplog)
+    assert caplog.records[-1].levelno == logging.WARNING  # seen without settings
+    trained = sum(p.numel() for p in peft_model.parameters() if p.requires_grad)
+    before, after = BYTES
+    assert line.startswith(
+        f"The experts of 2 layers are packed (nf4): {after / 1024:.1f} KiB instead of "
+        f"{before / 1024:.1f} KiB. LoRA on 8 layers (k_proj, o_proj, q_proj, v_proj) and 2 of 4 "
+        f"expert weights (down_proj): {trained:,} weights ("
+    )
+    caplog.clear()
+    twin.train()(**ids)  # a copy is another model
+    assert logged(caplog) == [line]
+
+
+def test_a_frozen_adapter_and_plain_experts_are_not_called_trained(
+    adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = moe_qlora.load_adapter(packed(), adapter)
+    model.train()(**tiny_inputs(model.get_base_model()))
+    (line,) = logged(caplog)
+    assert line.endswith("KiB.")
+    caplog.clear()
+    merged: Any = moe_qlora.load_adapter(packed(), adapter).merge_and_unload(dtype=torch.float32)
+    merged.train()(**tiny_inputs(merged))
+    assert logged(caplog) == []

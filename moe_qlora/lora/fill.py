@@ -1,0 +1,115 @@
+"""Filling an adapter that is on a model with the tensors of its folder, all of them or none."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
+from torch import nn
+
+from ..checkpoint import rounding
+from ..checkpoint.fingerprint import of_model
+from ..errors import AdapterError, MoeQloraError
+from ..layout import unwrapped_name
+from . import left_out
+from .chosen import ChosenFactor
+from .folder import check_folder, reading
+
+HUB_KEYS = ("revision", "subfolder", "cache_dir", "token")
+
+
+def load_adapter(
+    self: Any,
+    model_id: str | os.PathLike[str],
+    adapter_name: str,
+    *args: Any,
+    called: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Load as `PeftModel.load_adapter` does, which this is on a `PeftModel` over packed experts.
+
+    `called` is what messages call the folder.
+
+    Raises:
+        AdapterError: Tensors of the file have no place in the model, or places got no tensor; or
+            DeepSpeed ZeRO-3 has partitioned the model.
+        CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
+    """
+    called = os.fspath(model_id) if called is None else called
+    for name, parameter in self.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise AdapterError(
+                f"Loading {called} needs whole tensors, and {unwrapped_name(name)} is "
+                "partitioned by DeepSpeed ZeRO-3, whose optimizer has a copy of each: load "
+                "adapters before the engine is made, or go on from a checkpoint of the engine."
+            )
+    hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
+    check_folder(model_id, hub.get("subfolder"))
+    try:
+        with reading(called), warnings.catch_warnings():
+            # An adapter was trained as it is, also where it is to be trained further.
+            warnings.filterwarnings("ignore", left_out.WARNING, UserWarning)
+            result = type(self).load_adapter(self, model_id, adapter_name, *args, **kwargs)
+    except MoeQloraError:
+        raise
+    except RuntimeError as error:  # torch's list of all that has another shape
+        first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
+        raise AdapterError(
+            f"{called} does not fit this model: {first.rstrip('.')}; load it on the model that it "
+            "was trained on."
+        ) from error
+    missing, unexpected = result.missing_keys, result.unexpected_keys
+    fits = kwargs.get("ignore_mismatched_sizes") or not (missing or unexpected)
+    if not fits and not _load_by_own_names(self, os.fspath(model_id), adapter_name, **hub):
+        raise misfit(called, missing, unexpected)
+    return result
+
+
+def check_base(
+    model: nn.Module, adapter: str | os.PathLike[str], subfolder: str | None = None
+) -> None:
+    """Compare a model with the one in the adapter's note; what lies on a hub has none here."""
+    folder = Path(adapter) / (subfolder or "")
+    if folder.is_dir():
+        rounding.check_noted_base(folder, lambda names: of_model(model, names))
+
+
+def misfit(
+    adapter: str | None, missing: Collection[str], unexpected: Collection[str], advice: str = ""
+) -> AdapterError:
+    """Return the error for an adapter file whose tensors and the model's places differ."""
+    first = next(iter(unexpected or missing))
+    fault = "has no place in this model" if unexpected else "is not in the file"
+    return AdapterError(
+        f"{adapter} does not fit this model: {first} {fault} ({len(unexpected)} tensors have no "
+        f"place, {len(missing)} places got none); load it on the model that it was trained on"
+        f"{advice}."
+    )
+
+
+def _load_by_own_names(model: PeftModel, adapter: str, adapter_name: str, **hub: Any) -> bool:
+    """Load a file whose names are all the model's own; do nothing and return False else."""
+    # For some model types (mistral_large4, deepseek_ocr2) PEFT 0.21 takes every name in the file
+    # for one of the published checkpoint and renames it, those that it wrote itself included.
+    tensors = load_peft_weights(adapter, device="cpu", **hub)
+    places = get_peft_model_state_dict(
+        model, adapter_name=adapter_name, save_embedding_layers=False
+    )
+    if places.keys() != tensors.keys() or any(
+        place.is_meta or place.shape != tensors[key].shape for key, place in places.items()
+    ):
+        return False
+    with torch.no_grad():
+        for key, place in places.items():
+            place.copy_(tensors[key])
+    for name, module in model.named_modules():
+        if isinstance(module, ChosenFactor) and name.endswith(f".{adapter_name}"):
+            whole = tensors[f"{name.removesuffix(f'.{adapter_name}')}.weight"]
+            module.load_state_dict({"weight": whole})
+    return True

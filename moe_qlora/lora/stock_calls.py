@@ -1,0 +1,117 @@
+"""Stock PEFT's own calls on a packed model, made right by what the model itself carries.
+
+`PeftModel.from_pretrained(model, folder)` and `peft.get_peft_model(model, config)` take the config
+as it is, which names expert parameters as they are on unpacked models, and give it to nothing of
+the model's. But before PEFT reads it, the tuner that it has made walks the model's modules. The
+`named_modules` here, which `hf/model.py` binds to the model, takes that moment: it looks for the
+tuner among its callers, adapts the config, and gives the tuner the class of this package.
+
+Nothing of PEFT is patched. Where PEFT comes to walk the model in another order, the tuner is not
+found, and adapters without effect are refused as they are loaded, or at the first forward
+(experts/checks.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType, MethodType
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraModel as StockLoraModel
+from peft.tuners.tuners_utils import BaseTuner
+from torch import nn
+
+from ..checkpoint.adapter import check_adapter_patterns
+from ..packing.sharding import prepare_sharding, runs_distributed
+from ..packing.shares import first_share
+from .config import AdaptedLoraConfig, adapt
+from .fill import check_base, load_adapter
+from .model import LoraModel, warn_untested
+from .names import is_all_linear, packed_parameters
+from .replicated import check_copies
+from .rewrite import changed, reached_modules, rewritten
+from .save import save_pretrained
+from .targets import resolve_targets
+
+# How many calls lie between: PEFT, transformers' `get_model_conversion_mapping`, `named_modules`;
+# and from a tuner's `inject_adapter` up to `PeftModel.from_pretrained`.
+_NEAR, _FAR = 3, 8
+
+
+def named_modules(
+    self: Any, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Return what `nn.Module.named_modules` does; see this file's docstring for what else."""
+    if memo is None and not prefix and not torch.compiler.is_compiling():
+        frame = _caller(sys._getframe(1), BaseTuner.inject_adapter.__code__, _NEAR)
+        if frame is not None and frame.f_locals["model"] is self:
+            _take_over(frame.f_locals["model"], frame)
+    walk: Iterator[tuple[str, nn.Module]] = type(self).named_modules(
+        self, memo, prefix, remove_duplicate
+    )
+    return walk
+
+
+def _take_over(model: nn.Module, frame: FrameType) -> None:
+    """Adapt the config of a stock tuner that is about to read it, and the tuner with it."""
+    values = frame.f_locals
+    tuner, name = values["self"], values["adapter_name"]
+    config = tuner.peft_config[name]
+    if (
+        type(tuner) is not StockLoraModel
+        or "peft_config" in values  # PEFT has read it
+        or values.get("state_dict") is not None
+        or not isinstance(config, LoraConfig)
+        or isinstance(config, AdaptedLoraConfig)
+        or first_share(model) is not None  # which needs the whole PeftModel: refused later
+        or not packed_parameters(model)
+    ):
+        return
+    warn_untested()
+    tuner.__class__ = LoraModel
+    loads = _caller(frame, PeftModel.from_pretrained.__func__.__code__, _FAR) is not None
+    if loads and _reaches_nothing(model, config):  # of transformers v4, LoRA on experts alone
+        config = rewritten(model, config) or config
+    config = adapt(model, config, warns=not loads and not config.inference_mode)
+    tuner.peft_config[name] = config
+    if runs_distributed():
+        prepare_sharding(model)
+        check_copies(model, config)
+    made = _caller(frame, PeftModel.__init__.__code__, _FAR)
+    if made is not None:
+        peft_model = made.f_locals["self"]
+        peft_model.__dict__["save_pretrained"] = MethodType(save_pretrained, peft_model)
+        peft_model.__dict__["load_adapter"] = MethodType(_load_adapter, peft_model)
+
+
+def _reaches_nothing(model: nn.Module, config: Any) -> bool:
+    return bool(
+        config.target_modules
+        and not config.target_parameters
+        and not is_all_linear(config)
+        and not reached_modules(
+            model, changed(config, exclude_modules=resolve_targets(model).excludes)
+        )
+    )
+
+
+def _caller(frame: FrameType | None, code: CodeType, most: int) -> FrameType | None:
+    """Return the nearest of the last `most` calls that runs this code."""
+    for _ in range(most):
+        if frame is None or frame.f_code is code:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    """Load as `fill.load_adapter` does, onto the model that the adapter was trained on."""
+    model, subfolder = self.get_base_model(), kwargs.get("subfolder")
+    if (folder := Path(model_id) / (subfolder or "")).is_dir():
+        check_adapter_patterns(folder, model)
+    check_base(model, model_id, subfolder)
+    return load_adapter(self, model_id, adapter_name, *args, **kwargs)

@@ -1,0 +1,368 @@
+"""`PeftModel.from_pretrained` and `peft.get_peft_model`, called by themselves on packed models."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from peft.tuners.lora import LoraModel as StockLoraModel
+from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
+from moe_qlora.lora.layer import ParamWrapper
+from moe_qlora.lora.model import LoraModel
+from moe_qlora.packing import parametrize
+from moe_qlora.testing import tiny_inputs, tiny_model
+
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.float32,
+)
+# dbrx and llama4_text do not dispatch through transformers' experts interface
+TYPES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "dbrx"]
+ATTENTION = {"dbrx": ["Wqkv"], "deepseek_v3": ["o_proj", "kv_b_proj"]}
+KINDS: dict[str, dict[str, Any]] = {
+    "attention": {},
+    "both": {"experts": True},
+    "experts": {"experts": True, "modules": []},
+    "router": {"experts": True, "router": True},
+}
+
+
+@cache
+def _plain(model_type: str) -> Any:
+    return tiny_model(model_type, seed=1).eval()
+
+
+@cache
+def _packed(model_type: str) -> Any:
+    model = copy.deepcopy(_plain(model_type))
+    moe_qlora.quantize_experts(model, NF4)
+    return model
+
+
+def packed(model_type: str = "qwen3_moe") -> Any:
+    return copy.deepcopy(_packed(model_type))
+
+
+def decoded(model_type: str) -> Any:
+    """The model with plain weights, each of the value that its packed form decodes to."""
+    model = packed(model_type)
+    model.dequantize()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def lora(model_type: str = "qwen3_moe", modules: Any = None, **fields: Any) -> LoraConfig:
+    names = ATTENTION.get(model_type, ["q_proj", "v_proj"]) if modules is None else modules
+    return LoraConfig(r=3, lora_alpha=7, target_modules=names, task_type="CAUSAL_LM", **fields)
+
+
+def fill(model: Any, seed: int = 2) -> Any:
+    """Give every LoRA weight a value, as training would."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if ".lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    return model
+
+
+def adapter(kind: str, model_type: str, folder: Path) -> Path:
+    """The folder of an adapter of one of `KINDS`."""
+    options = dict(KINDS[kind])
+    config = lora(model_type, options.pop("modules", None))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "stock PEFT rewrites")
+        fill(moe_qlora.get_peft_model(packed(model_type), config, **options)).save_pretrained(
+            folder, save_embedding_layers=False
+        )
+    return folder
+
+
+def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The logits, and the gradients of what is trained by name."""
+    logits = model(**tiny_inputs(model.get_base_model())).logits
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    seed = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
+    if not trained:
+        return logits.detach(), {}
+    gradients = torch.autograd.grad(logits, list(trained.values()), seed, allow_unused=True)
+    return logits.detach(), dict(zip(trained, gradients, strict=True))
+
+
+def assert_same(left: Any, right: Any) -> None:
+    """Two models have the same names, logits and gradients, bit for bit."""
+    assert list(dict(left.named_parameters())) == list(dict(right.named_parameters()))
+    (ours, our_gradients), (theirs, their_gradients) = step(left), step(right)
+    assert torch.equal(ours, theirs)
+    assert our_gradients.keys() == their_gradients.keys()
+    for name, gradient in our_gradients.items():
+        other = their_gradients[name]
+        assert (gradient is None) == (other is None), name
+        assert gradient is None or torch.equal(gradient, other), name
+
+
+def close(left: Tensor, right: Tensor) -> bool:
+    return bool((left - right).abs().max() <= 1e-4 * right.abs().max())
+
+
+@pytest.mark.parametrize("is_trainable", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    # PEFT has no LoRA for llama4's router, which gives two values
+    [case for case in product(TYPES, KINDS) if case != ("llama4_text", "router")],
+)
+def test_from_pretrained_is_load_adapter(
+    model_type: str, kind: str, is_trainable: bool, tmp_path: Path
+) -> None:
+    folder = adapter(kind, model_type, tmp_path)
+    expected = moe_qlora.load_adapter(packed(model_type), folder, is_trainable=is_trainable)
+    model = PeftModel.from_pretrained(packed(model_type), folder, is_trainable=is_trainable)
+    assert type(model) is type(expected) and model.training == expected.training
+    assert_same(model, expected)
+    assert any(p.requires_grad for p in model.parameters()) == is_trainable
+    base = packed(model_type)
+    assert not close(step(model)[0], base(**tiny_inputs(base)).logits)  # it has an effect
+    expected.save_pretrained(tmp_path / "expected", save_embedding_layers=False)
+    model.save_pretrained(tmp_path / "again", save_embedding_layers=False)
+    files = [tmp_path / name / "adapter_config.json" for name in ("expected", "again")]
+    first, second = (json.loads(file.read_text()) for file in files)
+    assert {k: sorted(v) if isinstance(v, list) else v for k, v in first.items()} == {
+        k: sorted(v) if isinstance(v, list) else v for k, v in second.items()
+    }
+
+
+@pytest.mark.parametrize("model_type", [name for name in TYPES if name != "dbrx"])
+def test_an_adapter_of_stock_peft_on_the_16_bit_model(model_type: str, tmp_path: Path) -> None:
+    """The reference is stock PEFT on plain weights, each of the value that its codes decode to."""
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    config = lora(model_type, target_parameters=parameters)
+    trained = fill(peft.get_peft_model(copy.deepcopy(_plain(model_type)), config))
+    trained.save_pretrained(tmp_path, save_embedding_layers=False)
+    model = PeftModel.from_pretrained(packed(model_type), tmp_path, is_trainable=True).eval()
+    twin = PeftModel.from_pretrained(decoded(model_type), tmp_path, is_trainable=True).eval()
+    (logits, gradients), (expected, wanted) = step(model), step(twin)
+    assert close(logits, expected)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        assert close(gradient, wanted[name]), name
+
+
+def test_a_second_adapter_and_training_it(tmp_path: Path) -> None:
+    first = adapter("both", "qwen3_moe", tmp_path / "first")
+    model = PeftModel.from_pretrained(packed(), first)
+    model.load_adapter(first, "second", is_trainable=True)
+    expected = moe_qlora.load_adapter(packed(), first)
+    moe_qlora.load_adapter(expected, first, "second", is_trainable=True)
+    for name in ("default", "second"):
+        model.set_adapter(name)
+        expected.set_adapter(name)
+        assert_same(model, expected)
+    for one in (model, expected):
+        optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=1.0)
+        one(**tiny_inputs(one.get_base_model())).logits.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    assert_same(model, expected)
+    model.add_adapter("third", lora(target_parameters=["experts.gate_up_proj", "down_proj"]))
+    model.set_adapter("third")
+    assert all(g is not None for g in step(fill(model, seed=5))[1].values())
+
+
+def test_the_automatic_class_under_enabled(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    _plain("qwen3_moe").save_pretrained(base)
+
+    def load() -> Any:
+        with moe_qlora.enabled():
+            return type(_plain("qwen3_moe")).from_pretrained(base, quantization_config=NF4)
+
+    trained = fill(moe_qlora.get_peft_model(load(), lora(), experts=True))
+    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with moe_qlora.enabled():
+        model = AutoPeftModelForCausalLM.from_pretrained(
+            tmp_path / "adapter", quantization_config=NF4
+        )
+    assert len(list(parametrize.iter_packed(model))) == 4
+    assert_same(model, moe_qlora.load_adapter(load(), tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lora(target_parameters=["gate_up_proj", "experts.down_proj"]),
+        lora(modules="all-linear"),
+        lora(modules=["q_proj", "shared_expert.down_proj"]),
+        lora(target_parameters=["down_proj"], lora_dropout=0.5, init_lora_weights="gaussian"),
+    ],
+    ids=["short", "all-linear", "shared", "dropout"],
+)
+def test_get_peft_model_of_stock_peft(config: LoraConfig, tmp_path: Path) -> None:
+    models = []
+    for make in (moe_qlora.get_peft_model, peft.get_peft_model):
+        torch.manual_seed(4)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "stock PEFT rewrites")
+            models.append(make(packed("qwen2_moe"), copy.deepcopy(config)))
+            fill(models[-1])
+            models[-1].save_pretrained(tmp_path / make.__module__, save_embedding_layers=False)
+    ours, stock = models
+    assert type(stock.base_model) is LoraModel
+    torch.manual_seed(5)
+    expected = step(ours)[0]
+    torch.manual_seed(5)
+    assert torch.equal(step(stock)[0], expected)
+    assert_same(ours.eval(), stock.eval())
+    wrappers = [one for one in stock.modules() if isinstance(one, StockParamWrapper)]
+    assert all(type(one) is ParamWrapper for one in wrappers)
+    first, second = (
+        json.loads((tmp_path / make.__module__ / "adapter_config.json").read_text())
+        for make in (moe_qlora.get_peft_model, peft.get_peft_model)
+    )
+    assert first["target_parameters"] == second["target_parameters"]
+    assert first["lora_dropout"] == second["lora_dropout"]
+    assert set(first["target_modules"]) == set(second["target_modules"])
+
+
+def test_what_is_wrong_is_said_as_by_our_own_calls(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'gate_up_proj'"):
+        peft.get_peft_model(packed(), lora(target_parameters=["gate_up_prj"]))
+    with pytest.raises(ConfigError, match="use_dora"):
+        peft.get_peft_model(packed(), lora(target_parameters=["down_proj"], use_dora=True))
+    with pytest.warns(UserWarning, match="packed expert weights .* get no LoRA"):
+        peft.get_peft_model(packed(), lora(modules=["q_proj", "down_proj"]))
+    folder = adapter("both", "qwen3_moe", tmp_path)
+    other = tiny_model("qwen3_moe", seed=9)
+    moe_qlora.quantize_experts(other, NF4)
+    with pytest.raises(AdapterError, match="was trained on"):
+        PeftModel.from_pretrained(other, folder)
+
+
+def test_an_adapter_that_is_trained_on_is_not_said_to_leave_experts_out(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="get no LoRA"):
+        model = moe_qlora.get_peft_model(packed(), lora(modules=["q_proj", "down_proj"]))
+    with pytest.warns(UserWarning, match="stock PEFT rewrites"):
+        model.save_pretrained(tmp_path, save_embedding_layers=False)
+    PeftModel.from_pretrained(packed(), tmp_path, is_trainable=True)  # warnings are errors
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder = adapter("both", "qwen3_moe", tmp_path)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    dropped = next(key for key in tensors if ".experts.lora_B" in key)
+    save_file({k: v for k, v in tensors.items() if k != dropped}, file)
+    with pytest.raises(AdapterError, match=r"experts\.lora_B.* is not in the file"):
+        PeftModel.from_pretrained(packed(), folder)
+    save_file({**tensors, dropped.replace("layers.0", "layers.9"): tensors[dropped].clone()}, file)
+    with pytest.raises(AdapterError, match=r"layers\.9.* has no place"):
+        PeftModel.from_pretrained(packed(), folder)
+    file.write_bytes(b"x" * 99)
+    with pytest.raises(CheckpointError, match="damaged weights"):
+        PeftModel.from_pretrained(packed(), folder)
+
+
+def test_chosen_experts_load_as_zeros_beside_the_chosen(tmp_path: Path) -> None:
+    chosen = {"model.layers.0.mlp.experts": [0, 2]}
+    trained = fill(moe_qlora.get_peft_model(packed(), lora(), experts=chosen))
+    trained.save_pretrained(tmp_path, save_embedding_layers=False)
+    model = PeftModel.from_pretrained(packed(), tmp_path)
+    assert close(step(model)[0], step(trained)[0])
+
+
+def test_merging_after_a_stock_call_is_ours(tmp_path: Path) -> None:
+    folder = adapter("both", "qwen3_moe", tmp_path)
+    model = PeftModel.from_pretrained(packed(), folder)
+    expected = step(model)[0]
+    codes = {n: p.clone() for n, p in model.named_parameters() if n.endswith(".original")}
+    model.merge_adapter(dtype=torch.float32)
+    assert close(step(model)[0], expected)
+    model.unmerge_adapter()
+    assert len(codes) == 4
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in codes.items())
+    assert close(step(model)[0], expected)
+
+
+def test_other_models_and_tuners_are_left_to_peft() -> None:
+    plain = copy.deepcopy(_plain("qwen3_moe"))
+    assert type(peft.get_peft_model(plain, lora()).base_model) is StockLoraModel
+    with pytest.raises(ValueError, match="not supported for LORA"):
+        peft.get_peft_model(packed(), lora(), mixed=True)
+    config = peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10)
+    assert not isinstance(peft.get_peft_model(packed(), config).base_model, LoraModel)
+
+
+def test_a_dequantized_model_walks_its_modules_by_itself() -> None:
+    model = packed()
+    assert "named_modules" in model.__dict__
+    names = [name for name, _ in model.named_modules()]
+    assert names == [name for name, _ in torch.nn.Module.named_modules(model)]
+    inside = dict(model.named_modules(None, "a", False))
+    assert inside.keys() == {f"a.{name}" if name else "a" for name in names}
+    model.dequantize()
+    assert "named_modules" not in model.__dict__
+
+
+def test_where_peft_walks_otherwise_adapters_are_refused_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = adapter("both", "qwen3_moe", tmp_path)
+    monkeypatch.setattr("moe_qlora.lora.stock_calls._NEAR", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
+            PeftModel.from_pretrained(packed(), folder)
+
+
+@pytest.mark.parametrize("modules", [["w1", "w2", "w3"], ["q_proj", "w1", "w2", "w3"]])
+def test_lora_for_each_single_expert_loads_or_names_the_call(
+    modules: list[str], tmp_path: Path
+) -> None:
+    """As PEFT wrote it when experts were Linear layers; beside other layers its config is vague."""
+    base = packed("mixtral")
+    experts, hidden = base.config.num_local_experts, base.config.hidden_size
+    inner = base.config.intermediate_size
+    generator = torch.Generator().manual_seed(4)
+    tensors = {}
+    for layer, expert in product(range(2), range(experts)):
+        for name, out, width in (
+            ("w1", inner, hidden),
+            ("w2", hidden, inner),
+            ("w3", inner, hidden),
+        ):
+            block = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}"
+            for part, shape in (("A", (2, width)), ("B", (out, 2))):
+                key = f"{block}.{name}.lora_{part}.weight"
+                tensors[key] = torch.randn(shape, generator=generator) * 0.3
+    if "q_proj" in modules:
+        for layer in range(2):
+            attention = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+            rows = base.model.layers[layer].self_attn.q_proj.weight.shape[0]
+            tensors[f"{attention}.lora_A.weight"] = torch.ones(2, hidden)
+            tensors[f"{attention}.lora_B.weight"] = torch.zeros(rows, 2)
+    LoraConfig(target_modules=modules, r=2, lora_alpha=4).save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # "rank_pattern keys did not match"
+        expected = moe_qlora.load_adapter(packed("mixtral"), tmp_path)
+        if "q_proj" not in modules:
+            assert_same(PeftModel.from_pretrained(base, tmp_path), expected)
+            return
+    with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
+        PeftModel.from_pretrained(base, tmp_path)
