@@ -174,7 +174,11 @@ class Adapter:
 
 def check_adapter_patterns(folder: Path, model: nn.Module) -> None:
     """Raise where a regular expression of adapter_config.json may run for ever on this model."""
-    config = read_json(inside(folder, CONFIG))
+    check_config_patterns(read_json(inside(folder, CONFIG)), model, str(folder / CONFIG))
+
+
+def check_config_patterns(config: Mapping[str, Any], model: nn.Module, where: str) -> None:
+    """Raise where a regular expression of an adapter's config may run for ever on this model."""
     whole = (config.get(f) for f in ("target_modules", "exclude_modules", "target_parameters"))
     patterns = [pattern for pattern in whole if isinstance(pattern, str)]
     for by_name in (config.get("rank_pattern"), config.get("alpha_pattern")):
@@ -185,7 +189,7 @@ def check_adapter_patterns(folder: Path, model: nn.Module) -> None:
     patterns += [rf".*\.{pattern}\.(\d+)\." for pattern in layers if isinstance(pattern, str)]
     names = {unwrapped_name(name) for name, _ in model.named_modules() if name}
     names |= {unwrapped_name(name) for name, _ in model.named_parameters()}
-    check_patterns(patterns, names, str(folder / CONFIG))
+    check_patterns(patterns, names, where)
 
 
 def open_adapter(folder: Path) -> Adapter:

@@ -25,7 +25,7 @@ from peft.tuners.lora import LoraModel as StockLoraModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
-from ..checkpoint.adapter import check_adapter_patterns
+from ..checkpoint.adapter import check_adapter_patterns, check_config_patterns
 from ..packing.sharding import prepare_sharding, runs_distributed
 from ..packing.shares import first_share
 from .config import AdaptedLoraConfig, adapt
@@ -74,6 +74,8 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
     warn_untested()
     tuner.__class__ = LoraModel
     loads = _caller(frame, PeftModel.from_pretrained.__func__.__code__, _FAR) is not None
+    if loads:  # what a stranger may have written
+        check_config_patterns(vars(config), model, "adapter_config.json")
     if loads and _reaches_nothing(model, config):  # of transformers v4, LoRA on experts alone
         config = rewritten(model, config) or config
     config = adapt(model, config, warns=not loads and not config.inference_mode)

@@ -366,3 +366,12 @@ def test_lora_for_each_single_expert_loads_or_names_the_call(
             return
     with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
         PeftModel.from_pretrained(base, tmp_path)
+
+
+def test_an_expression_that_runs_for_ever_is_refused(tmp_path: Path) -> None:
+    folder = adapter("both", "qwen3_moe", tmp_path)
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "target_modules": r"(\w+\.?)+x"}))
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        PeftModel.from_pretrained(packed(), folder)
