@@ -31,6 +31,7 @@ from ..kernels.limits import cdiv
 from .attention import counted_attention
 from .budget import Activity
 from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward
+from .scans import scans_by_size
 
 _GRAIN = 512  # the caching allocator's smallest step
 _SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
@@ -168,7 +169,7 @@ def run_meta_step(
     model.zero_grad(set_to_none=True)
     tracker = MemoryTracker([*model.parameters(), *model.buffers(), ids, grad_anchor], experts)
     alike = _passthroughs(blocks, groups, grad_anchor)
-    with quiet(), counted_attention(), alike, tracker, FusedAttention():
+    with quiet(), counted_attention(), scans_by_size(model), alike, tracker, FusedAttention():
         recorder = BlockRecorder(tracker, blocks)
         try:
             loss = _loss(model, ids)

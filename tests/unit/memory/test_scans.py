@@ -1,0 +1,51 @@
+"""Stand-ins for loops over a sequence against the loops themselves, on the meta device."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from moe_qlora.memory import meta_step, scans
+from moe_qlora.memory.budget import Settings
+from moe_qlora.memory.planner import Planner
+from moe_qlora.memory.source import source_of
+from moe_qlora.testing import tiny_model
+
+MODELING = "transformers.models.qwen3_next.modeling_qwen3_next"
+
+
+def steps_of(seq, checkpointing):
+    model = tiny_model("qwen3_next", device="meta", dtype=torch.bfloat16)
+    source = source_of(model, None, None, False)
+    made = Planner(source, Settings(seq=seq, checkpointing=checkpointing))
+    return made._run_step(1, seq)
+
+
+@pytest.mark.parametrize("seq", [1280, 1344, 1399])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_stand_in_takes_the_bytes_of_the_loop(seq, checkpointing, monkeypatch):
+    turns = []
+    apply = scans._Scan.apply
+    monkeypatch.setattr(scans._Scan, "apply", lambda *args: turns.append(1) or apply(*args))
+    short = steps_of(seq, checkpointing)
+    assert turns
+    monkeypatch.setattr(meta_step, "scans_by_size", lambda model: nullcontext())
+    assert steps_of(seq, checkpointing) == short
+
+
+def test_the_loops_are_back_afterwards_and_run_on_other_devices():
+    model = tiny_model("qwen3_next", device="meta")
+    modeling = sys.modules[MODELING]
+    own = modeling.torch_chunk_gated_delta_rule
+    inputs = [torch.randn(1, 80, 2, 8) for _ in range(3)]
+    gates = [-torch.rand(1, 80, 2), torch.rand(1, 80, 2)]
+    expected, _ = own(*inputs, *gates)
+    with scans.scans_by_size(model), scans.scans_by_size(model):
+        assert modeling.torch_chunk_gated_delta_rule is not own
+        given, _ = modeling.torch_chunk_gated_delta_rule(*inputs, *gates)
+    assert torch.equal(given, expected)
+    assert modeling.torch_chunk_gated_delta_rule is own
+    assert not scans._patched
