@@ -76,6 +76,10 @@ Attention = Annotated[
         "kernel; default: transformers' choice."
     ),
 ]
+Liger = Annotated[
+    bool | None,
+    typer.Option("--liger/--no-liger", help="The loss by Liger, as use_liger_kernel=True has it."),
+]
 Fsdp = Annotated[int | None, typer.Option(help="Ranks that share the model under FSDP2.")]
 Ep = Annotated[int | None, typer.Option(help="Ranks that share the experts: expert parallelism.")]
 Zero3 = Annotated[int | None, typer.Option(help="Ranks that share the model under ZeRO-3.")]
@@ -104,6 +108,7 @@ def plan(
     optimizer: Optimizer = None,
     checkpointing: Checkpointing = None,
     attention: Attention = None,
+    liger: Liger = None,
     quant: ModelQuant = None,
     double_quant: ModelDoubleQuant = None,
     as_json: Json = False,
@@ -152,6 +157,7 @@ def plan(
             checkpointing=checkpointing,
             accumulation=accumulation,
             attention=attention,
+            liger=liger,
             trust_remote_code=trust_remote_code,
         )
     if chart is not None:

@@ -22,6 +22,7 @@ DEFAULTS: Mapping[str, Any] = {
     "checkpointing": True,
     "accumulation": 1,
     "attention": None,
+    "liger": False,
     "dtype": None,
 }
 """Arguments of `plan`, and their values where nothing else says so."""

@@ -91,6 +91,7 @@ class Settings:
     accumulation: int = 1  # Micro-batches to a step; over 1, gradients live through all of them
     workspace: int = 0  # Bytes of dequantized experts that all layers of a device share
     attention: str | None = None  # As `attn_implementation`; None is what the model says
+    liger: bool = False  # Whether the loss is computed in Liger's chunks, without all logits
     engine: Engine | None = None  # None in one process, spread over devices or not
 
 

@@ -101,7 +101,7 @@ def _changes(planner: Planner, report: MemoryPlan) -> Iterable[_Change]:
     if source.free and report.kind == "int8":
         yield _Change("pack to 4 bit", "load_in_4bit=True", {}, bnb_config(None))
     tokens = settings.batch * settings.seq
-    if tokens > _CHUNK:
+    if tokens > _CHUNK and not settings.liger:
         what = f"compute the loss {_CHUNK} tokens at a time, where Liger knows the model"
         yield _Change(what, "use_liger_kernel=True (Trainer)", {}, loss_part=_CHUNK / tokens)
     if settings.optimizer == "adamw":

@@ -48,6 +48,7 @@ def plan(
     checkpointing: bool | None = None,
     accumulation: int | None = None,
     attention: str | None = None,
+    liger: bool | None = None,
     dtype: Any = None,
     search: bool = True,
     trust_remote_code: bool = False,
@@ -87,6 +88,9 @@ def plan(
         attention: As `attn_implementation` of `from_pretrained`: "eager", "sdpa",
             "flex_attention" or a flash kernel; None is what the configuration or model says, else
             transformers' choice.
+        liger: Whether Liger computes the loss, as `use_liger_kernel=True` of a Trainer has it: a
+            few tokens at a time, without the logits of all. What its other kernels save is not
+            counted. Default: no.
         dtype: What the rest is loaded in; None is what the configuration says.
         search: Look for the longest sequence and the largest batch that fit `gpus`.
         trust_remote_code: Run model code that a checkpoint brings.
@@ -112,6 +116,7 @@ def plan(
         "optimizer": optimizer,
         "checkpointing": checkpointing,
         "attention": attention,
+        "liger": liger,
         "accumulation": accumulation,
     }
     capacities = _capacities(gpus)

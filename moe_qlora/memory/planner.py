@@ -18,7 +18,7 @@ from torch import nn
 from ..build import named
 from ..errors import ConfigError, MoeQloraError
 from ..experts.rebinding import is_ligers
-from ..kernels.limits import WORKSPACE_PART
+from ..kernels.limits import WORKSPACE_PART, cdiv
 from ..kernels.weights import PackedWeight
 from ..lora import left_out
 from ..packing.format import ABSMAX, packed_tensors
@@ -154,9 +154,12 @@ class Planner:
         self, batch: int, seq: int, workspace_cap: int | None, loss_part: float
     ) -> StepBudget:
         activities, buffers = self._step(batch, seq)
-        if loss_part < 1.0 and activities:
+        if activities:
+            part, more = (loss_part, 0)
+            if self.settings.liger:
+                part, more = self._ligers_loss(batch * seq)
             last = activities[-1]
-            sizes = [int(size * loss_part) for size in (last.kept, last.forward, last.backward)]
+            sizes = [int(s * part) + more for s in (last.kept, last.forward, last.backward)]
             activities = (*activities[:-1], Activity(last.name, *sizes))
         workspace = sum(s if workspace_cap is None else min(s, workspace_cap) for s in buffers)
         settings = replace(self.settings, batch=batch, seq=seq, workspace=workspace)
@@ -173,6 +176,18 @@ class Planner:
             state_itemsize=4 if self.sharding.engine.name == "zero3" else None,
             extra=self.sharding.buffers(whole.values(), self.itemsize),
         )
+
+    def _ligers_loss(self, tokens: int) -> tuple[float, int]:
+        """Return the part of a loss that Liger has at once, and the gradient that it keeps.
+
+        Its fused linear cross-entropy takes as many tokens at a time as make logits of about the
+        size of all hidden states, and has the hidden states' gradient from forward on.
+        """
+        head = self.meta.base.get_output_embeddings()
+        vocabulary, hidden = head.out_features, head.in_features
+        chunk = 1 << (cdiv(tokens, cdiv(vocabulary, hidden)) - 1).bit_length()
+        itemsize = next(self.meta.base.parameters()).dtype.itemsize
+        return min(chunk / tokens, 1.0), tokens * hidden * itemsize
 
     def _run_step(self, batch: int, seq: int) -> tuple[tuple[Activity, ...], list[int]]:
         """Return what each block does, and the workspace's buffers, of one step of this size."""

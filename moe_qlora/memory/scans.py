@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.limits import cdiv
+from .tracker import GRAIN, MemoryTracker
 
 SEQUENCE = {
     "torch_chunk_gated_delta_rule": {"query": 1, "key": 1, "value": 1, "g": 1, "beta": 1},
@@ -34,7 +35,6 @@ SEQUENCE = {
 _UNIT = 256
 """Tokens by which bytes grow evenly: whole chunks, and tensors in whole steps of the allocator."""
 
-_GRAIN = 512  # the smallest step of the caching allocator
 _SHORT = 4 * _UNIT  # up to which the function itself runs
 
 _lock, _patched = RLock(), dict[tuple[str, str], tuple[int, Any]]()
@@ -135,7 +135,7 @@ class _Scan(torch.autograd.Function):
         # Under checkpointing nothing stays of a first forward: its tensors need a shape alone.
         kept = _bytes(sizes.kept) if keeps else _bytes(1).expand(sizes.kept)
         out = torch.empty_strided(call.shape, call.stride, dtype=call.dtype, device="meta")
-        held = _held(out) + (sizes.kept if keeps else _GRAIN)
+        held = _held(out) + (sizes.kept if keeps else GRAIN)
         working = _bytes(max((sizes.keeping if keeps else sizes.discarding) - held, 0))
         del working
         saved = (x for name, x in zip(names, inputs, strict=True) if name in call.saved)
@@ -195,7 +195,7 @@ def _like(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def _held(tensor: Tensor) -> int:
-    return cdiv(tensor.untyped_storage().nbytes(), _GRAIN) * _GRAIN
+    return cdiv(tensor.untyped_storage().nbytes(), GRAIN) * GRAIN
 
 
 def _bytes(nbytes: int) -> Tensor:
@@ -233,8 +233,6 @@ def _measured(own: Any, specs: tuple[_Spec, ...], others: Any, length: int, shor
 
 
 def _measure(own: Any, specs: tuple[_Spec, ...], others: Any, length: int, short: int) -> _Call:
-    from .meta_step import MemoryTracker
-
     inputs = {spec.name: _input(spec, length, short) for spec in specs}
     names = {tensor.untyped_storage()._cdata: name for name, tensor in inputs.items()}
     saved: dict[str, None] = {}
