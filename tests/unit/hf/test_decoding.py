@@ -152,8 +152,10 @@ def test_lengths_that_go_on_changing_are_recorded_anew() -> None:
 
 def test_what_is_not_recorded() -> None:
     model = adapted()
+    moved = new_cache(model)
+    moved.offloading = True  # its constructor makes a stream: torch for CUDA needs a GPU
     for cache, mode in (
-        (new_cache(model, offloading=True), torch.no_grad()),
+        (moved, torch.no_grad()),
         (new_cache(model), torch.inference_mode()),
         (new_cache(model), torch.enable_grad()),
     ):
