@@ -70,7 +70,8 @@ def check_ranges(python: str, *arguments: str) -> None:
         if name in found and not tested.includes(found[name]):
             fail(
                 f"pip would choose {name} {found[name]} for Python {python} "
-                f"({' '.join(arguments)}), and {tested} was tested: narrow its range in pyproject.toml"
+                f"({' '.join(arguments)}), and {tested} was tested: narrow its range in "
+                "pyproject.toml"
             )
     chosen = ", ".join(f"{name} {found[name]}" for name in REQUIRED)
     print(f"Python {python}, no constraints, {' '.join(arguments)}: {chosen}")
