@@ -17,7 +17,6 @@ import difflib
 import json
 import logging
 import multiprocessing
-import os
 import sys
 import warnings
 from concurrent.futures import ProcessPoolExecutor
@@ -63,10 +62,12 @@ def drift(path: Path, text: str | None) -> str:
 
 
 def main() -> int:
+    from moe_qlora.checkpoint.cpus import usable_cpus
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; print the drift")
     parser.add_argument("--only", action="append", default=[], metavar="TYPE")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=int, default=usable_cpus())
     options = parser.parse_args()
     _quiet()
     from tools.registry.classes import candidates

@@ -16,4 +16,5 @@ a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit fold
     adapter, tied_weights    an adapter as deltas to weights; tied weights
     base, rounding, merge    the base's weights; rounding as in training; the merged folder
     verify            is a folder whole, and what did packing cost its weights
+    cpus              how many CPUs this process may use
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any
 from ..build.files import read_json, reading
 from ..errors import CheckpointError, visible
 from ..layout import listed
+from .cpus import usable_cpus
 from .fit import form_problems
 from .manifest import (
     CONFIG,
@@ -164,7 +164,7 @@ class FolderCheck:
         for key, info in order:
             if info.nbytes <= _SMALL:
                 self._compare(key, checksum(info))
-        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+        self._pool = ThreadPoolExecutor(min(8, usable_cpus()))
         self._sums = {
             key: self._pool.submit(checksum, info)
             for key, info in order

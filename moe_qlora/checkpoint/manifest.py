@@ -29,6 +29,7 @@ from pydantic.dataclasses import dataclass
 from ..build.files import MAX_JSON, parse_json, read_json, read_raw, reading
 from ..errors import CheckpointError
 from ..packing.settings import CodecSettings
+from .cpus import usable_cpus
 from .reader import (
     DTYPE_NAMES,
     Checkpoint,
@@ -239,7 +240,7 @@ def tensor_entries(files: Sequence[Path]) -> dict[str, TensorEntry]:
     """Describe every tensor of some safetensors files, checksums included."""
     checkpoint = Checkpoint(files)
     infos = [checkpoint.info(key) for key in checkpoint]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(8, usable_cpus())) as pool:
         return {
             key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, digest)
             for key, info, digest in zip(checkpoint, infos, pool.map(checksum, infos), strict=True)
