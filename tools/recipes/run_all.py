@@ -135,6 +135,8 @@ def run(name: str, recipe: Recipe, folder: Path, options: argparse.Namespace) ->
     """Run one recipe and say what came of it, in a line."""
     import torch
 
+    from moe_qlora.checkpoint.cpus import usable_cpus
+
     gpus = str(max(1, min(2, torch.cuda.device_count())))
     arguments = recipe.arguments
     if options.tiny and "--seq" in arguments:
@@ -147,7 +149,12 @@ def run(name: str, recipe: Recipe, folder: Path, options: argparse.Namespace) ->
         *("--model", str(folder / recipe.model), "--steps", str(options.steps), *arguments),
     ]
     paths = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+    # Tiny tensors: several threads would do little but wait for each other.
+    threads = "1" if options.tiny else str(usable_cpus())
+    environment = {
+        "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive",
+        **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths,
+    }  # fmt: skip
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     seconds = time.perf_counter() - began
