@@ -84,7 +84,6 @@ def test_threads_are_set_before_torch_reads_them():
     )
     said = run_python(code.format(1))
     assert said.startswith("1 ") and "'OMP_WAIT_POLICY': 'passive'" in said
-    assert run_python(code.format(3)).startswith("3 ")
     said = run_python(code.format(1), OMP_NUM_THREADS="2", OMP_WAIT_POLICY="active")
     assert said.startswith("2 ") and "'OMP_WAIT_POLICY': 'active'" in said
 
