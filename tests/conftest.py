@@ -1,7 +1,7 @@
 """Without a GPU, Triton kernels run in its interpreter, to be chosen before Triton's import.
 
 Tensors here are small: one thread does the work of each process, since several would do little but
-wait for each other, in a loop that takes a busy machine's CPUs. OpenMP reads that at torch's import.
+wait for each other, in a loop that takes a busy machine's CPUs. OpenMP reads it at torch's import.
 Garbage is collected less often, and never among what the libraries hold: a fifth of the time.
 """
 
@@ -13,8 +13,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
