@@ -61,8 +61,8 @@ def set_threads(threads: int) -> None:
 
 def _run(options: argparse.Namespace, screen: Screen) -> None:
     started = time.perf_counter()
-    where = "about a minute on two free cores" if options.model is None else options.model
-    screen.say(f"Results go to {options.out}; {where}.")
+    time_needed = ", in about a minute on two free cores" if options.model is None else ""
+    screen.say(f"Results go to {options.out}{time_needed}.")
     with screen.doing("importing torch and transformers"):
         _silence()
         import torch

@@ -164,7 +164,7 @@ def fine_tune(
     peft_model = _adapted(model, screen, save_memory=not own)
     title = "LoRA on packed weights, on English"
     run.curves[title] = train(
-        peft_model, tokens, scale, scale.steps, 1e-2 if own else 1e-3, "LoRA", screen
+        peft_model, tokens, scale, scale.steps, 1e-2 if own else 5e-3, "LoRA", screen
     )
     with screen.doing("evaluating"):
         loss = evaluate(peft_model, held_out, scale)
