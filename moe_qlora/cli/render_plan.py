@@ -29,14 +29,14 @@ def show(report: MemoryPlan, out: Console) -> None:
     _table(report).show(out)
     _origins(report, out)
     settings = report.settings
-    packed = report.kind or "nothing packed"
     nested = ", double quantization" if report.double_quant else ""
     whole = report.resident if report.whole is None else report.whole
+    packed = f"{human_bytes(whole)} as {report.kind}{nested}" if report.kind else "nothing packed"
     share = "" if settings.engine is None else f"on each rank {human_bytes(report.resident)}, "
     say(
         out,
-        f"Model: {human_bytes(report.unpacked)} unpacked, {human_bytes(whole)} as "
-        f"{packed}{nested}; {share}{human_bytes(report.load_peak)} at most while loading.",
+        f"Model: {human_bytes(report.unpacked)} unpacked, {packed}; {share}"
+        f"{human_bytes(report.load_peak)} at most while loading.",
     )
     say(
         out,

@@ -31,9 +31,10 @@ def notes_of(planner: Planner, devices: int) -> Iterator[str]:
     groups = devices // engine.ranks
     if groups > 1:
         yield f"{groups} groups of {engine.ranks} ranks; each group holds the whole model."
-    if engine.name == "fsdp" and planner.source.loads_whole:
+    packed = planner.meta.kind is not None
+    if engine.name == "fsdp" and planner.loads_whole:
         yield "Each rank loads the whole packed model before it is sharded."
-    elif engine.name == "fsdp":
+    elif engine.name == "fsdp" and packed:
         whole = planner.with_engine(None).load_peak
         yield (
             f"{human_bytes(planner.load_peak)} while loading is for moe_qlora.load_sharded; where "
@@ -47,9 +48,11 @@ def notes_of(planner: Planner, devices: int) -> Iterator[str]:
             "router takes more on some ranks."
         )
     if engine.name == "zero3":
+        if planner.loads_whole:
+            yield "Each rank loads the whole packed model before DeepSpeed cuts it."
         yield (
-            "Each rank loads the whole packed model before DeepSpeed cuts it; bucket sizes are "
-            'those that transformers puts for "auto", the rest are DeepSpeed\'s defaults.'
+            'Bucket sizes are those that transformers puts for "auto", the rest are DeepSpeed\'s '
+            "defaults."
         )
         if not planner.settings.checkpointing:
             yield (

@@ -299,10 +299,20 @@ class Planner:
     def load_peak(self) -> int:
         """The most that a process holds while it loads and packs."""
         held = self.resident
-        engine = self.settings.engine.name if self.settings.engine else None
-        if engine == "zero3" or (engine == "fsdp" and self.source.loads_whole):
+        if self.loads_whole:
             held = self.with_engine(None).resident  # which is cut once a rank has loaded it
         return held + self._load_extra
+
+    @property
+    def loads_whole(self) -> bool:
+        """Whether a rank has the whole model on its device before it is cut.
+
+        A model of which nothing is packed is loaded by shares, or by way of the CPU.
+        """
+        engine = self.settings.engine
+        if engine is None or self.meta.kind is None:
+            return False
+        return engine.name == "zero3" or (engine.name == "fsdp" and self.source.loads_whole)
 
     @cached_property
     def _load_extra(self) -> int:

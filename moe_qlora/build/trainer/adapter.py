@@ -190,6 +190,6 @@ def read_lora(reader: Reader, block: ExpertsSettings | None) -> AskedLora | None
     else:
         reader.notes.append("The file has no lora_r, without which PEFT makes no adapter.")
     keys = ("lora_target_modules", "lora_target_linear", "lora_target_parameters")
-    keys += ("lora_modules_to_save",)
-    named = [key for key in keys if reader.get(key)] + [BLOCK] * bool(experts or router)
+    named = [key for key in (*keys, "lora_modules_to_save") if reader.get(key)]
+    named += [BLOCK] * bool(experts or router)
     return AskedLora(given, ", ".join(named), experts, router)
