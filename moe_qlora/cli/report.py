@@ -45,7 +45,10 @@ def report(
         int | None,
         typer.Option(help="Sequences in the rehearsed step; default: the run's or 1."),
     ] = None,
-    seq: Annotated[int, typer.Option(help="Tokens in a sequence of that step.")] = 4096,
+    seq: Annotated[
+        int | None,
+        typer.Option(help="Tokens in a sequence of that step; default: the run's or 4,096."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of --text.")] = 16384,
     quant: ModelQuant = None,
     double_quant: ModelDoubleQuant = None,

@@ -8,6 +8,7 @@ What comes out is one HTML file without scripts and without links to elsewhere. 
     pieces.py       the records in between, each measured or `Missing` with the reason
     model.py        layout, bytes, a rehearsed step;  error.py, lora.py, training.py: one piece each
     routing.py      which experts a text goes to;  text.py: JSONL and text files as token ids
+    arguments.py    what training_args.bin says of a run, read without running its pickle
     charts.py       numbers -> places and paths
     page.py         records -> HTML, with the templates beside it
 """

@@ -109,11 +109,16 @@ def _places(labels: Sequence[str], most: int) -> tuple[Tick, ...]:
     )
 
 
-def even_bounds(values: Iterable[float], steps: int) -> list[float]:
-    """Return the bounds between so many even steps from the least finite value to the largest."""
+def even_steps(values: Iterable[float], steps: int) -> list[float]:
+    """Return the ends of so many even steps, one more than steps, that span the finite values.
+
+    They span a tenth of the largest value at least, so that almost equal values look alike.
+    """
     finite = [value for value in values if math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    return [low + (high - low) * index / steps for index in range(1, steps)]
+    low, high = _widened(min(finite, default=0.0), max(finite, default=0.0))
+    if _alike(low, high):
+        high = low + 0.01
+    return [low + (high - low) * index / steps for index in range(steps + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +153,7 @@ def line_chart(
     xs = [x for _, points in curves for x, _ in points]
     ys = [y for _, points in curves for _, y in points] + [0.0] * zero
     x_low, x_high = min(xs), max(xs)
-    low, high, y_step = nice_range(min(ys), max(ys))
+    low, high, y_step = nice_range(*_widened(min(ys), max(ys)))
     alone = _alike(x_low, x_high)
     height = high - low
 
@@ -201,6 +206,14 @@ def nice_range(low: float, high: float, ticks: int = 4) -> tuple[float, float, f
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, step
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    """Return a range that spans at least a tenth of its values, so that 0.2 % looks like 0.2 %."""
+    lacking = max(abs(low), abs(high)) / 10 - (high - low)
+    if lacking <= 0:
+        return low, high
+    return low - lacking / 2, high + lacking / 2
 
 
 def _alike(low: float, high: float) -> bool:

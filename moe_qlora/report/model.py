@@ -52,6 +52,7 @@ def rehearsed(
     *,
     batch: int,
     seq: int,
+    length: str,
     trust_remote_code: bool,
 ) -> MemoryPiece:
     """Rehearse a training step with this LoRA; None is LoRA on attention and experts."""
@@ -66,4 +67,4 @@ def rehearsed(
         lora_config=lora_config,
         trust_remote_code=trust_remote_code,
     )
-    return MemoryPiece(plan, moments)
+    return MemoryPiece(plan, moments, length)

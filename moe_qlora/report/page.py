@@ -187,13 +187,9 @@ def _bytes(piece: LayoutPiece) -> dict[str, Any]:
 
 def _error(piece: ErrorPiece) -> dict[str, Any]:
     every = [value for one in piece.maps for row in one.errors for value in row]
-    bounds = charts.even_bounds(every, _SHADES)
-    ends = [min(filter(math.isfinite, every), default=0.0), *bounds]
-    ends.append(max(filter(math.isfinite, every), default=0.0))
-    legend = [
-        Shade(f"s{n}", _percent(low, bare=True), _percent(high, bare=True))
-        for n, (low, high) in enumerate(pairwise(ends))
-    ]
+    ends = charts.even_steps(every, _SHADES)
+    bounds = ends[1:-1]
+    legend = [Shade(f"s{n}", *pair) for n, pair in enumerate(pairwise(_unlike(ends)))]
     maps = []
     for one in piece.maps:
         chart: HeatMap = charts.heat_map(
@@ -305,6 +301,7 @@ def _memory(piece: MemoryPiece) -> dict[str, Any]:
         "phases": phases,
         "rows": rows,
         "peak": peak,
+        "length": piece.length,
     }
 
 
@@ -337,7 +334,12 @@ def _training(piece: TrainingPiece) -> dict[str, Any]:
         ]
         panels.append({"title": title, "chart": chart, "rows": rows})
     lost = sorted({step for curve in piece.curves for step in curve.lost})
-    return {"piece": piece, "panels": panels, "lost": [f"{step:.0f}" for step in lost]}
+    return {
+        "piece": piece,
+        "panels": panels,
+        "lost": [f"{step:.0f}" for step in lost],
+        "epochs": "1 epoch" if f"{piece.epochs:.3g}" == "1" else f"{piece.epochs:.3g} epochs",
+    }
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -349,6 +351,18 @@ def _percent(value: float, *, bare: bool = False) -> str:
         return "over all bounds"
     digits = 1 if value >= 0.01 or value == 0 else 3
     return f"{100 * value:.{digits}f}" + ("" if bare else " %")
+
+
+def _unlike(values: Sequence[float]) -> list[str]:
+    """Return values in percent, with as many digits as it takes to tell them apart."""
+    return next(
+        (
+            written
+            for digits in range(1, 12)
+            if len(set(written := [f"{100 * value:.{digits}f}" for value in values])) == len(values)
+        ),
+        [f"{100 * value:.2e}" for value in values],
+    )
 
 
 def _tick(value: float, step: float) -> str:

@@ -180,6 +180,7 @@ class MemoryPiece:
 
     plan: MemoryPlan
     moments: tuple[StepMoment, ...]
+    length: str = ""  # Where the number of tokens in a row is from, a sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,7 @@ class TrainingPiece:
     epochs: float
     batch: int | None
     curves: tuple[Curve, ...]
+    tokens: float | None = None  # Seen in all, where the run counted them
 
     def curve(self, name: str) -> Curve | None:
         """Return the curve of this name, where there is one."""

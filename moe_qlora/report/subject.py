@@ -25,6 +25,12 @@ from ..errors import CheckpointError, ConfigError
 
 LOG = "trainer_state.json"
 MODEL_CONFIG = "config.json"
+_SAYS_NOTHING = re.compile(
+    r"(base[-_]?)?(model|checkpoint|adapter|merged|packed|final|last|run|out|output|weights)s?"
+    r"|checkpoint-\d+|tmp.*|pytest-.*",
+    re.IGNORECASE,
+)
+"""Names of folders that any model may have."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -70,7 +76,7 @@ def _of_live(model: Any) -> Subject:
     name = getattr(config, "name_or_path", "") or type(inner).__name__
     weights = Path(name) if name and Path(name).is_dir() else None
     described = config if adapted else model
-    title = weights.name if weights else str(name)
+    title = model_name(weights) if weights else str(name)
     return Subject(title, str(name), described, weights=weights, live=model)
 
 
@@ -78,8 +84,7 @@ def _of_folder(folder: Path, base: str | Path | None) -> Subject:
     own = [folder, *_checkpoints(folder)]
     log = next((place / LOG for place in own if (place / LOG).is_file()), None)
     saved = next((p for p in own if _has(p, ADAPTER_CONFIG) or _has(p, MODEL_CONFIG)), None)
-    title = folder.resolve().name
-    subject = Subject(title, str(folder), log=log)
+    subject = Subject(model_name(folder), str(folder), log=log)
     if saved is not None and _has(saved, ADAPTER_CONFIG):
         return _with_base(replace(subject, adapter=saved), saved, base)
     if saved is not None:
@@ -112,7 +117,24 @@ def _with_base(subject: Subject, adapter: Path, base: str | Path | None) -> Subj
             subject,
             no_model=f"The adapter is for {name}, which is not here; name its model with base.",
         )
-    return replace(subject, model=str(place), weights=place if place.is_dir() else None)
+    title = model_name(place) if place.is_dir() else place.name or str(place)
+    weights = place if place.is_dir() else None
+    return replace(subject, title=title, model=str(place), weights=weights)
+
+
+def model_name(folder: Path) -> str:
+    """Return what a model is called: its folder's name, where that says something.
+
+    Else the name that its configuration kept, the folder around it, or its type.
+    """
+    whole = folder.resolve()
+    config: Any = {}
+    if _has(folder, MODEL_CONFIG):
+        config = read_json(folder / MODEL_CONFIG)
+    kept = config.get("_name_or_path") if isinstance(config, dict) else None
+    names = [whole.name, Path(kept).name if isinstance(kept, str) else "", whole.parent.name]
+    names.append(str(config.get("model_type") or ""))
+    return next((name for name in names if name and not _SAYS_NOTHING.fullmatch(name)), whole.name)
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -44,7 +44,15 @@ def read_log(file: Path | None) -> TrainingPiece | Missing:
         epochs or 0.0,
         batch if isinstance(batch, int) and _is_number(batch) and batch > 0 else None,
         tuple(_curve(name, logged[name]) for name in names[:_MOST]),
+        _tokens(state, history),
     )
+
+
+def _tokens(state: dict[str, Any], history: list[Any]) -> float | None:
+    """Return how many tokens the run saw: as Trainer counts them where asked to, or as TRL logs."""
+    counts = [state.get("num_input_tokens_seen")]
+    counts += [entry.get("num_tokens") for entry in history if isinstance(entry, dict)]
+    return max((number for count in counts if (number := _number(count) or 0) > 0), default=None)
 
 
 def _values(entries: list[dict[str, Any]]) -> dict[str, dict[float, float | None]]:

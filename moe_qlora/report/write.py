@@ -22,6 +22,7 @@ from ..progress import Progress, reporting
 from ..versions import installed_version
 from . import error as errors
 from . import lora, model, page, routing, training
+from .arguments import RunSettings, read_settings
 from .pieces import (
     LoraPiece,
     MemoryPiece,
@@ -45,7 +46,7 @@ def write_report(
     tokenizer: Any = None,
     quantization_config: Any = None,
     batch: int | None = None,
-    seq: int = 4096,
+    seq: int | None = None,
     max_tokens: int = 16384,
     trust_remote_code: bool = False,
     progress: bool | Progress | None = None,
@@ -65,7 +66,8 @@ def write_report(
         tokenizer: Reads `text`; None takes that of the adapter's or the model's folder.
         quantization_config: As `plan` takes it.
         batch: Sequences in the rehearsed step; None is what a run's log says, else 1.
-        seq: Tokens in each.
+        seq: Tokens in each; None is the most that a row of the run had, else the mean of its rows,
+            else 4,096: the page says which.
         max_tokens: Most tokens of `text`.
         trust_remote_code: Run model code that the folders bring.
         progress: True for a bar, or a function as `quantize_experts` takes it.
@@ -83,8 +85,9 @@ def write_report(
             f"out is {target}, which is no file that can be written; name one in a folder that "
             "exists."
         )
-    least = {"seq": seq, "max_tokens": max_tokens, "batch": 1 if batch is None else batch}
-    for name, value in least.items():
+    for name, value in {"seq": seq, "max_tokens": max_tokens, "batch": batch}.items():
+        if value is None and name != "max_tokens":
+            continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
     if isinstance(text, (str, Path)):
@@ -124,7 +127,7 @@ class _Collector:
         return take_inventory(self.subject.model, self.quantization, trust_remote_code=self.remote)
 
     def report(
-        self, against: Any, text: Any, tokenizer: Any, batch: int | None, seq: int, most: int
+        self, against: Any, text: Any, tokenizer: Any, batch: int | None, seq: int | None, most: int
     ) -> Report:
         """Measure everything."""
         subject = self.subject
@@ -139,7 +142,7 @@ class _Collector:
             progress=self._within(1, "quantization error"),
         )
         self.tell(2, _STEPS, "memory of a step")
-        memory = self._memory(batch or (run and run.batch) or 1, seq)
+        memory = self._memory(batch or (run and run.batch) or 1, *self._length(run, seq))
         covered = self._lora()
         self.tell(3, _STEPS, "routing")
         routed = routing.measure(
@@ -174,7 +177,25 @@ class _Collector:
         """Return a function that tells how far one step is."""
         return lambda done, total, _: self.tell(step, _STEPS, f"{name}, {done} of {total}")
 
-    def _memory(self, batch: int, seq: int) -> MemoryPiece | Missing:
+    def _length(self, run: TrainingPiece | None, seq: int | None) -> tuple[int, str]:
+        """Return how many tokens a row of the rehearsed step has, and where that is from."""
+        if seq is not None:
+            return seq, "Rows are as long as asked for."
+        log = self.subject.log
+        settings = RunSettings()
+        if log is not None:
+            folders = (log.parent, self.subject.adapter, self.subject.weights)
+            every = [read_settings(folder) for folder in folders if folder is not None]
+            settings = max(every, key=lambda found: found.length or found.accumulation or 0)
+        if settings.length is not None:
+            return settings.length, "Rows are as long as the run allowed them to be, max_length."
+        if run and run.tokens and run.batch and run.steps and settings.accumulation:
+            rows = run.steps * run.batch * settings.accumulation
+            mean = max(1, round(run.tokens / rows))
+            return mean, "Rows are as long as those of the run on average, if it had one GPU."
+        return _LENGTH, "How long rows are in training is not known here: name it with seq."
+
+    def _memory(self, batch: int, seq: int, length: str) -> MemoryPiece | Missing:
         if isinstance(self.inventory, Missing):
             return self.inventory
         return _unless(
@@ -184,6 +205,7 @@ class _Collector:
                 self._lora_config(),
                 batch=batch,
                 seq=seq,
+                length=length,
                 trust_remote_code=self.remote,
             )
         )
@@ -217,6 +239,7 @@ class _Collector:
 
 
 _STEPS = 4
+_LENGTH = 4096  # tokens in a row where nothing says how many
 _NO_MODEL = "There is no model."
 
 

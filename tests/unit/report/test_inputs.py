@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import TrainingArguments
 
 from moe_qlora.errors import CheckpointError, ConfigError, MoeQloraError
 from moe_qlora.report import text as texts
+from moe_qlora.report.arguments import RunSettings, read_settings
 from moe_qlora.report.pieces import Missing
 from moe_qlora.report.subject import subject_of
 from moe_qlora.report.training import read_log
@@ -125,7 +130,7 @@ def test_folders_are_told_apart(tmp_path):
     write(tmp_path / "model/config.json", {})
     subject = subject_of(tmp_path / "model")
     assert (subject.model, subject.weights) == (str(tmp_path / "model"), tmp_path / "model")
-    assert (subject.adapter, subject.log, subject.title) == (None, None, "model")
+    assert (subject.adapter, subject.log, subject.title) == (None, None, tmp_path.name)
 
     adapter = tmp_path / "adapter"
     write(adapter / "adapter_config.json", {"base_model_name_or_path": str(tmp_path / "model")})
@@ -277,3 +282,68 @@ def test_tokens_stop_at_the_limits():
     templated = Letters()
     templated.chat_template = "x"
     assert texts.token_ids([said], templated, longest=9, most=9) == [[ord(c) for c in "<a><b>"]]
+
+
+def named(folder, name_or_path=""):
+    write(folder / "config.json", {"model_type": "qwen3_moe", "_name_or_path": name_or_path})
+    return subject_of(folder).title
+
+
+def test_the_title_is_the_name_of_the_model(tmp_path):
+    assert named(tmp_path / "Qwen3-30B-A3B") == "Qwen3-30B-A3B"
+    assert named(tmp_path / "Qwen3-30B-A3B-nf4/model") == "Qwen3-30B-A3B-nf4"
+    assert named(tmp_path / "a/checkpoint-12", "Qwen/Qwen3-30B-A3B") == "Qwen3-30B-A3B"
+    assert named(tmp_path / "out/model") == "qwen3_moe"
+    adapter = tmp_path / "my-run"
+    base = str(tmp_path / "Qwen3-30B-A3B")
+    write(adapter / "adapter_config.json", {"base_model_name_or_path": base})
+    assert subject_of(adapter).title == "Qwen3-30B-A3B"
+
+
+def saved_arguments(folder, **options):
+    folder.mkdir(exist_ok=True)
+    arguments = TrainingArguments(output_dir=str(folder), report_to=[], **options)
+    torch.save(arguments, folder / "training_args.bin")
+    return arguments
+
+
+def test_settings_of_a_run_are_read(tmp_path):
+    arguments = saved_arguments(tmp_path / "a", gradient_accumulation_steps=3)
+    assert read_settings(tmp_path / "a") == RunSettings(None, 3)
+    for name, length in (("max_length", 70_000), ("max_seq_length", 512), ("max_length", 64)):
+        setattr(arguments, name, length)
+        torch.save(arguments, tmp_path / "a/training_args.bin")
+        assert read_settings(tmp_path / "a").length == length
+        delattr(arguments, name)
+    arguments.max_length = None  # TRL's: rows are not cut
+    torch.save(arguments, tmp_path / "a/training_args.bin")
+    assert read_settings(tmp_path / "a") == RunSettings(None, 3)
+
+
+class Trap:
+    def __reduce__(self):
+        return os.mkdir, (str(Path(os.environ["TRAP"])),)
+
+
+def test_settings_are_read_without_running_a_pickle(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
+    torch.save({"trap": Trap(), "max_length": 77}, tmp_path / "training_args.bin")
+    assert read_settings(tmp_path).length == 77
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}q\x00."])
+def test_settings_that_are_damaged_are_none(tmp_path, content):
+    (tmp_path / "training_args.bin").write_bytes(content)
+    assert read_settings(tmp_path) == RunSettings()
+    with zipfile.ZipFile(tmp_path / "training_args.bin", "w") as archive:
+        archive.writestr("a/data.pkl", content)
+    assert read_settings(tmp_path) == RunSettings()
+
+
+def test_tokens_that_a_run_saw(tmp_path):
+    counted = log({"step": 1, "loss": 1.0, "num_tokens": 90}, {"step": 2, "num_tokens": 200.0})
+    assert read_log(write(tmp_path / "a.json", counted)).tokens == 200
+    assert read_log(write(tmp_path / "b.json", log({"step": 1, "loss": 1.0}))).tokens is None
+    seen = log({"step": 1, "loss": 1.0}, num_input_tokens_seen=300)
+    assert read_log(write(tmp_path / "c.json", seen)).tokens == 300

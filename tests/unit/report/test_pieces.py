@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from moe_qlora.report import charts
+from moe_qlora.report import charts, page
 from moe_qlora.report.pieces import LayerUse
 
 
@@ -51,7 +51,7 @@ def test_a_heat_map_shades_each_cell_by_its_value(size):
     rows, columns = size
     draw = random.Random(0)
     grid = [[draw.random() for _ in range(columns)] for _ in range(rows)]
-    bounds = charts.even_bounds([value for row in grid for value in row], 4)
+    bounds = charts.even_steps([value for row in grid for value in row], 4)[1:-1]
     legend = [charts.Shade(f"s{n}", "", "") for n in range(4)]
     chart = charts.heat_map(grid, [str(n) for n in range(rows)], bounds, legend, str)
     covered = {name: cells_of(path) for name, path in chart.paths}
@@ -65,7 +65,7 @@ def test_a_heat_map_shades_each_cell_by_its_value(size):
 
 
 def test_infinite_errors_have_the_last_shade():
-    bounds = charts.even_bounds([1.0, math.inf, 3.0], 2)
+    bounds = charts.even_steps([1.0, math.inf, 3.0], 2)[1:-1]
     assert bounds == [2.0]
     legend = [charts.Shade("low", "", ""), charts.Shade("high", "", "")]
     chart = charts.heat_map([[1.0, math.inf]], ["0"], bounds, legend, str)
@@ -147,3 +147,28 @@ def test_bars_share_a_scale_and_colours():
     before, after = charts.stacked_bars([("x", [("a", 6.0), ("b", 2.0)]), ("y", [("b", 2.0)])])
     assert [(s.start, s.width) for s in before.segments] == [(0, 75), (75, 25)]
     assert [(s.start, s.width, s.index) for s in after.segments] == [(0, 25, 1)]
+
+
+def test_a_small_difference_looks_small():
+    """Heights are percent of the plot; 0.2 % must not fill it, and ticks say different things."""
+
+    def heights(*values):
+        chart = charts.line_chart([("a", list(enumerate(values)))], page._tick, page._tick)
+        ticks = [tick.label for tick in chart.y_ticks]
+        assert len(set(ticks)) == len(ticks)
+        return [float(point.split()[1]) for point in chart.lines[0].path[1:].split("L")]
+
+    high, low = heights(1.0, 1.002)
+    assert 0.5 < abs(high - low) < 5
+    high, low = heights(2.0, 1.0)
+    assert abs(high - low) > 80
+
+
+@pytest.mark.parametrize("values", [(0.0884, 0.0886), (0.05, 0.2), (0.09, 0.09), (0.0, 0.0)])
+def test_a_scale_of_errors_repeats_no_label_and_makes_nothing_of_little(values):
+    ends = charts.even_steps(values, 7)
+    labels = page._unlike(ends)
+    assert len(set(labels)) == len(labels) == 8
+    assert ends[0] <= min(values) and ends[-1] >= max(values)
+    shades = [sum(bound <= value for bound in ends[1:-1]) for value in values]
+    assert (abs(shades[0] - shades[1]) <= 1) == (values != (0.05, 0.2))

@@ -14,7 +14,12 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    TrainingArguments,
+)
 
 import moe_qlora
 from moe_qlora.checkpoint.verify import verify
@@ -353,3 +358,43 @@ def test_errors_are_sentences_and_leave_no_file(inputs, tmp_path):
     with pytest.raises(ConfigError, match="is no file"):
         moe_qlora.write_report(inputs.packed, out, text=tmp_path / "gone.txt")
     assert not list(tmp_path.iterdir())
+
+
+def text_of_page(source, file, **options):
+    report = moe_qlora.write_report(source, file, **options)
+    return report, " ".join(Page(file).text.split())
+
+
+def test_a_run_is_rehearsed_with_rows_as_long_as_it_had(inputs, tmp_path):
+    run, file = tmp_path / "run", tmp_path / "a.html"
+    shutil.copytree(inputs.run, run)
+    arguments = TrainingArguments(output_dir=str(run), report_to=[], gradient_accumulation_steps=2)
+    for saved in run.rglob("training_args.bin"):
+        torch.save(arguments, saved)
+    report, said = text_of_page(run, file)
+    assert report.memory.plan.settings.seq == 4096
+    assert "How long rows are in training is not known here" in said
+
+    state = next(run.rglob("checkpoint-4/trainer_state.json"))
+    log = json.loads(state.read_text())
+    log["num_input_tokens_seen"] = log["global_step"] * log["train_batch_size"] * 2 * 31
+    state.write_text(json.dumps(log))
+    report, said = text_of_page(run, file)
+    assert report.memory.plan.settings.seq == 31 and "of the run on average" in said
+
+    arguments.max_length = 96  # as TRL's arguments have it
+    for saved in run.rglob("training_args.bin"):
+        torch.save(arguments, saved)
+    report, said = text_of_page(run, file)
+    assert report.memory.plan.settings.seq == 96 and "max_length" in said
+    report, said = text_of_page(run, file, seq=48)
+    assert report.memory.plan.settings.seq == 48 and "as asked for" in said
+
+
+def test_training_says_epochs_and_norms_of_gradients(whole):
+    said = " ".join(Page(whole[1]).text.split())
+    training = said[said.index("Training 4 steps") :]
+    assert re.search(r"4 steps, (1 epoch|[\d.]+ epochs), from", training)
+    assert "1 epochs" not in training
+    for words in ("first", "last", "lowest", "highest", "Norm of the gradient"):
+        assert words in training
