@@ -9,6 +9,7 @@ from .file import DEFAULT, AskedEngine, Reader
 from .zero import zero_stage
 
 _LIGER = "axolotl.integrations.liger.LigerPlugin"
+_LIGER_LOSS = "liger_fused_linear_cross_entropy"
 _CUT_LOSS = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 LIGER_KEYS = (
     *("liger_rope", "liger_rms_norm", "liger_rms_norm_gated", "liger_layer_norm", "liger_swiglu"),
@@ -154,18 +155,15 @@ def read_layers(reader: Reader) -> None:
     liger = [name for name in LIGER_KEYS if reader.flag(name)]
     if liger and _LIGER not in plugins:
         reader.notes.append(f"axolotl reads {', '.join(liger)} only where plugins names {_LIGER}.")
-    elif liger:
-        read_liger(reader, liger)
+    elif _LIGER_LOSS in liger:
+        reader.ask("liger", True, _LIGER_LOSS)
+    if _LIGER in plugins:
+        reader.unplanned += [name for name in liger if name != _LIGER_LOSS]
     cut = _CUT_LOSS in plugins and (reader.get("cut_cross_entropy", True) is True)
     if cut:
         reader.unplanned.append("cut_cross_entropy")
     if reader.get("torch_compile"):
         reader.unplanned.append("torch_compile")
-
-
-def read_liger(reader: Reader, liger: list[str]) -> None:
-    """Read what Liger replaces."""
-    reader.unplanned += liger
 
 
 def _read_attention(reader: Reader) -> None:

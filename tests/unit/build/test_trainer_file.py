@@ -316,4 +316,7 @@ def test_keys_that_are_read_are_keys_of_axolotl():
 def test_liger_without_its_plugin_is_named():
     text = "liger_fused_linear_cross_entropy: true"
     assert "only where plugins names axolotl.integrations.liger" in read(text).notes[0]
-    assert not read(f"{text}\n{LIGER.format(OURS)}").notes
+    found = read(f"{text}\nliger_rope: true\n{LIGER.format(OURS)}")
+    assert found.settings["liger"].value is True
+    assert found.unplanned == ("liger_rope",)
+    assert not found.notes
