@@ -53,6 +53,15 @@ class Identity:
             )
 
 
+def file_facts(folder: Path) -> dict[str, str]:
+    """Return size and content of each file of a checkpoint, for ranks that read copies of it."""
+    facts = {}
+    for name, (size, header, sample, *_) in identify(folder).files.items():
+        content = hashlib.sha256((header + sample).encode()).hexdigest()
+        facts[f"{name} of the checkpoint"] = f"{size:,} bytes, {content[:12]}"
+    return facts
+
+
 def identify(folder: Path) -> Identity:
     """Identify the checkpoint in a folder."""
     files = {}

@@ -30,6 +30,7 @@ from ..experts.forward import can_serve
 from ..experts.rebinding import mark_as_calling
 from ..layout import ExpertsModule, ModelLayout, listed, name_pattern
 from ..packing import parametrize, shares
+from ..packing.agreement import check_agreement, model_facts
 from ..packing.settings import CodecSettings
 from ..packing.shares import ExpertShare
 from .watch import watch
@@ -64,6 +65,7 @@ def expert_parallel(model: nn.Module, mesh: Any, *, implementation: str = "auto"
             f"The model {state}: call expert_parallel once, before moe_qlora.get_peft_model."
         )
     check_mesh(mesh)
+    check_agreement("expert_parallel", lambda: model_facts(model))
     layout = detect(model)
     for entry in modules_to_divide(model, layout, mesh.size(mesh.ndim - 1)):
         if not entry.dispatches and not any(param.packed for param in entry.parameters):

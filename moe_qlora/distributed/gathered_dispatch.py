@@ -36,7 +36,7 @@ class GatheredDispatch(AutoEP):
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.group = ep_mesh.get_group()
-        self.host_group = _host_group(self.group)
+        self.host_group = host_group(self.group)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         ranks = self.ep_mesh.size()
@@ -67,7 +67,7 @@ _host_groups: dict[Any, Any] = {}
 """By process group: a gloo group of the same ranks."""
 
 
-def _host_group(group: Any) -> Any:
+def host_group(group: Any) -> Any:
     """Return a gloo group of the same ranks, so that counts of tokens need not wait for the GPU.
 
     All ranks of the whole run must call it in the same order.

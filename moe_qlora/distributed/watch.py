@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from ..errors import QuantizationError
+from ..errors import ConfigError, QuantizationError
 from ..packing import parametrize
-from ..packing.shares import share_of
+from ..packing.shares import ExpertShare, share_of
+from .gathered_dispatch import host_group
 
 _SAMPLE = 512  # bytes of the first weight's codes, by which ranks are told apart
 
@@ -39,10 +40,34 @@ class _Watch:
 def watch(model: nn.Module) -> None:
     """Check a divided model before each of its forwards; all ranks must call it."""
     for _, module, leaf in parametrize.iter_packed(model):
-        if share_of(module) is not None:
+        share = share_of(module)
+        if share is not None:
             state = _Watch(module, leaf)
             model.register_forward_pre_hook(partial(_check, state))
+            model.register_forward_pre_hook(partial(_check_batch, share), with_kwargs=True)
+            _group_of(share)  # made by all ranks in one order
             return
+
+
+def _group_of(share: ExpertShare) -> Any:
+    return host_group(share.mesh.get_group(share.mesh.ndim - 1))
+
+
+def _check_batch(share: ExpertShare, model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raise on every rank where one has no tokens, for which the others would wait in the experts.
+
+    The host's own all-reduce, once a forward: the dispatch makes one in each layer.
+    """
+    inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    empty = bool(inputs) and not inputs[0].numel()
+    first = torch.tensor([distributed.get_rank() + 1 if empty else 0])
+    distributed.all_reduce(first, distributed.ReduceOp.MAX, group=_group_of(share))
+    if int(first):
+        raise ConfigError(
+            f"rank {int(first) - 1} has an empty batch: with experts divided over ranks, each rank "
+            "runs a batch of its own with one token or more (dataloader_drop_last=True leaves out "
+            "the last batches that do not fill all ranks)."
+        )
 
 
 def _check(state: _Watch, *args: Any) -> None:

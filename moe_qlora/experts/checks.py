@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import AdapterError, QuantizationError
 from ..layout import unwrapped_name
+from ..packing.agreement import check_agreement, model_facts
 from ..packing.decoders import Params4bit, is_shardable
 from ..packing.parametrize import decoder_of, iter_packed, original_of
+from ..packing.shares import share_of
 from ..packing.state_dict import load_linears
 from .lora_source import lora_source
 from .rebinding import set_aside
@@ -27,6 +30,7 @@ from .rebinding import set_aside
 _LAYOUT = "_moe_qlora_layout_checked"
 _SEEN = "_moe_qlora_adapters_seen"
 _HANDLE = "_moe_qlora_adapter_guard"
+_COPIES = "_moe_qlora_copies_compared"
 _WATCH = "_moe_qlora_codes_watched"
 
 
@@ -64,6 +68,7 @@ def remove(model: nn.Module) -> None:
         handle.remove()
     model.__dict__.pop(_LAYOUT, None)
     model.__dict__.pop(_SEEN, None)
+    model.__dict__.pop(_COPIES, None)
     model.__dict__.pop(_WATCH, None)
 
 
@@ -91,6 +96,7 @@ def _before_forward(model: nn.Module, args: Any) -> None:
     check_codes(model)
     if distributed.is_available() and distributed.is_initialized():
         warn_of_whole_statistics(model)
+        _check_copies(model)
     configs: dict[str, Any] | None = getattr(model, "peft_config", None)
     if not configs:
         return
@@ -141,6 +147,21 @@ def warn_of_whole_statistics(model: nn.Module) -> None:
             )
             break
     model.__dict__[_LAYOUT] = True
+
+
+def _check_copies(model: nn.Module) -> None:
+    """Raise before the first step where DDP's ranks were packed or adapted differently.
+
+    DDP writes the first rank's parameters over all others', and leaves statistics and settings.
+    """
+    if model.__dict__.get(_COPIES) or not torch.is_grad_enabled():
+        return
+    # within DDP's forward with gradients all ranks take part
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is None:
+        return
+    if not any(share_of(module) for _, module, _ in iter_packed(model)):
+        check_agreement("DistributedDataParallel", lambda: model_facts(model))
+    model.__dict__[_COPIES] = True
 
 
 def check_codes(model: nn.Module) -> None:

@@ -38,6 +38,7 @@ from ..checkpoint.quantize import PackingJob, build_model, own_config
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.rounding import from_config
 from ..checkpoint.rows import CheckpointRows
+from ..checkpoint.source import file_facts
 from ..checkpoint.staging import absolute
 from ..detection.detect import detect
 from ..distributed.adapters import BlankAdapters
@@ -46,6 +47,7 @@ from ..distributed.fsdp import Wrap, allocate, shard_model
 from ..distributed.stored import fill_stored
 from ..errors import CheckpointError, ConfigError
 from ..layout import ExpertParam, ModelLayout
+from ..packing.agreement import check_agreement, settings_facts
 from ..packing.format import RECORD, SCALES, read_record
 from ..packing.meta import pack_blank, pack_blank_linear
 from ..packing.parametrize import is_packed_linear
@@ -106,7 +108,17 @@ def load_sharded(
         QuantizationError: A weight cannot be packed, on this rank or on another.
     """
     mesh = all_ranks() if mesh is None else mesh
-    folder = _local_folder(source, download)
+    folder = Path()
+
+    def facts() -> dict[str, Any]:
+        nonlocal folder
+        folder = _local_folder(source, download)
+        config = None if quantization_config is None else own_config(quantization_config)
+        asked = {"dtype": dtype, "attn_implementation": attn_implementation}
+        asked |= settings_facts("quantization_config", config)
+        return asked | settings_facts("lora_config", lora_config) | file_facts(folder)
+
+    check_agreement("load_sharded", facts)
     opened = _open(folder, quantization_config, dtype, device_of(mesh), trust_remote_code)
     with closing(opened.files):
         if attn_implementation is not None:

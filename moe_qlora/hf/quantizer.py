@@ -25,10 +25,12 @@ from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec, safetens
 from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
 from ..checkpoint.prequantized import describe_plain
 from ..checkpoint.reader import Checkpoint, check_plain
+from ..checkpoint.source import file_facts
 from ..distributed import expert_parallel
 from ..errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
 from ..layout import listed
 from ..packing import parametrize, shares
+from ..packing.agreement import check_agreement, settings_facts
 from ..packing.codec import pack
 from ..packing.decoders import hold
 from ..packing.format import ABSMAX, SCALES
@@ -125,6 +127,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Decide what is packed, while the model is still as it was built."""
         files, config = kwargs.get("checkpoint_files"), model.config
+        if getattr(config, "distributed_config", None) is not None or self._expert_mesh():
+            self._check_agreement(files, dtype)
         mesh = mesh_of(getattr(config, "distributed_config", None))
         if mesh is not None:
             keep_whole(model)
@@ -155,6 +159,17 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if mesh is not None:
             self._spec.shares = load_shares(model, self._spec, mesh)
         self._spec.unit_nbytes = self._unit_nbytes(model)
+
+    def _check_agreement(self, files: list[str] | None, dtype: Any) -> None:
+        """Raise where ranks that load one model together were not given the same."""
+
+        def facts() -> dict[str, Any]:
+            asked = settings_facts("quantization_config", self.quantization_config)
+            asked |= {"dtype": dtype, "keep_codes": self._keeps_codes()}
+            asked |= {"skip_modules": tuple(self._extra_skip_modules())}
+            return asked | (file_facts(Path(files[0]).parent) if files else {})
+
+        check_agreement("from_pretrained", facts)
 
     def _shard(self, model: Any, files: list[str] | None, dtype: Any) -> None:
         """Prepare a load that transformers shards: it sees nothing of what is packed."""

@@ -23,6 +23,7 @@ from ..checkpoint.load_spec import kept_dtypes
 from ..errors import AdapterError, ConfigError
 from ..experts import restore
 from ..layout import unwrapped, unwrapped_name
+from ..packing.agreement import check_agreement, settings_facts
 from ..packing.sharding import prepare_sharding, restore_linear, runs_distributed
 from ..packing.shares import first_share, keep_from_ddp
 from ..versions import REQUIRED, installed_version
@@ -161,12 +162,21 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     merge_exactly(tuner.model)
     for name, config in model.peft_config.items():
         check_connected(tuner.model, name, config)
+    _check_ranks(tuner.model, model.peft_config)
     if first_share(tuner.model) is not None:
         keep_from_ddp(model)
     replicate_adapters(tuner.model)
     model.__dict__["save_pretrained"] = types.MethodType(save_pretrained, model)
     model.__dict__["load_adapter"] = types.MethodType(load_adapter, model)
     return model
+
+
+def _check_ranks(model: nn.Module, configs: Mapping[str, PeftConfig]) -> None:
+    """Raise where ranks that hold experts of one model give their adapters other settings."""
+    if first_share(model) is not None:
+        for name, config in configs.items():
+            asked = settings_facts("lora_config", config)
+            check_agreement(f"The adapter {name!r}", lambda asked=asked: asked)  # type: ignore[misc]
 
 
 def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
@@ -205,6 +215,7 @@ class LoraModel(StockLoraModel):
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
         check_unsharded(model, f"Adding the adapter {adapter_name!r}", _BEFORE_SHARDING)
+        _check_ranks(model, {adapter_name: self.peft_config[adapter_name]})
         config = adapt_lora_config(model, self.peft_config[adapter_name])
         self.peft_config[adapter_name] = config
         with without_false_warning(model, config):

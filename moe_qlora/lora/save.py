@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from peft.utils.save_and_load import get_peft_model_state_dict
 from torch import Tensor, distributed, nn
@@ -76,17 +77,19 @@ def save_pretrained(
     if is_divided(self, state_dict):
         names = selected_adapters or list(self.peft_config)
         tensors = _adapter_tensors(self, state_dict, names, save_embedding_layers)
-    elif distributed.get_rank() != 0:
+    if distributed.get_rank() != 0 and not any(tensor.divided for tensor in tensors.values()):
         return
 
     def write(read: Callable[[str], Tensor]) -> None:
         if not is_main_process:
             return
-        gathered = {key: read(key).cpu() for key in tensors}
+        # Before the folder is locked, and nothing divided is left: PEFT gathers that, on this rank.
+        whole = {key: value for key, value in state_dict.items() if not plain_tensor(value).divided}
+        whole |= {key: read(key).cpu() for key in tensors}
         with staging(folder, inside=True, wait=True) as work:
             if (folder / _CARD).is_file():  # PEFT adds to it
                 shutil.copyfile(folder / _CARD, work / _CARD)
-            stock(str(work), is_main_process=True, state_dict={**state_dict, **gathered})
+            stock(str(work), is_main_process=True, state_dict=whole)
             _move(work, folder)
 
     gather_to_first(tensors, write, f"Saving the adapter to {folder}")
@@ -98,16 +101,25 @@ def _adapter_tensors(
     adapters: Sequence[str],
     save_embedding_layers: str | bool,
 ) -> dict[str, WholeTensor]:
-    """Return those tensors of the state dict that PEFT will write."""
+    """Return those tensors of the state dict that PEFT will write.
+
+    PEFT is asked with numbers in their places: it gathers DTensors itself where transformers has
+    loaded the model on several ranks (0.21.2).
+    """
+    places = {key: torch.tensor(number) for number, key in enumerate(state_dict)}
     written: set[int] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the save itself says it again
         for adapter in adapters:
             chosen = get_peft_model_state_dict(
-                model, dict(state_dict), adapter, save_embedding_layers=save_embedding_layers
+                model, dict(places), adapter, save_embedding_layers=save_embedding_layers
             )
-            written |= {id(tensor) for tensor in chosen.values()}
-    return {key: plain_tensor(value) for key, value in state_dict.items() if id(value) in written}
+            written |= {int(number) for number in chosen.values()}
+    return {
+        key: plain_tensor(value)
+        for number, (key, value) in enumerate(state_dict.items())
+        if number in written
+    }
 
 
 def check_unsharded(model: nn.Module, action: str, advice: str) -> None:

@@ -1,0 +1,125 @@
+"""Whether all ranks were given the same: told before they read, so that none computes a mixture.
+
+Ranks exchange tensors by shape alone. One that was given another folder, codec or LoRA setting goes
+unnoticed: gathered codes are decoded with this rank's statistics, and sums mix two scalings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, distributed, nn
+
+from ..errors import ConfigError, MoeQloraError
+from ..layout import dtype_name
+from .parametrize import is_packed_linear, iter_packed, read_packed
+from .settings import CodecSettings
+
+_SAMPLE = 512  # values of a tensor that are compared
+_WEIGHTS = 8  # packed weights whose codes and statistics are sampled
+
+Facts = Callable[[], Mapping[str, Any]]
+
+
+def check_agreement(what: str, facts: Facts, group: Any = None) -> None:
+    """Raise on every rank where one was given something else than the first.
+
+    All ranks of the group must call it; where none is initialized, it does nothing.
+
+    Args:
+        what: Begins the sentence: "load_sharded".
+        facts: Returns what must be equal, by a name that the caller knows. What it raises on one
+            rank, each of them does.
+        group: Process group; None is all ranks.
+
+    Raises:
+        ConfigError: It names the rank, the setting and both values.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    error: MoeQloraError | None = None
+    mine: dict[str, str] | str
+    try:
+        mine = {name: _text(value) for name, value in facts().items()}
+    except MoeQloraError as raised:
+        error, mine = raised, str(raised)
+    everyone: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(everyone, mine, group=group)
+    if error is not None:
+        raise error
+    ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+    failed = [(rank, one) for rank, one in zip(ranks, everyone, strict=True) if type(one) is str]
+    for rank, sentence in failed:
+        raise ConfigError(f"{what}: rank {rank} failed: {sentence}")
+    first, *others = zip(ranks, everyone, strict=True)
+    for rank, one in others:
+        for name in {**first[1], **one}:
+            here, there = one.get(name, "nothing"), first[1].get(name, "nothing")
+            if here != there:
+                raise ConfigError(
+                    f"{what}: rank {rank} has {name} {here}, and rank {first[0]} has {there}: give "
+                    "all ranks the same."
+                )
+
+
+def settings_facts(name: str, settings: Any) -> dict[str, Any]:
+    """Return each field of a configuration, or of its dict, under its full name.
+
+    Paths are left out: each rank may read a copy of its own.
+    """
+    if settings is None:
+        return {}
+    fields = settings if isinstance(settings, Mapping) else settings.to_dict()
+    return {
+        f"{name}.{field}": value
+        for field, value in fields.items()
+        if field != "base_model_name_or_path"
+    }
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Return how a model is packed, samples of its packed weights, and its adapters' settings."""
+    packed = [
+        (f"{owner}.{leaf}", read_packed(module, leaf)) for owner, module, leaf in iter_packed(model)
+    ]
+    codecs = {_codec(CodecSettings.of(weight)) for _, weight in packed}
+    facts: dict[str, Any] = {"the codec of packed experts": sorted(codecs)}
+    facts["the codec of Linear layers"] = sorted(set(_linear_codecs(model)))
+    for name, weight in packed[:: max(len(packed) // _WEIGHTS, 1)]:
+        statistics = weight.absmax if weight.nested is None else weight.nested.absmax
+        facts[f"{name} of the content"] = _digest(weight.flat_codes, weight.absmax, statistics)
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        facts |= settings_facts(f"lora_config of {name!r}", config)
+    return facts
+
+
+def _codec(settings: CodecSettings) -> str:
+    compute = settings.compute_dtype
+    nested = " double-quantized" if settings.double_quant else ""
+    return f"{settings.kind}{nested}, computed in {dtype_name(compute) if compute else 'its own'}"
+
+
+def _linear_codecs(model: nn.Module) -> Iterator[str]:
+    for module in model.modules():
+        if is_packed_linear(module):
+            host: Any = module
+            state = getattr(host.weight, "quant_state", None)
+            kind = "int8" if state is None else f"{state.quant_type}, nested {state.nested}"
+            yield f"{kind}, computed in {getattr(host, 'compute_dtype', None)}"
+
+
+def _digest(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        digest.update(flat[:: max(len(flat) // _SAMPLE, 1)].cpu().numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _text(value: Any) -> str:
+    """Return a value as ranks compare it: sets in order, objects by their content."""
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=str)
+    return f"{value!r:.200}"
