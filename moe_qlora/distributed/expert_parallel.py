@@ -65,7 +65,7 @@ def expert_parallel(model: nn.Module, mesh: Any, *, implementation: str = "auto"
             f"The model {state}: call expert_parallel once, before moe_qlora.get_peft_model."
         )
     check_mesh(mesh)
-    check_agreement("expert_parallel", lambda: model_facts(model))
+    check_agreement("expert_parallel", lambda: model_facts(model), mesh)
     layout = detect(model)
     for entry in modules_to_divide(model, layout, mesh.size(mesh.ndim - 1)):
         if not entry.dispatches and not any(param.packed for param in entry.parameters):

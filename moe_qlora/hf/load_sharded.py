@@ -118,7 +118,7 @@ def load_sharded(
         asked |= settings_facts("quantization_config", config)
         return asked | settings_facts("lora_config", lora_config) | file_facts(folder)
 
-    check_agreement("load_sharded", facts)
+    check_agreement("load_sharded", facts, mesh)
     opened = _open(folder, quantization_config, dtype, device_of(mesh), trust_remote_code)
     with closing(opened.files):
         if attn_implementation is not None:

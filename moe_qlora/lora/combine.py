@@ -36,8 +36,10 @@ def summed_config(model: nn.Module, configs: Sequence[LoraConfig], adapters: lis
     else:
         modules, parameters = _adapted(model, adapters)
         scope = dict.fromkeys(_SCOPE)
-    parameters = list(dict.fromkeys(parameters)) or None
-    scope |= {"target_modules": modules, "target_parameters": parameters}
+    scope |= {
+        "target_modules": modules,
+        "target_parameters": list(dict.fromkeys(parameters)) or None,
+    }
     return replace(configs[0], use_rslora=False, **scope)
 
 

@@ -23,16 +23,16 @@ _WEIGHTS = 8  # packed weights whose codes and statistics are sampled
 Facts = Callable[[], Mapping[str, Any]]
 
 
-def check_agreement(what: str, facts: Facts, group: Any = None) -> None:
+def check_agreement(what: str, facts: Facts, mesh: Any = None) -> None:
     """Raise on every rank where one was given something else than the first.
 
-    All ranks of the group must call it; where none is initialized, it does nothing.
+    All ranks of the mesh must call it; where no process group is initialized, it does nothing.
 
     Args:
         what: Begins the sentence: "load_sharded".
         facts: Returns what must be equal, by a name that the caller knows. What it raises on one
             rank, each of them does.
-        group: Process group; None is all ranks.
+        mesh: A `DeviceMesh` of the ranks; None is all ranks.
 
     Raises:
         ConfigError: It names the rank, the setting and both values.
@@ -40,26 +40,30 @@ def check_agreement(what: str, facts: Facts, group: Any = None) -> None:
     if not distributed.is_available() or not distributed.is_initialized():
         return
     error: MoeQloraError | None = None
-    mine: dict[str, str] | str
+    known: dict[int, dict[str, str] | str] = {}
     try:
-        mine = {name: _text(value) for name, value in facts().items()}
+        known[distributed.get_rank()] = {name: _text(one) for name, one in facts().items()}
     except MoeQloraError as raised:
-        error, mine = raised, str(raised)
-    everyone: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(everyone, mine, group=group)
+        error, known[distributed.get_rank()] = raised, str(raised)
+    groups = [None] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    for group in groups:  # after the last, each rank knows what all were given
+        everyone: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(everyone, known, group=group)
+        known = {rank: given for one in everyone for rank, given in one.items()}
     if error is not None:
         raise error
-    ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
-    failed = [(rank, one) for rank, one in zip(ranks, everyone, strict=True) if type(one) is str]
-    for rank, sentence in failed:
-        raise ConfigError(f"{what}: rank {rank} failed: {sentence}")
-    first, *others = zip(ranks, everyone, strict=True)
-    for rank, one in others:
-        for name in {**first[1], **one}:
-            here, there = one.get(name, "nothing"), first[1].get(name, "nothing")
+    told: dict[int, dict[str, str]] = {}
+    for rank, given in sorted(known.items()):
+        if isinstance(given, str):
+            raise ConfigError(f"{what}: rank {rank} failed: {given}")
+        told[rank] = given
+    first, expected = min(told.items())
+    for rank, given in told.items():
+        for name in {**expected, **given}:
+            here, there = given.get(name, "nothing"), expected.get(name, "nothing")
             if here != there:
                 raise ConfigError(
-                    f"{what}: rank {rank} has {name} {here}, and rank {first[0]} has {there}: give "
+                    f"{what}: rank {rank} has {name} {here}, and rank {first} has {there}: give "
                     "all ranks the same."
                 )
 

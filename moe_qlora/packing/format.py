@@ -210,7 +210,7 @@ def value_problems(
     if settings.kind == "mxfp4" and EXPONENTS in tensors:
         bad = overflowing_block(tensors[CODES], tensors[EXPONENTS], dtype or torch.float32)
         if bad is not None:
-            yield f"has the exponent {bad.exponent}, which decodes to {bad.value}, at {bad.index}"
+            yield f"has the exponent {bad.exponent}, which decodes to {bad.value}, at {bad.block}"
     if not settings.has_record:
         return
     for end, table in ((TABLE, torch.tensor(TABLES[settings.kind])), (NESTED_TABLE, _dynamic())):
@@ -240,7 +240,7 @@ def value_problems(
 class BadBlock(NamedTuple):
     """A block of MXFP4 codes that does not decode to numbers."""
 
-    index: int
+    block: int  # its number
     exponent: int
     value: str  # what it decodes to
 

@@ -105,7 +105,7 @@ class KeptPacker:
             )
         bad = overflowing_block(self._codes, self._exponents, self.dtype)
         if bad is not None:
-            expert = bad.index * MX_BLOCK // math.prod(self.shape[1:])
+            expert = bad.block * MX_BLOCK // math.prod(self.shape[1:])
             raise UnsupportedWeightError(
                 f"Expert {expert} has an MXFP4 scale, {bad.exponent}, that decodes to {bad.value}."
             )
