@@ -83,7 +83,7 @@ def test_every_page_is_in_the_index_and_on_the_site():
 def commands_of(file: Path) -> Iterator[list[str]]:
     """The words of each `moe-qlora` command line of a document, in code."""
     code = re.findall(r"`(moe-qlora [^`]+)`", text_of(file))
-    indented = re.findall(r"^ {4}(moe-qlora .+(?:\\\n.+)*)$", text_of(file), re.MULTILINE)
+    indented = re.findall(r"^ {4}(moe-qlora (?:.*\\\n)*.+)$", text_of(file), re.MULTILINE)
     for line in code + [re.split(r" {3,}|  #", line.replace("\\\n", " "))[0] for line in indented]:
         yield shlex.split(line)[1:]
 
