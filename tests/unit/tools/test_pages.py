@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import json
+import random
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+import moe_qlora
+from moe_qlora.cli.app import app
 
 ROOT = Path(__file__).parents[3]
+MODELS = (
+    *("gpt-oss-20b", "gpt-oss-120b", "qwen3-30b-a3b", "qwen3-next-80b-a3b", "qwen3-235b-a22b"),
+    *("mixtral-8x7b", "glm-4.5-air", "deepseek-v3"),
+)
+QUICK = ("mixtral-8x7b", "qwen3-30b-a3b")
+"""Models that are planned in the shortest time."""
 
 
 @pytest.fixture
@@ -61,8 +75,83 @@ def test_a_block_of_a_document_is_replaced(script):
         pages.filled(text, "y", "new")
 
 
-@pytest.mark.parametrize(("name", "module"), [("how-fast", "how_fast")])
+@pytest.fixture
+def fits(script):
+    return script("what_fits")
+
+
+def test_the_page_of_memory_is_what_its_script_writes(script):
+    page = script("what_fits_page")
+    assert page.PAGE.read_text(encoding="utf-8") == page.text(), "run what_fits.py --write-only"
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("what-fits", "what_fits_page"), ("how-fast", "how_fast")]
+)
 def test_the_readme_shows_what_the_pages_say(script, name, module):
     pages = script("pages")
     readme = pages.README.read_text(encoding="utf-8")
     assert readme == pages.filled(readme, name, script(module).readme_block()), "run it again"
+
+
+def test_there_is_a_cell_for_each_model_gpu_and_length(fits):
+    cells = [(cell.model, cell.seq, cell.gpus) for cell in fits.read()]
+    assert tuple(fits.MODELS) == MODELS
+    assert cells == [*itertools.product(fits.MODELS, fits.SEQS, fits.GPUS.values())]
+
+
+def a_dozen(fits):
+    """A cell of each model and four more; others once the data is planned anew."""
+    chance = random.Random(str(fits.described()))
+    by_model = {name: [c for c in fits.read() if c.model == name] for name in fits.MODELS}
+    first = [chance.choice(cells) for cells in by_model.values()]
+    quick = [cell for name in QUICK for cell in by_model[name] if cell not in first]
+    return [*first, *chance.sample(quick, 12 - len(first))]
+
+
+def test_a_dozen_cells_are_what_plan_says(fits):
+    for cell in a_dozen(fits):
+        report = moe_qlora.plan(cell.model, search=False, **cell.arguments())
+        use = max(report.devices, key=lambda use: use.needed)
+        assert (report.fits, use.needed, use.peak.nbytes) == (True, cell.needed, cell.peak), cell
+
+
+def test_the_command_of_a_cell_says_the_same(fits):
+    cell = next(cell for cell in fits.read() if cell.model == QUICK[0] and not cell.fits)
+    run = CliRunner().invoke(app, [*shlex.split(cell.command())[1:], "--json"])
+    said = json.loads(run.stdout)
+    assert (said["fits"], said["devices"][0]["peak"]["nbytes"]) == (True, cell.peak)
+
+
+def test_a_cell_has_the_first_setting_that_fits(fits, monkeypatch):
+    planned = fits.Planned("model")
+    asked = []
+
+    def takes(letter, engine, seq, devices):
+        asked.append((letter, engine))
+        return (letter, engine) in enough
+
+    monkeypatch.setattr(planned, "fits", takes)
+    monkeypatch.setattr(planned, "least", lambda *asked: 7)
+    monkeypatch.setattr(planned, "_cell", lambda *cell: cell)
+    enough = {("B", "fsdp"), ("C", "ddp")}
+    assert planned.cell("2xH200", 64) == ("2xH200", 64, "B", "fsdp", 0)
+    assert asked == [("A", "ddp"), ("A", "fsdp"), ("B", "ddp"), ("B", "fsdp")]
+    enough = {("E", "")}
+    assert planned.cell("H200", 64) == ("H200", 64, "E", "", 0)
+    enough = set()
+    assert planned.cell("2xH200", 64) == ("2xH200", 64, "F", "fsdp", 7)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", MODELS)
+def test_every_cell_is_what_is_planned_now(fits, model):
+    planned = fits.Planned(model)
+    for cell in fits.read():
+        if cell.model == model:
+            assert planned.cell(cell.gpus, cell.seq) == cell
+
+
+@pytest.mark.nightly
+def test_measured_runs_are_planned_as_the_page_says(fits):
+    assert [*fits.checks()] == fits.read_checks()

@@ -1,0 +1,344 @@
+"""Plans eight models on six sets of GPUs; results/what_fits.csv and moe_qlora/docs/what-fits.md.
+
+    python tools/bench/what_fits.py                     every cell, minutes on a CPU, then the page
+    python tools/bench/what_fits.py --models mixtral-8x7b    these models' cells anew
+    python tools/bench/what_fits.py --write-only        the page and README's lines, from the data
+
+A cell is a model, a set of GPUs and a length of sequence, micro-batch 1. It holds the first setting
+of `SETTINGS` that `moe_qlora.plan` says fits, under the first engine of `engines_of`; where none
+does, the smallest memory that the last setting needs. Runs that GPUs measured are planned as well,
+with today's plan, to show how near it comes; results/what_fits_checked.csv has these.
+`what_fits_page.py` says what the page says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime as dt
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from common import RESULTS, head
+from pages import GB, find, rows_of
+
+from moe_qlora.memory.budget import Engine, Settings
+from moe_qlora.memory.devices import exact_size, parse_devices
+from moe_qlora.memory.planner import Planner
+from moe_qlora.memory.source import source_of
+
+DATA = RESULTS / "what_fits.csv"
+CHECKED = RESULTS / "what_fits_checked.csv"
+ENVIRONMENT = ("date", "commit", "torch", "transformers", "peft", "bitsandbytes")
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {"attention": "flex_attention", "liger": True},
+    "gpt-oss-120b": {"attention": "flex_attention", "liger": True},
+    "qwen3-30b-a3b": {"liger": True},
+    "qwen3-next-80b-a3b": {"liger": True},
+    "qwen3-235b-a22b": {"liger": True},
+    "mixtral-8x7b": {"liger": True},
+    "glm-4.5-air": {},
+    "deepseek-v3": {"liger": True},
+}
+"""Models by the names that `plan` knows, and what of each is the same in all cells.
+
+Liger's loss is on where it knows the model. gpt-oss has flex attention, since its default computes
+with all scores in memory.
+"""
+
+GPUS = {
+    "24 GB": "RTX4090",
+    "48 GB": "A6000",
+    "80 GB": "H100",
+    "141 GB": "H200",
+    "2 x 141 GB": "2xH200",
+    "8 x 141 GB": "8xH200",
+}
+"""Devices as `plan` takes them, by what the page calls them."""
+
+SEQS = (2048, 4096, 8192, 32768)
+
+_BOTH: dict[str, Any] = {"targets": "attention,experts"}
+_SMALL: dict[str, Any] = {"adapter_dtype": "bfloat16", "optimizer": "adamw_8bit"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "A": {**_BOTH, "checkpointing": False},
+    "B": {**_BOTH},
+    "C": {**_BOTH, **_SMALL},
+    "D": {**_BOTH, **_SMALL, "rank": 8},
+    "E": {"targets": "attention"},
+    "F": {"targets": "attention", **_SMALL, "rank": 8},
+}
+"""Arguments of `plan` beside its defaults, the one to prefer first, and the smallest last."""
+
+DEFAULTS: dict[str, Any] = {
+    "rank": 16,
+    "adapter_dtype": "float32",
+    "optimizer": "adamw",
+    "checkpointing": True,
+}
+
+
+class Cell(NamedTuple):
+    """One cell, as a row of the data has it."""
+
+    model: str
+    gpus: str  # As `plan` takes them
+    seq: int
+    setting: str  # A key of `SETTINGS`
+    engine: str  # "ddp" or "fsdp"; "" on one GPU
+    fits: bool  # Whether it fits `gpus`
+    peak: int  # Bytes of tensors on the fullest GPU at its peak
+    needed: int  # The same with CUDA's context and gaps between blocks
+    least: int  # Whole GiB that each GPU must have; 0 where it fits
+
+    @property
+    def devices(self) -> int:
+        """How many GPUs there are."""
+        return len(parse_devices(self.gpus))
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `moe_qlora.plan` that say the same."""
+        engine = {self.engine: self.devices} if self.engine else {}
+        return {
+            "gpus": self.gpus if self.fits else _of_size(self.devices, self.least << 30),
+            **engine,
+            "seq": self.seq,
+            **MODELS[self.model],
+            **SETTINGS[self.setting],
+        }
+
+    def command(self) -> str:
+        """The command line that says the same."""
+        options = [_option(name, value) for name, value in self.arguments().items()]
+        return " ".join(["moe-qlora plan", self.model, *options])
+
+
+def options_of(letter: str) -> str:
+    """The options of `moe-qlora plan` that a setting stands for."""
+    return " ".join(_option(name, value) for name, value in SETTINGS[letter].items())
+
+
+def _option(name: str, value: Any) -> str:
+    word = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return word if value else word.replace("--", "--no-", 1)
+    return f"{word} {value}"
+
+
+def _of_size(count: int, nbytes: int) -> str:
+    return f"{count}x{exact_size(nbytes)}" if count > 1 else exact_size(nbytes)
+
+
+def engines_of(devices: int) -> tuple[str, ...]:
+    """The engines for so many GPUs, the faster first."""
+    return ("",) if devices == 1 else ("ddp", "fsdp")
+
+
+class Planned:
+    """One model's planners. Cells share them, and the steps that they rehearse."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.planner = cache(self._planner)
+        self.with_engine = cache(self._with_engine)
+
+    def cell(self, gpus: str, seq: int) -> Cell:
+        """The first setting that fits, else the memory that the smallest needs."""
+        devices = parse_devices(gpus)
+        for letter in SETTINGS:
+            for engine in engines_of(len(devices)):
+                if self.fits(letter, engine, seq, devices):
+                    return self._cell(gpus, seq, letter, engine, 0)
+        letter, engine = [*SETTINGS][-1], engines_of(len(devices))[-1]
+        least = self.least(letter, engine, seq, devices)
+        return self._cell(gpus, seq, letter, engine, least)
+
+    def fits(self, letter: str, engine: str, seq: int, devices: Sequence[int]) -> bool:
+        """Whether a step fits these devices, and the model while it loads."""
+        planner = self.with_engine(letter, engine, len(devices))
+        # The report takes what the model needs while it loads as well, and a second more.
+        of_seq = planner.with_settings(replace(planner.settings, seq=seq))
+        return planner.fits(1, seq, devices) and bool(of_seq.report(devices).fits)
+
+    def least(self, letter: str, engine: str, seq: int, devices: Sequence[int]) -> int:
+        """The whole GiB that each of as many devices must have."""
+        planner = self.with_engine(letter, engine, len(devices))
+        size = max(use.needed for use in planner.uses(1, seq, devices)) >> 30
+        # The workspace grows with the device, to a limit.
+        while not self.fits(letter, engine, seq, [size << 30] * len(devices)):
+            size += 1
+        return size
+
+    def _cell(self, gpus: str, seq: int, letter: str, engine: str, least: int) -> Cell:
+        devices = [least << 30] * len(parse_devices(gpus)) if least else parse_devices(gpus)
+        uses = self.with_engine(letter, engine, len(devices)).uses(1, seq, devices)
+        use = max(uses, key=lambda use: use.needed)
+        peak = use.peak.nbytes if use.peak else 0
+        return Cell(self.model, gpus, seq, letter, engine, not least, peak, use.needed, least)
+
+    def _planner(self, letter: str) -> Planner:
+        settings = Settings(**{**MODELS[self.model], **SETTINGS[letter]})
+        return Planner(source_of(self.model, None, None, False), settings)
+
+    def _with_engine(self, letter: str, engine: str, ranks: int) -> Planner:
+        planner = self.planner(letter)
+        return planner.with_engine(Engine(engine, ranks)) if engine else planner
+
+
+class Check(NamedTuple):
+    """A run that a GPU measured, and what plan says of it today."""
+
+    what: str  # In words
+    file: str  # Of tools/bench/results
+    commit: str
+    setting: str  # Of the row, shortened to what tells it from others
+    measured: int  # Bytes at the peak in training
+    planned: int
+
+
+_FUSED = "with=liger,graphs,adamw_fused"
+_LAYERS = {"qwen3-30b-a3b": 48, "gpt-oss-20b": 24, "mixtral-8x7b": 32, "glm-4.5-air": 46}
+ONE_GPU = (
+    ("qwen3-30b-a3b", "3229181", "seq=4096 batch=1"),
+    ("qwen3-30b-a3b", "ecb58ce", "seq=4096 batch=4"),
+    ("qwen3-30b-a3b", "3d1899a", f"seq=4096 batch=1 {_FUSED}"),
+    ("qwen3-30b-a3b", "3d1899a", f"seq=4096 batch=4 {_FUSED}"),
+    ("qwen3-30b-a3b", "5f0f82d", f"seq=32768 batch=1 {_FUSED}"),
+    ("gpt-oss-20b", "5f0f82d", "seq=4096 batch=1 with=liger,adamw_fused attention=flex_attention"),
+    ("gpt-oss-20b", "5f0f82d", "seq=4096 batch=4 with=liger,adamw_fused attention=flex_attention"),
+    ("mixtral-8x7b", "b9240de", f"seq=4096 batch=1 {_FUSED}"),
+)
+"""Whole models that model.csv has of this package: name, commit, and words of the setting."""
+TWO_GPUS = (
+    ("qwen3-30b-a3b", "c54903d", "fsdp2"),
+    ("glm-4.5-air", "c54903d", "fsdp2"),
+)
+"""Whole models that two_gpu.csv has: name, commit and engine."""
+
+
+def checks() -> Iterator[Check]:
+    """Plan the runs of ONE_GPU and TWO_GPUS."""
+    for model, commit, setting in ONE_GPU:
+        words = dict(word.split("=") for word in setting.split())
+        run = find(
+            "model.csv",
+            commit,
+            model,
+            f"layers={_LAYERS[model]} peer=ours {setting}",
+            [] if "with" in words else ["with", "liger"],
+        )
+        how = {"attention": words["attention"]} if "attention" in words else {}
+        liger = "liger" in words.get("with", "")
+        peak = _planned(model, int(words["batch"]), int(words["seq"]), None, liger=liger, **how)
+        measured = int(run.p50["peak in training"])
+        yield Check(model, "model.csv", commit, setting, measured, peak)
+    for model, commit, engine in TWO_GPUS:
+        asked = {"commit": commit, "engine": engine, "model": model, "gpus": "2"}
+        (row,) = [row for row in rows_of("two_gpu.csv") if asked.items() <= row.items()]
+        batch, seq = int(row["micro_batch"]), int(row["seq"])
+        setting = f"gpus=2 {engine} seq={seq} batch={batch}"
+        peak = _planned(model, batch, seq, Engine("fsdp", 2))
+        measured = int(GB * float(row["train_peak_gb"]))
+        yield Check(model, "two_gpu.csv", commit, setting, measured, peak)
+
+
+def _planned(model: str, batch: int, seq: int, engine: Engine | None, **options: Any) -> int:
+    """The planned peak of a whole model of the benchmarks, whose Linear layers are not packed."""
+    settings = Settings(batch, seq, 16, "attention,experts", "bfloat16", **options)
+    source = replace(source_of(model, None, None, False), linears=False)
+    planner = Planner(source, settings)
+    return (planner.with_engine(engine) if engine else planner).peak(batch, seq).nbytes
+
+
+def read() -> list[Cell]:
+    """The cells of the data, in its order."""
+    return [cell for cell, _ in _rows()]
+
+
+def read_checks() -> list[Check]:
+    """The runs that were planned anew."""
+    with CHECKED.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return [
+        Check(
+            *(row["what"], row["file"], row["commit"], row["setting"]),
+            int(row["measured"]),
+            int(row["planned"]),
+        )
+        for row in rows
+    ]
+
+
+def described() -> dict[str, str]:
+    """When, and of which commits and versions, the data is."""
+    rows = [where for _, where in _rows()]
+    return {name: " and ".join(sorted({row[name] for row in rows})) for name in ENVIRONMENT}
+
+
+def _rows() -> Iterator[tuple[Cell, dict[str, str]]]:
+    with DATA.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            fields: dict[str, Any] = {name: row[name] for name in Cell._fields}
+            fields |= {name: int(row[name]) for name in ("seq", "peak", "needed", "least")}
+            yield Cell(**{**fields, "fits": row["fits"] == "yes"}), row
+
+
+def write(cells: Sequence[tuple[Cell, Mapping[str, str]]]) -> None:
+    """Write the data."""
+    with DATA.open("w", newline="", encoding="utf-8") as file:
+        columns = [*ENVIRONMENT, *Cell._fields, "command"]
+        writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
+        writer.writeheader()
+        for cell, where in cells:
+            fits = "yes" if cell.fits else "no"
+            writer.writerow({**where, **cell._asdict(), "fits": fits, "command": cell.command()})
+
+
+def write_checks(rows: Sequence[Check]) -> None:
+    """Write the runs that were planned anew."""
+    with CHECKED.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, Check._fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row._asdict() for row in rows)
+
+
+def _environment() -> dict[str, str]:
+    versions = {name: version(name) for name in ENVIRONMENT[2:]}
+    return {"date": dt.datetime.now(dt.UTC).date().isoformat(), "commit": head(), **versions}
+
+
+def main() -> None:
+    """Plan what the command line asks for, and write data and page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", default=",".join(MODELS), help="names of MODELS by comma")
+    parser.add_argument("--write-only", action="store_true", help="plan nothing")
+    options = parser.parse_args()
+    if not options.write_only:
+        plan_cells([name for name in MODELS if name in options.models.split(",")])
+        write_checks(list(checks()))
+    import what_fits_page
+
+    what_fits_page.main()
+
+
+def plan_cells(models: Sequence[str]) -> None:
+    """Plan the cells of these models, and write them among the others of the data."""
+    known: dict[tuple[str, str, int], tuple[Cell, Mapping[str, str]]] = {}
+    if DATA.exists():
+        known = {(cell.model, cell.gpus, cell.seq): (cell, where) for cell, where in _rows()}
+    for model in models:
+        planned, where, start = Planned(model), _environment(), time.process_time()
+        for seq in SEQS:
+            for gpus in GPUS.values():
+                known[model, gpus, seq] = planned.cell(gpus, seq), where
+        print(f"{model}: {time.process_time() - start:.0f} s", flush=True)
+        order = [(name, gpus, seq) for name in MODELS for seq in SEQS for gpus in GPUS.values()]
+        write([known[key] for key in order if key in known])
+
+
+if __name__ == "__main__":
+    main()

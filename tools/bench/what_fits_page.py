@@ -1,0 +1,207 @@
+"""What moe_qlora/docs/what-fits.md and README.md say of results/what_fits.csv; see what_fits.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pages import DOCS, bullets, fill_readme, gigabytes, page, table, write
+from what_fits import (
+    DEFAULTS,
+    GPUS,
+    MODELS,
+    SEQS,
+    SETTINGS,
+    Cell,
+    described,
+    options_of,
+    read,
+    read_checks,
+)
+
+from moe_qlora.memory.devices import parse_devices
+
+PAGE = DOCS / "what-fits.md"
+RESULTS = "../../tools/bench/results"
+NAMES = {
+    "gpt-oss-20b": "gpt-oss-20b",
+    "gpt-oss-120b": "gpt-oss-120b",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "qwen3-next-80b-a3b": "Qwen3-Next-80B-A3B",
+    "qwen3-235b-a22b": "Qwen3-235B-A22B",
+    "mixtral-8x7b": "Mixtral-8x7B",
+    "glm-4.5-air": "GLM-4.5-Air",
+    "deepseek-v3": "DeepSeek-V3",
+}
+IN_README = ("gpt-oss-20b", "qwen3-30b-a3b", "glm-4.5-air", "qwen3-235b-a22b", "deepseek-v3")
+README_SEQ = 4096
+GIB = 1 << 30
+
+INTRO = """
+Which models train on which GPUs, with which settings, in how much memory. A cell such as **B 29.3**
+names the best setting that fits, by its letter in the table below, and the GiB that it takes on the
+fullest GPU at the peak of a step. **Needs 44** means that none of the settings fits: the last one,
+F, would take a GPU of 44 GiB, or several of 44 GiB each. Every figure is what `moe_qlora.plan` says
+for micro-batch 1; no GPU was used. {versions} `python tools/bench/what_fits.py` plans all cells
+again and writes this page and [its data]({results}/what_fits.csv), where each cell has its command.
+A test plans a dozen of the cells in every run; `bash tools/test -m nightly` plans all of them.
+"""
+
+ORDER = """
+The settings stand in the order in which they are tried, the one to prefer first. More trained
+weights come before less memory: LoRA on the experts is given up last. A keeps all activations,
+which saves the time of computing each layer again; B is gradient checkpointing, the usual setting.
+On several GPUs each setting is tried first under DDP, where every GPU holds the whole model, and
+then under FSDP2, where each holds its share. Where a setting leaves memory free, use a larger
+micro-batch: the command of a cell prints the largest that fits, and the longest sequence.
+"""
+
+ASSUMED = """
+- Experts and Linear layers are packed to nf4 with double quantization; the rest is in bf16.
+- GiB are 2^30 bytes, of one GPU. They include what a process holds beside its tensors: about 0.6
+  GiB of CUDA context, and 4 % of the peak for gaps between blocks. The column heads give the sizes
+  that cards are sold by; `plan` counts with the memory that programs see: {cards}.
+- The kernels of any card since Ampere are assumed. On Hopper some steps take less.
+- Adapters in bf16 need `autocast_adapter_dtype=False` in `get_peft_model`, since PEFT's default is
+  float32.
+- Liger computes the loss in chunks (`use_liger_kernel=True`), for every model that Liger 0.8 knows.
+  It does not know GLM-4.5-Air, and `plan` counts nothing else that Liger changes.
+- Linear attention (Qwen3-Next) is computed by transformers' own code in torch. The kernels of
+  flash-linear-attention, where installed, take other amounts, which `plan` does not know.
+- gpt-oss is computed with `attn_implementation="flex_attention"`. Its default, eager, holds all
+  attention scores in memory. The other models have transformers' default, SDPA.
+- A model is packed while it loads, by `moe_qlora.enabled()`, and under FSDP2 by
+  `moe_qlora.load_sharded`. What that takes at its peak fits as well.
+- CUDA graphs (`moe_qlora.graph_layers`) compute layers again in backward, as checkpointing does,
+  and take about as much memory.
+"""
+
+
+def text() -> str:
+    """The page."""
+    where = described()
+    versions = (
+        f"Planned on {where['date']} at commit {where['commit']} with torch {where['torch']}, "
+        f"transformers {where['transformers']}, peft {where['peft']} and bitsandbytes "
+        f"{where['bitsandbytes']}."
+    )
+    cells = {(cell.model, cell.gpus, cell.seq): cell for cell in read()}
+    cards = ", ".join(
+        f"{parse_devices(name)[0] >> 30} GiB of {size} ({name})"
+        for size, name in GPUS.items()
+        if len(parse_devices(name)) == 1
+    )
+    return page(
+        "# What fits",
+        " ".join(INTRO.format(versions=versions, results=RESULTS).split()),
+        *settings(),
+        *(piece for model in MODELS for piece in of_model(model, cells)),
+        "## What is assumed",
+        bullets(ASSUMED.format(cards=cards)),
+        *measured(),
+    )
+
+
+def settings() -> Iterator[str]:
+    """The legend."""
+    yield "## The settings"
+    rows = []
+    for letter, given in SETTINGS.items():
+        have = {**DEFAULTS, **given}
+        rows.append(
+            (
+                letter,
+                have["targets"].replace(",", " and "),
+                have["rank"],
+                have["adapter_dtype"],
+                have["optimizer"],
+                "computed again" if have["checkpointing"] else "kept",
+                f"`{options_of(letter)}`",
+            )
+        )
+    header = ("", "LoRA on", "rank", "adapters", "optimizer", "activations")
+    yield table((*header, "options of `moe-qlora plan`"), rows)
+    yield ORDER
+
+
+def of_model(model: str, cells: Mapping[tuple[str, str, int], Cell]) -> Iterator[str]:
+    """The table of one model, and the command of one of its cells."""
+    yield f"## {NAMES[model]}"
+    rows = [
+        (f"{seq:,}", *(shown(cells[model, gpus, seq]) for gpus in GPUS.values())) for seq in SEQS
+    ]
+    yield table(("tokens", *GPUS), rows)
+    fits = [cell for cell in cells.values() if cell.model == model and cell.fits]
+    example = next(cell for cell in fits if cell.seq == README_SEQ)
+    (size,) = (size for size, gpus in GPUS.items() if gpus == example.gpus)
+    yield f"The command for {README_SEQ:,} tokens on {size}:"
+    yield f"    {example.command()}"
+
+
+def shown(cell: Cell) -> str:
+    """A cell: a letter, GiB and an engine, or what is needed."""
+    if not cell.fits:
+        return f"needs {cell.least}"
+    engine = {"": "", "ddp": " DDP", "fsdp": " FSDP2"}[cell.engine]
+    return f"**{cell.setting}** {cell.needed / GIB:.1f}{engine}"
+
+
+def measured() -> Iterator[str]:
+    """How near plans come to what GPUs measured."""
+    checks = read_checks()
+    worst = max(abs(_error(c.planned, c.measured)) for c in checks)
+    yield "## Planned and measured"
+    yield (
+        "The same plan of runs that H200s measured: whole models of random weights, LoRA of rank "
+        "16 in bf16 on attention and experts, only experts packed, checkpointing or CUDA graphs. "
+        "Peaks are `torch.cuda.max_memory_allocated` in GB of 10^9 bytes. The largest error is "
+        f"{worst:.1f} %, and on the safe side: `plan` counts torch's default AdamW, whose step "
+        "holds a copy of the adapters' size for a moment, and the runs with `adamw_fused` do not. "
+        "[Nine more](../../tools/bench/README.md#planned-against-measured-memory), of other models "
+        "and settings, were planned before they were run."
+    )
+    rows = [
+        (
+            NAMES[check.what],
+            f"`{check.setting}`",
+            f"[{check.file}]({RESULTS}/{check.file}), {check.commit}",
+            gigabytes(check.planned),
+            gigabytes(check.measured),
+            f"{_error(check.planned, check.measured):+.1f} %",
+        )
+        for check in checks
+    ]
+    yield table(("model", "setting", "rows, commit", "planned", "measured", "error"), rows)
+
+
+def _error(planned: int, measured: int) -> float:
+    return 100 * (planned - measured) / measured
+
+
+def readme_block() -> str:
+    """The five lines of README.md."""
+    cells = {(cell.model, cell.gpus): cell for cell in read() if cell.seq == README_SEQ}
+    rows = [
+        (NAMES[model], *(brief(cells[model, gpus]) for gpus in GPUS.values()))
+        for model in IN_README
+    ]
+    return page(
+        f"GiB that `moe-qlora plan` says each GPU takes for {README_SEQ:,} tokens, LoRA on "
+        "attention and experts (*: attention alone), with the best setting that fits. Larger GPUs "
+        "keep more activations, which is faster:",
+        table(("model", *GPUS), rows, space=""),
+        "[What fits](moe_qlora/docs/what-fits.md) has the settings, more models and lengths.",
+    )
+
+
+def brief(cell: Cell) -> str:
+    """A cell without its setting."""
+    if not cell.fits:
+        return f"needs {cell.least}"
+    alone = "" if "experts" in SETTINGS[cell.setting]["targets"] else "*"
+    return f"{cell.needed / GIB:.1f}{alone}"
+
+
+def main() -> None:
+    """Write the page and README's block."""
+    write(PAGE, text())
+    fill_readme("what-fits", readme_block())
