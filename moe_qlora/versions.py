@@ -1,7 +1,7 @@
 """The versions that this package is tested with, and what is installed.
 
 This is the one statement of them: tests hold the ranges in pyproject.toml, tools/constraints.txt
-and the sentences in README.md and the guide to it.
+and the sentences in README.md and the pages to it.
 """
 
 from __future__ import annotations
