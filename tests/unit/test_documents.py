@@ -167,7 +167,7 @@ def test_nobody_is_sent_to_a_registry_for_this_package():
 # README it is one link to the page, or two by way of the index.
 QUESTIONS = {
     "How much memory does Qwen3-30B-A3B take at 8,192 tokens?": (
-        "memory.md", "Does it fit?", ["8,192 tokens", "39.4 GiB", "plan"],
+        "memory.md", "Does it fit?", ["8,192 tokens", "39.4 GiB", "what-fits.md"],
     ),
     "Does it train on an RTX 4090?": (
         "memory.md", "One card of 24 GB", ["4090", "qwen3_24gb.py"],
