@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -176,6 +176,10 @@ def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
             if child is None or child_name == "parametrizations":
                 continue
             path = join(name, child_name)
+            # Below an adapter's layer only what it adapts is the model's: its factors are not, and
+            # of rank 1 on E experts they look like a router.
+            while hasattr(child, "adapter_layer_names") and "base_layer" in child._modules:
+                path, child = join(path, "base_layer"), cast(nn.Module, child.base_layer)
             if id(child) not in visited:
                 node.children.append(visit(path, child, node))
                 continue

@@ -546,3 +546,19 @@ def test_later_adapters_reach_routers_too(family: str, skips: Any, tmp_path: Pat
         assert torch.equal(model(**inputs).logits, expected)
         model.set_adapter("two")
         assert not close(model(**inputs).logits, expected, 1e-3)
+
+
+@pytest.mark.parametrize(("family", "rank"), [("llama4_text", 1), ("jetmoe", 1), ("jetmoe", 8)])
+def test_an_adapters_factors_are_no_routers(family: str, rank: int) -> None:
+    """A of rank 1 on E experts has a router's shape; JetMoe's experts stand deep as it is."""
+    model: Any = tiny_model(family)
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
+    routers = {router.name for router in moe_qlora.detect(model).routers}
+    assert routers
+    plain = LoraConfig(r=rank, target_modules=[])
+    peft_model = moe_qlora.get_peft_model(model, plain, experts=True)
+    found = {router.name for router in moe_qlora.detect(peft_model.base_model.model).routers}
+    assert found == routers
+    everywhere = LoraConfig(r=rank, target_modules="all-linear")
+    peft_model.add_adapter("two", moe_qlora.adapt_lora_config(peft_model, everywhere))
+    assert not [name for name in lora_names(peft_model) if ".two." in name and ".router." in name]
