@@ -20,7 +20,10 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if "cuda" not in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -37,6 +40,7 @@ from transformers.integrations.moe import use_experts_implementation
 from moe_qlora.experts import backend, forward, lora_source
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.settings import CodecSettings
+from tools.fuzz_oracle import decode_parameter
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 """Largest relative error, in Frobenius norms: some 10 roundings of 2^-24, 2^-11 and 2^-8."""
@@ -210,38 +214,13 @@ def names(case: Case) -> tuple[str, str]:
     return ("gate_up_proj" if case.gated else "up_proj"), "down_proj"
 
 
-def decoded(module: Any, name: str) -> Tensor:
-    """Decode a weight by the format's definition, in fp64, and round it to its own dtype."""
-    if not parametrize.is_packed(module, name):
-        return getattr(module, name).detach().double()
-    chain = module.parametrizations[name]
-    first, codes = chain[0], chain.original.data
-    if hasattr(first, "scale_bits"):
-        scales = first.scale_bits.view(torch.float32).double()
-        shape = tuple(first.weight_shape)
-        weight = codes.view(torch.int8).double().view(-1, shape[-1]) * scales[:, None] / 127
-        return weight.view(shape).to(first.weight_dtype).double()
-    state = first.quant_state
-    absmax = state.absmax.double()
-    if state.nested:
-        outer = state.state2
-        scales = outer.absmax.double().repeat_interleave(outer.blocksize)[: absmax.numel()]
-        absmax = outer.code.double()[state.absmax.long()] * scales + state.offset.double()
-        absmax = absmax.float().double()
-    pairs = codes.view(-1).view(torch.uint8).long()
-    each = torch.stack([pairs >> 4, pairs & 15], 1).view(-1)[: math.prod(state.shape)]
-    scales = absmax.repeat_interleave(state.blocksize)[: each.numel()]
-    weight = (state.code.double()[each] * scales).to(state.dtype)
-    return weight.view(state.shape).double()
-
-
 def reference(
     case: Case, module: Any, adapters: Adapters, x: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
     """Compute the layer token by token, in the tensors' dtype."""
     wide = {}
     for name in names(case):
-        weight = decoded(module, name)
+        weight = decode_parameter(module, name)
         weight = weight.transpose(1, 2) if case.transposed else weight
         for f in adapters.all[name]:
             rank = f.a.shape[0] // case.experts

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -178,12 +178,13 @@ def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
             path = join(name, child_name)
             # Below an adapter's layer only what it adapts is the model's: its factors are not, and
             # of rank 1 on E experts they look like a router.
-            while hasattr(child, "adapter_layer_names") and "base_layer" in child._modules:
-                path, child = join(path, "base_layer"), cast(nn.Module, child.base_layer)
-            if id(child) not in visited:
-                node.children.append(visit(path, child, node))
+            adapted: Any = child
+            while hasattr(adapted, "adapter_layer_names") and "base_layer" in adapted._modules:
+                path, adapted = join(path, "base_layer"), adapted.base_layer
+            if id(adapted) not in visited:
+                node.children.append(visit(path, adapted, node))
                 continue
-            for inner, parameter in child.named_parameters(remove_duplicate=False):
+            for inner, parameter in adapted.named_parameters(remove_duplicate=False):
                 if id(parameter) in seen:
                     alias = _ORIGINAL.sub(r"\1", join(path, inner))
                     seen[id(parameter)].aliases.append(alias)
