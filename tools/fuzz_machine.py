@@ -244,7 +244,7 @@ class Machine:
         self.read_base()
         self.check(way)
 
-    def quantization(self, twin: nn.Module) -> str:
+    def quantization(self, twin: Any) -> str:
         """Return a quantization config; what bitsandbytes computes wrongly here stays in 16 bit."""
         rng = self.rng
         linears = [n for n, m in twin.named_modules() if type(m) is nn.Linear]
@@ -261,7 +261,7 @@ class Machine:
             said += ", bnb_4bit_compute_dtype=torch.float32"
         return f"BitsAndBytesConfig({said}, llm_int8_skip_modules={skip})"
 
-    def describe(self, twin: nn.Module) -> None:
+    def describe(self, twin: Any) -> None:
         """Note which weights of the plain model are experts', routers' and Linear layers'."""
         shapes = {n: p.shape for n, p in twin.named_parameters() if not n.endswith("bias")}
         self.experts = [n for n, s in shapes.items() if len(s) == 3 and s[0] == EXPERTS]

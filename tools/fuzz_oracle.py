@@ -178,12 +178,12 @@ class Oracle:
             ]
             pairs = [(one.factors[name], weight * one.scaling) for one, weight in having]
             if way == "linear":  # factors are summed, so that products of two adapters appear
-                a = sum(a * scale**0.5 for (a, _), scale in pairs)
-                b = sum(b * scale**0.5 for (_, b), scale in pairs)
-                total[name] = self.delta(name, a, b)  # type: ignore[arg-type]
+                a = add(a * scale**0.5 for (a, _), scale in pairs)
+                b = add(b * scale**0.5 for (_, b), scale in pairs)
+                total[name] = self.delta(name, a, b)
                 continue
-            delta = sum(scale * self.delta(name, a, b) for (a, b), scale in pairs)
-            total[name] = delta if way == "cat" else low_rank(delta, rank)  # type: ignore[arg-type]
+            delta = add(scale * self.delta(name, a, b) for (a, b), scale in pairs)
+            total[name] = delta if way == "cat" else low_rank(delta, rank)
         return total
 
     # --- what is computed -----------------------------------------------------------------------
@@ -235,6 +235,11 @@ def loss(logits: Tensor) -> Tensor:
     """Return a loss without labels, whose gradient is dense."""
     ramp = torch.linspace(-1, 1, logits.shape[-1], dtype=logits.dtype)
     return (logits * ramp).sum(-1).tanh().mean()
+
+
+def add(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of tensors of one shape."""
+    return torch.stack(list(tensors)).sum(0)
 
 
 def low_rank(delta: Tensor, rank: int) -> Tensor:
