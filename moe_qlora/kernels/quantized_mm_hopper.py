@@ -25,6 +25,9 @@ from .launch import Launch
 from .limits import cdiv, supports_hopper
 from .weights import TABLES, WeightSpec
 
+# Of a program's threads, so named up to Triton 3.6 and from 3.7 on.
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
 SLOTS: gl.constexpr = gl.constexpr(4)
 """Tiles of rows in shared memory: two being multiplied, two on their way."""
 
@@ -271,10 +274,10 @@ def _product(
             second_now = seconds.index(step % WORDS).load(scale_layout)
         values = _values(codes_now, scale_now, second_now, R, BLOCKSIZE, TABLE, LOOKUP)
         # Here all warps have waited for the product before the last, which read this buffer.
-        gl.thread_barrier()
+        barrier()
         pairs.index(step % BUFFERS).store(values)
         hopper.fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         right = rights.index(step % BUFFERS)
         if not BACK:
             right = right.permute((1, 0))
@@ -288,7 +291,7 @@ def _product(
     total = hopper.warpgroup_mma_wait(0, deps=(total,))
 
     if RANK > 0:
-        gl.thread_barrier()
+        barrier()
         small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, RANK], dtype)
         tail_layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])
         row = start_row + gl.arange(0, BM, gl.SliceLayout(1, tail_layout))
@@ -300,7 +303,7 @@ def _product(
         tails = gl.allocate_shared_memory(dtype, [BM, RANK], small, tail)
         factors = gl.allocate_shared_memory(dtype, [BN, RANK], small, f)
         hopper.fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         total = hopper.warpgroup_mma(tails, factors.permute((1, 0)), total, is_async=True)
         total = hopper.warpgroup_mma_wait(0, deps=(total,))
 

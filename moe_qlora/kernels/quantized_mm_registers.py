@@ -29,7 +29,14 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from .launch import Launch
 from .limits import REGISTERS_GROUP, WIDEST_TILE, cdiv
-from .quantized_mm_hopper import block_values, load_tail, lookup_asm, source_rows, table_asm
+from .quantized_mm_hopper import (
+    barrier,
+    block_values,
+    load_tail,
+    lookup_asm,
+    source_rows,
+    table_asm,
+)
 from .register_weights import feature, quarters, weights, words_layout
 from .weights import WeightSpec
 
@@ -125,7 +132,7 @@ def _product(
         of_features = gl.load(place, mask=(n < n_end)[:, None], other=0.0)
         tails = gl.allocate_shared_memory(dtype, [NR, RANK], small, tail)
         hopper.fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         total = hopper.warpgroup_mma(of_features, tails.permute((1, 0)), total, is_async=True)
         total = hopper.warpgroup_mma_wait(0, deps=(total,))
 
@@ -137,7 +144,7 @@ def _product(
             operand = weights(parts[p], values, dtype, LOOKUP, dot)
             hopper.async_copy.wait_group(SLOTS - 3)
             hopper.fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             right = rights.index(step % SLOTS).permute((1, 0))
             total = hopper.warpgroup_mma(operand, right, total, is_async=True)
             coming = step + SLOTS - 2
