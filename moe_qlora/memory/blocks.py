@@ -76,7 +76,7 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
     seen: set[int] = set()
     blocks = []
     for name, unit in _units(model):
-        tensors = {id(t): t for t in _tensors(unit) if id(t) not in seen}
+        tensors = {id(t): t for t in tensors_in(unit) if id(t) not in seen}
         seen |= tensors.keys()
         held = [packed[key] for key in tensors if key in packed]
         codes = {
@@ -157,6 +157,11 @@ def block_modules(model: Any) -> dict[str, nn.Module]:
     return {name: unit for name, unit in _units(model) if isinstance(unit, nn.Module)}
 
 
+def block_names(model: Any) -> tuple[str, ...]:
+    """Return the names of all blocks, single tensors included, in registration order."""
+    return tuple(name for name, _ in _units(model))
+
+
 def _layers(model: Any) -> set[str]:
     """Return the blocks that are layers: of a class not to be split, or items of a ModuleList."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
@@ -168,7 +173,8 @@ def _layers(model: Any) -> set[str]:
     }
 
 
-def _tensors(unit: nn.Module | Tensor) -> list[Tensor]:
+def tensors_in(unit: nn.Module | Tensor) -> list[Tensor]:
+    """Return the parameters and buffers of a block."""
     return [unit] if isinstance(unit, Tensor) else [*unit.parameters(), *unit.buffers()]
 
 
@@ -190,7 +196,7 @@ def _units(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
             inner = f"{path}.{name}".lstrip(".")
             if inner in split_paths and type(child).__name__ not in classes:
                 yield from descend(inner, child)
-            elif _tensors(child):
+            elif tensors_in(child):
                 yield inner, child
 
     yield from descend("", model)

@@ -37,6 +37,7 @@ from ..packing.shares import why_not_cut
 from .blocks import PackedPart, block_modules, blocks_of, packed_parts, trained_tensor
 from .budget import Block, BlockTensor, Settings
 from .meta_ops import fake_dequantize, fake_experts, fake_layer, fake_linear
+from .repeated import Skeleton
 from .targets import lora_config_of
 
 DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
@@ -51,6 +52,13 @@ class MetaModel:
     layout: ModelLayout  # Its expert weights, as they are before packing
     parts: tuple[PackedPart, ...]
     blocks: tuple[Block, ...]
+    skeleton: Skeleton | None = None  # What it was made of, where that is not the whole model
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The blocks that are modules, by name, with those that are empty."""
+        empty = () if self.skeleton is None else self.skeleton.emptied
+        return block_modules(self.base) | {name: self.base.get_submodule(name) for name in empty}
 
     @property
     def kind(self) -> str | None:

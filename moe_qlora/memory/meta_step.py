@@ -13,7 +13,7 @@ differ in nothing but their place only the first and the last run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,10 +28,9 @@ from ..detection.trace import tensors_of
 from .attention import counted_attention
 from .budget import Activity
 from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward
+from .repeated import alike
 from .scans import scans_by_size
 from .tracker import MemoryTracker
-
-_PLACES = {"layer_idx", "layer_number", "layer_id", "block_idx", "layer_index", "training"}
 
 
 @dataclass
@@ -101,18 +100,20 @@ def run_meta_step(
     batch: int,
     seq: int,
     experts: int = 1,
+    groups: Sequence[Sequence[str]] | None = None,
 ) -> tuple[Activity, ...]:
     """Run one training step on meta, and return what each block does, in running order.
 
     `trained` are the bytes of the blocks' trained parameters; the model chooses among `experts`.
+    `groups` are the blocks that are alike; None looks for them.
     """
-    groups = _alike(blocks)
+    groups = alike(blocks) if groups is None else groups
     ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
     grad_anchor = torch.zeros((), device="meta", requires_grad=True)
     model.zero_grad(set_to_none=True)
     tracker = MemoryTracker([*model.parameters(), *model.buffers(), ids, grad_anchor], experts)
-    alike = _passthroughs(blocks, groups, grad_anchor)
-    with quiet(), counted_attention(), scans_by_size(model), alike, tracker, FusedAttention():
+    passed = _passthroughs(blocks, groups, grad_anchor)
+    with quiet(), counted_attention(), scans_by_size(model), passed, tracker, FusedAttention():
         recorder = BlockRecorder(tracker, blocks)
         try:
             loss = _loss(model, ids)
@@ -147,7 +148,7 @@ def _loss(model: Any, ids: Tensor) -> Tensor:
 
 
 def _activities(
-    readings: dict[str, _Readings], groups: list[list[str]], trained: dict[str, int]
+    readings: dict[str, _Readings], groups: Sequence[Sequence[str]], trained: dict[str, int]
 ) -> tuple[Activity, ...]:
     """Return the activities of the blocks that ran, and of those that stand for them in a group."""
     stands_for = {name: group[-1] for group in groups for name in group[1:-1]}
@@ -161,28 +162,9 @@ def _activities(
     return tuple(replace(by_name[stands_for.get(name, name)], name=name) for name in readings)
 
 
-def _alike(blocks: dict[str, nn.Module]) -> list[list[str]]:
-    """Return groups of three or more blocks that differ in nothing but their place, in order."""
-    groups: dict[Any, list[str]] = {}
-    for name, module in blocks.items():
-        shapes = tuple(
-            (path, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-            for path, tensor in (*module.named_parameters(), *module.named_buffers())
-        )
-        settings = tuple(
-            # Wrappers of PEFT keep the full name of what they wrap.
-            (path, type(part).__name__, key, str(value).replace(f"{name}.", ""))
-            for path, part in module.named_modules()
-            for key, value in sorted(vars(part).items())
-            if isinstance(value, (bool, int, float, str)) and not (key in _PLACES or key[0] == "_")
-        )
-        groups.setdefault((type(module), shapes, settings), []).append(name)
-    return [names for names in groups.values() if len(names) > 2]
-
-
 @contextmanager
 def _passthroughs(
-    blocks: dict[str, nn.Module], groups: list[list[str]], grad_anchor: Tensor
+    blocks: dict[str, nn.Module], groups: Sequence[Sequence[str]], grad_anchor: Tensor
 ) -> Iterator[None]:
     """Let all blocks of a group but its first and its last hand their hidden states on."""
     with ExitStack() as undo:

@@ -29,8 +29,13 @@ from .devices import reserve_nbytes
 from .engines import Sharding
 from .experts import workspace_nbytes
 from .meta_ops import expert_calls
+from .repeated import filled, tells_layers_apart
 from .report import MemoryPlan
 from .source import ModelSource
+
+
+class _NeedsWholeError(Exception):
+    """A model has to be packed with all of its layers."""
 
 
 class Planner:
@@ -45,11 +50,19 @@ class Planner:
         self.estimated = False  # Whether the layers' activations are an estimate
         self.itemsize = meta_model.DTYPES[settings.adapter_dtype].itemsize
         self._unpacked: meta_model.MetaModel | None = None
+        self._whole = source.skeleton is None or tells_layers_apart(
+            settings.targets, lora_config, source.quantization
+        )
         self._step = cache(self._run_step)
 
     @cached_property
     def meta(self) -> meta_model.MetaModel:
         """The model packed, adapted, and ready to run."""
+        if not self._whole:
+            try:
+                return self._ready(self.source)
+            except (_NeedsWholeError, MoeQloraError):  # which names what the whole model has
+                self._whole = True
         return self._ready(self.source)
 
     @cached_property
@@ -105,8 +118,6 @@ class Planner:
         batch, seq = self.settings.batch, self.settings.seq
         peak = self.peak(batch, seq)
         uses = self.uses(batch, seq, capacities) if capacities else ()
-        unpacked = self.source.build()
-        tensors = {id(t): t.nbytes for t in (*unpacked.parameters(), *unpacked.buffers())}
         return MemoryPlan(
             label=self.source.label,
             model_type=str(getattr(self.source.config, "model_type", "")),
@@ -114,7 +125,7 @@ class Planner:
             double_quant=any(part.weight.nested is not None for part in self.meta.parts),
             settings=self.settings,
             trained_weights=self._trained_weights(),
-            unpacked=sum(tensors.values()),
+            unpacked=self.source.nbytes,
             resident=self.resident,
             load_peak=self.load_peak,
             peak=peak,
@@ -205,15 +216,20 @@ class Planner:
             try:
                 return meta_step.run_meta_step(
                     meta.model,
-                    blocks.block_modules(meta.base),
+                    meta.modules,
                     {block.name: self.itemsize * sum(block.trained) for block in meta.blocks},
                     batch=batch,
                     seq=seq,
                     experts=max((param.num_experts for param in meta.layout.experts), default=1),
+                    groups=None if meta.skeleton is None else meta.skeleton.groups,
                 )
             except MoeQloraError:
                 raise
             except Exception as error:
+                if not self._whole:
+                    self._whole = True
+                    self.__dict__["meta"] = self._ready(self.source)
+                    continue
                 line = (str(error).strip().splitlines() or [""])[0][:120]
                 why = f"{type(error).__name__}: {line}"
                 if self.estimated:
@@ -237,8 +253,10 @@ class Planner:
         with named.quiet():
             engine = self.settings.engine
             expert_ranks = engine.ranks if engine and engine.name == "ep" else 1
+            skeleton = None if self._whole or source.skeleton is None else source.skeleton()
+            model = source.build() if skeleton is None else copy.deepcopy(skeleton.model)
             meta = meta_model.pack(
-                self._with_attention(source.build()),
+                self._with_attention(model),
                 source.quantization,
                 linears=source.linears,
                 experts=source.experts,
@@ -249,6 +267,10 @@ class Planner:
                 warnings.filterwarnings("always", left_out.WARNING, UserWarning)
                 meta_model.adapt(meta, self.settings, self.lora_config)
             notes = [f"{warning.message}" for warning in said]
+            if skeleton is not None:
+                if notes:
+                    raise _NeedsWholeError  # since they count what they name
+                meta.skeleton, meta.blocks = skeleton, filled(skeleton, meta.blocks)
             by_name = self.lora_config is None
             self.notes += map(left_out.for_target_names, notes) if by_name else notes
             meta_model.fake_packed(meta, dispatched=expert_ranks > 1)

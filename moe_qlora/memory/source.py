@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..packing.kept import kept_settings
 from ..packing.settings import CodecSettings
 from . import attention, meta_model
 from .blocks import packed_parts
+from .repeated import Skeleton, nbytes_of, skeleton_of
 
 _DEFAULT = CodecSettings("nf4", True, compute_dtype=torch.bfloat16)
 
@@ -49,6 +50,12 @@ class ModelSource:
     on_disk: int | None = None  # Bytes of the folder that these lie in, where there is one
     # How expert weights are packed that keep their checkpoint's own codes, by name
     kept: Mapping[str, CodecSettings] = field(default_factory=dict)
+    skeleton: Callable[[], Skeleton] | None = None  # Where layers may be packed and run for others
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the model before it is packed."""
+        return nbytes_of(self.build()) if self.skeleton is None else self.skeleton().nbytes
 
 
 def source_of(
@@ -103,6 +110,7 @@ def source_of(
         kept=kept,
         experts=trainer is None or trainer.packs_experts,
         loads_whole=resolved.trainer is not None,
+        skeleton=None if kept else cache(lambda: skeleton_of(build_model())),
     )
 
 

@@ -23,6 +23,7 @@ from moe_qlora.memory import budget, devices, experts, meta_ops, meta_step
 from moe_qlora.memory import plan as planning
 from moe_qlora.memory.budget import Activity, Block, Settings, StepBudget, optimizer_nbytes
 from moe_qlora.memory.planner import Planner
+from moe_qlora.memory.repeated import alike
 from moe_qlora.memory.source import source_of
 from moe_qlora.testing import model_class, tiny_inputs, tiny_model
 
@@ -270,7 +271,7 @@ def test_peaks_under_liger_that_were_measured_on_an_h200(name, sizes, peak, tole
     ("targets", "checkpointing"),
     [("all-linear", True), ("all-linear", False), ("attention,experts", True)],
 )
-def test_alike_layers_need_not_all_run(family, targets, checkpointing, monkeypatch):
+def test_alike_layers_need_not_all_run(family, targets, checkpointing):
     """Running each layer gives what running two of each kind gives."""
     layers = {} if family == "qwen3_next" else {"num_hidden_layers": 5}
     model = tiny_model(family, device="meta", dtype=torch.bfloat16, **layers)
@@ -278,11 +279,9 @@ def test_alike_layers_need_not_all_run(family, targets, checkpointing, monkeypat
     meta, modules = made.meta, block_names.block_modules(made.meta.base)
     trained = {block.name: 4 * sum(block.trained) for block in meta.blocks}
     sizes = {"batch": 1, "seq": 96, "experts": 4}
-    groups = meta_step._alike(modules)
-    assert groups or family == "qwen3_next"
+    assert alike(modules) or family == "qwen3_next"
     some = meta_step.run_meta_step(meta.model, modules, trained, **sizes)
-    monkeypatch.setattr(meta_step, "_alike", lambda blocks: [])
-    every = meta_step.run_meta_step(meta.model, modules, trained, **sizes)
+    every = meta_step.run_meta_step(meta.model, modules, trained, **sizes, groups=())
     assert some == every
     layers = [activity for activity in every if ".layers." in activity.name]
     assert len(layers) == len(every) - 4
