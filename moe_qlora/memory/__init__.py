@@ -12,6 +12,7 @@ In goes a model, a configuration or a name, with training settings and sizes of 
                    what is packed or fused is a fake operation there (`meta_ops.py`), whose bytes
                    for experts are worked out in `experts.py` from the rules of the kernels
     tracker.py     counts the bytes of tensors on meta
+    repeated.py    finds layers that are alike but for their place; two of a kind are packed and run
     scans.py       lets loops of linear attention take their bytes there without their turns
     attention.py   says where attention is eager and need not be, and lets other kinds run on meta
     budget.py      adds up what blocks hold and do, and optimizer states, and spreads blocks over

@@ -344,7 +344,7 @@ def checkpoints(model_type: str) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: One of them has another number of weights than its makers publish.
     """
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for sizes in CHECKPOINTS.get(model_type, ()):
         plain = {key: value for key, value in sizes.config.items() if key != "quantization_config"}
         billions = sum(weight.numel() for weight in build(model_type, plain).parameters()) / 1e9

@@ -15,10 +15,10 @@ from moe_qlora.memory.planner import Planner
 from moe_qlora.memory.source import source_of
 from moe_qlora.testing import tiny_model
 
-FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral", "granitemoe", "qwen3_next")
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 NUMBERED = (
-    ({}, {"targets": "layers.2.self_attn.q_proj"}),
-    ({}, {"lora_config": LoraConfig(target_modules=["q_proj"], layers_to_transform=[1, 3])}),
+    ({}, {"targets": "layers.5.self_attn.q_proj"}),
+    ({}, {"lora_config": LoraConfig(target_modules=["q_proj"], layers_to_transform=[0, 5])}),
     ({"llm_int8_skip_modules": ["model.layers.2.self_attn", "lm_head"]}, {}),
 )
 
