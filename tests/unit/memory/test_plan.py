@@ -290,7 +290,10 @@ def test_alike_layers_need_not_all_run(family, targets, checkpointing):
 
 def test_the_tracker_counts_like_saved_tensors():
     """Between forward and backward, exactly the distinct tensors that autograd saved are alive."""
-    made = planner(small(), Settings(seq=80, checkpointing=False, adapter_dtype="bfloat16"))
+    # two layers: of more, those between the first and the last stay empty
+    made = planner(
+        small(num_hidden_layers=2), Settings(seq=80, checkpointing=False, adapter_dtype="bfloat16")
+    )
     model = made.meta.model
     ids = torch.zeros(1, 80, dtype=torch.long, device="meta")
     held = [*model.parameters(), *model.buffers(), ids]
@@ -318,7 +321,7 @@ def test_the_tracker_counts_like_saved_tensors():
     # Nothing is left but the adapters' gradients.
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     left = tracker.live - sum(-(-grad.nbytes // 512) * 512 for grad in gradients)
-    assert len(gradients) == 2 * 4 * 6
+    assert len(gradients) == 2 * 4 * 2
     assert 0 <= left <= 4096
 
 
