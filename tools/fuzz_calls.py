@@ -179,9 +179,12 @@ def add_weighted_adapter(m: Machine) -> Any:
     if len(adapters) > 4:
         return False
     of = m.rng.sample(list(adapters), min(len(adapters), m.rng.randint(1, 3)))
-    way, name, refusal = m.rng.choice(["cat", "linear", "svd"]), m.fresh("w"), None
+    way, name, refusal = m.rng.choice(["cat", "linear", "svd"]), m.fresh("sum"), None
     weights = [m.rng.choice([0.5, 1.0, 0.3, 2.0]) for _ in of]
     ranks = [rank_of(m, adapter) for adapter in of]
+    sides = [min(m.oracle.base[n].shape[-2:]) for adapter in of for n in adapters[adapter].factors]
+    if way == "svd" and max(ranks) > min(sides):  # PEFT's cut factors would be of two ranks
+        way = "cat"
     if m.rng.random() < 0.1:
         of, weights, ranks = [*of, "nobody"], [*weights, 1.0], [*ranks, 1]
         refusal = "add_weighted_adapter: of an adapter that is not there"
