@@ -61,7 +61,7 @@ def lines_of(mode: str, folder: Path) -> list[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=1100,  # a minute of work; less than where faulthandler ends the worker
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
