@@ -109,7 +109,7 @@ def _silence() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    for name in ("bitsandbytes", "moe_qlora"):  # what the latter logs, the demo prints in 80 columns
+    for name in ("bitsandbytes", "moe_qlora"):  # the demo's own lines fit 80 columns
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
 

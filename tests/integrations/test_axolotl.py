@@ -276,7 +276,7 @@ def test_the_users_lists_are_kept(config) -> None:
 
     plugin.pre_lora_load = spy
     try:
-        model, lora_config = ModelLoader(cfg, load_tokenizer(cfg)).load()
+        model, _ = ModelLoader(cfg, load_tokenizer(cfg)).load()
     finally:
         del plugin.pre_lora_load
     assert seen["lora_target_parameters"] == [
