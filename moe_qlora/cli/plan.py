@@ -80,6 +80,12 @@ Liger = Annotated[
     bool | None,
     typer.Option("--liger/--no-liger", help="The loss by Liger, as use_liger_kernel=True has it."),
 ]
+Compile = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile", help="Layers under torch.compile: planned as an upper bound."
+    ),
+]
 Fsdp = Annotated[int | None, typer.Option(help="Ranks that share the model under FSDP2.")]
 Ep = Annotated[int | None, typer.Option(help="Ranks that share the experts: expert parallelism.")]
 Zero3 = Annotated[int | None, typer.Option(help="Ranks that share the model under ZeRO-3.")]
@@ -109,6 +115,7 @@ def plan(
     checkpointing: Checkpointing = None,
     attention: Attention = None,
     liger: Liger = None,
+    compiled: Compile = None,
     quant: ModelQuant = None,
     double_quant: ModelDoubleQuant = None,
     as_json: Json = False,
@@ -158,6 +165,7 @@ def plan(
             accumulation=accumulation,
             attention=attention,
             liger=liger,
+            compile=compiled,
             trust_remote_code=trust_remote_code,
         )
     if chart is not None:

@@ -23,6 +23,7 @@ DEFAULTS: Mapping[str, Any] = {
     "accumulation": 1,
     "attention": None,
     "liger": False,
+    "compile": False,
     "dtype": None,
 }
 """Arguments of `plan`, and their values where nothing else says so."""

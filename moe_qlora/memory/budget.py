@@ -92,6 +92,7 @@ class Settings:
     workspace: int = 0  # Bytes of dequantized experts that all layers of a device share
     attention: str | None = None  # As `attn_implementation`; None is what the model says
     liger: bool = False  # Whether the loss is computed in Liger's chunks, without all logits
+    compile: bool = False  # Whether torch.compile compiles the layers, which is not modelled
     engine: Engine | None = None  # None in one process, spread over devices or not
 
 

@@ -29,6 +29,12 @@ _SEQ_STEP = 64  # tokens
 _SMALLEST_DEVICE = 1 << 12  # bytes; a smaller number was meant as GiB
 
 
+_COMPILED = (
+    "What torch.compile keeps is not modelled: sizes are of uncompiled layers, which kept more for "
+    "backward where both were measured. Take them as an upper bound."
+)
+
+
 def plan(
     model: Any,
     quantization_config: Any = None,
@@ -49,6 +55,7 @@ def plan(
     accumulation: int | None = None,
     attention: str | None = None,
     liger: bool | None = None,
+    compile: bool | None = None,  # noqa: A002 - torch's own name for it
     dtype: Any = None,
     search: bool = True,
     trust_remote_code: bool = False,
@@ -91,6 +98,8 @@ def plan(
         liger: Whether Liger computes the loss, as `use_liger_kernel=True` of a Trainer has it: a
             few tokens at a time, without the logits of all. What its other kernels save is not
             counted. Default: no.
+        compile: Whether torch.compile compiles the layers. Sizes are of uncompiled ones all the
+            same, as an upper bound, and a note says so. Default: no.
         dtype: What the rest is loaded in; None is what the configuration says.
         search: Look for the longest sequence and the largest batch that fit `gpus`.
         trust_remote_code: Run model code that a checkpoint brings.
@@ -117,6 +126,7 @@ def plan(
         "checkpointing": checkpointing,
         "attention": attention,
         "liger": liger,
+        "compile": compile,
         "accumulation": accumulation,
     }
     capacities = _capacities(gpus)
@@ -129,7 +139,8 @@ def plan(
         source = source_of(
             model, quantization_config, asked.values["dtype"], trust_remote_code, keep_codes
         )
-        source = replace(source, notes=(*source.notes, *asked.notes))
+        compiled = (_COMPILED,) if settings.compile else ()
+        source = replace(source, notes=(*source.notes, *asked.notes, *compiled))
         planner = Planner(source, settings, asked.lora)
         report = _report(planner, capacities, search=search and bool(capacities))
     except ConfigError as error:

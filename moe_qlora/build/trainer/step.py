@@ -163,7 +163,7 @@ def read_layers(reader: Reader) -> None:
     if cut:
         reader.unplanned.append("cut_cross_entropy")
     if reader.get("torch_compile"):
-        reader.unplanned.append("torch_compile")
+        reader.ask("compile", True, "torch_compile")
 
 
 def _read_attention(reader: Reader) -> None:

@@ -808,3 +808,12 @@ def test_cli_table_and_chart(cli, tmp_path, monkeypatch):
     code, _, err = cli("--chart", file)
     assert code == 2
     assert "pip install matplotlib" in err
+
+
+def test_compiled_layers_are_planned_as_an_upper_bound():
+    """Nothing models what Inductor keeps: the sizes of uncompiled layers, and a note."""
+    plain = moe_qlora.plan(small(), seq=64, search=False)
+    compiled = moe_qlora.plan(small(), seq=64, search=False, compile=True)
+    assert compiled.peak == plain.peak and compiled.settings.compile
+    assert any("torch.compile" in note and "upper bound" in note for note in compiled.notes)
+    assert not any("torch.compile" in note for note in plain.notes)
