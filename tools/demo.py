@@ -1,4 +1,4 @@
-"""The main job from end to end, on the CPU and offline, in about a minute on two free cores.
+"""The main job from end to end, on the CPU and offline, in less than a minute on two free cores.
 
     bash tools/demo                     trains a small Mixture-of-Experts model, then does the job
     bash tools/demo --model FOLDER      does the job on a model of yours
@@ -61,7 +61,7 @@ def set_threads(threads: int) -> None:
 
 def _run(options: argparse.Namespace, screen: Screen) -> None:
     started = time.perf_counter()
-    time_needed = ", in about a minute on two free cores" if options.model is None else ""
+    time_needed = ", in less than a minute on two free cores" if options.model is None else ""
     screen.say(f"Results go to {options.out}{time_needed}.")
     with screen.doing("importing torch and transformers"):
         _silence()
