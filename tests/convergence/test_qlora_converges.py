@@ -11,11 +11,9 @@ steps, and are compared on held-out text:
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import peft
@@ -26,6 +24,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import moe_qlora
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from tools.demo_parts import corpus, job
+from tools.demo_parts.screen import Screen
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -39,22 +42,10 @@ STEPS = 80
 RATE = 1e-2
 
 
-def _load_demo() -> ModuleType:
-    """tools/demo.py, which is a script and no package."""
-    file = Path(__file__).parents[2] / "tools" / "demo.py"
-    spec = importlib.util.spec_from_file_location("moe_qlora_demo", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @dataclass
 class Trained:
     """The checkpoint that all start from, and the text."""
 
-    demo: Any
     folder: Path
     scale: Any
     tokens: Tensor
@@ -70,7 +61,7 @@ class Trained:
         return model
 
     def loss(self, model: Any) -> float:
-        return float(self.demo.evaluate(model, self.held_out, self.scale))
+        return float(job.evaluate(model, self.held_out, self.scale))
 
     def train(self, model: Any) -> float:
         """Train the adapter; the loss on held-out text."""
@@ -79,15 +70,15 @@ class Trained:
             if ".lora_A" in name:  # lora_B starts at zero
                 bound = parameter.shape[1] ** -0.5
                 parameter.data.uniform_(-bound, bound, generator=generator)
-        self.demo.train(model, self.tokens, self.scale, STEPS, RATE, "LoRA")
+        job.train(model, self.tokens, self.scale, STEPS, RATE, "LoRA", Screen())
         return self.loss(model)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    demo = _load_demo()
-    scale = demo.Scale(
+    scale = job.Scale(
         hidden=64,
+        intermediate=64,
         layers=1,
         experts=8,
         batch=8,
@@ -97,12 +88,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         characters=300_000,
     )
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(demo.SEED)
-    losses = demo.pretrain(folder, scale)
+    torch.manual_seed(job.SEED)
+    run = job.Run()
+    job.pretrain(folder, scale, run, Screen())
+    (losses,) = run.curves.values()
     assert losses[-1] < losses[0] - 1.5, "the model has learned something to start from"
-    tokens = demo.encode(AutoTokenizer.from_pretrained(folder), demo.manual())
+    tokens = corpus.encode(AutoTokenizer.from_pretrained(folder), corpus.manual())
     tenth = len(tokens) // 10
-    return Trained(demo, folder, scale, tokens[tenth:], tokens[:tenth])
+    return Trained(folder, scale, tokens[tenth:], tokens[:tenth])
 
 
 def lora_config(experts: bool) -> LoraConfig:

@@ -48,7 +48,9 @@ class AdapterServer:
 
         with safe_open(folder / "adapter_model.safetensors", "pt") as file:
             self.loaded.append((name, sorted(file.keys())))
-        adapted = moe_qlora.load_adapter(copy.deepcopy(self.model), str(folder), any_base=True)
+        adapted = moe_qlora.load_adapter(
+            copy.deepcopy(self.model), str(folder), any_base=True, unpacked_ok=True
+        )
         self.adapters[name] = adapted.float().eval()
 
     def _sample(self, ids: list[int], body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -362,7 +362,8 @@ def test_the_switch_is_forgotten(model_folder, tmp_path):
         )
 
 
-def test_the_adapted_config_is_forgotten(model_folder, tmp_path):
+def test_a_config_that_nobody_adapted_trains_experts(model_folder, tmp_path):
+    """A packed model carries what makes stock PEFT right: TRL calls it with names of experts."""
     with moe_qlora.enabled():
         trained = trl.SFTTrainer(
             model=str(model_folder),
@@ -381,8 +382,10 @@ def test_the_adapted_config_is_forgotten(model_folder, tmp_path):
             ),
             train_dataset=rows("sft"),
         )
-    with pytest.raises(moe_qlora.AdapterError, match=r"moe_qlora\.adapt_lora_config"):
-        trained.train()
+    trained.train()
+    factors = {name: p for name, p in trained.model.named_parameters() if "experts" in name}
+    assert sum("lora_B" in name for name in factors) == 4
+    assert all(p.any() for name, p in factors.items() if "lora_B" in name)  # zero at first
 
 
 def test_packed_folder(model_folder, tmp_path):

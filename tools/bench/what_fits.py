@@ -1,4 +1,4 @@
-"""Plans eight models on six sets of GPUs; results/what_fits.csv and moe_qlora/docs/what-fits.md.
+"""Plans eight models on six sets of GPUs; planned/what_fits.csv and moe_qlora/docs/what-fits.md.
 
     python tools/bench/what_fits.py                     every cell, minutes on a CPU, then the page
     python tools/bench/what_fits.py --models mixtral-8x7b    these models' cells anew
@@ -7,7 +7,7 @@
 A cell is a model, a set of GPUs and a length of sequence, micro-batch 1. It holds the first setting
 of `SETTINGS` that `moe_qlora.plan` says fits, under the first engine of `engines_of`; where none
 does, the smallest memory that the last setting needs. Runs that GPUs measured are planned as well,
-with today's plan, to show how near it comes; results/what_fits_checked.csv has these.
+with today's plan, to show how near it comes; planned/what_fits_checked.csv has these.
 `what_fits_page.py` says what the page says.
 """
 
@@ -31,8 +31,8 @@ from moe_qlora.memory.devices import exact_size, parse_devices
 from moe_qlora.memory.planner import Planner
 from moe_qlora.memory.source import source_of
 
-DATA = RESULTS / "what_fits.csv"
-CHECKED = RESULTS / "what_fits_checked.csv"
+DATA = RESULTS.with_name("planned") / "what_fits.csv"
+CHECKED = RESULTS.with_name("planned") / "what_fits_checked.csv"
 ENVIRONMENT = ("date", "commit", "torch", "transformers", "peft", "bitsandbytes")
 MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {"attention": "flex_attention", "liger": True},

@@ -1,4 +1,4 @@
-"""What moe_qlora/docs/what-fits.md and README.md say of results/what_fits.csv; see what_fits.py."""
+"""What moe_qlora/docs/what-fits.md and README.md say of planned/what_fits.csv; see what_fits.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ names the best setting that fits, by its letter in the table below, and the GiB 
 fullest GPU at the peak of a step. **Needs 44** means that none of the settings fits: the last one,
 F, would take a GPU of 44 GiB, or several of 44 GiB each. Every figure is what `moe_qlora.plan` says
 for micro-batch 1; no GPU was used. {versions} `python tools/bench/what_fits.py` plans all cells
-again and writes this page and [its data]({results}/what_fits.csv), where each cell has its command.
+again and writes this page and [its data](../../tools/bench/planned/what_fits.csv), where each cell
+has its command.
 A test plans a dozen of the cells in every run; `bash tools/test -m nightly` plans all of them.
 """
 
