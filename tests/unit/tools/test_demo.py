@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pty
 import runpy
@@ -33,10 +34,14 @@ def demo(monkeypatch):
         return stop.value.code
 
     level = transformers.logging.get_verbosity()
+    loggers = {name: logging.getLogger(name) for name in ("bitsandbytes", "moe_qlora")}
+    levels = {name: logger.level for name, logger in loggers.items()}
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # both stay as they are when the test is over
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     with warnings.catch_warnings():
         yield call
+    for name, logger in loggers.items():
+        logger.setLevel(levels[name])
     transformers.logging.set_verbosity(level)
     transformers.logging.enable_progress_bar()
 
