@@ -232,7 +232,7 @@ def _has_experts(folder: str) -> bool:
     Raises:
         CheckpointError: It is missing, damaged, quantized already, or no text model.
     """
-    from moe_qlora.build import named
+    from moe_qlora.models import named
 
     if not Path(folder).is_dir():
         raise CheckpointError(f"--model {folder} is no folder; name a checkpoint folder.")

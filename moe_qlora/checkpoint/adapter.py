@@ -33,10 +33,10 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
-from ..build.files import read_json
-from ..build.patterns import check_patterns
 from ..errors import AdapterError, CheckpointError
 from ..layout import listed, unwrapped_name
+from ..models.files import read_json
+from ..models.patterns import check_patterns
 from .fit import own_name
 from .reader import Checkpoint, inside, parse_fields
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import dot_natural_key
 
-from ..build import named
 from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
+from ..models import named
 from ..packing import codec
 from .conversion import Disk, DiskLayout, Group, blank, revert, same_bits
 from .fingerprint import SAMPLED_ROWS

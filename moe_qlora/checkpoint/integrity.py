@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..build.files import read_json, reading
 from ..errors import CheckpointError, visible
 from ..layout import listed
+from ..models.files import read_json, reading
 from .cpus import usable_cpus
 from .fit import form_problems
 from .manifest import (

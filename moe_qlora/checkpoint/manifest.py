@@ -26,8 +26,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from ..build.files import MAX_JSON, parse_json, read_json, read_raw, reading
 from ..errors import CheckpointError
+from ..models.files import MAX_JSON, parse_json, read_json, read_raw, reading
 from ..packing.settings import CodecSettings
 from .cpus import usable_cpus
 from .reader import (

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..build import named as checkpoint_source
-from ..build.files import MAX_JSON, read_json
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, human_bytes
+from ..models import named as checkpoint_source
+from ..models.files import MAX_JSON, read_json
 from ..packing import codec
 from ..progress import Progress, reporting
 from . import rounding

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ..build.files import read_json
 from ..detection.detect import detect
 from ..errors import AdapterError
 from ..layout import ExpertParam, unwrapped_name
+from ..models.files import read_json
 from .adapter import CONFIG, WEIGHTS, LoraSettings
 from .reader import Checkpoint, inside, parse_fields
 from .rounding import NOTE

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..build import named
-from ..build.files import read_json
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, listed
+from ..models import named
+from ..models.files import read_json
 from ..packing.codec import Packer, first_nonfinite
 from ..packing.format import SCALES, key_ends, packed_nbytes
 from ..packing.quant_state import state_dict_entries

@@ -21,9 +21,9 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
-from ..build.files import MAX_JSON, once, read_json, reading, size_of
 from ..errors import CheckpointError, UnsupportedWeightError
 from ..layout import dtype_name
+from ..models.files import MAX_JSON, once, read_json, reading, size_of
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = f"model{INDEX_SUFFIX}"

@@ -22,10 +22,10 @@ from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass as checked
 from torch import nn
 
-from ..build.files import read_json
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
 from ..layout import dtype_name, unwrapped_name
+from ..models.files import read_json
 from ..packing import parametrize
 from ..packing.codec import Packer
 from ..packing.selection import weights_to_pack

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..build.files import read_json
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
+from ..models.files import read_json
 from ..packing import parametrize
 from ..packing.decoders import Params4bit
 from ..packing.gather import (

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..build.files import reading
 from ..errors import CheckpointError
+from ..models.files import reading
 from .manifest import CONFIG, Source, SourceFile
 from .prequantized.plain_config import MODELOPT_CONFIG
 from .reader import INDEX_SUFFIX, header_bytes

@@ -23,11 +23,11 @@ import torch
 from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 from transformers.core_model_loading import dot_natural_key
 
-from ..build import named
-from ..build.files import read_json
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
 from ..layout import listed
+from ..models import named
+from ..models.files import read_json
 from ..packing import codec
 from ..packing.format import CODES, RECORD, problems, read_record
 from ..packing.settings import FLOAT_DTYPES, CodecSettings

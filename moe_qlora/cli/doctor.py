@@ -54,14 +54,14 @@ def doctor(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 1 where a problem was
     found (a warning is none), and with 2 where MODEL or a setting cannot be read.
     """
-    from ..build.places import place_of
+    from ..models.places import place_of
     from . import render
 
     if model is not None:
         place_of(model)
     with render.working(f"Examining {model or 'this environment'}"):
-        from ..build import named
         from ..diagnosis.doctor import doctor as examine
+        from ..models import named
         from . import render_doctor
 
         source = settings = None

@@ -40,8 +40,8 @@ def dump(
     Nothing is loaded or downloaded but the configuration. Ends with 0 where experts were found, 3
     where there are none, 2 where MODEL cannot be read.
     """
-    from ..build.places import place_of
     from ..errors import ConfigError
+    from ..models.places import place_of
     from . import render
 
     if as_json + peft + yaml > 1:

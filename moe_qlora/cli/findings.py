@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from ..build import named
 from ..checkpoint.prequantized import (
     codes_of_source,
     describe_plain,
@@ -15,6 +14,7 @@ from ..checkpoint.prequantized import (
 )
 from ..detection.detect import detect
 from ..layout import ExpertParam, ModelLayout
+from ..models import named
 from ..packing.format import packed_nbytes
 from ..packing.selection import skipping_pattern
 from ..packing.settings import CodecSettings

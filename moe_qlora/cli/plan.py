@@ -134,7 +134,7 @@ def plan(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 4 where it does not fit
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
     """
-    from ..build.places import place_of
+    from ..models.places import place_of
     from . import chart as charts
     from . import render
 
@@ -142,8 +142,8 @@ def plan(
         charts.check(chart)
     place_of(model)
     with render.working(f"Rehearsing a training step of {model}"):
-        from ..build import named
         from ..memory.plan import plan as plan_memory
+        from ..models import named
         from . import render_plan
 
         source = named.resolve(model, trust_remote_code=trust_remote_code)

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from ..build import named
 from ..errors import ConfigError
 from ..lora.names import base_model
 from ..memory.attention import EagerAttention, eager_attention, set_attention
 from ..memory.source import source_of
+from ..models import named
 from . import combinations, devices, layers, packages
 from .report import PROBLEM, Diagnosis, Finding, LayerKind
 

@@ -3,7 +3,7 @@
 load_sharded(folder, config, mesh)
   |
   v
-the model on meta, as its config.json says          build/named.py
+the model on meta, as its config.json says          models/named.py
   |   packed with blank weights                     packing/meta.py
   |   adapters, their values kept back              distributed/adapters.py
   v
@@ -29,7 +29,6 @@ from torch import distributed, nn
 from transformers import GenerationConfig
 from transformers import initialization as init
 
-from ..build import named
 from ..checkpoint.fit import model_problems, own_name, packed_names
 from ..checkpoint.integrity import FolderCheck, open_shards, warn_of_changes
 from ..checkpoint.load_spec import reload_spec
@@ -47,6 +46,7 @@ from ..distributed.fsdp import Wrap, allocate, shard_model
 from ..distributed.stored import fill_stored
 from ..errors import CheckpointError, ConfigError
 from ..layout import ExpertParam, ModelLayout
+from ..models import named
 from ..packing.agreement import check_agreement, settings_facts
 from ..packing.format import RECORD, SCALES, read_record
 from ..packing.meta import pack_blank, pack_blank_linear

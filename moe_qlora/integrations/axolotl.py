@@ -30,9 +30,9 @@ from axolotl.integrations.base import BasePlugin
 from axolotl.utils.logging import get_logger
 from pydantic import BaseModel, model_validator
 
-from ..build.trainer.block import BLOCK, ExpertsSettings
-from ..build.trainer.checks import check, is_named, wants_packing
 from ..errors import MoeQloraError
+from ..models.trainer.block import BLOCK, ExpertsSettings
+from ..models.trainer.checks import check, is_named, wants_packing
 from .host import ExpertsHost
 
 if TYPE_CHECKING:

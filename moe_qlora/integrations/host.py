@@ -21,8 +21,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..build.trainer.block import ExpertsSettings
 from ..errors import AdapterError, CheckpointError, ConfigError, DetectionError, QuantizationError
+from ..models.trainer.block import ExpertsSettings
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -65,7 +65,7 @@ class ExpertsHost:
         """
         if not self.settings.pack_experts:
             return
-        from ..build import named
+        from ..models import named
 
         try:
             source = named.resolve(model, trust_remote_code=trust_remote_code)

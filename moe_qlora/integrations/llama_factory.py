@@ -25,9 +25,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..build.files import read_json
-from ..build.trainer.block import BLOCK, ExpertsSettings
 from ..errors import ConfigError, MoeQloraError, one_line
+from ..models.files import read_json
+from ..models.trainer.block import BLOCK, ExpertsSettings
 from .host import ExpertsHost
 
 if TYPE_CHECKING:

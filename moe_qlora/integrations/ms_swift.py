@@ -21,8 +21,8 @@ from contextlib import ExitStack
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from ..build.trainer.block import ExpertsSettings
 from ..errors import ConfigError
+from ..models.trainer.block import ExpertsSettings
 from .host import ExpertsHost
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 
-from ..build.files import read_json
 from ..checkpoint.adapter import LoraSettings
 from ..checkpoint.reader import parse_fields
 from ..errors import CheckpointError, MoeQloraError, first_line
 from ..layout import listed
+from ..models.files import read_json
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

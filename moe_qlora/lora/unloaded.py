@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..build import named
 from ..checkpoint import rounding
 from ..checkpoint.manifest import read_manifest
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
+from ..models import named
 from ..packing import parametrize
 from ..packing.meta import blank_weight
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..build.trainer.file import DEFAULT, TrainerFile
 from ..errors import ConfigError
+from ..models.trainer.file import DEFAULT, TrainerFile
 from .engines import ENGINES
 
 OPTION, OWN_DEFAULT = "option", "plan's default"

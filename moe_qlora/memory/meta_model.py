@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..build.trainer.file import AskedLora
 from ..detection.detect import detect
 from ..distributed.expert_parallel import modules_to_divide
 from ..errors import ConfigError, UnsupportedWeightError
@@ -27,6 +26,7 @@ from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora import left_out
 from ..lora.config import top_k_of
 from ..lora.model import make_peft_model
+from ..models.trainer.file import AskedLora
 from ..packing import parametrize
 from ..packing.decoders import PackedCodes, ShardableStatistics, hold
 from ..packing.meta import blank_weight, pack_blank, pack_blank_linear

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..build.named import quiet
 from ..detection.trace import tensors_of
+from ..models.named import quiet
 from .attention import counted_attention
 from .budget import Activity
 from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..build import named
-from ..build.trainer.file import AskedLora
 from ..errors import ConfigError
 from ..layout import dtype_name
+from ..models import named
+from ..models.trainer.file import AskedLora
 from . import meta_model
 from .asked import AskedPlan, in_words_of, settle
 from .budget import ALIASES, OPTIMIZERS, Engine, Settings

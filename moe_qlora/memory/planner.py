@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..build import named
 from ..errors import ConfigError, MoeQloraError
 from ..experts.rebinding import is_ligers
 from ..kernels.limits import WORKSPACE_PART, cdiv
 from ..kernels.weights import PackedWeight
 from ..lora import left_out
+from ..models import named
 from ..packing.format import ABSMAX, packed_tensors
 from ..packing.settings import CodecSettings
 from . import attention, blocks, meta_model, meta_step

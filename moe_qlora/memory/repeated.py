@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..build.trainer.file import AskedLora
+from ..models.trainer.file import AskedLora
 from .blocks import block_modules, block_names, tensors_in
 from .budget import Block
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
-from ..build import named
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.prequantized import (
     codes_of_source,
@@ -23,6 +22,7 @@ from ..checkpoint.prequantized import (
 from ..detection.detect import detect
 from ..errors import ConfigError
 from ..layout import dtype_name
+from ..models import named
 from ..packing.format import why_not_packed
 from ..packing.kept import kept_settings
 from ..packing.settings import CodecSettings

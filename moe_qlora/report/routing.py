@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging
 
-from ..build import named
 from ..checkpoint.manifest import is_packed
 from ..errors import MoeQloraError, first_line
 from ..experts.use import expert_use
 from ..hf.switch import enabled
 from ..lora.load import load_adapter
+from ..models import named
 from ..packing.settings import CodecSettings
 from ..progress import Progress
 from .pieces import LayerUse, Missing, RoutingPiece

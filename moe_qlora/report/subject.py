@@ -19,9 +19,9 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..build.files import read_json
 from ..checkpoint.adapter import CONFIG as ADAPTER_CONFIG
 from ..errors import CheckpointError, ConfigError
+from ..models.files import read_json
 
 LOG = "trainer_state.json"
 MODEL_CONFIG = "config.json"

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..build.files import check_depth
 from ..errors import CheckpointError, ConfigError
+from ..models.files import check_depth
 
 _LONGEST_LINE = 16 << 20  # characters
 _MESSAGES = ("messages", "conversations", "conversation")

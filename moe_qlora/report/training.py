@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..build.files import MAX_JSON, read_json
 from ..errors import CheckpointError
+from ..models.files import MAX_JSON, read_json
 from .pieces import Curve, Missing, TrainingPiece
 
 _FIRST = ("loss", "eval_loss", "learning_rate", "grad_norm")

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ..build.files import read_json
 from ..checkpoint.adapter import CONFIG, WEIGHTS
 from ..checkpoint.staging import absolute
 from ..errors import CheckpointError, ConfigError, MoeQloraError, first_line
 from ..layout import dtype_name
 from ..lora.load import load_adapter
+from ..models.files import read_json
 from .export import export_adapter
 
 ENGINES = {"vllm": "vllm", "llama.cpp": "gguf"}  # by what they are asked with: the layout's name

@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..build.files import read_json
 from ..checkpoint import rounding
 from ..checkpoint.adapter import (
     CONFIG,
@@ -50,6 +49,7 @@ from ..checkpoint.staging import absolute, check_new, new_folder
 from ..detection.detect import detect
 from ..errors import AdapterError, ConfigError
 from ..layout import ExpertParam, listed, name_pattern
+from ..models.files import read_json
 from .layouts import MERGE, ServerLayout, layout_for, servers
 
 

@@ -42,7 +42,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import moe_qlora
-from moe_qlora.build.trainer.checks import PLUGIN as NAME
 from moe_qlora.errors import (
     AdapterError,
     CheckpointError,
@@ -51,6 +50,7 @@ from moe_qlora.errors import (
     QuantizationError,
 )
 from moe_qlora.lora import layer as lora
+from moe_qlora.models.trainer.checks import PLUGIN as NAME
 from moe_qlora.packing import parametrize
 
 pytestmark = [

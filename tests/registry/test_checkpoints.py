@@ -11,7 +11,7 @@ from transformers import initialization
 
 import moe_qlora
 from moe_qlora import registry, testing
-from moe_qlora.build import named
+from moe_qlora.models import named
 from tools.registry.checkpoints import CHECKPOINTS, TOLERANCE
 
 SIZES = {sizes.names[0]: (kind, sizes) for kind, each in CHECKPOINTS.items() for sizes in each}

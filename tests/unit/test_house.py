@@ -20,7 +20,7 @@ FLOORS = (
     ("errors", "kernels", "versions"),
     ("layout", "progress"),
     ("registry", "detection", "packing"),
-    ("build", "testing", "experts"),
+    ("models", "testing", "experts"),
     ("checkpoint",),
     ("lora",),
     ("distributed", "serving"),
@@ -154,7 +154,7 @@ def test_every_file_with_tests_is_collected(pytestconfig):
     named = pytestconfig.getini("python_files")
     tests = ROOT / "tests"
     files = [f for f in tests.rglob("*.py") if re.search(r"^def test_", f.read_text(), re.M)]
-    assert tests / "unit/build/test_files.py" in files
+    assert tests / "unit/models/test_files.py" in files
     for file in files:
         assert any(file.match(pattern) for pattern in named), file
         folders = file.relative_to(ROOT).parts[:-1]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...build.patterns import check_patterns
 from ...errors import CheckpointError
+from ...models.patterns import check_patterns
 
 FP8, MXFP8, MXFP4 = "fp8", "mxfp8", "mxfp4"
 COMPRESSED, MODELOPT = "compressed-tensors", "modelopt"

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ...build.files import read_json
 from ...errors import CheckpointError
 from ...layout import dtype_name, human_bytes
+from ...models.files import read_json
 from ..integrity import open_checkpoint
 from ..manifest import CONFIG
 from ..reader import Checkpoint, inside

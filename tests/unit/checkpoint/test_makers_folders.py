@@ -24,7 +24,6 @@ from transformers import (
 from typer.testing import CliRunner
 
 import moe_qlora
-from moe_qlora.build import named
 from moe_qlora.checkpoint import base as bases
 from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.integrity import check_folder
@@ -35,6 +34,7 @@ from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app
 from moe_qlora.detection.detect import detect
 from moe_qlora.errors import CheckpointError
+from moe_qlora.models import named
 from moe_qlora.testing import tiny_inputs
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_qlora.build.files import read_json
 from moe_qlora.checkpoint.integrity import open_checkpoint
 from moe_qlora.checkpoint.reader import (
     DTYPES,
@@ -29,6 +28,7 @@ from moe_qlora.checkpoint.reader import (
 from moe_qlora.checkpoint.staging import new_folder
 from moe_qlora.checkpoint.writer import ShardWriter, plan_shards
 from moe_qlora.errors import CheckpointError
+from moe_qlora.models.files import read_json
 
 
 def some_tensors() -> dict[str, torch.Tensor]:

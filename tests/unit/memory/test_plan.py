@@ -16,7 +16,6 @@ from torch import nn
 from transformers import BitsAndBytesConfig, Qwen3MoeConfig
 
 import moe_qlora
-from moe_qlora.build import named
 from moe_qlora.kernels import limits
 from moe_qlora.memory import blocks as block_names
 from moe_qlora.memory import budget, devices, experts, meta_ops, meta_step
@@ -25,6 +24,7 @@ from moe_qlora.memory.budget import Activity, Block, Settings, StepBudget, optim
 from moe_qlora.memory.planner import Planner
 from moe_qlora.memory.repeated import alike
 from moe_qlora.memory.source import source_of
+from moe_qlora.models import named
 from moe_qlora.testing import model_class, tiny_inputs, tiny_model
 
 # transformers leaves the file of a checkpoint open, and says what it will drop in v6.

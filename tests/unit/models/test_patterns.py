@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.build import patterns
-from moe_qlora.build.patterns import check_patterns
 from moe_qlora.errors import CheckpointError
+from moe_qlora.models import patterns
+from moe_qlora.models.patterns import check_patterns
 from moe_qlora.testing import tiny_model
 
 NAMES = [f"model.layers.{layer}.self_attn.k_proj" for layer in range(4)]

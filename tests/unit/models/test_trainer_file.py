@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 
-from moe_qlora.build import trainer
-from moe_qlora.build.trainer import keys
-from moe_qlora.build.trainer.file import DEFAULT, AskedEngine, TrainerFile
 from moe_qlora.errors import ConfigError
+from moe_qlora.models import trainer
+from moe_qlora.models.trainer import keys
+from moe_qlora.models.trainer.file import DEFAULT, AskedEngine, TrainerFile
 from moe_qlora.packing.settings import CodecSettings
 
 QLORA = """

@@ -1,4 +1,4 @@
-"""Building: what a person names goes in, a model without weights on the meta device comes out.
+"""What a person names goes in, a model without weights on the meta device comes out.
 
 named.py   read a folder, configuration file, trainer's YAML, model type or hub id, and build it
 places.py  tell a path that is there from a name, without torch

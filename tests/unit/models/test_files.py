@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from moe_qlora.build.files import read_json
 from moe_qlora.errors import CheckpointError
+from moe_qlora.models.files import read_json
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import BitsAndBytesConfig
 
-from moe_qlora.build import named
 from moe_qlora.errors import CheckpointError
+from moe_qlora.models import named
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_config
 
