@@ -360,14 +360,16 @@ def merge_folders(m: Machine) -> Any:
         return False
     folder, adapter = m.rng.choice(m.saved)
     packed = m.way == "quantize_checkpoint" and m.rng.random() < 0.5
-    base, out = ("place / 'packed'" if packed else "folder"), m.fresh("merged")
-    m.run(f"moe_qlora.merge_adapter({base}, {folder}, place / {out!r}, dtype=torch.float32)")
+    source, out = ("place / 'packed'" if packed else "folder"), m.fresh("merged")
+    m.run(f"moe_qlora.merge_adapter({source}, {folder}, place / {out!r}, dtype=torch.float32)")
     m.run(
         f"other = cls.from_pretrained(place / {out!r}, dtype=torch.float32, "
         "experts_implementation='eager')"
     )
     m.oracle.adapters["/"] = adapter
-    wanted = m.oracle.logits(["/"], m.oracle.base if packed else m.oracle.original)
+    # The packed folder's weights are decoded to bf16, as they were before.
+    base = {n: w.bfloat16().float() for n, w in m.oracle.base.items()}
+    wanted = m.oracle.logits(["/"], base if packed else m.oracle.original)
     del m.oracle.adapters["/"]
     m.check("merged folder", m.names["other"], wanted)
     return None

@@ -232,8 +232,7 @@ class Machine:
                 "report = moe_qlora.quantize_experts(model, config)"
             )
         elif way == "quantize_checkpoint":
-            more = "config, dtype=torch.float32"
-            self.run(f"moe_qlora.quantize_checkpoint(folder, place / 'packed', {more})")
+            self.run("moe_qlora.quantize_checkpoint(folder, place / 'packed', config)")
             self.run('assert verify(place / "packed", against=folder).good')
             self.begin = load.format('place / "packed"', "")
         else:

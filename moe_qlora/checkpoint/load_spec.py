@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..detection.detect import detect
 from ..errors import CheckpointError, UnsupportedWeightError
 from ..kernels.weights import PackedWeight
-from ..layout import ExpertParam, ModelLayout
+from ..layout import ExpertParam, ModelLayout, dtype_name
 from ..models.patterns import check_patterns
 from ..packing.format import packed_nbytes, why_not_packed
 from ..packing.selection import weights_to_pack
@@ -35,11 +35,13 @@ class LoadSpec:
 
     params: dict[str, ExpertParam]  # a tied weight under each of its names
     settings: CodecSettings
-    # that weights would be loaded in, were they not packed; of dequantized files, all tensors'
+    # that weights would be loaded in, were they not packed; of dequantized files, and where the
+    # load `recasts`, all tensors'
     dtypes: dict[str, torch.dtype]
     layout: ModelLayout
     files: Checkpoint | None = None  # None where tensors are given, or files are not safetensors
     manifest: Manifest | None = None  # of a folder that this package packed
+    recasts: bool = False  # such a folder into another dtype than its config.json names
     device_map: Any = None  # as transformers settled it
     # the experts that this rank keeps of a weight, by each of its names; all where it has no entry
     shares: dict[str, ExpertShare] = field(default_factory=dict)
@@ -88,6 +90,20 @@ class LoadSpec:
 
         place = get_device(self.device_map or {"": "cpu"}, name, valid_torch_device=True)
         return torch.device("cpu" if place == "disk" else place)
+
+    def recast(self, name: str, loaded: Any) -> Any:
+        """Return a tensor of a packed folder, as stock transformers loads it, in the dtype asked for.
+
+        Stock loads plain weights in the dtype on disk, and has Linear layers decode to the recorded
+        one, whatever is asked for.
+        """
+        tensor = loaded[0] if isinstance(loaded, list) else loaded
+        state = getattr(tensor, "quant_state", None)
+        if self.recasts and state is not None:
+            state.dtype = self.dtypes[name]
+        elif self.recasts and tensor.is_floating_point():
+            return tensor.to(self.dtypes[name])
+        return loaded
 
     def keep(self, name: str, packed: PackedWeight) -> None:
         """Note a packed weight under all its names."""
@@ -152,6 +168,8 @@ def reload_spec(
     if problem is not None:
         raise CheckpointError(f"{folder}: {problem}: one of them is not of this save.")
     spec = LoadSpec(params, settings, _dtypes(model, layout, dtype), layout, manifest=manifest)
+    own_dtype = manifest.config.get("dtype")
+    spec.recasts = None not in (dtype, own_dtype) and dtype_name(dtype) != own_dtype
     for name in manifest.experts:
         own, how = own_name(model, name, by_name), manifest.settings_of(name)
         if own is not None and how.is_kept:

@@ -48,7 +48,7 @@ def fill_stored(target: PackedTarget, keys: Mapping[str, str], checkpoint: Check
     small = {end: checkpoint.read(keys[end]) for end in (record, TABLE)}
     if target.settings.double_quant:
         small[NESTED_TABLE] = checkpoint.read(keys[NESTED_TABLE])
-    problem = next(value_problems(small, target.shape, target.settings, target.dtype), None)
+    problem = next(value_problems(small, target.shape, target.settings, None), None)
     if problem is not None:
         raise CheckpointError(f"{target.name} {problem}.")
     statistics = {}

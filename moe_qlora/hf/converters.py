@@ -33,7 +33,6 @@ from ..packing import parametrize
 from ..packing.codec import Packer, restore
 from ..packing.decoders import hold
 from ..packing.format import SCALES, key_ends, problems
-from ..packing.settings import CodecSettings
 from ..packing.shares import absmax_mean, cut_tensors
 from .kept import SLICE_BYTES, keep_codes
 
@@ -221,24 +220,27 @@ class PackedConverter(WeightConverter):
             shapes = [tuple(p.shape) for p in spec.layout.experts if layer_name in p.names]
             plain = codes is not None and codes.is_floating_point() and not tensors
             if codes is not None and plain and tuple(codes.shape) in shapes:
-                return {layer_name: codes}  # a layer that the user has skipped
+                return {layer_name: spec.recast(layer_name, codes)}  # one that the user has skipped
             raise CheckpointError(
                 f"{layer_name} is packed in the checkpoint, but the manifest does not name it."
             )
         if codes is None:
             raise CheckpointError(f"{layer_name}: the checkpoint has statistics, but no codes.")
         shape, dtype = spec.kept_shape(layer_name), spec.dtypes[layer_name]
-        settings = spec.settings_of(layer_name)
+        settings, recorded = spec.settings_of(layer_name), dtype
         if spec.manifest is not None and settings.kind != "int8":
-            dtype = getattr(torch, spec.manifest.experts[self.keys[layer_name]].dtype)
+            recorded = getattr(torch, spec.manifest.experts[self.keys[layer_name]].dtype)
+        dtype = dtype if spec.recasts else recorded
         stored = settings.storage_dtype
         if codes.dtype != stored and spec.files is not None and layer_name not in spec.shares:
             # transformers before 5.22 casts codes that are stored as floats: read them again
             codes = spec.files.read(self.keys[layer_name]).to(codes.device)
         try:
-            packed = restore({"": codes, **tensors}, shape, dtype, settings)
+            known = recorded if settings.has_record else dtype
+            packed = restore({"": codes, **tensors}, shape, known, settings)
         except ValueError as error:
             raise CheckpointError(f"{layer_name} {error}.") from error
+        packed.dtype = dtype
         spec.keep(layer_name, packed)
         return {layer_name: hold(packed)}
 
@@ -349,15 +351,15 @@ class LinearConverter(WeightConverter):
     exceptions end up in a table.
     """
 
-    settings: CodecSettings
+    spec: LoadSpec
 
     @classmethod
-    def of(cls, stock: Any, settings: CodecSettings) -> LinearConverter:
+    def of(cls, stock: Any, spec: LoadSpec) -> LinearConverter:
         """Return a copy of the stock one, with patterns for whole components of a name."""
         names = {_whole_name(pattern): pattern for pattern in stock._original_source_patterns}
         [operation] = stock.operations
         new = cls(list(names), list(stock.target_patterns), [WholeNames(operation, names)])
-        new.settings = settings
+        new.spec = spec
         return new
 
     def convert(self, layer_name: str, model: Any = None, **rest: Any) -> Any:
@@ -368,12 +370,13 @@ class LinearConverter(WeightConverter):
             names = {self.operations[0].names[pattern]: t[0] for pattern, t in tensors.items()}
             ends = {SCALES if n == "SCB" else n.removeprefix("weight"): t for n, t in names.items()}
             form = ends.pop("_format", None)
-            problem = next(problems(ends, module.weight.shape, self.settings), None)
+            problem = next(problems(ends, module.weight.shape, self.spec.settings), None)
             if form is not None and form.flatten().tolist() != [0]:
                 problem = "has another weight_format than 0, which stands for rows"
             if problem is not None:
                 raise CheckpointError(f"{layer_name} {problem}.")
-        return super().convert(layer_name, model=model, **rest)
+        made = super().convert(layer_name, model=model, **rest)
+        return {name: self.spec.recast(name, value) for name, value in made.items()}
 
 
 class _Reader:

@@ -74,7 +74,7 @@ class ShardedLoad:
         else:
             self._files = open_shards(folder, spec.manifest)
             stored = StoredWeights(model, spec.manifest, self._files)
-            dtypes |= stored.dtypes()
+            dtypes |= {} if spec.recasts else stored.dtypes()
             self._fill = lambda weights, _: stored.fill(weights)
         params = {id(param): param for param in spec.params.values()}
         settings, layout = spec.settings, spec.layout

@@ -352,7 +352,7 @@ def _open_packed(
     files = open_shards(folder, manifest)
     stored = StoredWeights(model, manifest, files)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()} | spec.dtypes
-    dtypes |= stored.dtypes()
+    dtypes |= {} if spec.recasts else stored.dtypes()
     params = {id(param): param for param in spec.params.values()}
     return OpenedModel(
         model, config, spec.settings, spec.layout, tuple(params.values()), dtypes,

@@ -144,7 +144,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                     f"{self._checked.folder}: {problem}: config.json is not the one it was saved "
                     "with, or files are damaged."
                 )
-        if self._spec.prequantized is not None:
+        if self._spec.prequantized is not None or self._spec.recasts:
             dtypes = load_dtypes(model, dtype, self.param_needs_quantization)
             self._spec.dtypes = dtypes | self._spec.dtypes
         # The stock method may have put lists of Linear layers in place of fused weights.
@@ -253,7 +253,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             # A packed folder has the model's own names: nothing to rename, nothing to merge.
             packed = [PackedConverter(leaf, spec) for leaf in spec.leaves()]
             linears = super().update_weight_conversions([], *model)  # type: ignore[misc]
-            return packed + [LinearConverter.of(one, spec.settings) for one in linears]
+            return packed + [LinearConverter.of(one, spec) for one in linears]
         converters = [c for c in weight_conversions if isinstance(c, WeightConverter)]
         replaced = {id(c): PackingConverter.replacing(c, spec) for c in converters}
         fused = [PackingConverter.for_fused(leaf, spec) for leaf in spec.leaves()]

@@ -26,6 +26,7 @@ import moe_qlora
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.distributed import fsdp
 from moe_qlora.errors import ConfigError, NonFiniteWeightError, QuantizationError
+from moe_qlora.packing import parametrize
 from moe_qlora.testing import run_distributed, tiny_model
 from tests.helpers.training import train, whole
 
@@ -120,10 +121,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_whole(folder: Path, kind: str | None) -> Any:
+def load_whole(folder: Path, kind: str | None, dtype: torch.dtype = torch.bfloat16) -> Any:
     config = {} if kind is None else {"quantization_config": settings(kind)}
     with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **config)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **config)
 
 
 def adapted(model: Any) -> Any:
@@ -137,6 +138,24 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
         name: whole(tensor).detach().clone()
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
+
+
+def decoded_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    packed = parametrize.iter_packed(model)
+    return {f"{n}.{leaf}": parametrize.read_packed(m, leaf).dtype for n, m, leaf in packed}
+
+
+def run_recast(folder: Path, mesh: Any) -> list[Any]:
+    """Load a packed folder in another dtype than its own, by both loaders."""
+    models = [moe_qlora.load_sharded(folder, mesh=mesh, dtype=torch.float32)]
+    config = DistributedConfig(fsdp_size=mesh.size())
+    with moe_qlora.enabled():
+        models.append(
+            AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, distributed_config=config
+            )
+        )
+    return [(tensors_of(model), decoded_dtypes(model)) for model in models]
 
 
 def local_bytes(model: nn.Module) -> int:
@@ -274,6 +293,7 @@ def run_cases(rank: int, world: int, folders: dict[str, Path], large: Path) -> d
     for case, (folder, kind) in CONFIGURED.items():
         loaded = run_configured(rank, world, folders[folder], kind, results)
         results[f"{case} by transformers"] = loaded
+    results["recast"] = run_recast(folders["nf4"], meshes["all"])
     results |= {"refusals": run_refusals(folders, meshes["all"], rank)}
     results["callable"] = tensors_of(from_callable(folders["plain"], meshes["all"]))
     return results
@@ -348,6 +368,21 @@ def test_shares_filled_from_a_function_are_the_same(ranks: Any, folders: dict[st
     for rank in ranks:
         for name, tensor in tensors_of(model).items():
             assert torch.equal(rank["callable"][name], tensor), name
+
+
+def test_a_packed_folder_is_loaded_in_another_dtype(ranks: Any, folders: dict[str, Path]) -> None:
+    model = load_whole(folders["nf4"], None, torch.float32)
+    dtypes = decoded_dtypes(model)
+    assert set(dtypes.values()) == {torch.float32}
+    moe_qlora.prepare_sharding(model)
+    expected = tensors_of(model)
+    for tensors, decoded in ranks[0]["recast"]:
+        assert dtypes.items() <= decoded.items()
+        assert set(decoded.values()) == {torch.float32}
+        assert tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert tensors[name].dtype == tensor.dtype, name
+            assert torch.equal(tensors[name], tensor), name
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -129,6 +129,26 @@ def test_a_model_packed_while_it_was_loaded_reloads_with_its_linear_layers(tmp_p
     assert files(tmp_path / "twice") == files(tmp_path / "saved")
 
 
+@pytest.mark.parametrize("kind", ["nf4", "bf16 storage", "int8"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "jetmoe"])
+def test_a_folder_loaded_in_another_dtype_is_as_one_packed_in_it(tmp_path, family, kind):
+    loaded(tmp_path, tmp_path, kind, family).save_pretrained(tmp_path / "saved")
+    again = reload(tmp_path / "saved", dtype=torch.float32)
+    config = BitsAndBytesConfig(**KINDS[kind])
+    wanted = reload(tmp_path / "plain", quantization_config=config, dtype=torch.float32)
+    assert bits(again) == bits(wanted)
+    for (_, one, leaf), (_, other, _) in zip(
+        parametrize.iter_packed(again), parametrize.iter_packed(wanted), strict=True
+    ):
+        assert getattr(one, leaf).dtype == torch.float32
+        assert torch.equal(getattr(one, leaf), getattr(other, leaf))
+    inputs = tiny_inputs(wanted)
+    assert torch.equal(again(**inputs).logits, wanted(**inputs).logits)
+    again.save_pretrained(tmp_path / "twice")
+    twice = reload(tmp_path / "twice")
+    assert torch.equal(twice(**inputs).logits, wanted(**inputs).logits)
+
+
 @pytest.mark.parametrize("family", ["diffusion_gemma", "qwen4_exp_text"])
 def test_tied_stacks_and_layers_named_weight_come_back(tmp_path, family):
     model = loaded(tmp_path, tmp_path, "nf4", family)
