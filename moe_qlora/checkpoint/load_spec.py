@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..detection.detect import detect
 from ..errors import CheckpointError, UnsupportedWeightError
 from ..kernels.weights import PackedWeight
-from ..layout import ExpertParam, ModelLayout, dtype_name
+from ..layout import ExpertParam, ModelLayout
 from ..models.patterns import check_patterns
 from ..packing.format import packed_nbytes, why_not_packed
 from ..packing.selection import weights_to_pack
@@ -92,7 +92,7 @@ class LoadSpec:
         return torch.device("cpu" if place == "disk" else place)
 
     def recast(self, name: str, loaded: Any) -> Any:
-        """Return a tensor of a packed folder, as stock transformers loads it, in the dtype asked for.
+        """Return a tensor that transformers has read of a packed folder in the dtype asked for.
 
         Stock loads plain weights in the dtype on disk, and has Linear layers decode to the recorded
         one, whatever is asked for.
@@ -169,7 +169,7 @@ def reload_spec(
         raise CheckpointError(f"{folder}: {problem}: one of them is not of this save.")
     spec = LoadSpec(params, settings, _dtypes(model, layout, dtype), layout, manifest=manifest)
     own_dtype = manifest.config.get("dtype")
-    spec.recasts = None not in (dtype, own_dtype) and dtype_name(dtype) != own_dtype
+    spec.recasts = bool(dtype and own_dtype) and dtype != getattr(torch, str(own_dtype), None)
     for name in manifest.experts:
         own, how = own_name(model, name, by_name), manifest.settings_of(name)
         if own is not None and how.is_kept:
