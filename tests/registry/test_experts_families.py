@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import representatives
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -23,11 +24,11 @@ from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 RANK, SCALING = 3, 0.7
-FAMILIES = [
+FAMILIES = representatives.first(
     name
     for name in registry.model_types()
     if any(item["dispatches"] for item in registry.load(name).experts)
-]
+)
 # Models without a forward that takes text: their experts modules are called by themselves.
 BY_MODULE = ["dots3_note_vision_encoder", "qwen3_omni_moe"]
 # Their linear attention takes up to ten seconds on a CPU: one run each.
@@ -184,7 +185,7 @@ def twins(request: pytest.FixtureRequest) -> tuple[Any, Any, set[str]]:
     return *packed_and_plain(request.param), {router.name for router in layout.routers}
 
 
-@pytest.mark.parametrize(("twins", "which"), RUNS, indirect=["twins"])
+@pytest.mark.parametrize(("twins", "which"), representatives.cases(RUNS), indirect=["twins"])
 def test_model_equals_plain_loops(twins: tuple[Any, Any, set[str]], which: str) -> None:
     packed, plain, routers = twins
     providers = lora(packed, which)
@@ -211,7 +212,7 @@ def test_model_equals_plain_loops(twins: tuple[Any, Any, set[str]], which: str) 
 
 
 @pytest.mark.parametrize("which", SIDES)
-@pytest.mark.parametrize("model_type", BY_MODULE)
+@pytest.mark.parametrize("model_type", representatives.cases(BY_MODULE))
 def test_modules_equal_plain_loops(model_type: str, which: str) -> None:
     packed, plain = packed_and_plain(model_type)
     providers = lora(packed, which)

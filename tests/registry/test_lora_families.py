@@ -19,6 +19,7 @@ from typing import Any
 
 import peft
 import pytest
+import representatives
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
@@ -34,7 +35,7 @@ from moe_qlora.packing import parametrize
 from moe_qlora.testing import registry_families, tiny_inputs, tiny_model
 
 NO_TEXT_FORWARD = {"dots3_note_vision_encoder", "qwen3_omni_moe"}  # as in test_models.py
-TYPES = [name for name in registry_families() if name not in NO_TEXT_FORWARD]
+TYPES = representatives.first(set(registry_families()) - NO_TEXT_FORWARD)
 TOLERANCE = 1e-5
 
 # Where two right answers in fp32 lie more than 1e-5 apart, so that fp64 has to decide.
@@ -56,7 +57,7 @@ COARSE = {
 # checkpoint ("mlp.experts" becomes "mlp.mlp.experts"), and so loses what it has saved itself.
 LOST_BY_STOCK = {"deepseek_ocr2", "mistral_large4", "mistral_large4_text", "unlimited_ocr"}
 # Stock PEFT's wrapper hides the weights that dbrx's experts read from outside of their module.
-NOT_RUN_BY_STOCK = {"dbrx"}
+RUN_BY_STOCK = [name for name in TYPES if name != "dbrx"]
 # Its delta attention pads 12 tokens to chunks of 64 and takes seconds.
 ONE_RUN = {"kimi_linear"}
 
@@ -312,7 +313,7 @@ def variants_of(case: Case) -> list[list[str] | None]:
     return [everything, one]
 
 
-@pytest.mark.parametrize("case", TYPES, indirect=True)
+@pytest.mark.parametrize("case", representatives.cases(TYPES), indirect=True)
 def test_every_architecture(case: Case) -> None:
     plain = run(case.twin, case)
     for parameters in variants_of(case):
@@ -392,7 +393,7 @@ def files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return {name: (value.shape, value.dtype) for name, value in tensors.items()}, ordered
 
 
-@pytest.mark.parametrize("case", [t for t in TYPES if t not in NOT_RUN_BY_STOCK], indirect=True)
+@pytest.mark.parametrize("case", representatives.cases(RUN_BY_STOCK), indirect=True)
 def test_files_are_those_of_stock_peft_and_go_both_ways(case: Case, tmp_path: Path) -> None:
     # dt_proj: unless a model is quantized, Mamba's own forward reads the weight and misses LoRA.
     modules = [n for n in attention_linears(case.base, case.routers) if not n.endswith("dt_proj")]

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
+from moe_qlora import registry
+from moe_qlora.layout import name_pattern
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import registry_families, tiny_model
 
@@ -39,6 +42,27 @@ def on_disk(family: str, folder: Path, shard: str = "60KB") -> type:
     model = tiny_model(family).to(torch.bfloat16)
     model.save_pretrained(folder, max_shard_size=shard)
     return type(model)
+
+
+def check_keys(family: str, folder: Path) -> None:
+    """The registry's keys on disk are those that transformers writes."""
+    written: dict[str, int] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                written[name_pattern(key)] = written.get(name_pattern(key), 0) + 1
+    expected: dict[str, dict[str, int]] = {}
+    for item in registry.load(family).experts:
+        blocks = item["tiny"]["count"]
+        experts = max(group["experts"] for group in item["tiny"]["groups"])
+        owner = item["pattern"].rpartition(".")[0]
+        for key in item["checkpoint"]["keys"]:
+            per_block = experts if item["checkpoint"]["layout"] == "per expert" else 1
+            expected.setdefault(key, {})[owner] = blocks * per_block
+    # Experts of two modules may share one list on disk (text, then vision experts).
+    assert {key: written.get(key) for key in expected} == {
+        key: sum(owners.values()) for key, owners in expected.items()
+    }
 
 
 def bytes_of(model: torch.nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
@@ -85,6 +109,7 @@ def streamed(cls: Any, folder: Path, settings: dict[str, Any] | None = None) -> 
 @pytest.mark.parametrize("family", TYPES)
 def test_streaming_equals_packing_after_the_load_and_reloads(family: str, tmp_path: Path) -> None:
     cls = on_disk(family, tmp_path / "plain")
+    check_keys(family, tmp_path / "plain")
     reference = then_packed(cls, tmp_path / "plain", NF4)
     model = streamed(cls, tmp_path / "plain", NF4)
     assert_equal(model, reference)

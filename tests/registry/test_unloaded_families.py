@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import representatives
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
@@ -10,7 +11,7 @@ import moe_qlora
 from moe_qlora import testing
 from moe_qlora.lora import names as lora_names
 
-TYPES = testing.registry_families()
+TYPES = representatives.first(testing.registry_families())
 BNB = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 
@@ -24,7 +25,7 @@ def said(config):
     }
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", representatives.cases(TYPES))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_same_config(model_type):
     packed = testing.tiny_model(model_type)
