@@ -55,8 +55,10 @@ class DividedTensor(DTensor):
                 for group in first.device_mesh.get_all_groups():
                     distributed.all_reduce(_local(args[1]), distributed.ReduceOp.MAX, group=group)
                 return None
-            if name == "mul_" and not isinstance(args[1], DTensor):
-                _local(args[0]).mul_(args[1])  # by a number, or a tensor that holds one
+            if name == "mul_" and not getattr(args[1], "ndim", 0):
+                # by a number, or a tensor that holds one: FSDP2's lies on a mesh of its own
+                factor = args[1].full_tensor() if isinstance(args[1], DTensor) else args[1]
+                _local(args[0]).mul_(factor)
                 return args[0]
             if name.startswith(_ELEMENTWISE):
                 return func(*tree_map(_local, args), **tree_map(_local, kwargs))
@@ -84,14 +86,15 @@ def _reduced(norms: list[Tensor], tensors: Sequence[Any], order: float) -> list[
         if isinstance(tensor, DTensor):
             key = tensor.device_mesh, tuple(p.is_replicate() for p in tensor.placements)
             by_mesh.setdefault(key, []).append(index)
-    reduce = distributed.ReduceOp.MAX if math.isinf(order) else distributed.ReduceOp.SUM
+    reduce, power = distributed.ReduceOp.SUM, order or 1.0  # order 0 counts what is not zero
+    if math.isinf(order):
+        reduce = distributed.ReduceOp.MAX if order > 0 else distributed.ReduceOp.MIN
+        power = 1.0
     for (mesh, replicated), indices in by_mesh.items():
-        values = torch.stack([norms[index] for index in indices])
-        values = values if math.isinf(order) else values**order
+        values = torch.stack([norms[index] for index in indices]) ** power
         for dimension, whole in enumerate(replicated):
             if not whole:
                 distributed.all_reduce(values, reduce, group=mesh.get_group(dimension))
-        values = values if math.isinf(order) else values ** (1 / order)
-        for index, value in zip(indices, values, strict=True):
+        for index, value in zip(indices, values ** (1 / power), strict=True):
             results[index] = value
     return results
