@@ -15,10 +15,9 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ..detection.detect import detect
-from ..errors import AdapterError
+from ..errors import AdapterError, CheckpointError
 from ..layout import ExpertParam, unwrapped_name
-from ..models.files import read_json
+from ..models.files import MAX_CONFIG, read_json, read_raw
 from .adapter import CONFIG, WEIGHTS, LoraSettings
 from .reader import Checkpoint, inside, parse_fields
 from .rounding import NOTE
+from .staging import WRITE_ERRORS, not_written
 
 PREFIX = "base_model.model."
 ROLE_OF_LEAF = {
@@ -94,12 +94,19 @@ def fused(folder: Path, model: nn.Module) -> Iterator[Path]:
         config = read_json(inside(folder, CONFIG))
         settings = parse_fields(LoraSettings, config, folder / CONFIG)
         written = _Fusion(folder, file, settings, model, modules).write(config)
-    with tempfile.TemporaryDirectory(prefix="moe_qlora-") as work:
-        if (folder / NOTE).is_file():
-            shutil.copyfile(inside(folder, NOTE), Path(work) / NOTE)
-        save_file(written, Path(work) / WEIGHTS, metadata={"format": "pt"})
-        (Path(work) / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-        yield Path(work)
+    with ExitStack() as stack:
+        try:
+            temporary = tempfile.TemporaryDirectory(prefix="moe_qlora-")
+            work = Path(stack.enter_context(temporary))
+            if (folder / NOTE).is_file():
+                (work / NOTE).write_bytes(read_raw(inside(folder, NOTE), MAX_CONFIG))
+            save_file(written, work / WEIGHTS, metadata={"format": "pt"})
+            (work / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        except WRITE_ERRORS as error:
+            instead = "let TMPDIR name another folder"
+            place = f"The folder of temporary files, {tempfile.tempdir or 'TMPDIR'},"
+            raise CheckpointError(not_written(place, error, instead)) from error
+        yield work
 
 
 def _expert_modules(model: nn.Module) -> dict[str, dict[str, ExpertParam]]:

@@ -24,9 +24,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from ..errors import CheckpointError
 
+WRITE_ERRORS = (OSError, SafetensorError)
+"""What a write can raise: safetensors has errors of its own for those of the system."""
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -49,7 +54,8 @@ def rename_new(work: Path, destination: Path) -> None:
         flush(file)
     check_new(destination)
     work.rename(destination)
-    flush(destination.parent)
+    with suppress(OSError):  # it is there, whatever the system says of the folder around it
+        flush(destination.parent)
 
 
 @contextmanager
@@ -61,7 +67,7 @@ def staging(
     Others raise a `CheckpointError` meanwhile, or `wait`. For `job` see `new_folder`.
     """
     place, start = _place(target, inside)
-    lock = place / f"{start}.lock"
+    lock, work, to_go_on = place / f"{start}.lock", None, bool(job)
     try:
         place.mkdir(parents=True, exist_ok=True)
         with _locked(lock, target, wait) as handle:
@@ -79,8 +85,27 @@ def staging(
                     shutil.rmtree(work, ignore_errors=True)
                 if work is None or not work.exists():
                     discard(lock)
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}.") from error
+    except WRITE_ERRORS as error:
+        if isinstance(error, OSError) and error.filename and error.filename2 is None:
+            read = Path(os.fsdecode(error.filename))
+            if not (place.is_relative_to(read) or read.is_relative_to(place)):
+                raise CheckpointError(f"{read} cannot be read: {error.strerror}.") from error
+        kept = work if to_go_on and work is not None and work.exists() else None
+        raise CheckpointError(not_written(target, error, kept=kept)) from error
+
+
+def not_written(
+    target: str | Path,
+    error: OSError | SafetensorError,
+    instead: str = "name another folder",
+    kept: Path | None = None,
+) -> str:
+    """Return the sentence for a failed write: why, and what to do; `kept` is gone on in."""
+    reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
+    full = isinstance(error, SafetensorError) or error.errno in _NO_ROOM
+    again = f"; {kept.name} stays, and the next run goes on in it" if kept else ""
+    advice = f"make room there or {instead}, and run it again" if full else instead
+    return f"{target} cannot be written: {reason}; {advice}{again}."
 
 
 def _place(target: Path, inside: bool) -> tuple[Path, str]:
@@ -202,8 +227,13 @@ def check_new(destination: Path) -> None:
             raise CheckpointError(
                 f"{destination} exists and is not empty: name a new folder, nothing is overwritten."
             )
+        if destination.is_mount():
+            raise CheckpointError(
+                f"{destination} is where a file system is mounted, and no folder can be renamed to "
+                "it: name a folder in it."
+            )
     elif destination.exists() or destination.is_symlink():
-        raise CheckpointError(f"{destination} exists and is no folder: name a new one.")
+        raise CheckpointError(f"{destination} exists and is a link or no folder: name a new one.")
 
 
 def replaceable(path: Path) -> bool:
@@ -223,7 +253,8 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException:  # Ctrl-C too leaves nothing
         discard(temporary)
         raise
-    flush(path.parent)
+    with suppress(OSError):  # as in rename_new
+        flush(path.parent)
 
 
 def discard(*files: Path) -> None:

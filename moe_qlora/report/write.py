@@ -58,7 +58,8 @@ def write_report(
     Args:
         source: A checkpoint folder, packed or not; an adapter's folder; the folder of a Trainer's
             run; a configuration, path, model type or hub id as `plan` takes it; or a live model.
-        out: The file to write; an existing one is replaced at once when the page is complete.
+        out: The file to write; an existing .html file is replaced at once when the page is
+            complete.
         against: The checkpoint that a packed folder was packed from: shows the quantization error.
         text: A JSONL, JSON or text file, or strings: shows which experts these texts go to, which
             loads and runs the model.
@@ -85,6 +86,8 @@ def write_report(
             f"out is {target}, which is no file that can be written; name one in a folder that "
             "exists."
         )
+    if target.exists() and target.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"out is {target}, which exists and is no .html file; name another file.")
     for name, value in {"seq": seq, "max_tokens": max_tokens, "batch": batch}.items():
         if value is None and name != "max_tokens":
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,8 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
-from moe_qlora.checkpoint.staging import left_behind, new_folder, replace_file, staging
+from moe_qlora.checkpoint.staging import (
+    check_new,
+    left_behind,
+    new_folder,
+    replace_file,
+    staging,
+)
 from moe_qlora.errors import CheckpointError
 
 LOCK = ".model.moe_qlora.lock"
@@ -78,9 +86,65 @@ def test_a_disk_that_fails_leaves_only_what_a_job_has_done(tmp_path, job):
             (work / "x").write_text("1")
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match=r"model cannot be written: .*No space left"):
+    said = "model cannot be written: No space left on device; make room there or name another"
+    with pytest.raises(CheckpointError, match=said) as caught:
         build()
     assert len(names(tmp_path)) == (2 if job else 0)
+    stays = [name for name in names(tmp_path) if name.endswith(".partial")]
+    assert ("stays, and the next run goes on in it" in str(caught.value)) is bool(job)
+    assert all(name in str(caught.value) for name in stays)
+
+
+@pytest.mark.parametrize(
+    ("code", "first", "second", "said"),
+    [
+        (errno.EACCES, "source/x", None, "source/x cannot be read: Permission denied."),
+        (errno.EACCES, "place/.model.1.partial/x", None, "place/model cannot be written: Perm"),
+        (errno.EACCES, "place", None, "place/model cannot be written: Permission denied; name"),
+        (errno.ENOSPC, "source/x", "place/y", "place/model cannot be written: No space left"),
+    ],
+)
+def test_what_could_not_be_read_or_written_is_named(tmp_path, code, first, second, said):
+    paths = [str(tmp_path / first), None, second and str(tmp_path / second)]
+    with (
+        pytest.raises(CheckpointError, match=rf"^{tmp_path}/{said}"),
+        new_folder(tmp_path / "place/model"),
+    ):
+        raise OSError(code, os.strerror(code), *paths)
+
+
+def test_a_full_disk_is_one_to_safetensors_too(tmp_path):
+    words = "Error while serializing: I/O error: No space left on device (os error 28)"
+    said = r"model cannot be written: No space left on device \(os error 28\); make room there"
+    with pytest.raises(CheckpointError, match=said), new_folder(tmp_path / "model"):
+        raise SafetensorError(words)
+
+
+def test_a_folder_that_is_there_is_written_whatever_follows(tmp_path, monkeypatch):
+    """A system that flushes no folders, or says of a full disk after the folder was renamed."""
+    goal, flush = tmp_path / "model", os.fsync
+
+    def fsync(handle: int) -> None:
+        if os.path.sameopenfile(handle, parent):
+            raise OSError(28, "No space left on device")
+        flush(handle)
+
+    parent = os.open(tmp_path, os.O_RDONLY)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with new_folder(goal) as work:
+        (work / "x").write_text("1")
+    replace_file(tmp_path / "file", b"2")
+    os.close(parent)
+    assert names(tmp_path) == ["file", "model"]
+
+
+def test_a_mount_is_refused_before_the_work(tmp_path, monkeypatch):
+    goal = tmp_path / "volume"
+    goal.mkdir()
+    monkeypatch.setattr(type(goal), "is_mount", lambda path: path == goal)
+    with pytest.raises(CheckpointError, match="is where a file system is mounted"):
+        check_new(goal)
+    check_new(goal / "model")
 
 
 @pytest.mark.parametrize("kind", ["full", "file", "link", "dangling"])

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from transformers import (
 
 import moe_qlora
 from moe_qlora.checkpoint.verify import verify
-from moe_qlora.errors import CheckpointError, ConfigError
+from moe_qlora.errors import CheckpointError, ConfigError, visible
+from moe_qlora.memory.budget import StepMoment
 from moe_qlora.report import page
 from moe_qlora.report.pieces import (
     ErrorPiece,
@@ -337,6 +338,49 @@ def test_names_of_others_are_text_on_the_page(inputs, tmp_path):
     assert "<script>alert(1)<b>\\u202e" in Page(out).text
 
 
+def structure(file: Path) -> list[tuple[str, dict[str, str]]]:
+    """Tags and attributes of a page, without line breaks in names and places in charts."""
+    found = [(tag, values) for tag, values in Page(file).attributes if tag != "wbr"]
+    return [(tag, {k: re.sub(r"[\d.]+", "", v) for k, v in a.items()}) for tag, a in found]
+
+
+def with_texts(value, text, *path):
+    """A record in which every text that may come from others is another one."""
+    if isinstance(value, str):
+        return text
+    if isinstance(value, tuple):
+        return tuple(with_texts(one, text, *path) for one in value)
+    if not is_dataclass(value) or isinstance(value, StepMoment):
+        return value
+    values = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+    return replace(value, **{name: with_texts(one, text, *path) for name, one in values.items()})
+
+
+PAYLOADS = (
+    "</title></style></script><script>alert(1)</script>",
+    "\"><img src=x onerror=alert(1)>' onload='alert(1)",
+    "--><svg/onload=alert(1)><!--]]></svg></desc></code>",
+    "javascript:alert(1)//&#x3c;script&#x3e;{{7*7}}{%raw%}${7*7}",
+    "a\x00\x1b[31m\u202e\u2028\u2029\u0085\ufeff;}</style><style>@import url(//x)",
+)
+
+
+@pytest.mark.parametrize("text", PAYLOADS)
+def test_no_text_changes_the_page(whole, tmp_path, text):
+    """Whatever names, values and messages are, tags and attributes stay what they were."""
+    report, file = with_texts(whole[0], text), tmp_path / "page.html"
+    missing = {name: Missing(text, fault=True) for name in PIECES}
+    for hostile in (report, replace(report, **missing)):
+        harmless = with_texts(hostile, "benign")
+        file.write_text(page.render(harmless), encoding="utf-8")
+        want = structure(file)
+        file.write_text(page.render(hostile), encoding="utf-8")
+        assert structure(file) == want
+        seen = visible(text)
+        assert Page(file).text.count(seen) > 5
+        assert not set(file.read_text(encoding="utf-8")) & set("\0\x1b\u202e\u2028\u2029\ufeff")
+
+
 def test_errors_are_sentences_and_leave_no_file(inputs, tmp_path):
     out = tmp_path / "report.html"
     with pytest.raises(ConfigError, match="seq is 0"):
@@ -358,6 +402,11 @@ def test_errors_are_sentences_and_leave_no_file(inputs, tmp_path):
     with pytest.raises(ConfigError, match="is no file"):
         moe_qlora.write_report(inputs.packed, out, text=tmp_path / "gone.txt")
     assert not list(tmp_path.iterdir())
+    kept = tmp_path / "train.jsonl"  # as completed by a shell, behind the wrong option
+    kept.write_text("{}")
+    with pytest.raises(ConfigError, match=r"exists and is no \.html file"):
+        moe_qlora.write_report(inputs.packed, kept)
+    assert kept.read_text() == "{}"
 
 
 def text_of_page(source, file, **options):

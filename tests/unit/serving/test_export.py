@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -448,3 +451,29 @@ def test_a_half_folded_in_float32_stays_so() -> None:
         )
         other = per_expert.Factors(a + 1, b_up, 2.0)
         assert torch.equal(per_expert._fuse(gate, other, False).b[:, :5, :3], b_gate.float())
+
+
+@pytest.mark.parametrize("server", ["vllm", "peft"])
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(
+    server: str, bases: dict[str, Path], adapters: Any, tmp_path: Path, copied: Any
+) -> None:
+    """Of the target, and of the folder of temporary files, where single experts are fused."""
+    folder, out = adapters["qwen3_moe"][0], tmp_path / "place/out"
+    single, base = tmp_path / "single", bases["qwen3_moe"]
+    moe_qlora.export_adapter(folder, single, base=base, target="vllm")
+    source = single if server == "peft" else folder
+    place = Path(tempfile.gettempdir()) if server == "peft" else out
+    largest = (source / "adapter_model.safetensors").stat().st_size
+    for limit in (10, largest // 3):
+
+        def work(limit: int = limit) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            try:
+                moe_qlora.export_adapter(source, out, base=base, target=server)
+            except moe_qlora.CheckpointError as error:
+                told = f"{place}{',' * (server == 'peft')} cannot be written: File too large"
+                os._exit(7 if told in str(error) and "\n" not in str(error) else 8)
+
+        assert copied(work).ended() == 7
+        assert not list(out.parent.glob("*"))
+    moe_qlora.export_adapter(source, out, base=base, target=server)
