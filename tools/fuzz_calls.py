@@ -179,12 +179,9 @@ def add_weighted_adapter(m: Machine) -> Any:
     if len(adapters) > 4:
         return False
     of = m.rng.sample(list(adapters), min(len(adapters), m.rng.randint(1, 3)))
-    way, name, refusal = m.rng.choice(["cat", "linear", "svd"]), m.fresh("sum"), None
+    way, name, refusal = m.rng.choice(["cat", "linear", "svd"]), m.fresh("w"), None
     weights = [m.rng.choice([0.5, 1.0, 0.3, 2.0]) for _ in of]
-    ranks = [rank_of(m, adapter) for adapter in of]
-    sides = [min(m.oracle.base[n].shape[-2:]) for adapter in of for n in adapters[adapter].factors]
-    if way == "svd" and max(ranks) > min(sides):  # PEFT's cut factors would be of two ranks
-        way = "cat"
+    ranks = [int(m.model.peft_config[adapter].r) for adapter in of]
     if m.rng.random() < 0.1:
         of, weights, ranks = [*of, "nobody"], [*weights, 1.0], [*ranks, 1]
         refusal = "add_weighted_adapter: of an adapter that is not there"
@@ -192,6 +189,8 @@ def add_weighted_adapter(m: Machine) -> Any:
         refusal = "add_weighted_adapter: of chosen experts"
     elif refusal is None and way == "linear" and len(set(ranks)) > 1:
         refusal = "add_weighted_adapter: linear, of two ranks"
+    if any(name in weight.split(".") for weight in m.oracle.base):
+        refusal = "add_weighted_adapter: the name of a layer"
     code = f"model.add_weighted_adapter({of}, {weights}, {name!r}, combination_type={way!r})"
     if not m.run(code, refusal):
         return None
@@ -203,11 +202,6 @@ def add_weighted_adapter(m: Machine) -> Any:
     for weight, delta in m.oracle.effect(name).items():
         fuzz_oracle.check_close(f"{way} of {weight}", delta, wanted[weight], 1e-3)
     return None
-
-
-def rank_of(m: Machine, name: str) -> int:
-    """Return the rank that PEFT's config says."""
-    return int(m.model.peft_config[name].r)
 
 
 # --- merging ------------------------------------------------------------------------------------

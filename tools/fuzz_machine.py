@@ -59,6 +59,10 @@ ALLOWED: dict[str, tuple[str, str, str]] = {
         *("AdapterError", "needs LoRA on all experts"),
         "the sum's experts would be those of either",
     ),
+    "add_weighted_adapter: the name of a layer": (
+        *("AdapterError", "out of the files of other adapters"),
+        "PEFT tells adapters' tensors by names, wherever they stand in a key",
+    ),
     "add_weighted_adapter: linear, of two ranks": (
         *("ValueError", "All adapters must have the same r value"),
         "PEFT sums factors, which must be of one shape",

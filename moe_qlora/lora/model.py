@@ -18,6 +18,7 @@ from peft.tuners.lora import LoraModel as StockLoraModel
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ..checkpoint.load_spec import kept_dtypes
 from ..errors import AdapterError, ConfigError
@@ -36,7 +37,7 @@ from .inject import check_connected, upgrade_wrappers
 from .layer import ParamWrapper
 from .linear import Linear4bit, Linear8bitLt, merge_exactly
 from .merge import check_repack
-from .names import as_set, packed_parameters
+from .names import as_set, check_adapter_names, packed_parameters
 from .packed import check_packed
 from .replicated import check_copies, replicate_adapters
 from .rewrite import reached_modules
@@ -160,6 +161,7 @@ def connect_adapters(model: PeftModel) -> PeftModel:
         tuner.__class__ = LoraModel
     upgrade_wrappers(tuner.model)
     merge_exactly(tuner.model)
+    check_adapter_names(tuner.model, model.peft_config)
     for name, config in model.peft_config.items():
         check_connected(tuner.model, name, config)
     _check_ranks(tuner.model, model.peft_config)
@@ -214,6 +216,7 @@ class LoraModel(StockLoraModel):
     def inject_adapter(
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
+        check_adapter_names(model, self.peft_config)
         check_unsharded(model, f"Adding the adapter {adapter_name!r}", _BEFORE_SHARDING)
         _check_ranks(model, {adapter_name: self.peft_config[adapter_name]})
         config = adapt_lora_config(model, self.peft_config[adapter_name])
@@ -309,6 +312,7 @@ class LoraModel(StockLoraModel):
         """Add the weighted sum of adapters as PEFT does, on expert parameters expert by expert."""
         if adapter_name in self.peft_config:
             return
+        check_adapter_names(self.model, {*self.peft_config, adapter_name})
         check_whole(self.model, "add_weighted_adapter")
         for adapter in adapters:
             if getattr(self.peft_config.get(adapter), "_chosen", None):
@@ -351,11 +355,18 @@ class LoraModel(StockLoraModel):
         self, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         stock = super()._svd_generalized_task_arithmetic_weighted_adapter
-        shared, target, rest = args[:4], args[4], args[5:]
-        if not isinstance(target, ParamWrapper):
-            return cast("tuple[Tensor, Tensor]", stock(*args, **kwargs))
-        experts = (SingleExpert(target, index) for index in range(target.num_experts))
-        return stored_factors([stock(*shared, expert, *rest, **kwargs) for expert in experts])
+        shared, rank, target, rest = args[:3], args[3], args[4], args[5:]
+        parts = [target]
+        if isinstance(target, ParamWrapper):
+            parts = [SingleExpert(target, index) for index in range(target.num_experts)]
+        # PEFT cannot give more than a weight has: zeros make up the rest of the rank.
+        sides = (rest[0].shape[1], len(rest[1])) if rest[0].dim() == 2 else ()  # no convolution
+        most, factors = min((rank, *sides)), []
+        for part in parts:
+            a, b = stock(*shared, most, part, *rest, **kwargs)
+            missing = rank - most
+            factors.append((pad(a, (0, 0, 0, missing)), pad(b, (0, missing))))
+        return stored_factors(factors) if isinstance(target, ParamWrapper) else factors[0]
 
 
 def make_plain(model: nn.Module, dtype: torch.dtype) -> None:

@@ -14,13 +14,20 @@ from torch import nn
 
 from ..detection.detect import detect
 from ..detection.tree import join
-from ..errors import ConfigError
+from ..errors import AdapterError, ConfigError
 from ..layout import unwrapped_name
 from ..packing.parametrize import packed_names
 
 Names: TypeAlias = "list[str] | tuple[str, ...] | set[str] | frozenset[str]"
 
 ALL_LINEAR = "all-linear"
+
+# Where the names of adapters begin in a full name, and what else PEFT puts into one.
+_ADAPTERS_OWN = re.compile(r"\.(?=lora_|modules_to_save|original_module)")
+_PARTS_OF_KEYS = (
+    *("model", "weight", "bias", "base_layer", "modules_to_save", "original_module"),
+    *("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"),
+)
 
 _LEADING_FLAGS = re.compile(r"\(\?([aimsux]+)\)")
 
@@ -79,6 +86,26 @@ def expert_parameters(
             f"{sorted(set(role_of.values()))}."
         )
     return [name for name in packed if role_of.get(name) in wanted]
+
+
+def check_adapter_names(model: nn.Module, adapters: Collection[str]) -> None:
+    """Raise where one of several adapters has the name of a part of the model.
+
+    In its file PEFT leaves out what has another adapter's name anywhere in its own.
+    """
+    if len(adapters) < 2:
+        return
+    parts = dict.fromkeys(_PARTS_OF_KEYS, "what PEFT puts into every name")
+    for full in (name for name, _ in model.named_modules()):
+        path = _ADAPTERS_OWN.split(full)[0]
+        parts.setdefault(path.rpartition(".")[2], path)
+    for name in adapters:
+        if name in parts:
+            raise AdapterError(
+                f"adapter {name!r} has the name of {parts[name]}, and PEFT would leave LoRA there "
+                "out of the files of other adapters: give it another name, which a saved adapter "
+                "gets as it is loaded."
+            )
 
 
 def names_parameter(target: str, name: str) -> bool:

@@ -15,10 +15,12 @@ from peft import PeftConfig
 from .config import adapt, adapt_lora_config
 from .fill import check_base, misfit
 from .folder import check_folder, reading
+from .names import check_adapter_names
 
 
 def add_adapter(self: Any, adapter_config: Any, adapter_name: str | None = None) -> None:
     """Add an adapter as `PreTrainedModel.add_adapter` does, LoRA on packed experts included."""
+    _check_name(self, adapter_name)
     type(self).add_adapter(self, adapt_lora_config(self, adapter_config), adapter_name)
 
 
@@ -33,6 +35,7 @@ def load_adapter(
     **kwargs: Any,
 ) -> Any:
     """Load an adapter as `PreTrainedModel.load_adapter` does, LoRA on packed experts included."""
+    _check_name(self, adapter_name)
     if peft_config is None and peft_model_id is not None:
         # transformers looks these up only where it is given no config.
         download = load_config.download_kwargs if load_config is not None else {}
@@ -63,3 +66,7 @@ def load_adapter(
         advice = ", and one from transformers v4 with moe_qlora.load_adapter"
         raise misfit(peft_model_id, missing, unexpected, advice)
     return info
+
+
+def _check_name(model: Any, adapter_name: str | None) -> None:
+    check_adapter_names(model, {*getattr(model, "peft_config", ()), adapter_name or "default"})

@@ -305,6 +305,27 @@ def test_weighted_sums_of_adapters(model_type: str, kind: str, rank: int | None)
     )
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_a_sum_by_svd_takes_a_rank_above_the_sides_of_a_weight(full: bool, tmp_path: Path) -> None:
+    config = lora_config(target_modules=["q_proj", "k_proj", "o_proj"])
+    config.target_parameters = [*config.target_parameters, "gate.weight"]
+    model = moe_qlora.get_peft_model(build(), config)
+    model.add_adapter("two", config)
+    fill(model)
+    model.add_weighted_adapter(
+        ["default", "two"], [0.5, -1.0], "sum", "svd", svd_rank=200, svd_full_matrices=full
+    )
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            assert len(module.lora_A["sum"].weight) % 200 == 0
+            parts = [module.get_delta_weight(name) for name in ("default", "two")]
+            assert close(module.get_delta_weight("sum"), 0.5 * parts[0] - parts[1], 1e-4)
+    model.set_adapter("sum")
+    expected = logits(model)
+    model.save_pretrained(tmp_path, selected_adapters=["sum"], **NO_HUB)
+    assert torch.equal(logits(moe_qlora.load_adapter(build(), tmp_path / "sum")), expected)
+
+
 ATTENTION = {"target_modules": ["o_proj"], "target_parameters": None}
 EXPERTS = {"target_modules": None, "target_parameters": ["experts.gate_up_proj"]}
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -376,6 +397,33 @@ def test_a_sum_of_an_unknown_adapter_is_one_sentence() -> None:
     model = moe_qlora.get_peft_model(build(), lora_config())
     with pytest.raises(AdapterError, match="there is no adapter 'two'; the model has default"):
         model.add_weighted_adapter(["default", "two"], [1.0, 1.0], "sum", "cat")
+
+
+@pytest.mark.parametrize("name", ["q_proj", "1", "weight", "model"])
+def test_adapters_with_the_name_of_a_layer_are_alone(name: str, tmp_path: Path) -> None:
+    """PEFT takes the tensors of such a layer for the adapter's, which it leaves out of others'."""
+    model = moe_qlora.get_peft_model(build(), lora_config())
+    fill(model)
+    kept = copy.deepcopy(model.peft_config), logits(model)
+    model.save_pretrained(tmp_path, **NO_HUB)
+    said = f"adapter '{name}' has the name of .*: give it another name"
+    for add in (
+        lambda: model.add_adapter(name, lora_config()),
+        lambda: model.load_adapter(tmp_path, name),
+        lambda: moe_qlora.load_adapter(model, tmp_path, name),
+        lambda: model.add_weighted_adapter(["default"], [1.0], name),
+    ):
+        with pytest.raises(AdapterError, match=said):
+            add()
+        assert (model.peft_config, name) == (kept[0], name)
+        assert torch.equal(logits(model), kept[1])
+    alone = moe_qlora.load_adapter(build(), tmp_path, name)
+    assert torch.equal(logits(alone), kept[1])
+    alone.save_pretrained(tmp_path / "alone", **NO_HUB)
+    written = load_file(tmp_path / "alone" / name / "adapter_model.safetensors")
+    assert written.keys() == load_file(tmp_path / "adapter_model.safetensors").keys()
+    with pytest.raises(AdapterError, match=said):
+        alone.add_adapter("second", lora_config())
 
 
 def test_generate_with_and_without_the_adapter() -> None:

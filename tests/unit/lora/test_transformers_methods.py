@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import testing
+from moe_qlora.errors import AdapterError
 
 BNB = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
@@ -141,3 +142,14 @@ def test_methods_go_with_the_packed_experts(base):
     assert {"add_adapter", "load_adapter"} <= model.__dict__.keys()
     model.dequantize()
     assert not {"add_adapter", "load_adapter"} & model.__dict__.keys()
+
+
+def test_another_adapter_with_the_name_of_a_layer_is_refused(base, adapter):
+    path, expected = adapter
+    model = packed(base)
+    model.load_adapter(str(path))
+    with pytest.raises(AdapterError, match="adapter 'q_proj' has the name of model.layers.0"):
+        model.load_adapter(str(path), "q_proj")
+    with pytest.raises(AdapterError, match="adapter 'q_proj' has the name of model.layers.0"):
+        model.add_adapter(lora_config(model), "q_proj")
+    assert torch.equal(logits(model), expected)
