@@ -148,8 +148,8 @@ def test_another_adapter_with_the_name_of_a_layer_is_refused(base, adapter):
     path, expected = adapter
     model = packed(base)
     model.load_adapter(str(path))
-    with pytest.raises(AdapterError, match="adapter 'q_proj' has the name of model.layers.0"):
+    with pytest.raises(AdapterError, match="adapter 'q_proj' has the name of model"):
         model.load_adapter(str(path), "q_proj")
-    with pytest.raises(AdapterError, match="adapter 'q_proj' has the name of model.layers.0"):
+    with pytest.raises(AdapterError, match="adapter 'q_proj' has the name of model"):
         model.add_adapter(lora_config(model), "q_proj")
     assert torch.equal(logits(model), expected)
