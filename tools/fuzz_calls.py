@@ -25,7 +25,6 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -317,13 +316,14 @@ def load_adapter(m: Machine) -> Any:
     if m.stage == "peft" and m.rng.random() < 0.15:
         code = f"moe_qlora.load_adapter(model, {folder}, {m.oracle.active[0]!r})"
         return m.run(code, "load_adapter: a name that is taken") or True
-    name, mine = m.fresh("l"), Adapter(dict(adapter.factors), adapter.scaling, adapter.trained)
+    name = m.fresh("l")
     ways = [f"moe_qlora.load_adapter(model, {folder}, {name!r}, is_trainable=True)"]
     if m.stage == "peft":
         ways.append(f"model.load_adapter({folder}, {name!r}, is_trainable=True)")
     else:
         ways.append(f"PeftModel.from_pretrained(model, {folder}, {name!r}, is_trainable=True)")
     code = m.rng.choice(ways)
+    mine = adapter.loaded_by(code)
     code = code if code.startswith("model.") else f"model = {code}"
     if not m.run(code, other_parameters(m, mine.factors)):
         return None
@@ -342,7 +342,7 @@ def load_anew(m: Machine) -> Any:
     m.run("del model\n" + m.begin)
     way = m.rng.choice(["moe_qlora.load_adapter", "PeftModel.from_pretrained"])
     m.run(f"model = {way}(model, {folder}, 'default', is_trainable=True)")
-    m.oracle.adapters = {"default": replace(adapter)}
+    m.oracle.adapters = {"default": adapter.loaded_by(way)}
     m.oracle.active = ["default"]
     return None
 

@@ -49,6 +49,11 @@ class Adapter:
     def rank(self) -> int:
         return int(next(iter(self.factors.values()))[0].shape[0])
 
+    def loaded_by(self, call: str) -> Adapter:
+        """Return the adapter as a call loads it: by one of PEFT's, LoRA of zeros counts as LoRA."""
+        trained = self.trained if call.startswith("moe_qlora.") else {}
+        return Adapter(dict(self.factors), self.scaling, trained)
+
 
 def decode(codes: Tensor, state: Any) -> Tensor:
     """Decode 4-bit weights by bitsandbytes' definition, in fp64: a table times absmax."""

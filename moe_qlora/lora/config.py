@@ -23,7 +23,7 @@ from ..packing.parametrize import read_packed
 from . import left_out
 from .chosen import Chosen, choose_experts
 from .inject import wrap_parameter
-from .names import as_set, base_model, expert_parameters, packed_parameters
+from .names import as_set, base_model, expert_parameters, is_all_linear, packed_parameters
 from .rewrite import rewritten
 from .supported import check_modules_to_save, check_supported, is_lora
 from .targets import Targets, resolve_targets
@@ -102,6 +102,7 @@ class AdaptedLoraConfig(LoraConfig):
     _packed: rounding.Rounding | None = None  # what was packed, for the note that a merge reads
     _awaited: frozenset[str] = frozenset()  # packed parameters that are not loaded yet
     _chosen: Chosen = MappingProxyType({})  # experts with LoRA, where these are not all
+    _router: bool = False  # the word "all-linear" means routers as well
 
     def callers(self) -> dict[str, Any]:
         """Return the caller's value of each field that still has the value set here."""
@@ -170,6 +171,7 @@ def adapt(
     if not packed or config.is_prompt_learning:  # which touches no module
         return copy.deepcopy(config)
     asked = _as_asked(config)
+    router = router or (is_all_linear(asked) and getattr(asked, "_router", False))
     newly: Chosen = {}
     if isinstance(experts, Mapping):
         shapes = {name: _packed_shape(packed[name], name) for name in packed}
@@ -186,7 +188,7 @@ def adapt(
     awaited = frozenset(targets.experts) if to_be_loaded else frozenset[str]()
     adapted = make_adapted(asked, targets, to_be_loaded or rounding.from_packed(model), awaited)
     if isinstance(adapted, AdaptedLoraConfig):
-        adapted._chosen = {**earlier, **newly}
+        adapted._chosen, adapted._router = {**earlier, **newly}, router
     return adapted
 
 

@@ -596,6 +596,32 @@ def test_later_adapters_reach_routers_too(family: str, skips: Any, tmp_path: Pat
         assert not close(model(**inputs).logits, expected, 1e-3)
 
 
+@pytest.mark.parametrize("packs_linears", [False, True])
+@pytest.mark.parametrize("first_has", [False, True])
+def test_all_linear_of_a_later_adapter_means_routers_too(
+    packs_linears: bool, first_has: bool, tmp_path: Path
+) -> None:
+    """Jetmoe's routers are plain Linear layers, or packed ones."""
+    base: Any = tiny_model("jetmoe")
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    if packs_linears:
+        base.save_pretrained(tmp_path)
+        with moe_qlora.enabled():
+            base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    else:
+        moe_qlora.quantize_experts(base, config)
+    everything = LoraConfig(r=2, target_modules="all-linear")
+    model = moe_qlora.get_peft_model(base, everything, "one", experts=True, router=first_has)
+    for name, router in (("two", True), ("three", False)):
+        config = moe_qlora.adapt_lora_config(model, everything, experts=True, router=router)
+        model.add_adapter(name, config)
+    routers = [n for n, _ in model.named_parameters() if ".router." in n and ".lora_A." in n]
+    has = {"one": first_has, "two": True, "three": False}
+    assert {n: sum(f".{n}." in key for key in routers) for n in has} == {
+        name: 4 * router for name, router in has.items()
+    }
+
+
 @pytest.mark.parametrize(("family", "rank"), [("llama4_text", 1), ("jetmoe", 1), ("jetmoe", 8)])
 def test_an_adapters_factors_are_no_routers(family: str, rank: int) -> None:
     """A of rank 1 on E experts has a router's shape; JetMoe's experts stand deep as it is."""
