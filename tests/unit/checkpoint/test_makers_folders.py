@@ -26,7 +26,6 @@ from typer.testing import CliRunner
 import moe_qlora
 from moe_qlora.checkpoint import base as bases
 from moe_qlora.checkpoint import conversion
-from moe_qlora.checkpoint.integrity import check_folder
 from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint, plain_json
 from moe_qlora.checkpoint.reader import INDEX
 from moe_qlora.checkpoint.rows import CheckpointRows
@@ -116,23 +115,6 @@ def test_packing_equals_that_of_the_plain_folder(
     assert not says_quantized(config)
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_packing_equals_a_load(name: str, twins: Callable[[str], Twins], tmp_path: Path) -> None:
-    folder = twins(name)
-    config = BitsAndBytesConfig(**NF4)
-    with moe_qlora.enabled():
-        model = AutoModelForCausalLM.from_pretrained(folder.makers, quantization_config=config)
-    model.save_pretrained(tmp_path / "loaded")
-    packed = pack(folder.makers, tmp_path / "packed")
-    loaded = check_folder(tmp_path / "loaded")
-    assert packed["id"] == loaded.id
-    assert packed["config"] == loaded.config
-    with moe_qlora.enabled():
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-    inputs = tiny_inputs(model)
-    assert torch.equal(model(**inputs).logits, again(**inputs).logits)
-
-
 @pytest.mark.parametrize(
     ("name", "config", "settings"),
     [
@@ -156,32 +138,6 @@ def test_packing_with_settings(
     config = {"bnb_4bit_quant_type": "fp4"} | config
     packed = pack(folder.makers, tmp_path / "makers", config, **settings)
     assert packed == pack(folder.plain, tmp_path / "plain", config, **settings)
-
-
-def test_an_interrupted_run_goes_on(twins: Callable[[str], Twins], tmp_path: Path) -> None:
-    folder, calls = twins("gpt_oss mxfp4"), []
-
-    def stop(done: int, total: int, name: str) -> None:
-        calls.append(done)
-        if done == total // 2:
-            raise KeyboardInterrupt
-
-    settings: dict[str, Any] = {"max_shard_size": SHARD, "device": "cpu"}
-    with pytest.raises(KeyboardInterrupt):
-        moe_qlora.quantize_checkpoint(
-            folder.makers, tmp_path / "out", NF4, progress=stop, **settings
-        )
-    again: list[int] = []
-    manifest = moe_qlora.quantize_checkpoint(
-        *(folder.makers, tmp_path / "out", NF4),
-        progress=lambda done, total, name: again.append(done),
-        **settings,
-    )
-    assert again[0] > 0
-    assert manifest.id == pack(folder.makers, tmp_path / "other")["id"]
-    assert manifest.source is not None
-    files = {file.name for file in folder.makers.glob("*.safetensors")}
-    assert set(manifest.source.files) == files
 
 
 def test_codes_are_decoded_on_the_device_of_the_job(

@@ -19,7 +19,6 @@ import pytest
 import torch
 from folders import assert_close, tensors
 from peft import LoraConfig
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -914,16 +913,6 @@ def test_a_stack_is_never_whole_in_memory(
 # The command line
 
 
-def test_the_command_merges_and_says_what_it_did(folders: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    arguments = ["merge", str(folders / "base"), str(folders / "adapter"), str(out), "--quiet"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert f"{out}: {len(tensors(out))} tensors" in result.output
-    for file in (folders / "out").glob("*.safetensors"):
-        assert (out / file.name).read_bytes() == file.read_bytes()
-
-
 def test_the_command_takes_the_codec(folders: Path, tmp_path: Path) -> None:
     base, adapter = str(folders / "base"), str(folders / "adapter")
     out = tmp_path / "out"
@@ -962,10 +951,3 @@ def test_the_command_refuses(asked: list[str], match: str, folders: Path, tmp_pa
     result = CliRunner().invoke(app, ["merge", *folders_named, *asked, "--quiet"])
     assert isinstance(result.exception, ConfigError) and match in str(result.exception)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_file_is_what_safetensors_writes(folders: Path) -> None:
-    for file in (folders / "out").glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
-            assert list(opened.keys())

@@ -46,7 +46,7 @@ EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("source") / "qwen3_moe"
-    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1)
     model.save_pretrained(path, max_shard_size="40KB")
     (path / "tokenizer.json").write_text("{}")
     (path / "model.bin").write_text("a pickle, so to speak")
@@ -390,8 +390,16 @@ def to_float8(path: Path, part: str, dtype: torch.dtype = torch.float8_e4m3fn) -
         save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("part", [".experts.1.up_proj", "self_attn.q_proj", "mlp.gate"])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [
+        (".experts.1.up_proj", torch.float8_e4m3fn),
+        (".experts.1.up_proj", torch.int8),
+        ("self_attn.q_proj", torch.float8_e5m2),
+        ("self_attn.q_proj", torch.int8),
+        ("mlp.gate", torch.float8_e4m3fn),
+    ],
+)
 def test_codes_of_another_tool_are_named(
     source: Path, tmp_path: Path, part: str, dtype: torch.dtype
 ) -> None:
@@ -475,6 +483,6 @@ def test_the_command_line(source: Path, whole: dict[str, bytes], tmp_path: Path)
     arguments += ["--compute-dtype", "float32", "--quiet"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "4 expert weights packed to nf4" in result.output
+    assert "2 expert weights packed to nf4" in result.output
     assert files(tmp_path / "packed") == whole
     assert isinstance(CliRunner().invoke(app, arguments).exception, CheckpointError)

@@ -142,7 +142,7 @@ def test_an_index_names_files_by_text(tmp_path, value):
         open_checkpoint(tmp_path)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     st.one_of(
         st.text(max_size=12),
@@ -407,7 +407,7 @@ def test_a_row_written_twice_does_not_stand_in_for_a_missing_one(tmp_path):
         writer.close()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.integers(0, 50), max_size=30).map(lambda s: {str(i): n for i, n in enumerate(s)}),
     st.integers(1, 60),

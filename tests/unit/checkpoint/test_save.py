@@ -173,29 +173,6 @@ def test_tied_stacks_and_layers_named_weight_come_back(tmp_path, family):
         )
 
 
-def test_a_reloaded_model_trains_as_the_saved_one(tmp_path):
-    from peft import LoraConfig
-
-    model = packed()
-    model.save_pretrained(tmp_path)
-    losses: list[torch.Tensor] = []
-    for one in (model, reload(tmp_path)):
-        torch.manual_seed(0)
-        targets = ["experts.gate_up_proj", "experts.down_proj"]
-        config = LoraConfig(target_modules=["q_proj"], target_parameters=targets, r=2)
-        peft = moe_qlora.get_peft_model(one, config).train()
-        inputs = tiny_inputs(one)
-        optimizer = torch.optim.SGD([p for p in peft.parameters() if p.requires_grad], lr=1.0)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = peft(**inputs, labels=inputs["input_ids"]).loss
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-    assert losses[:3] == losses[3:]
-    assert losses[2] < losses[0]
-
-
 def test_stock_transformers_quotes_what_to_do(tmp_path):
     model = packed()
     model.save_pretrained(tmp_path)
@@ -641,11 +618,8 @@ def test_a_save_leaves_the_files_that_another_one_has_put_in_their_place(
     assert check_folder(folder) == check_folder(other)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("existing", [False, True])
-def test_processes_that_save_into_one_folder_come_one_after_the_other(
-    copied, tmp_path, existing, processes
-):
+def test_processes_that_save_into_one_folder_come_one_after_the_other(copied, tmp_path, existing):
     models = [packed(seed=seed) for seed in (0, 1)]
     for number, model in enumerate(models):
         model.save_pretrained(tmp_path / str(number))
@@ -659,8 +633,8 @@ def test_processes_that_save_into_one_folder_come_one_after_the_other(
         def save_one(seed: int, folder: Path = folder) -> None:
             models[seed].save_pretrained(folder)
 
-        copies = [copied(partial(save_one, index % 2)) for index in range(processes)]
-        assert [copy.ended() for copy in copies] == [0] * processes
+        copies = [copied(partial(save_one, index % 2)) for index in range(4)]
+        assert [copy.ended() for copy in copies] == [0] * 4
         check_folder(folder)
         found = files(folder)
         assert found.pop("notes", b"kept") == b"kept"

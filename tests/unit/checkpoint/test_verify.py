@@ -300,11 +300,17 @@ LED_OUT = {
 }
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model of each kind, packed while it was loaded."""
+    return {kind: folders(tmp_path_factory.mktemp(kind), kind)[0] for kind in ("nf4", "int8")}
+
+
 @pytest.mark.parametrize("case", LED_OUT)
-def test_no_kernel_is_led_out_of_a_tensor(cli, tmp_path, case):
+def test_no_kernel_is_led_out_of_a_tensor(cli, tmp_path, models, case):
     """bitsandbytes believes what a weight's own record says of its shape and blocks."""
     kind, end, change = LED_OUT[case]
-    model, _, _ = folders(tmp_path, kind)
+    model = models[kind]
     state = model.state_dict()
     key = next(key for key in state if key.endswith(end))
     state[key] = change(state[key])
@@ -426,7 +432,6 @@ def reference(weight: torch.Tensor, decoded: torch.Tensor) -> tuple[float, float
     return float((one - other).norm() / one.norm()), float((one - other).abs().max())
 
 
-@pytest.mark.parametrize("elements", [conversion.SLICE_ELEMENTS, 3000])
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
@@ -434,11 +439,18 @@ def reference(weight: torch.Tensor, decoded: torch.Tensor) -> tuple[float, float
         *(("gpt_oss", "nf4"), ("dbrx", "nf4"), ("dbrx", "int8"), ("diffusion_gemma", "nf4")),
     ],
 )
-def test_errors_are_those_of_the_weights(tmp_path, monkeypatch, family, kind, elements):
-    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", elements)
+def test_errors_are_those_of_the_weights(tmp_path, monkeypatch, family, kind):
     model, folder, source = folders(tmp_path, kind, family)
     plain = type(model).from_pretrained(source, dtype=torch.bfloat16)
     found = {error.name: error for error in verify(folder, source).errors}
+    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 3000)
+    for error in verify(folder, source).errors:
+        whole = found[error.name]
+        assert (error.expert, error.shape) == (whole.expert, whole.shape)
+        assert error.worst == whole.worst
+        assert error.max_abs == pytest.approx(whole.max_abs, rel=1e-5)
+        each = [whole.relative, *whole.experts]
+        assert [error.relative, *error.experts] == pytest.approx(each, rel=1e-5)
     seen = set()
     for module_name, module, leaf in parametrize.iter_packed(model):
         name = f"{module_name}.{leaf}"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfi
 
 import moe_qlora
 from moe_qlora.cli import render_dump
-from moe_qlora.layout import human_bytes
 from moe_qlora.packing.format import packed_nbytes
 from moe_qlora.packing.settings import CodecSettings
 
@@ -59,28 +55,6 @@ def dumped(cli, *arguments: object) -> dict:
 
 def test_version(cli):
     assert cli("--version") == (0, f"moe-qlora {moe_qlora.__version__}\n", "")
-
-
-def test_table(cli, folder):
-    code, out, err = cli("dump", folder)
-    assert (code, err) == (0, "")
-    row = next(line for line in out.splitlines() if "gate_up_proj" in line)
-    cells = re.split(r"\s{2,}", row.strip())
-    now = 2 * EXPERTS * 2 * WIDTH * HIDDEN * 2
-    packed = 2 * packed_nbytes(GATE_UP, CodecSettings("nf4", True))
-    assert cells == [
-        "model.layers.*.mlp.experts.gate_up_proj",
-        "2",
-        "4x64x64",
-        "(E, out, in)",
-        "gate_up",
-        "bfloat16",
-        human_bytes(now),
-        human_bytes(packed),
-    ]
-    assert "nf4, double quantization" in out
-    assert "4 expert parameters: 96.0 KiB now" in out
-    assert "\x1b" not in out
 
 
 def test_json(cli, folder):
@@ -136,15 +110,6 @@ def test_folding(numbers, runs):
     for first, end in runs:
         whole = f"range({first}, {end})" if end > first + 1 else repr(f"a.{first}.b.0.c")
         assert any(whole in item for item in folded)
-
-
-def test_why(cli, folder):
-    config = tiny(architectures=None)
-    config.save_pretrained(folder)
-    code, out, _ = cli("dump", folder, "--why")
-    assert code == 0
-    assert "an expert weight: " in out
-    assert "chooses among 4" in out
 
 
 @pytest.mark.parametrize(
@@ -277,9 +242,6 @@ def test_no_experts(cli, tmp_path):
     LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     ).save_pretrained(tmp_path)
-    code, out, err = cli("dump", tmp_path)
-    assert (code, err) == (3, "")
-    assert "no fused expert parameters" in out
     for form in ("--peft", "--yaml"):
         assert cli("dump", tmp_path, form)[0] == 3
     code, out, _ = cli("dump", tmp_path, "--json")
@@ -431,15 +393,6 @@ class FarModel(PreTrainedModel):
     check_refused(cli("dump", tmp_path), "--trust-remote-code")
     found = dumped(cli, tmp_path, "--trust-remote-code")
     assert [entry["pattern"] for entry in found["experts"]] == ["blocks.*.first", "blocks.*.second"]
-
-
-def test_as_a_program(cli, folder):
-    """Installed or not: exit codes, one line on stderr, no control codes into a pipe."""
-    program = [sys.executable, "-m", "moe_qlora.cli"]
-    good = subprocess.run([*program, "dump", str(folder)], capture_output=True, check=False)
-    assert (good.returncode, good.stderr) == (0, b"")
-    assert b"\x1b" not in good.stdout
-    assert cli("dump", "./gone") == (2, "", "error: ./gone does not exist.\n")
 
 
 def test_color(cli, folder):

@@ -155,7 +155,7 @@ def check_fit(case: str, text: str, width: int) -> None:
 def test_golden(case, cli, folder, steady, plans, monkeypatch, request):
     monkeypatch.setattr(memory_plan, "plan", plans)
     shown = {60: "", 80: ""}
-    for width in shown:
+    for width in (60, 80):
         monkeypatch.setenv("COLUMNS", str(width))
         for line in CASES[case]:
             for name in MADE:

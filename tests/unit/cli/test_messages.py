@@ -25,14 +25,9 @@ PROGRAM = [sys.executable, "-m", "moe_qlora.cli"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("plan", "x", "--gpu", "2"), "There is no option --gpu (did you mean --gpus?)"),
         (("plan", "x", "--optimiser", "a"), "no option --optimiser (did you mean --optimizer?)"),
-        (("dumb", "x"), "No such command 'dumb' (did you mean 'dump'?)"),
-        (("dump",), "Missing argument 'MODEL'"),
         (("dump", "x", "--quant", "nf5"), "'nf5' is not one of 'nf4', 'fp4', 'int8'"),
         (("plan", "x", "--seq", "long"), "Invalid value for '--seq'"),
-        (("dump", "qwen3_mo"), "(did you mean qwen3_moe or"),
-        (("plan", "qwen3_moe", "--gpus", "2xH10"), "(did you mean H100"),
     ],
 )
 def test_bad_arguments_are_one_line(cli, arguments, message):
@@ -157,25 +152,6 @@ def test_streams_that_are_closed(closed, arguments, code):
     assert ("moe-qlora" in done.stdout) == (closed == "2>&-" and code == 0)
 
 
-@pytest.mark.parametrize("name", ["quantize", "merge"])
-def test_interrupted(cli, monkeypatch, tmp_path, name):
-    """Said on one line, with what is left; the exit code is a shell's for Ctrl-C."""
-
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("moe_qlora.checkpoint.quantize.quantize_checkpoint", stop)
-    monkeypatch.setattr("moe_qlora.checkpoint.merge.merge_adapter", stop)
-    arguments = {"quantize": ("src", "dst"), "merge": ("base", "adapter", "out")}
-    code, out, err = cli(name, *arguments[name])
-    assert (code, out) == (130, "")
-    said = {
-        "quantize": "there is no dst yet; the same command goes on from here.",
-        "merge": "nothing is left half written.",
-    }
-    assert err == f"interrupted: {said[name]}\n"
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint, and an adapter on it."""
@@ -224,7 +200,8 @@ def test_an_interrupted_quantize_goes_on(cli, folder, monkeypatch, tmp_path):
     arguments = ("quantize", folder / "model", tmp_path / "packed", "--max-shard-size", "40KB")
     code, out, err = cli(*arguments)
     assert (code, out) == (130, "")
-    assert "the same command goes on from here" in err
+    said = f"there is no {tmp_path / 'packed'} yet; the same command goes on from here."
+    assert err.endswith(f"interrupted: {said}\n")
     assert not (tmp_path / "packed").exists()
     code, out, err = cli(*arguments)
     assert (code, err) == (0, "")
@@ -263,9 +240,7 @@ def test_examples_and_summaries():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("moe-qlora pl", "plan"),
         ("moe-qlora dump qwen3_m", "qwen3_moe"),
-        ("moe-qlora plan m --gp", "--gpus"),
         ("moe-qlora plan m --gpus 2xH1", "2xH100"),
     ],
 )

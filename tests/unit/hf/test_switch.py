@@ -98,12 +98,6 @@ def test_a_class_that_extends_the_packing_one_goes_on_without_packing(folder: Pa
     assert len(seen) == 4
 
 
-def test_off_after_an_exception() -> None:
-    with pytest.raises(ZeroDivisionError), moe_qlora.enabled():
-        raise ZeroDivisionError
-    assert is_stock()
-
-
 def test_off_after_a_load_that_fails(folder: Path) -> None:
     with pytest.raises(OSError), moe_qlora.enabled():
         load(folder / "nothing")

@@ -363,17 +363,6 @@ def test_a_broken_adapter_is_not_merged_safely() -> None:
     assert parametrize.is_packed(wrapper.get_base_layer(), wrapper.parameter_name)
 
 
-def test_merge_and_unload_gives_a_plain_model() -> None:
-    base = build("mixtral")
-    model = moe_qlora.get_peft_model(base, lora_config(target_modules=["q_proj"]))
-    fill(model)
-    adapted = model(input_ids=IDS).logits
-    merged = model.merge_and_unload()
-    assert merged is base and not list(parametrize.iter_packed(merged))
-    assert "model.layers.0.mlp.experts.gate_up_proj" in dict(merged.named_parameters())
-    assert close(merged(input_ids=IDS).logits, adapted)
-
-
 def test_copies_are_independent() -> None:
     model = moe_qlora.get_peft_model(build("qwen3_moe"), lora_config())
     fill(model)

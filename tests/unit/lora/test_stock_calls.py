@@ -122,11 +122,15 @@ def close(left: Tensor, right: Tensor) -> bool:
     return bool((left - right).abs().max() <= 1e-4 * right.abs().max())
 
 
-@pytest.mark.parametrize("is_trainable", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize(
-    ("model_type", "kind"),
+    ("model_type", "kind", "is_trainable"),
     # PEFT has no LoRA for llama4's router, which gives two values
-    [case for case in product(TYPES, KINDS) if case != ("llama4_text", "router")],
+    [
+        *((name, "both", False) for name in TYPES),
+        *((name, "router" if name != "llama4_text" else "experts", True) for name in TYPES),
+        *(("qwen3_moe", kind, True) for kind in KINDS if kind != "router"),
+        *(("dbrx", kind, True) for kind in KINDS if kind != "router"),
+    ],
 )
 def test_from_pretrained_is_load_adapter(
     model_type: str, kind: str, is_trainable: bool, tmp_path: Path

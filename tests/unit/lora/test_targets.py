@@ -220,10 +220,7 @@ def test_all_linear_beside_routers_that_are_linear_by_class(model_type: str, rou
 
 
 @pytest.mark.parametrize("options", [{}, {"experts": True}, {"router": True}], ids=str)
-@pytest.mark.parametrize(
-    "model_type",
-    ["dbrx", "diffusion_gemma", "gemma4_text", "jetmoe", "llama4", "llama4_text", "phimoe", "zaya"],
-)
+@pytest.mark.parametrize("model_type", ["dbrx", "diffusion_gemma", "jetmoe", "llama4_text"])
 def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path, monkeypatch):
     """Also where routers are Linear: our excludes are not in the file, nor in a second adapter."""
     monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)

@@ -773,13 +773,6 @@ def test_cli_json_is_the_plan(cli, tmp_path):
     assert (said["quantization"], said["fits"]) == ({"kind": "fp4", "double_quant": False}, None)
 
 
-def test_cli_that_does_not_fit(cli):
-    code, out, err = cli("--gpus", "200MB", "--seq", 2048, "--batch", 8)
-    assert (code, err) == (4, "")
-    assert "It does not fit." in out
-    assert "What to change" in out
-
-
 def test_cli_errors_are_one_line(cli):
     for arguments in (("--gpus", "many"), ("--seq", 0), ("--chart", "x.pdf")):
         code, out, err = cli(*arguments)
