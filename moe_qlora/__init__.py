@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import world as _world
+
 if TYPE_CHECKING:
     from .checkpoint.merge import merge_adapter as merge_adapter
     from .checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
         expert_parallel_parameters as expert_parallel_parameters,
     )
     from .distributed.fsdp import shards_integers as shards_integers
-    from .distributed.state import full_state_dict as full_state_dict
+    from .distributed.gather import full_state_dict as full_state_dict
+    from .distributed.load_sharded import load_sharded as load_sharded
+    from .distributed.sharding import prepare_sharding as prepare_sharding
     from .errors import AdapterError as AdapterError
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
@@ -32,9 +36,6 @@ if TYPE_CHECKING:
     from .experts.tune import tune_kernels as tune_kernels
     from .experts.use import expert_use as expert_use
     from .experts.use import hot_experts as hot_experts
-    from .hf.graphs import LayerGraphs as LayerGraphs
-    from .hf.graphs import graph_layers as graph_layers
-    from .hf.load_sharded import load_sharded as load_sharded
     from .hf.switch import disable as disable
     from .hf.switch import enable as enable
     from .hf.switch import enabled as enabled
@@ -50,13 +51,14 @@ if TYPE_CHECKING:
     from .lora.targets import target_parameters as target_parameters
     from .memory.plan import plan as plan
     from .memory.report import MemoryPlan as MemoryPlan
-    from .packing.sharding import prepare_sharding as prepare_sharding
     from .quantize import QuantizationReport as QuantizationReport
     from .quantize import quantize_experts as quantize_experts
     from .report.write import write_report as write_report
     from .serving.check import ServeReport as ServeReport
     from .serving.check import serve_check as serve_check
     from .serving.export import export_adapter as export_adapter
+    from .speed.graphs import LayerGraphs as LayerGraphs
+    from .speed.graphs import graph_layers as graph_layers
 
 
 __version__ = "0.2.0"
@@ -68,7 +70,7 @@ _HOME = {
     "DetectionError": "errors",
     "Diagnosis": "diagnosis.report",
     "ExpertParam": "layout",
-    "LayerGraphs": "hf.graphs",
+    "LayerGraphs": "speed.graphs",
     "MemoryPlan": "memory.report",
     "ModelLayout": "layout",
     "MoeQloraError": "errors",
@@ -89,15 +91,15 @@ _HOME = {
     "expert_parallel_parameters": "distributed.expert_parallel",
     "expert_use": "experts.use",
     "export_adapter": "serving.export",
-    "full_state_dict": "distributed.state",
+    "full_state_dict": "distributed.gather",
     "get_peft_model": "lora.model",
-    "graph_layers": "hf.graphs",
+    "graph_layers": "speed.graphs",
     "hot_experts": "experts.use",
     "load_adapter": "lora.load",
-    "load_sharded": "hf.load_sharded",
+    "load_sharded": "distributed.load_sharded",
     "merge_adapter": "checkpoint.merge",
     "plan": "memory.plan",
-    "prepare_sharding": "packing.sharding",
+    "prepare_sharding": "distributed.sharding",
     "quantize_checkpoint": "checkpoint.quantize",
     "quantize_experts": "quantize",
     "serve_check": "serving.check",
@@ -110,6 +112,9 @@ _HOME = {
 }
 
 __all__ = list(_HOME)
+
+
+_world.provide(lambda: import_module(".distributed.ranks", __name__).ManyRanks())
 
 
 def __getattr__(name: str) -> Any:

@@ -43,8 +43,8 @@ from .packing.selection import (
     select_weights,
 )
 from .packing.settings import CodecSettings
-from .packing.shares import absmax_mean, share_of
 from .progress import Progress, reporting
+from .world import absmax_mean, share_of
 
 
 def quantize_experts(

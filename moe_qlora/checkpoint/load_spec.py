@@ -22,7 +22,7 @@ from ..models.patterns import check_patterns
 from ..packing.format import packed_nbytes, why_not_packed
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
-from ..packing.shares import ExpertShare
+from ..world import Share
 from .fit import own_name, settings_problem
 from .manifest import Manifest
 from .prequantized import PrequantizedCheckpoint
@@ -44,7 +44,7 @@ class LoadSpec:
     recasts: bool = False  # such a folder into another dtype than its config.json names
     device_map: Any = None  # as transformers settled it
     # the experts that this rank keeps of a weight, by each of its names; all where it has no entry
-    shares: dict[str, ExpertShare] = field(default_factory=dict)
+    shares: dict[str, Share] = field(default_factory=dict)
     # how weights are packed that keep their checkpoint's own codes, by each of their names
     kept: dict[str, CodecSettings] = field(default_factory=dict)
     # bytes, once loaded, of each of the model's blocks and of the layers outside them, in order

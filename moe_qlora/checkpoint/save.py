@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
 
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
@@ -30,18 +29,10 @@ from ..layout import dtype_name
 from ..models.files import read_json
 from ..packing import parametrize
 from ..packing.decoders import Params4bit
-from ..packing.gather import (
-    NOT_GIVEN,
-    WholeTensor,
-    gather_to_first,
-    is_divided,
-    state_dict_to_save,
-    whole_shape,
-    whole_tensors,
-)
 from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
+from ..world import NOT_GIVEN, WholeTensor, whole_shape, world, world_of
 from . import manifest as manifests
 from .integrity import check_packed_weight
 from .load_spec import kept_dtypes
@@ -117,11 +108,11 @@ def save_pretrained(
     for name, value in unsupported.items():
         if value:
             raise ConfigError(f"{name}={value!r} is not supported for a model with packed experts.")
-    state_dict = state_dict_to_save(self, state_dict)
+    ranks = world_of(self)
+    state_dict = ranks.state_dict_to_save(self, state_dict)
     if state_dict is None:
         return
-    first = not distributed.is_initialized() or distributed.get_rank() == 0
-    if not is_divided(self, state_dict) and not (first and is_main_process):
+    if not ranks.is_divided(self, state_dict) and not (ranks.first and is_main_process):
         return
     tensors = _tensors_to_save(self, state_dict)
     folder = absolute(os.fspath(save_directory))
@@ -137,7 +128,7 @@ def save_pretrained(
         if push_to_hub:
             _upload(folder, sorted(written), token, kwargs)
 
-    gather_to_first(tensors, write, f"Saving to {folder}")
+    ranks.gather_to_first(tensors, write, f"Saving to {folder}")
 
 
 def _tensors_to_save(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, WholeTensor]:
@@ -148,7 +139,7 @@ def _tensors_to_save(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
     packed = {f"{module}.{name}".lstrip(".") for module, _, name in parametrize.iter_packed(model)}
     aliases = {name for name in packed if tied.get(name) in packed}
     kept: dict[str, WholeTensor] = {}
-    for key, tensor in whole_tensors(model, state_dict).items():
+    for key, tensor in world_of(model).whole_tensors(model, state_dict).items():
         if ".lora_" in key or ".base_layer." in key or ".modules_to_save." in key:
             raise AdapterError(
                 f"The model holds adapters of PEFT ({key}): save these with the PeftModel's "
@@ -386,7 +377,7 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
         key, name = id(parametrize.original_of(module, leaf)), f"{module_name}.{leaf}".lstrip(".")
         names.setdefault(key, []).append(name)
         weights[key] = parametrize.read_packed(module, leaf)
-        shapes[key] = whole_shape(module, weights[key])
+        shapes[key] = whole_shape(module, weights[key].shape)
         own = CodecSettings.of(weights[key])
         if not own.is_kept:
             settings.setdefault(own, name)
@@ -422,13 +413,9 @@ def _plain_linears(model: Any) -> list[str]:
     skips = model.hf_quantizer.get_modules_to_not_convert(
         model, config.llm_int8_skip_modules, model._keep_in_fp32_modules
     )
-    plain = [name for name, module in model.named_modules() if _stock_class(module) is nn.Linear]
+    stock = world().stock_class
+    plain = [name for name, module in model.named_modules() if stock(module) is nn.Linear]
     return [] if all(is_skipped(name, skips) for name in plain) else plain
-
-
-def _stock_class(module: nn.Module) -> type:
-    """Return the class of a module before `fully_shard` made it another."""
-    return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
 
 
 def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]) -> None:

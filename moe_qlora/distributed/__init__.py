@@ -1,14 +1,21 @@
 """Many GPUs: a packed model goes in, and each rank keeps its part of it.
 
-Open expert_parallel.py or fsdp.py first. Engines are torch.distributed's and transformers' own;
-what is here tells them what a packed weight is.
+What only several ranks need is here, and other rooms reach it through world.py alone, whose other
+side is ranks.py. Engines are torch.distributed's and transformers' own; what is here tells them
+what a packed weight is. Open expert_parallel.py or load_sharded.py first.
 
-expert_parallel.py  each rank holds some experts of every layer, and tokens travel to them
-state.py            a model's whole state dict, gathered from all ranks
-gathered_dispatch.py  how tokens travel between few ranks
-watch.py            checks that no engine takes a rank's experts for copies of all ranks'
-fsdp.py             which modules FSDP2 shards, and integers on every torch
-filling.py          gives a sharded model its values, each rank its own shares
-stored.py           the same from a packed folder, by ranges of bytes
-adapters.py         adapters on a model that has no values yet
+ranks.py               what several ranks do where a single process does nothing
+sharding.py            makes every tensor of a packed weight a parameter, which engines shard
+fsdp.py                which modules FSDP2 shards, and integers on every torch
+load_sharded.py        loads that FSDP2 shards, without transformers' loader
+distributed_config.py  from_pretrained with transformers' `DistributedConfig`
+filling.py             gives a sharded model its values, each rank its own shares
+share_packer.py        packs a rank's shares of one weight from the rows alone that they need
+adapters.py            adapters on a model that has no values yet, or that is sharded already
+expert_parallel.py     each rank holds some experts of every layer, and tokens travel to them
+shares.py              which experts those are
+divided.py             LoRA factors of experts that are divided over ranks
+dispatch.py            how tokens travel between few ranks, and checks of each forward
+agreement.py           whether all ranks were given the same
+gather.py              a model's whole state dict, gathered from all ranks
 """

@@ -2,13 +2,13 @@
 
     expert_parallel(model, mesh)
       |  every experts module: the weights' experts [first, last) in place of all of them
-      |                        (packing/shares.py)
+      |                        (packing/cut.py)
       v
     transformers' own dispatch    EpDispatchExpertsParallel: all-to-all in training, on local
       |                           expert ids, around the module's forward
       v
     get_peft_model                LoRA of the experts: DTensors sharded over the mesh, so that
-                                  clipping, optimizers and files see the whole (lora/divided.py)
+                                  clipping, optimizers and files see the whole (divided.py)
 
 Each rank runs its own batch, and an expert sees the tokens of all. What else is trained is
 replicated, and is the work of DDP or FSDP2, which leave the experts alone.
@@ -29,11 +29,12 @@ from ..errors import ConfigError, UnsupportedWeightError
 from ..experts.forward import can_serve
 from ..experts.rebinding import mark_as_calling
 from ..layout import ExpertsModule, ModelLayout, listed, name_pattern
-from ..packing import parametrize, shares
-from ..packing.agreement import check_agreement, model_facts
+from ..packing import cut, parametrize
 from ..packing.settings import CodecSettings
-from ..packing.shares import ExpertShare
-from .watch import watch
+from ..world import first_share
+from .agreement import check_agreement, model_facts
+from .dispatch import register, watch
+from .shares import ExpertShare, keep_from_ddp, local_tensors, set_share
 
 _LOG = logging.getLogger(__name__)
 _DISPATCH = "_moe_qlora_dispatch"
@@ -59,7 +60,7 @@ def expert_parallel(model: nn.Module, mesh: Any, *, implementation: str = "auto"
         ConfigError: The mesh does not fit, or the model's experts cannot be divided over it.
         UnsupportedWeightError: Blocks of a packed weight belong to experts of two ranks.
     """
-    if hasattr(model, "peft_config") or shares.first_share(model) is not None:
+    if hasattr(model, "peft_config") or first_share(model) is not None:
         state = "has adapters" if hasattr(model, "peft_config") else "is expert parallel already"
         raise ConfigError(
             f"The model {state}: call expert_parallel once, before moe_qlora.get_peft_model."
@@ -84,24 +85,24 @@ def divide(
     """Do what `expert_parallel` does; weights of which a load kept a share stay as they are."""
     tp_mesh = _mesh_of_one(mesh)
     kept: dict[int, Any] = {}
-    cut: list[str] = []
+    inexact: list[str] = []
     for entry in modules_to_divide(model, layout, mesh.size(mesh.ndim - 1)):
         share = make_share(entry.num_experts, mesh, mesh.size())
         module = model.get_submodule(entry.name)
-        cut += _keep_share(module, entry, share, kept)
+        inexact += _keep_share(module, entry, share, kept)
         dispatch(module, share, tp_mesh, implementation)
-    if cut and distributed.get_rank() == 0:
+    if inexact and distributed.get_rank() == 0:
         _LOG.warning(
             "The experts of a rank are no whole second-level blocks of double quantization in %s: "
             "their absmax are coded in blocks of their own there, and differ in the last of 8 bits "
             "from those of the whole weight; codes are the same.",
-            listed(list(dict.fromkeys(map(name_pattern, cut)))),
+            listed(list(dict.fromkeys(map(name_pattern, inexact)))),
         )
     host: Any = model
     # Trainer then neither wraps nor moves the model, averages what is replicated, and saves on
     # all ranks, which gathering needs.
     host._is_distributed_loading_by_transformers = True
-    shares.keep_from_ddp(model)
+    keep_from_ddp(model)
     watch(model)
     return model
 
@@ -114,7 +115,7 @@ def expert_parallel_parameters(model: nn.Module) -> set[nn.Parameter]:
 
     Empty where the model is not expert parallel. DDP is told by itself.
     """
-    local = shares.local_tensors(model).values()
+    local = local_tensors(model).values()
     return {tensor for tensor in local if isinstance(tensor, nn.Parameter)}
 
 
@@ -187,8 +188,6 @@ class _Dispatch:
     def install(self, module: nn.Module) -> Callable[..., Tensor]:
         from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
 
-        from .gathered_dispatch import register
-
         name = register() if self.implementation == "auto" else self.implementation
         mesh = self.share.mesh
         mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
@@ -222,7 +221,7 @@ def dispatch(module: nn.Module, share: ExpertShare, tp_mesh: Any, implementation
     """Put transformers' dispatch of tokens around the forward of a module that holds a share."""
     host: Any = module
     host.num_experts, host._is_expert_parallel = share.count, True
-    shares.set_share(module, share)
+    set_share(module, share)
     state = _Dispatch(share, tp_mesh, implementation)
     try:
         state.install(module)
@@ -241,7 +240,7 @@ def _check_cut(model: nn.Module, name: str, mesh: Any) -> None:
     if not parametrize.is_packed(module, leaf):
         return
     packed = parametrize.read_packed(module, leaf)
-    reason = shares.why_not_cut(packed.shape, mesh.size(mesh.ndim - 1), CodecSettings.of(packed))
+    reason = cut.why_not_cut(packed.shape, mesh.size(mesh.ndim - 1), CodecSettings.of(packed))
     if reason is not None:
         raise UnsupportedWeightError(f"{name} {reason}.")
 
@@ -254,7 +253,7 @@ def _keep_share(
     Return the names of weights whose second-level blocks belong to several ranks.
     """
     first, last = share.first, share.last
-    cut = []
+    inexact = []
     names = [param.parameter_name for param in entry.parameters]
     for name in names:
         if not parametrize.is_packed(module, name):
@@ -262,12 +261,12 @@ def _keep_share(
         whole = parametrize.original_of(module, name)
         packed = parametrize.read_packed(module, name)
         shape = (share.experts, *packed.shape[1:])
-        if not shares.is_exact(shape, 0, share.count, CodecSettings.of(packed)):
-            cut.append(f"{entry.name}.{name}")
+        if not cut.is_exact(shape, 0, share.count, CodecSettings.of(packed)):
+            inexact.append(f"{entry.name}.{name}")
         if packed.shape[0] == share.count:
             continue  # loaded so
         if id(whole) not in kept:  # else tied to one that is cut already
-            kept[id(whole)] = whole, shares.cut(packed, first, last)
+            kept[id(whole)] = whole, cut.cut(packed, first, last)
         parametrize.detach(module, name, torch.empty(0, device=whole.device))
         module._parameters.pop(name)
         parametrize.attach(module, name, kept[id(whole)][1])
@@ -279,7 +278,7 @@ def _keep_share(
             part = nn.Parameter(plain.detach()[first:last].clone(), plain.requires_grad)
             kept[id(plain)] = plain, part
         module._parameters[name] = kept[id(plain)][1]
-    return cut
+    return inexact
 
 
 def _mesh_of_one(mesh: Any) -> Any:

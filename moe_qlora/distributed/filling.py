@@ -1,27 +1,45 @@
 """Gives a sharded model its values, each rank its own shares, without a whole weight anywhere.
 
 A model on meta is packed with blank weights, sharded, and allocated; `ShardedWeights` has noted
-before where each weight sits, whatever wraps its module since. What a weight's values come from is
-the caller's: `Rows` reads rows of a parameter by its name.
+before where each weight sits, whatever wraps its module since. Its values come from
+
+    CheckpointRows    rows of a 16-bit checkpoint's parameters, which are packed here
+    fill_stored       a packed folder: codes and statistics on disk are the bytes of the whole
+                      packed weight in order (FORMAT.md), so that a share of one is a range of bytes
+                      of the other, at any number of ranks; nothing is decoded
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.base import PlainBase
+from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError, MoeQloraError, NonFiniteWeightError
 from ..packing import parametrize
+from ..packing.format import (
+    ABSMAX,
+    CODES,
+    NESTED_ABSMAX,
+    NESTED_TABLE,
+    RECORD,
+    SCALES,
+    TABLE,
+    read_record,
+    value_problems,
+)
 from ..packing.settings import CodecSettings
-from ..packing.share_packer import SharePacker, ranks_of
+from .share_packer import SharePacker, ranks_of
 
 Rows = Callable[[str, int, int], Tensor]
 """Returns rows `[start, stop)` of the first dimension of a parameter, by the parameter's name."""
 
+_HEADER = 16  # bytes before nested absmax: the offset and three zeros
 # Least bytes of rows that are read in one piece: an expert, or as many small ones as fit in this.
 _PIECE = 1 << 20
 
@@ -187,3 +205,85 @@ def put_local(parameter: Any, values: Tensor) -> None:
             f"{tuple(local.shape)}: the checkpoint is not of this model."
         )
     local.copy_(values)
+
+
+class CheckpointRows:
+    """Reads rows of the first dimension of parameters and buffers, and no others.
+
+    What transformers converts as a whole only is read as a whole; the last such parameter is kept
+    for its next rows.
+    """
+
+    def __init__(
+        self,
+        base: PlainBase,
+        aliases: Mapping[str, tuple[str, ...]],
+        transposed: Container[str] = (),
+    ) -> None:
+        """`aliases` are all names of tied parameters by each of them.
+
+        `transposed` are weights that a packed layer holds the other way round than the checkpoint.
+        """
+        self._base, self._transposed = base, transposed
+        self._last: tuple[str, Tensor] | None = None
+        on_disk = base.layout.by_name.keys()
+        names = {*on_disk, *aliases}
+        stored = {n: next((a for a in (n, *aliases.get(n, ())) if a in on_disk), "") for n in names}
+        self._stored = {name: other for name, other in stored.items() if other}
+
+    def __call__(self, name: str, start: int, stop: int) -> Tensor:
+        """Return the rows `[start, stop)`, on the CPU, in the dtype on disk."""
+        stored = self._stored.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self._base.folder} has no tensor for {name}.")
+        group = self._base.layout.by_name[stored]
+        shape = group.shapes[stored]
+        if group.unit and shape and name not in self._transposed:
+            return self._base.parameters(group, start, stop)[stored]
+        if self._last is None or self._last[0] != stored:
+            whole = self._base.parameters(group, 0, None)[stored]
+            if name in self._transposed:
+                whole = whole.T
+            self._last = stored, whole.reshape(1) if not shape else whole
+        return self._last[1][start:stop]
+
+
+def fill_stored(target: PackedTarget, keys: Mapping[str, str], checkpoint: Checkpoint) -> None:
+    """Fill this rank's share of one packed weight; `keys` are its tensors' by their ends."""
+    codes: Any = target.codes()
+    row = torch.Size(target.codes_shape[1:]).numel()
+    first, last = ranks_of(codes).span(target.codes_shape[0])
+    share = checkpoint.read_bytes(keys[CODES], first * row, last * row)
+    share = share.view(codes.dtype).view(-1, *target.codes_shape[1:])
+    if target.settings.kind == "int8":
+        bits: Any = target.statistics.scale_bits
+        first, last = ranks_of(bits).span(len(bits))
+        scales = checkpoint.read_bytes(keys[SCALES], 4 * first, 4 * last).view(torch.int32)
+        target.put(share, {"scale_bits": scales}, None)
+        return
+    record = RECORD + target.settings.kind
+    small = {end: checkpoint.read(keys[end]) for end in (record, TABLE)}
+    if target.settings.double_quant:
+        small[NESTED_TABLE] = checkpoint.read(keys[NESTED_TABLE])
+    problem = next(value_problems(small, target.shape, target.settings, None), None)
+    if problem is not None:
+        raise CheckpointError(f"{target.name} {problem}.")
+    statistics = {}
+    for name, parameter in target.statistics.named_parameters():
+        first, last = ranks_of(parameter).span(len(parameter))
+        if name == "absmax":
+            statistics[name] = checkpoint.read_bytes(keys[ABSMAX], first, last)
+        else:
+            statistics[name] = _nested(small[record], checkpoint, keys, first, last)
+    tables = [small[end] for end in (TABLE, NESTED_TABLE) if end in small]
+    target.put(share, statistics, torch.cat(tables).view(torch.uint8))
+
+
+def _nested(
+    record: Tensor, checkpoint: Checkpoint, keys: Mapping[str, str], first: int, last: int
+) -> Tensor:
+    """Return the bytes `[first, last)` of the second level: the offset, zeros, nested absmax."""
+    offset = torch.tensor([read_record(record)["nested_offset"], 0.0, 0.0, 0.0])
+    header = offset.view(torch.uint8)[first:last]
+    begin, end = max(first - _HEADER, 0), max(last - _HEADER, 0)
+    return torch.cat([header, checkpoint.read_bytes(keys[NESTED_ABSMAX], begin, end)])

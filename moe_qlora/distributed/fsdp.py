@@ -1,6 +1,6 @@
 """FSDP2 over packed models: uint8 parameters on every torch, and which modules to shard.
 
-Needs nothing else of its own: in the shardable layout (packing/sharding.py) codes and statistics
+Needs nothing else of its own: in the shardable layout (sharding.py) codes and statistics
 are parameters, which `fully_shard` cuts and gathers as it does all others.
 """
 

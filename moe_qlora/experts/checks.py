@@ -9,28 +9,25 @@ PEFT.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
 import torch
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from ..errors import AdapterError, QuantizationError
 from ..layout import unwrapped_name
-from ..packing.agreement import check_agreement, model_facts
-from ..packing.decoders import Params4bit, is_shardable
-from ..packing.parametrize import decoder_of, iter_packed, original_of
-from ..packing.shares import share_of
+from ..packing.decoders import Params4bit
+from ..packing.parametrize import iter_packed
 from ..packing.state_dict import load_linears
+from ..world import world
 from .lora_source import lora_source
 from .rebinding import set_aside
 
-_LAYOUT = "_moe_qlora_layout_checked"
+LAYOUT = "_moe_qlora_layout_checked"
 _SEEN = "_moe_qlora_adapters_seen"
 _HANDLE = "_moe_qlora_adapter_guard"
-_COPIES = "_moe_qlora_copies_compared"
+COPIES = "_moe_qlora_copies_compared"
 _WATCH = "_moe_qlora_codes_watched"
 
 
@@ -66,9 +63,9 @@ def remove(model: nn.Module) -> None:
     """Undo `install`."""
     for handle in model.__dict__.pop(_HANDLE, ()):
         handle.remove()
-    model.__dict__.pop(_LAYOUT, None)
+    model.__dict__.pop(LAYOUT, None)
     model.__dict__.pop(_SEEN, None)
-    model.__dict__.pop(_COPIES, None)
+    model.__dict__.pop(COPIES, None)
     model.__dict__.pop(_WATCH, None)
 
 
@@ -94,9 +91,7 @@ def _before_forward(model: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     check_codes(model)
-    if distributed.is_available() and distributed.is_initialized():
-        warn_of_whole_statistics(model)
-        _check_copies(model)
+    world().before_forward(model)
     configs: dict[str, Any] | None = getattr(model, "peft_config", None)
     if not configs:
         return
@@ -128,40 +123,6 @@ def _set_forwards_aside(model: nn.Module) -> None:
         set_aside(module)
         for wrapper in getattr(lora_source(module), "wrappers", {}).values():
             set_aside(wrapper)
-
-
-def warn_of_whole_statistics(model: nn.Module) -> None:
-    """Warn once where FSDP2 has sharded codes whose statistics it cannot shard."""
-    if model.__dict__.get(_LAYOUT):
-        return
-    for name, module, leaf in iter_packed(model):
-        if not hasattr(original_of(module, leaf), "device_mesh"):
-            return  # not sharded yet
-        if not is_shardable(decoder_of(module, leaf)):
-            warnings.warn(
-                f"{unwrapped_name(name)}.{leaf} was sharded with its statistics whole on every "
-                "rank: call moe_qlora.prepare_sharding(model) before fully_shard, which then "
-                "shards them too.",
-                UserWarning,
-                stacklevel=2,
-            )
-            break
-    model.__dict__[_LAYOUT] = True
-
-
-def _check_copies(model: nn.Module) -> None:
-    """Raise before the first step where DDP's ranks were packed or adapted differently.
-
-    DDP writes the first rank's parameters over all others', and leaves statistics and settings.
-    """
-    if model.__dict__.get(_COPIES) or not torch.is_grad_enabled():
-        return
-    # within DDP's forward with gradients all ranks take part
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is None:
-        return
-    if not any(share_of(module) for _, module, _ in iter_packed(model)):
-        check_agreement("DistributedDataParallel", lambda: model_facts(model))
-    model.__dict__[_COPIES] = True
 
 
 def check_codes(model: nn.Module) -> None:

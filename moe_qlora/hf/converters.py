@@ -31,9 +31,10 @@ from ..errors import CheckpointError, NonFiniteWeightError
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
 from ..packing.codec import Packer, restore
+from ..packing.cut import cut_tensors
 from ..packing.decoders import hold
 from ..packing.format import SCALES, key_ends, problems
-from ..packing.shares import absmax_mean, cut_tensors
+from ..world import absmax_mean
 from .kept import SLICE_BYTES, keep_codes
 
 

@@ -24,9 +24,10 @@ from ..lora.stock_calls import named_modules
 from ..lora.transformers_methods import add_adapter, load_adapter
 from ..packing import parametrize
 from ..packing.decoders import PackedCodes, is_shardable
+from ..packing.linear import keep_layout
 from ..packing.quant_state import state_tensors
 from ..packing.settings import CodecSettings
-from ..packing.sharding import keep_layout, prepare_sharding, runs_distributed
+from ..world import world
 
 
 def check_method(model: nn.Module, settings: CodecSettings) -> str | None:
@@ -57,8 +58,7 @@ def finish_packing(
     left = forward.activate(model, names)
     mark_quantized(model, config, settings)
     keep_layout(model)
-    if runs_distributed():
-        prepare_sharding(model)
+    world().lay_out(model)
     return set(names) - set(left)
 
 

@@ -26,18 +26,14 @@ from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, pars
 from ..checkpoint.prequantized import describe_plain
 from ..checkpoint.reader import Checkpoint, check_plain
 from ..checkpoint.source import file_facts
-from ..distributed import expert_parallel
-from ..errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
+from ..errors import CheckpointError, NonFiniteWeightError
 from ..layout import listed
-from ..packing import parametrize, shares
-from ..packing.agreement import check_agreement, settings_facts
+from ..packing import parametrize
 from ..packing.codec import pack
 from ..packing.decoders import hold
 from ..packing.format import ABSMAX, SCALES
-from ..packing.shares import ExpertShare
+from ..world import absmax_mean, many_ranks, world
 from .converters import LinearConverter, PackedConverter, PackingConverter
-from .distributed_config import keep_whole, mesh_of, own_device
-from .fsdp_loading import ShardedLoad, shards_model
 from .kept import refuse_to_shard, weights_to_keep
 from .model import finish_packing
 from .prequantized import (
@@ -79,7 +75,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     _device_map: Any = None
     _checked: FolderCheck | None = None
     _mark: Mark | None = None
-    _sharded: ShardedLoad | None = None
+    _sharded: Any = None  # ShardedLoad, of a load that transformers shards by FSDP2
     _makers_config: Mapping[str, Any] | None = None
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
@@ -100,8 +96,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         folder = Path(getattr(config, "_name_or_path", None) or "")
         if str(folder) != "." and (folder / "config.json").is_file():
             # Before transformers looks for files, so that what is missing is named by us.
-            whole = not shards_model(getattr(config, "distributed_config", None))
-            self._check(folder, self._mark, large=whole)
+            ranks = self._several(config)
+            self._check(folder, self._mark, large=ranks is None or not ranks.shards)
         return config
 
     def _check(self, folder: Path, mark: Mark, *, large: bool = True) -> Manifest:
@@ -112,7 +108,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
 
     def update_device_map(self, device_map: Any) -> Any:
         """Note what the stock quantizer makes of it; without one, ranks go to their own devices."""
-        if device_map is None and (own := own_device()) is not None:
+        if device_map is None and (own := world().device()) is not None:
             device_map = {"": own}
         self._device_map = super().update_device_map(device_map)  # type: ignore[misc]
         return self._device_map
@@ -127,12 +123,9 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Decide what is packed, while the model is still as it was built."""
         files, config = kwargs.get("checkpoint_files"), model.config
-        if getattr(config, "distributed_config", None) is not None or self._expert_mesh():
-            self._check_agreement(files, dtype)
-        mesh = mesh_of(getattr(config, "distributed_config", None))
-        if mesh is not None:
-            keep_whole(model)
-        mesh = mesh or self._expert_mesh()
+        ranks = self._several(config)
+        if ranks is not None:
+            ranks.begin(model, lambda: self._facts(files, dtype))
         self._add_skips(model)
         self._spec = self._make_spec(model, dtype, files, kwargs.get("device_map"))
         self._spec.device_map = self._device_map
@@ -153,25 +146,26 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if self._mark is None and self._keeps_codes():
             self._spec.kept = weights_to_keep(model, self._spec)
         filled_later = self._spec.params or self._spec.prequantized is not None
-        if shards_model(getattr(config, "distributed_config", None)) and filled_later:
-            self._shard(model, files, dtype)
+        if ranks is not None and ranks.shards and filled_later:
+            self._shard(ranks, model, files, dtype)
             return
-        if mesh is not None:
-            self._spec.shares = load_shares(model, self._spec, mesh)
+        if ranks is not None:
+            self._spec.shares = ranks.shares(model, self._spec)
         self._spec.unit_nbytes = self._unit_nbytes(model)
 
-    def _check_agreement(self, files: list[str] | None, dtype: Any) -> None:
-        """Raise where ranks that load one model together were not given the same."""
+    def _several(self, config: Any) -> Any:
+        """Return how this load gives each rank its part; None where it loads a whole model."""
+        asked, mesh = getattr(config, "distributed_config", None), self._expert_mesh()
+        return None if asked is None and mesh is None else many_ranks().load(asked, mesh)
 
-        def facts() -> dict[str, Any]:
-            asked = settings_facts("quantization_config", self.quantization_config)
-            asked |= {"dtype": dtype, "keep_codes": self._keeps_codes()}
-            asked |= {"skip_modules": tuple(self._extra_skip_modules())}
-            return asked | (file_facts(Path(files[0]).parent) if files else {})
+    def _facts(self, files: list[str] | None, dtype: Any) -> dict[str, Any]:
+        """Return what ranks that load one model together must all be given."""
+        asked = {"quantization_config": self.quantization_config, "dtype": dtype}
+        asked |= {"keep_codes": self._keeps_codes()}
+        asked |= {"skip_modules": tuple(self._extra_skip_modules())}
+        return asked | (file_facts(Path(files[0]).parent) if files else {})
 
-        check_agreement("from_pretrained", facts)
-
-    def _shard(self, model: Any, files: list[str] | None, dtype: Any) -> None:
+    def _shard(self, ranks: Any, model: Any, files: list[str] | None, dtype: Any) -> None:
         """Prepare a load that transformers shards: it sees nothing of what is packed."""
         spec, self._spec = self._spec, None
         if spec is None or spec.files is None or not files:
@@ -183,7 +177,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         spec.files.close()
         model.hf_quantizer = self
         folder = Path(files[0]).parent
-        self._sharded = ShardedLoad(
+        self._sharded = ranks.shard(
             model, spec, self.quantization_config, folder, dtype, self._makers_config
         )
 
@@ -398,21 +392,6 @@ class _PackLinears(ConversionOps):
         return weight
 
 
-def load_shares(model: Any, spec: LoadSpec, mesh: Any) -> dict[str, ExpertShare]:
-    """Return the experts that this rank keeps of each weight that a load packs."""
-    expert_parallel.check_mesh(mesh)
-    ranks = mesh.size(mesh.ndim - 1)
-    found: dict[str, ExpertShare] = {}
-    for entry in expert_parallel.modules_to_divide(model, spec.layout, ranks):
-        share = expert_parallel.make_share(entry.num_experts, mesh, mesh.size())
-        for param in entry.parameters:
-            reason = shares.why_not_cut(param.shape, ranks, spec.settings_of(param.name))
-            if reason is not None and param.name in spec.params:
-                raise UnsupportedWeightError(f"{param.name} {reason}. Nothing was loaded.")
-            found |= dict.fromkeys(param.names, share)
-    return {name: share for name, share in found.items() if name in spec.params}
-
-
 def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     """Attach what converters packed, pack what they did not see, and mark the model quantized."""
     _restore_conversions(model, spec)
@@ -435,7 +414,7 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
                 lost.append(name)
                 continue
             first, last = spec.rows(name)  # no converter packed it
-            mean = shares.absmax_mean(spec.shares.get(name), name)
+            mean = absmax_mean(spec.shares.get(name), name)
             packed = pack(weight[first:last], spec.settings, mean)
         for module, leaf in (parametrize.owner_of(model, other) for other in param.names):
             if module._parameters.get(leaf) is weight:
@@ -448,7 +427,7 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
         )
     finish_packing(model, spec.layout, config, spec.settings)
     if spec.shares:
-        expert_parallel.divide(model, spec.layout, next(iter(spec.shares.values())).mesh)
+        many_ranks().divide(model, spec.layout, next(iter(spec.shares.values())))
 
 
 def _check_linears(spec: LoadSpec) -> None:

@@ -18,8 +18,6 @@ config is never changed.
     inject.py                how the wrappers get into the model
     layer.py                 the wrapper: one expert parameter and its adapters
     chosen.py                LoRA on some experts of a weight: factors of these alone
-    divided.py               factors of experts that are divided over ranks
-    factor_tensor.py         their DTensor, which optimizers and clipping take
     merge.py, combine.py     LoRA merged into packed weights; weighted sums of adapters
     load.py                  load_adapter, for saved adapters
     folder.py                what a saved adapter's folder must hold

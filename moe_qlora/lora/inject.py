@@ -18,7 +18,7 @@ from ..errors import AdapterError, ConfigError
 from ..layout import unwrapped, unwrapped_name
 from ..packing.parametrize import is_packed, packed_names, read_packed
 from ..packing.settings import CodecSettings
-from ..packing.shares import share_of
+from ..world import share_of
 from .layer import ExpertAdapters, ParamWrapper
 from .names import names_parameter, packed_parameters
 

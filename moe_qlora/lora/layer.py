@@ -39,9 +39,8 @@ from ..kernels.weights import PackedWeight
 from ..layout import unwrapped, unwrapped_name
 from ..packing.codec import first_nonfinite, require_whole
 from ..packing.parametrize import decoded_by, is_packed, packed_names, read_packed
-from ..packing.shares import ExpertShare, share_of
+from ..world import Share, share_of
 from .chosen import ChosenFactor, whole_factor
-from .divided import divided_factors, local_factor
 from .merge import Product, merged_weight, replace_parameter, restore_packed
 from .supported import check_dropout
 
@@ -72,7 +71,7 @@ class ParamWrapper(StockParamWrapper):
     merge_repack: bool = False
     adds_itself: bool = False  # whether a call runs with LoRA in the plain weight
     _unmerged: PackedWeight | None = None
-    _share: ExpertShare | None = None  # of experts that are divided over ranks
+    _share: Share | None = None  # of experts that are divided over ranks
     full_name: str = ""  # of the parameter, by which a config chooses experts
 
     def __init__(
@@ -103,7 +102,7 @@ class ParamWrapper(StockParamWrapper):
                     whole, chosen, self.num_experts, slowest=slowest
                 )
         elif self._share is not None:
-            a.weight, b.weight = divided_factors(a.weight, b.weight, self._share)
+            a.weight, b.weight = self._share.factors(a.weight, b.weight)
 
     def set_dropout(self, adapter_name: str, probability: float) -> None:
         """Give an adapter this dropout, or refuse it where the forward cannot apply it."""
@@ -157,8 +156,8 @@ class ParamWrapper(StockParamWrapper):
         share = self._share
         return tuple(
             LoraFactors(
-                a=whole_factor(a[name]) if share is None else local_factor(a[name].weight, share),
-                b=whole_factor(b[name]) if share is None else local_factor(b[name].weight, share),
+                a=whole_factor(a[name]) if share is None else share.local(a[name].weight),
+                b=whole_factor(b[name]) if share is None else share.local(b[name].weight),
                 scaling=self.scaling[name],
                 dropout=None if isinstance(dropouts[name], nn.Identity) else dropouts[name],
             )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..kernels.weights import PackedWeight
 from ..packing.codec import unpack
-from ..packing.sharding import read_linear, restore_linear, write_linear
+from ..packing.linear import read_linear, restore_linear, write_linear
 
 
 class _Unmerged(NamedTuple):

@@ -24,14 +24,12 @@ from ..checkpoint.load_spec import kept_dtypes
 from ..errors import AdapterError, ConfigError
 from ..experts import restore
 from ..layout import unwrapped, unwrapped_name
-from ..packing.agreement import check_agreement, settings_facts
-from ..packing.sharding import prepare_sharding, restore_linear, runs_distributed
-from ..packing.shares import first_share, keep_from_ddp
+from ..packing.linear import restore_linear
 from ..versions import REQUIRED, installed_version
+from ..world import world
 from .combine import SingleExpert, concatenate, stored_factors, summed_config
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
 from .coverage import log_coverage
-from .divided import check_whole
 from .fill import load_adapter
 from .inject import check_connected, upgrade_wrappers
 from .layer import ParamWrapper
@@ -39,9 +37,8 @@ from .linear import Linear4bit, Linear8bitLt, merge_exactly
 from .merge import check_repack
 from .names import as_set, check_adapter_names, packed_parameters
 from .packed import check_packed
-from .replicated import check_copies, replicate_adapters
 from .rewrite import reached_modules
-from .save import check_unsharded, save_pretrained
+from .save import save_pretrained
 
 _OFFLINE = (
     "save the adapter with save_pretrained on all ranks, and go on from its folder in one process, "
@@ -132,9 +129,8 @@ def make_peft_model(
         raise ConfigError(
             "mixed=True combines adapter types, which packed experts cannot take; leave it out."
         )
-    if runs_distributed():
-        prepare_sharding(model)
-        check_copies(model, config)
+    world().lay_out(model)
+    world().check_lora_config(model, config)
     with without_false_warning(model, config):
         peft_model = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
     return connect_adapters(peft_model)
@@ -164,21 +160,11 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     check_adapter_names(tuner.model, model.peft_config)
     for name, config in model.peft_config.items():
         check_connected(tuner.model, name, config)
-    _check_ranks(tuner.model, model.peft_config)
-    if first_share(tuner.model) is not None:
-        keep_from_ddp(model)
-    replicate_adapters(tuner.model)
+    world().check_adapters(tuner.model, model.peft_config)
+    world().follow_adapters(tuner.model, model)
     model.__dict__["save_pretrained"] = types.MethodType(save_pretrained, model)
     model.__dict__["load_adapter"] = types.MethodType(load_adapter, model)
     return model
-
-
-def _check_ranks(model: nn.Module, configs: Mapping[str, PeftConfig]) -> None:
-    """Raise where ranks that hold experts of one model give their adapters other settings."""
-    if first_share(model) is not None:
-        for name, config in configs.items():
-            asked = settings_facts("lora_config", config)
-            check_agreement(f"The adapter {name!r}", lambda asked=asked: asked)  # type: ignore[misc]
 
 
 def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
@@ -217,8 +203,8 @@ class LoraModel(StockLoraModel):
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
         check_adapter_names(model, self.peft_config)
-        check_unsharded(model, f"Adding the adapter {adapter_name!r}", _BEFORE_SHARDING)
-        _check_ranks(model, {adapter_name: self.peft_config[adapter_name]})
+        world().check_whole(model, f"Adding the adapter {adapter_name!r}", _BEFORE_SHARDING)
+        world().check_adapters(model, {adapter_name: self.peft_config[adapter_name]})
         config = adapt_lora_config(model, self.peft_config[adapter_name])
         self.peft_config[adapter_name] = config
         with without_false_warning(model, config):
@@ -231,7 +217,7 @@ class LoraModel(StockLoraModel):
         super()._post_injection_hook(model, config, adapter_name)
         merge_exactly(model)
         check_connected(model, adapter_name, config)
-        replicate_adapters(model)
+        world().follow_adapters(model)
 
     def merge_adapter(
         self, *args: Any, dtype: torch.dtype | None = None, repack: bool = False, **kwargs: Any
@@ -265,14 +251,14 @@ class LoraModel(StockLoraModel):
 
     def unmerge_adapter(self) -> None:
         """Undo `merge_adapter`."""
-        check_unsharded(self.model, "Unmerging", _OFFLINE)
+        world().check_whole(self.model, "Unmerging", _OFFLINE)
         with self._stock_linears():
             super().unmerge_adapter()
 
     @contextmanager
     def _merging(self, dtype: torch.dtype | None, repack: bool) -> Iterator[None]:
-        check_whole(self.model, "Merging")
-        check_unsharded(self.model, "Merging", _OFFLINE)
+        world().check_whole(self.model, "Merging")
+        world().check_whole(self.model, "Merging", _OFFLINE)
         if repack:
             check_repack(self.model)
         layers = list(self.model.modules())
@@ -298,8 +284,7 @@ class LoraModel(StockLoraModel):
             if isinstance(module, LoraLayer):
                 restore_linear(unwrapped(module))
         yield
-        if runs_distributed():
-            prepare_sharding(self.model)
+        world().lay_out(self.model)
 
     def add_weighted_adapter(
         self,
@@ -313,14 +298,14 @@ class LoraModel(StockLoraModel):
         if adapter_name in self.peft_config:
             return
         check_adapter_names(self.model, {*self.peft_config, adapter_name})
-        check_whole(self.model, "add_weighted_adapter")
+        world().check_whole(self.model, "add_weighted_adapter")
         for adapter in adapters:
             if getattr(self.peft_config.get(adapter), "_chosen", None):
                 raise AdapterError(
                     f"add_weighted_adapter needs LoRA on all experts, and {adapter!r} is on chosen "
                     "ones: load its folder with stock PEFT on the 16-bit model, or merge it."
                 )
-        check_unsharded(self.model, "add_weighted_adapter", _OFFLINE)
+        world().check_whole(self.model, "add_weighted_adapter", _OFFLINE)
         for adapter in adapters:
             if adapter not in self.peft_config:
                 raise AdapterError(

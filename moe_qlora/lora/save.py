@@ -18,21 +18,10 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.utils.save_and_load import get_peft_model_state_dict
-from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from ..checkpoint.staging import absolute, flush, staging
-from ..errors import AdapterError
-from ..layout import unwrapped_name
-from ..packing.decoders import is_share
-from ..packing.gather import (
-    NOT_GIVEN,
-    WholeTensor,
-    gather_to_first,
-    is_divided,
-    plain_tensor,
-    state_dict_to_save,
-)
+from ..world import NOT_GIVEN, WholeTensor, world
 
 _CARD = "README.md"
 
@@ -66,25 +55,28 @@ def save_pretrained(
         path_initial_model_for_weight_conversion=path_initial_model_for_weight_conversion,
         **kwargs,
     )
-    if not distributed.is_available() or not distributed.is_initialized():
+    ranks = world()
+    if not ranks.several:
         stock(save_directory, is_main_process=is_main_process)
         return
     folder = absolute(os.fspath(save_directory))
-    state_dict = state_dict_to_save(self, kwargs.pop("state_dict", NOT_GIVEN))
+    state_dict = ranks.state_dict_to_save(self, kwargs.pop("state_dict", NOT_GIVEN))
     if state_dict is None:
         return
     tensors: dict[str, WholeTensor] = {}
-    if is_divided(self, state_dict):
+    if ranks.is_divided(self, state_dict):
         names = selected_adapters or list(self.peft_config)
         tensors = _adapter_tensors(self, state_dict, names, save_embedding_layers)
-    if distributed.get_rank() != 0 and not any(tensor.divided for tensor in tensors.values()):
+    if not ranks.first and not any(tensor.divided for tensor in tensors.values()):
         return
 
     def write(read: Callable[[str], Tensor]) -> None:
         if not is_main_process:
             return
         # Before the folder is locked, and nothing divided is left: PEFT gathers that, on this rank.
-        whole = {key: value for key, value in state_dict.items() if not plain_tensor(value).divided}
+        whole = {
+            key: value for key, value in state_dict.items() if not ranks.plain_tensor(value).divided
+        }
         whole |= {key: read(key).cpu() for key in tensors}
         with staging(folder, inside=True, wait=True) as work:
             if (folder / _CARD).is_file():  # PEFT adds to it
@@ -92,7 +84,7 @@ def save_pretrained(
             stock(str(work), is_main_process=True, state_dict=whole)
             _move(work, folder)
 
-    gather_to_first(tensors, write, f"Saving the adapter to {folder}")
+    ranks.gather_to_first(tensors, write, f"Saving the adapter to {folder}")
 
 
 def _adapter_tensors(
@@ -116,22 +108,10 @@ def _adapter_tensors(
             )
             written |= {int(number) for number in chosen.values()}
     return {
-        key: plain_tensor(value)
+        key: world().plain_tensor(value)
         for number, (key, value) in enumerate(state_dict.items())
         if number in written
     }
-
-
-def check_unsharded(model: nn.Module, action: str, advice: str) -> None:
-    """Raise an `AdapterError` where the model's parameters are sharded over ranks."""
-    engine = any(isinstance(module, FSDPModule) for module in model.modules())
-    for name, parameter in model.named_parameters():
-        # expert parallelism has factors of LoRA as DTensors, and no other parameter
-        if engine or (is_share(parameter) and ".lora_" not in name):
-            raise AdapterError(
-                f"{action} needs whole weights, and {unwrapped_name(name)} is sharded over ranks: "
-                f"{advice}."
-            )
 
 
 def _move(work: Path, folder: Path) -> None:

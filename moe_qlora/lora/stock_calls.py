@@ -26,13 +26,11 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from ..checkpoint.adapter import check_adapter_patterns, check_config_patterns
-from ..packing.sharding import prepare_sharding, runs_distributed
-from ..packing.shares import first_share
+from ..world import first_share, world
 from .config import AdaptedLoraConfig, adapt
 from .fill import check_base, load_adapter
 from .model import LoraModel, warn_untested
 from .names import is_all_linear, packed_parameters
-from .replicated import check_copies
 from .rewrite import changed, reached_modules, rewritten
 from .save import save_pretrained
 from .targets import resolve_targets
@@ -80,9 +78,8 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
         config = rewritten(model, config) or config
     config = adapt(model, config, warns=not loads and not config.inference_mode)
     tuner.peft_config[name] = config
-    if runs_distributed():
-        prepare_sharding(model)
-        check_copies(model, config)
+    world().lay_out(model)
+    world().check_lora_config(model, config)
     made = _caller(frame, PeftModel.__init__.__code__, _FAR)
     if made is not None:
         peft_model = made.f_locals["self"]

@@ -122,7 +122,7 @@ def trained_tensor(parameter: nn.Parameter, *, of_experts: bool) -> BlockTensor:
 
 
 def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
-    """Yield codes and statistics as distributed runs have them (`packing.sharding`)."""
+    """Yield codes and statistics as distributed runs have them (`distributed.sharding`)."""
     weight, experts = part.weight, not part.linear
     kind = "experts" if experts else "linear"
     if weight.kind == "int8":

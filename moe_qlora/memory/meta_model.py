@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ..detection.detect import detect
-from ..distributed.expert_parallel import modules_to_divide
 from ..errors import ConfigError, UnsupportedWeightError
 from ..experts import forward
 from ..kernels.weights import PackedWeight
@@ -28,12 +27,12 @@ from ..lora.config import top_k_of
 from ..lora.model import make_peft_model
 from ..models.trainer.file import AskedLora
 from ..packing import parametrize
-from ..packing.decoders import PackedCodes, ShardableStatistics, hold
+from ..packing.cut import why_not_cut
+from ..packing.decoders import PackedCodes, ShardableStatistics, hold, packed_codes
 from ..packing.meta import blank_weight, pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
-from ..packing.sharding import packed_codes
-from ..packing.shares import why_not_cut
+from ..world import many_ranks
 from .blocks import PackedPart, block_modules, blocks_of, packed_parts, trained_tensor
 from .budget import Block, BlockTensor, Settings
 from .meta_ops import fake_dequantize, fake_experts, fake_layer, fake_linear
@@ -151,7 +150,7 @@ def pack(
 
 def _keep_share(model: Any, layout: ModelLayout, ranks: int) -> None:
     """Leave one rank's experts in place of all, as `distributed.expert_parallel` does."""
-    for entry in modules_to_divide(model, layout, ranks):
+    for entry in many_ranks().modules_to_divide(model, layout, ranks):
         module = model.get_submodule(entry.name)
         share = entry.num_experts // ranks
         names = [param.parameter_name for param in entry.parameters]

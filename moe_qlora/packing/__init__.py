@@ -10,7 +10,7 @@ quant_state.py  between packed weights and bitsandbytes' `QuantState`
 decoders.py     the modules that hold a weight's statistics, for one GPU and for many
 state_dict.py   packed weights in state dicts, under bitsandbytes' keys and as parameters
 parametrize.py  how a packed weight sits on its module, moves, is copied, saved and loaded
-shares.py       one rank's share of a layer's experts: cut, joined, told from what is replicated
-sharding.py     makes every tensor of a packed weight a parameter, which engines shard
+linear.py       bitsandbytes' stock Linear layers as packed weights
+cut.py          some experts of a packed weight as one of their own, and shares joined again
 meta.py         packed weights without values, on the meta device
 """

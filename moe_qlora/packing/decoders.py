@@ -326,6 +326,21 @@ def params4bit(codes: Tensor, state: Any) -> nn.Parameter:
     return cast(nn.Parameter, parameter)
 
 
+def packed_codes(packed: PackedWeight, statistics: ShardableStatistics) -> nn.Parameter:
+    """Return the parameter of a 4-bit weight's codes, `(bytes, 1)` uint8."""
+    parameter = PackedCodes(
+        packed.codes.detach().view(-1).view(torch.uint8).unsqueeze(1),
+        requires_grad=False,
+        blocksize=packed.blocksize,
+        compress_statistics=packed.nested is not None,
+        quant_type=packed.kind,
+        quant_storage=torch.uint8,
+        bnb_quantized=True,
+    )
+    parameter.belong_to(statistics)
+    return cast(nn.Parameter, parameter)
+
+
 def hold(packed: PackedWeight) -> nn.Parameter:
     """Return the one parameter that holds this weight's codes, made on first use."""
     if packed.owner is None:

@@ -8,7 +8,7 @@ multiprocessing.set_forkserver_preload(
     [
         "accelerate",
         "bitsandbytes",
-        "moe_qlora.hf.load_sharded",
+        "moe_qlora.distributed.load_sharded",
         "moe_qlora.hf.switch",
         "moe_qlora.lora.model",
         "peft",

@@ -23,8 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Trainer
 
 import moe_qlora
+from moe_qlora.distributed.gather import whole
 from moe_qlora.errors import MoeQloraError
-from moe_qlora.packing.gather import whole
 from moe_qlora.testing import run_distributed, tiny_model
 from tests.helpers.training import (
     NF4,

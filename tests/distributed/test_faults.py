@@ -32,8 +32,8 @@ from transformers.distributed import DistributedConfig
 import moe_qlora
 from moe_qlora.checkpoint.integrity import check_folder
 from moe_qlora.checkpoint.staging import left_behind
+from moe_qlora.distributed import gather
 from moe_qlora.errors import CheckpointError
-from moe_qlora.packing import gather
 from moe_qlora.testing import tiny_model
 from tests.helpers.training import adamw, adapted, train
 

@@ -301,7 +301,7 @@ def run_cases(rank: int, world: int, folders: dict[str, Path], large: Path) -> d
 
 def from_callable(folder: Path, mesh: Any) -> nn.Module:
     """Fill a sharded model from rows that a function gives."""
-    from moe_qlora.hf.load_sharded import ShardedModel, blank_model
+    from moe_qlora.distributed.load_sharded import ShardedModel, blank_model
 
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     with torch.device("meta"):
@@ -314,7 +314,7 @@ def from_callable(folder: Path, mesh: Any) -> nn.Module:
 
 
 def run_refusals(folders: dict[str, Path], mesh: Any, rank: int) -> dict[str, str]:
-    from moe_qlora.hf.load_sharded import ShardedModel, blank_model
+    from moe_qlora.distributed.load_sharded import ShardedModel, blank_model
 
     refusals = {}
     pissa = LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")

@@ -28,10 +28,10 @@ from moe_qlora.checkpoint import base as bases
 from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint, plain_json
 from moe_qlora.checkpoint.reader import INDEX
-from moe_qlora.checkpoint.rows import CheckpointRows
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app
 from moe_qlora.detection.detect import detect
+from moe_qlora.distributed.filling import CheckpointRows
 from moe_qlora.errors import CheckpointError
 from moe_qlora.models import named
 from moe_qlora.testing import tiny_inputs

@@ -14,8 +14,8 @@ from torch import Tensor, distributed, nn
 
 from ..errors import ConfigError, MoeQloraError
 from ..layout import dtype_name
-from .parametrize import is_packed_linear, iter_packed, read_packed
-from .settings import CodecSettings
+from ..packing.parametrize import is_packed_linear, iter_packed, read_packed
+from ..packing.settings import CodecSettings
 
 _SAMPLE = 512  # values of a tensor that are compared
 _WEIGHTS = 8  # packed weights whose codes and statistics are sampled
@@ -30,8 +30,8 @@ def check_agreement(what: str, facts: Facts, mesh: Any = None) -> None:
 
     Args:
         what: Begins the sentence: "load_sharded".
-        facts: Returns what must be equal, by a name that the caller knows. What it raises on one
-            rank, each of them does.
+        facts: Returns what must be equal, by a name that the caller knows; a configuration is
+            compared field by field. What it raises on one rank, each of them does.
         mesh: A `DeviceMesh` of the ranks; None is all ranks.
 
     Raises:
@@ -42,7 +42,9 @@ def check_agreement(what: str, facts: Facts, mesh: Any = None) -> None:
     error: MoeQloraError | None = None
     known: dict[int, dict[str, str] | str] = {}
     try:
-        known[distributed.get_rank()] = {name: _text(one) for name, one in facts().items()}
+        parts = [settings_facts(name, one) for name, one in facts().items()]
+        mine = {name: _text(one) for part in parts for name, one in part.items()}
+        known[distributed.get_rank()] = mine
     except MoeQloraError as raised:
         error, known[distributed.get_rank()] = raised, str(raised)
     groups = [None] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
@@ -68,17 +70,17 @@ def check_agreement(what: str, facts: Facts, mesh: Any = None) -> None:
                 )
 
 
-def settings_facts(name: str, settings: Any) -> dict[str, Any]:
-    """Return each field of a configuration, or of its dict, under its full name.
+def settings_facts(name: str, value: Any) -> dict[str, Any]:
+    """Return a value under its name, and of a configuration each field under its full name.
 
     Paths are left out: each rank may read a copy of its own.
     """
-    if settings is None:
-        return {}
-    fields = settings if isinstance(settings, Mapping) else settings.to_dict()
+    if not isinstance(value, Mapping) and not hasattr(value, "to_dict"):
+        return {name: value}
+    fields = value if isinstance(value, Mapping) else value.to_dict()
     return {
-        f"{name}.{field}": value
-        for field, value in fields.items()
+        f"{name}.{field}": one
+        for field, one in fields.items()
         if field != "base_model_name_or_path"
     }
 
@@ -95,7 +97,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         statistics = weight.absmax if weight.nested is None else weight.nested.absmax
         facts[f"{name} of the content"] = _digest(weight.flat_codes, weight.absmax, statistics)
     for name, config in (getattr(model, "peft_config", None) or {}).items():
-        facts |= settings_facts(f"lora_config of {name!r}", config)
+        facts[f"lora_config of {name!r}"] = config
     return facts
 
 

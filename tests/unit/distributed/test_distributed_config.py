@@ -7,8 +7,8 @@ import torch
 from torch import distributed
 from transformers.distributed import DistributedConfig
 
-from moe_qlora.hf import distributed_config
-from moe_qlora.hf.distributed_config import mesh_of, own_device
+from moe_qlora import world
+from moe_qlora.distributed.distributed_config import mesh_of
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ from moe_qlora.hf.distributed_config import mesh_of, own_device
 def test_ranks_do_not_all_load_to_the_first_device(
     monkeypatch, distributed_run, current, local_rank, devices, own
 ):
-    monkeypatch.setattr(distributed_config, "runs_distributed", lambda: distributed_run)
+    monkeypatch.setattr(world, "runs_distributed", lambda: distributed_run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(distributed, "get_node_local_rank", lambda fallback_rank: local_rank)
-    assert own_device() == own
+    assert world.world().device() == own
 
 
 def test_one_process_has_no_mesh():

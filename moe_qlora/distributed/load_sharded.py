@@ -10,8 +10,8 @@ the model on meta, as its config.json says          models/named.py
 fully_shard of each decoder layer and the rest      distributed/fsdp.py
   v
 empty shares on this rank's device
-  |   16-bit checkpoint: packs the rows it needs    packing/share_packer.py
-  |   packed folder: reads its bytes                distributed/stored.py
+  |   16-bit checkpoint: packs the rows it needs    share_packer.py
+  |   packed folder: reads its bytes                filling.py
   v
 the model, as if it had been packed whole and sharded then
 """
@@ -36,26 +36,24 @@ from ..checkpoint.manifest import Manifest, is_packed
 from ..checkpoint.quantize import PackingJob, build_model, own_config
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.rounding import from_config
-from ..checkpoint.rows import CheckpointRows
 from ..checkpoint.source import file_facts
 from ..checkpoint.staging import absolute
 from ..detection.detect import detect
-from ..distributed.adapters import BlankAdapters
-from ..distributed.filling import Rows, ShardedWeights, fill_plain, targets_of
-from ..distributed.fsdp import Wrap, allocate, shard_model
-from ..distributed.stored import fill_stored
 from ..errors import CheckpointError, ConfigError
+from ..hf.kept import refuse_to_shard
+from ..hf.model import finish_packing
 from ..layout import ExpertParam, ModelLayout
 from ..models import named
-from ..packing.agreement import check_agreement, settings_facts
 from ..packing.format import RECORD, SCALES, read_record
 from ..packing.meta import pack_blank, pack_blank_linear
 from ..packing.parametrize import is_packed_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
-from ..packing.sharding import prepare_sharding
-from .kept import refuse_to_shard
-from .model import finish_packing
+from .adapters import BlankAdapters
+from .agreement import check_agreement
+from .filling import CheckpointRows, Rows, ShardedWeights, fill_plain, fill_stored, targets_of
+from .fsdp import Wrap, allocate, shard_model
+from .sharding import prepare_sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -115,8 +113,8 @@ def load_sharded(
         folder = _local_folder(source, download)
         config = None if quantization_config is None else own_config(quantization_config)
         asked = {"dtype": dtype, "attn_implementation": attn_implementation}
-        asked |= settings_facts("quantization_config", config)
-        return asked | settings_facts("lora_config", lora_config) | file_facts(folder)
+        asked |= {"quantization_config": config, "lora_config": lora_config}
+        return asked | file_facts(folder)
 
     check_agreement("load_sharded", facts, mesh)
     opened = _open(folder, quantization_config, dtype, device_of(mesh), trust_remote_code)

@@ -14,13 +14,13 @@ import torch
 from bitsandbytes import MatmulLtState
 from bitsandbytes import matmul as bnb_matmul_8bit
 from bitsandbytes import matmul_4bit as bnb_matmul_4bit
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from ..kernels.weights import PackedWeight
 from ..layout import unwrapped_name
-from . import parametrize
-from .codec import require_whole, unpack
-from .decoders import (
+from ..packing import parametrize
+from ..packing.codec import require_whole, unpack
+from ..packing.decoders import (
     PackedCodes,
     PackedInt8,
     Shardable4bit,
@@ -28,17 +28,10 @@ from .decoders import (
     bnb,
     is_shardable,
     is_share,
-    params4bit,
+    packed_codes,
     read,
 )
-from .quant_state import from_quant_state, to_quant_state
-
-
-def runs_distributed() -> bool:
-    """Whether a process group is initialized, or torchrun started this process."""
-    if not distributed.is_available():
-        return False
-    return distributed.is_initialized() or distributed.is_torchelastic_launched()
+from ..packing.linear import read_linear, write_linear
 
 
 def prepare_sharding(model: nn.Module) -> nn.Module:
@@ -107,21 +100,6 @@ def _another(statistics: nn.Module) -> nn.Module:
     return other
 
 
-def packed_codes(packed: PackedWeight, statistics: ShardableStatistics) -> nn.Parameter:
-    """Return the parameter of a 4-bit weight's codes, `(bytes, 1)` uint8."""
-    parameter = PackedCodes(
-        packed.codes.detach().view(-1).view(torch.uint8).unsqueeze(1),
-        requires_grad=False,
-        blocksize=packed.blocksize,
-        compress_statistics=packed.nested is not None,
-        quant_type=packed.kind,
-        quant_storage=torch.uint8,
-        bnb_quantized=True,
-    )
-    parameter.belong_to(statistics)
-    return cast(nn.Parameter, parameter)
-
-
 class ShardableLinear4bit(bnb.Linear4bit):
     """A bitsandbytes 4-bit Linear layer whose statistics are parameters, of its submodule.
 
@@ -150,6 +128,10 @@ class ShardableLinear4bit(bnb.Linear4bit):
         out: Tensor = bnb_matmul_4bit(x, self.weight, bias=bias, quant_state=state)
         return out
 
+    def restore_stock(self) -> None:
+        """Become bitsandbytes' own layer again."""
+        _restore_stock(self, bnb.Linear4bit)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # Not bitsandbytes' keys, which no engine finds as parameters: statistics save themselves.
         nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
@@ -175,8 +157,20 @@ class ShardableLinear8bit(bnb.Linear8bitLt):
         out: Tensor = bnb_matmul_8bit(x, self.weight, bias=bias, state=state)
         return out
 
+    def restore_stock(self) -> None:
+        """Become bitsandbytes' own layer again."""
+        _restore_stock(self, bnb.Linear8bitLt)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
+
+
+def _restore_stock(layer: Any, cls: type) -> None:
+    packed = read(layer.weight, layer.statistics)
+    require_whole(packed)
+    del layer.statistics
+    layer.__class__ = cls
+    write_linear(layer, packed)
 
 
 def _product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -227,71 +221,6 @@ def _prepare_8bit(module: Any) -> None:
     module.__class__ = ShardableLinear8bit
     module.weight, module.statistics = nn.Parameter(packed.codes, requires_grad=False), statistics
     module.state.CB = module.state.SCB = None
-
-
-def restore_linear(module: nn.Module) -> None:
-    """Undo `prepare_sharding` for one bitsandbytes Linear layer, whose tensors are whole here.
-
-    PEFT merges adapters into stock layers only. Any other module is left alone.
-    """
-    if not isinstance(module, (ShardableLinear4bit, ShardableLinear8bit)):
-        return
-    layer: Any = module
-    packed = read(layer.weight, layer.statistics)
-    require_whole(packed)
-    del layer.statistics
-    layer.__class__ = bnb.Linear8bitLt if packed.kind == "int8" else bnb.Linear4bit
-    write_linear(layer, packed)
-
-
-def read_linear(layer: Any) -> PackedWeight:
-    """Return the packed weight of a stock bitsandbytes Linear layer; copies no codes."""
-    if isinstance(layer, bnb.Linear8bitLt):
-        weight, state = layer.weight, layer.state
-        codes = state.CB if weight.CB is None else weight.CB
-        scales = state.SCB if weight.SCB is None else weight.SCB
-        shape = tuple(codes.shape)
-        return PackedWeight(codes, scales, None, 0, None, shape, "int8", torch.float16)
-    codes, state = layer.weight.data, layer.weight.quant_state
-    if _is_converted(layer):
-        import bitsandbytes.nn.modules as bnb_modules
-
-        absmax, state = state.absmax, copy.copy(state)  # which the inverse changes
-        codes, state = bnb_modules._convert_weight_packed_for_cpu_inverse(codes, state)
-        if not state.nested:  # and leaves in the columns' order
-            state.absmax = absmax.T.reshape(-1).float()
-    return from_quant_state(codes, state)
-
-
-def keep_layout(model: nn.Module) -> None:
-    """Keep the codes of bitsandbytes' 4-bit Linear layers as they were packed, in place.
-
-    In evaluation on CPUs with AVX512-BF16, bitsandbytes 0.50 converts them to another form, in
-    which the layer computes in bf16 and passes no gradient, also in training later. What decodes it
-    afterwards gets other weights: its absmax is rounded to bf16, and comes back in another order.
-    """
-    for module in model.modules():
-        if isinstance(module, bnb.Linear4bit):
-            layer: Any = module
-            if _is_converted(layer):
-                write_linear(layer, read_linear(layer))
-            layer.support_avx512bf16_for_cpu = False
-
-
-def _is_converted(layer: Any) -> bool:
-    state = getattr(layer.weight, "quant_state", None)
-    return bool(getattr(state, "packing_format_for_cpu", False))
-
-
-def write_linear(layer: Any, packed: PackedWeight) -> None:
-    """Give a stock bitsandbytes Linear layer this packed weight, as one that was just loaded."""
-    if packed.kind == "int8":
-        codes, scales = packed.codes, packed.absmax
-        layer.weight = bnb.Int8Params(codes, requires_grad=False, CB=codes, SCB=scales)
-        layer.state.CB = layer.state.SCB = None
-        return
-    layer.weight = params4bit(packed.codes, to_quant_state(packed))
-    layer.weight.module, layer.quant_state = layer, layer.weight.quant_state
 
 
 def _scales_as_parameter(decoder: PackedInt8) -> None:

@@ -18,8 +18,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers.cache_utils import StaticCache
 
-from moe_qlora.hf import decoding
-from moe_qlora.hf.graphs import LayerGraphs
+from moe_qlora.speed import decoding
+from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.testing import tiny_model
 
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
+from moe_qlora.distributed.sharding import ShardableLinear4bit, ShardableLinear8bit
 from moe_qlora.errors import QuantizationError
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import unpack
-from moe_qlora.packing.sharding import ShardableLinear4bit, ShardableLinear8bit, read_linear
+from moe_qlora.packing.linear import read_linear
 from moe_qlora.testing import tiny_model
 
 SETTINGS: dict[str, dict[str, Any]] = {

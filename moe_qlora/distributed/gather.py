@@ -3,6 +3,7 @@
     whole_tensors       bitsandbytes' keys, each with what gathers its tensor; gathers nothing yet
     gather_to_first     runs a function on the first rank, which reads such tensors one at a time
                         while all other ranks take part
+    full_state_dict     all of them, on the first rank's CPU
 
 A share is a DTensor, as FSDP2 has it, a parameter that ZeRO-3 has partitioned, or a rank's own
 experts under expert parallelism (shares.py).
@@ -15,40 +16,30 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CheckpointError, MoeQloraError, first_line
 from ..kernels.weights import PackedWeight
-from . import parametrize, shares
-from .decoders import PackedInt8, read
-from .format import CODES, RECORD, packed_tensors
-from .quant_state import state_dict_entries
-from .settings import CodecSettings
+from ..packing import parametrize
+from ..packing.cut import join
+from ..packing.decoders import PackedInt8, read
+from ..packing.format import CODES, RECORD, packed_tensors
+from ..packing.quant_state import state_dict_entries
+from ..packing.settings import CodecSettings
+from ..world import NOT_GIVEN, WholeTensor, first_share, whole_shape
+from .shares import ExpertShare, expert_share
 
 _Result = TypeVar("_Result")
-
-NOT_GIVEN: Final[Any] = object()
-"""Stands for a `state_dict` that a caller left out, which is not the same as None."""
-
-
-@dataclass(frozen=True)
-class WholeTensor:
-    """What a tensor of a state dict is when it is whole, and how it is gathered."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...] | None  # None where gathering tells
-    source: Any  # the state dict's value: the tensor itself, or this rank's share
-    gather: Callable[[], Tensor]  # all ranks must call it, where it is `divided`
-    divided: bool
 
 
 def is_divided(model: nn.Module, state_dict: Mapping[str, Any]) -> bool:
     """Whether ranks hold different parts of this state dict of the model."""
     sharded = any(_is_sharded(tensor) for tensor in state_dict.values())
-    return sharded or shares.first_share(model) is not None
+    return sharded or first_share(model) is not None
 
 
 def state_dict_to_save(model: nn.Module, given: Any) -> Mapping[str, Any] | None:
@@ -110,12 +101,6 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered
 
 
-def whole_shape(module: nn.Module, packed: PackedWeight) -> tuple[int, ...]:
-    """Return the shape of a module's packed weight with the experts of all ranks."""
-    share = shares.share_of(module)
-    return tuple(packed.shape) if share is None else (share.experts, *packed.shape[1:])
-
-
 def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, WholeTensor]:
     """Return what the state dict of a single process's model has, in its order.
 
@@ -154,7 +139,7 @@ def _replace_expert_weight(
 ) -> None:
     """Enter a packed parameter under the first of its keys, and nothing under the others."""
     own, name = f"{prefix}parametrizations.{leaf}.", f"{prefix}{leaf}"
-    share, decoder = shares.share_of(module), parametrize.decoder_of(module, leaf)
+    share, decoder = expert_share(module), parametrize.decoder_of(module, leaf)
     first = f"{own}original" if f"{own}original" in state_dict else name
     if first not in state_dict or parametrize.is_foreign(module, leaf):
         return
@@ -163,7 +148,7 @@ def _replace_expert_weight(
     packed = parametrize.read_packed(module, leaf)
     codes = state_dict[first]
     if share is not None:
-        like = replace(packed, shape=whole_shape(module, packed))
+        like = replace(packed, shape=whole_shape(module, packed.shape))
         weight = _Weight(name, like, codes, *_of_all(packed, share), True)
         others = own if first != name else f"{name}."
         statistics = [key for key in state_dict if key.startswith(others) and key != first]
@@ -183,7 +168,7 @@ def _replace_plain_share(
     state_dict: Mapping[str, Any],
 ) -> None:
     """Enter biases and unpacked weights of a rank's experts as those of all ranks."""
-    share = shares.share_of(module)
+    share = expert_share(module)
     if share is None:
         return
     for leaf in module._parameters:
@@ -195,7 +180,7 @@ def _replace_plain_share(
             replaced[key] = {key: WholeTensor(own.dtype, shape, own, gather, True)}
 
 
-def _gathered_experts(own: Tensor, share: shares.ExpertShare) -> Tensor:
+def _gathered_experts(own: Tensor, share: ExpertShare) -> Tensor:
     return torch.cat(_of_each_rank(own, share))
 
 
@@ -287,7 +272,7 @@ def _sharded_weight(
 
 
 def _of_all(
-    packed: PackedWeight, share: shares.ExpertShare
+    packed: PackedWeight, share: ExpertShare
 ) -> tuple[Callable[[], Tensor], Callable[[], PackedWeight]]:
     """Return what gathers codes and statistics of a weight of which each rank has some experts."""
 
@@ -301,7 +286,7 @@ def _of_all(
     return codes, statistics
 
 
-def _joined(packed: PackedWeight, share: shares.ExpertShare) -> PackedWeight:
+def _joined(packed: PackedWeight, share: ExpertShare) -> PackedWeight:
     """Return the whole weight of which this rank holds a share; all ranks of the group call it."""
     codes, absmax = _of_each_rank(packed.codes, share), _of_each_rank(packed.absmax, share)
     outer = None if packed.nested is None else _of_each_rank(packed.nested.absmax, share)
@@ -312,10 +297,10 @@ def _joined(packed: PackedWeight, share: shares.ExpertShare) -> PackedWeight:
             nested = nested._replace(absmax=outer[rank])
         part = replace(packed, codes=codes[rank], absmax=absmax[rank], nested=nested, owner=None)
         parts.append(part)
-    return shares.join(parts)
+    return join(parts)
 
 
-def _of_each_rank(tensor: Tensor, share: shares.ExpertShare) -> list[Tensor]:
+def _of_each_rank(tensor: Tensor, share: ExpertShare) -> list[Tensor]:
     """Return each rank's own tensor, in the order of their experts; all ranks must call it."""
     plain = tensor.detach().contiguous()
     parts = [torch.empty_like(plain) for _ in range(distributed.get_world_size(share.group))]
@@ -391,3 +376,31 @@ class _Calls:
 
 def _as_error(what: str, error: BaseException) -> CheckpointError:
     return CheckpointError(f"{what} failed on rank 0: {type(error).__name__}: {first_line(error)}")
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the model's whole state dict on the first rank, on the CPU; all others get `{}`.
+
+    It has bitsandbytes' keys, as that of a model in a single process, whatever shares of the model
+    this process holds. Tensors are gathered one at a time: no device holds two of them whole.
+
+    All ranks must call it. Where nothing is sharded, and without a process group, it is the state
+    dict itself. A `DistributedDataParallel` model's keys are those of the model in it.
+
+    Raises:
+        CheckpointError: Another rank was lost meanwhile.
+    """
+    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    tensors = whole_tensors(inner, own_state_dict(inner))
+
+    def collect(read: Callable[[str], Tensor]) -> dict[str, Any]:
+        return {key: _on_cpu(read(key)) for key in tensors}
+
+    gathered = gather_to_first(tensors, collect, "full_state_dict")
+    first = not distributed.is_initialized() or distributed.get_rank() == 0
+    return gathered if first and gathered is not None else {}
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return a tensor on the CPU; a module's extra state may be anything else."""
+    return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -16,8 +16,8 @@ from training import NF4
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.hf.graphs import LayerGraphs, _GraphedLayer
 from moe_qlora.kernels.workspace import release_workspace
+from moe_qlora.speed.graphs import LayerGraphs, _GraphedLayer
 from moe_qlora.testing import tiny_model
 
 gpu = pytest.mark.gpu

@@ -1,8 +1,7 @@
-"""One rank's share of a layer's experts: which ones it holds, and how shares are cut and joined.
+"""Cutting a packed weight into shares by experts, and joining them again.
 
-Under expert parallelism a rank holds the experts `[first, last)` of each layer as a packed weight
-of their own. A share's codes and statistics are the bytes that the whole packed weight has there,
-wherever its ends are ends of blocks:
+A share's codes and statistics are the bytes that the whole packed weight has there, wherever its
+ends are ends of blocks:
 
     first level    a block of (mostly) 64 weights must not belong to two ranks: else an error
     second level   with double quantization, 256 first-level blocks are coded together; where these
@@ -16,18 +15,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor
 
-from ..errors import QuantizationError, UnsupportedWeightError, first_line
+from ..errors import UnsupportedWeightError
 from ..kernels.limits import cdiv
 from ..kernels.weights import ALL_BLOCKS, NestedAbsmax, PackedWeight
-from ..layout import unwrapped
 from .codec import decode_absmax, first_level_absmax, nest_absmax
 from .format import (
     ABSMAX,
@@ -42,85 +38,6 @@ from .format import (
     read_record,
 )
 from .settings import CodecSettings
-
-_SHARE = "_moe_qlora_share"
-
-
-@dataclass(frozen=True, eq=False)
-class ExpertShare:
-    """The experts `[first, last)` that this rank holds of a layer's `experts`.
-
-    `mesh` is a `DeviceMesh` whose last dimension divides the experts; ranks along the other one, if
-    there is one, hold copies. `batches` is the number of different batches that all its ranks see
-    in a step together.
-    """
-
-    experts: int
-    first: int
-    last: int
-    mesh: Any
-    batches: int
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShare:
-        return self  # process groups cannot be copied, and the copy of a model uses the same ones
-
-    @property
-    def count(self) -> int:
-        """Number of experts that this rank holds."""
-        return self.last - self.first
-
-    @property
-    def group(self) -> Any:
-        """The process group whose ranks hold all experts together."""
-        return self.mesh.get_group(self.mesh.ndim - 1)
-
-    @property
-    def copies(self) -> Any:
-        """The process group whose ranks hold the same experts; None where each is held once."""
-        return self.mesh.get_group(0) if self.mesh.ndim > 1 and self.mesh.size(0) > 1 else None
-
-    def mean(self, name: str, absmax: Tensor) -> Tensor:
-        """Return the mean of a weight's absmax, of which each rank of the group holds as many.
-
-        It has the bits of the mean of all absmax in one tensor. All ranks of the group must call
-        it; where one does not, it is a `QuantizationError`.
-        """
-        parts = [torch.empty_like(absmax) for _ in range(distributed.get_world_size(self.group))]
-        gather_absmax(name, parts, absmax.contiguous(), self.group)
-        return torch.cat(parts).mean()
-
-
-def absmax_mean(share: ExpertShare | None, name: str) -> Callable[[Tensor], Tensor]:
-    """Return what gives the mean of a weight's absmax: this rank's, or of a share all ranks'."""
-    return torch.mean if share is None else partial(share.mean, name)
-
-
-def gather_absmax(name: str, parts: list[Tensor], absmax: Tensor, group: Any) -> None:
-    """Gather each rank's absmax of a weight into `parts`; `QuantizationError` where one is lost."""
-    try:
-        distributed.all_gather(parts, absmax, group=group)
-    except RuntimeError as error:
-        raise QuantizationError(
-            f"Packing {name} failed on rank {distributed.get_rank()} while it gathered absmax "
-            f"from all ranks ({first_line(error)}): every rank must take part to the end; load "
-            "the model again."
-        ) from error
-
-
-def share_of(module: nn.Module) -> ExpertShare | None:
-    """Return which experts a module holds; None where it holds all of its layer's."""
-    return cast("ExpertShare | None", module.__dict__.get(_SHARE))
-
-
-def set_share(module: nn.Module, share: ExpertShare) -> None:
-    """Note which experts a module holds."""
-    module.__dict__[_SHARE] = share
-
-
-def first_share(model: nn.Module) -> ExpertShare | None:
-    """Return the share of the model's first experts module that has one; None if none has."""
-    shares = (share_of(module) for module in model.modules())
-    return next((share for share in shares if share is not None), None)
 
 
 def is_exact(shape: Sequence[int], first: int, last: int, settings: CodecSettings) -> bool:
@@ -250,38 +167,3 @@ def join(parts: Sequence[PackedWeight]) -> PackedWeight:
         scales = [first_level_absmax(part, 0, part.absmax.numel()) for part in parts]
         absmax, nested = nest_absmax(torch.cat(scales), first.nested.offset)
     return replace(first, codes=codes, absmax=absmax, nested=nested, shape=shape, owner=None)
-
-
-class LocalNames:
-    """The names of `local_tensors`, found anew whenever they are asked for: adapters come later."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(local_tensors(self.model))
-
-
-def keep_from_ddp(model: nn.Module) -> None:
-    """Let DDP, which would overwrite them with the first rank's, leave local tensors alone.
-
-    It asks the module that it wraps for their names, by the attribute that
-    `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` sets.
-    """
-    host: Any = model
-    host._ddp_params_and_buffers_to_ignore = LocalNames(model)
-
-
-def local_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return, by name, the parameters and buffers of experts that no other rank may overwrite.
-
-    These are the packed weights and biases of modules with a share, and the LoRA factors on them.
-    """
-    names: dict[str, Tensor] = {}
-    held = {id(module) for module in model.modules() if share_of(module) is not None}
-    for prefix, module in model.named_modules():
-        if id(unwrapped(module)) not in held:
-            continue
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            names[f"{prefix}.{name}".lstrip(".")] = tensor
-    return names

@@ -21,9 +21,9 @@ from torch import Tensor
 from ..errors import MoeQloraError, QuantizationError
 from ..kernels.limits import cdiv
 from ..kernels.weights import NestedAbsmax, PackedWeight
-from .codec import Packer, bnb, nest_absmax
-from .decoders import ShardableStatistics
-from .settings import CodecSettings
+from ..packing.codec import Packer, bnb, nest_absmax
+from ..packing.decoders import ShardableStatistics
+from ..packing.settings import CodecSettings
 from .shares import gather_absmax
 
 

@@ -1,0 +1,162 @@
+"""What several ranks do where a single process does nothing: the other side of world.py."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import AdapterError
+from ..experts.checks import COPIES, LAYOUT
+from ..layout import ExpertsModule, ModelLayout, unwrapped_name
+from ..packing.decoders import is_shardable, is_share
+from ..packing.parametrize import decoder_of, iter_packed, original_of
+from ..world import WholeTensor, World, first_share
+from . import gather
+from .adapters import check_copies, replicate_adapters
+from .agreement import check_agreement, model_facts
+from .sharding import prepare_sharding
+from .shares import ExpertShare, keep_from_ddp
+
+_Result = TypeVar("_Result")
+
+
+class ManyRanks(World):
+    """Several ranks, each of which holds the model, a share of it, or some of its experts."""
+
+    several = True
+
+    @property
+    def first(self) -> bool:
+        return not distributed.is_initialized() or distributed.get_rank() == 0
+
+    def lay_out(self, model: nn.Module) -> None:
+        prepare_sharding(model)
+
+    def load(self, distributed_config: Any, expert_mesh: Any) -> Any:
+        """Return the `RankLoad` of a `DistributedConfig` or a mesh that divides the experts."""
+        from .distributed_config import RankLoad
+
+        return RankLoad(distributed_config, expert_mesh)
+
+    def divide(self, model: nn.Module, layout: ModelLayout, share: ExpertShare) -> None:
+        """Let tokens travel between ranks whose loads have kept a share of the experts each."""
+        from .expert_parallel import divide
+
+        divide(model, layout, share.mesh)
+
+    def modules_to_divide(
+        self, model: nn.Module, layout: ModelLayout, ranks: int
+    ) -> tuple[ExpertsModule, ...]:
+        """Return the experts modules that expert parallelism divides over some ranks."""
+        from .expert_parallel import modules_to_divide
+
+        return modules_to_divide(model, layout, ranks)
+
+    def device(self) -> int | None:
+        # In every rank the current device is the first, unless the program has set another.
+        if not torch.cuda.is_available() or torch.cuda.current_device():
+            return None
+        rank = distributed.get_node_local_rank(fallback_rank=0)
+        # Where each rank sees one device only, that is its own.
+        return rank if 0 < rank < torch.cuda.device_count() else None
+
+    def check_lora_config(self, model: nn.Module, config: Any) -> None:
+        check_copies(model, config)
+
+    def check_adapters(self, model: nn.Module, configs: Mapping[str, Any]) -> None:
+        if first_share(model) is not None:
+            for name, config in configs.items():
+                asked = {"lora_config": config}
+                check_agreement(f"The adapter {name!r}", lambda asked=asked: asked)  # type: ignore[misc]
+
+    def follow_adapters(self, model: nn.Module, peft_model: nn.Module | None = None) -> None:
+        if peft_model is not None and first_share(model) is not None:
+            keep_from_ddp(peft_model)
+        replicate_adapters(model)
+
+    def check_whole(self, model: nn.Module, action: str, advice: str | None = None) -> None:
+        if first_share(model) is not None and advice is None:
+            raise AdapterError(
+                f"{action} needs all experts, and this model's are divided over ranks: save the "
+                "adapter on all ranks, and go on from its folder, such as with moe-qlora merge."
+            )
+        if advice is None:
+            return
+        engine = any(isinstance(module, FSDPModule) for module in model.modules())
+        for name, parameter in model.named_parameters():
+            # expert parallelism has factors of LoRA as DTensors, and no other parameter
+            if engine or (is_share(parameter) and ".lora_" not in name):
+                raise AdapterError(
+                    f"{action} needs whole weights, and {unwrapped_name(name)} is sharded over "
+                    f"ranks: {advice}."
+                )
+
+    def before_forward(self, model: nn.Module) -> None:
+        if distributed.is_initialized():
+            _warn_of_whole_statistics(model)
+            _check_ddp_copies(model)
+
+    def stock_class(self, module: nn.Module) -> type:
+        return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
+
+    def state_dict_to_save(self, model: nn.Module, given: Any) -> Mapping[str, Any] | None:
+        return gather.state_dict_to_save(model, given)
+
+    def is_divided(self, model: nn.Module, state_dict: Mapping[str, Any]) -> bool:
+        return gather.is_divided(model, state_dict)
+
+    def plain_tensor(self, value: Any) -> WholeTensor:
+        return gather.plain_tensor(value)
+
+    def whole_tensors(
+        self, model: nn.Module, state_dict: Mapping[str, Any]
+    ) -> dict[str, WholeTensor]:
+        return gather.whole_tensors(model, state_dict)
+
+    def gather_to_first(
+        self,
+        tensors: Mapping[str, WholeTensor],
+        use: Callable[[Callable[[str], Tensor]], _Result],
+        what: str,
+    ) -> _Result | None:
+        return gather.gather_to_first(tensors, use, what)
+
+
+def _warn_of_whole_statistics(model: nn.Module) -> None:
+    """Warn once where FSDP2 has sharded codes whose statistics it cannot shard."""
+    if model.__dict__.get(LAYOUT):
+        return
+    for name, module, leaf in iter_packed(model):
+        if not hasattr(original_of(module, leaf), "device_mesh"):
+            return  # not sharded yet
+        if not is_shardable(decoder_of(module, leaf)):
+            warnings.warn(
+                f"{unwrapped_name(name)}.{leaf} was sharded with its statistics whole on every "
+                "rank: call moe_qlora.prepare_sharding(model) before fully_shard, which then "
+                "shards them too.",
+                UserWarning,
+                stacklevel=2,
+            )
+            break
+    model.__dict__[LAYOUT] = True
+
+
+def _check_ddp_copies(model: nn.Module) -> None:
+    """Raise before the first step where DDP's ranks were packed or adapted differently.
+
+    DDP writes the first rank's parameters over all others', and leaves statistics and settings.
+    """
+    if model.__dict__.get(COPIES) or not torch.is_grad_enabled():
+        return
+    # within DDP's forward with gradients all ranks take part
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is None:
+        return
+    if first_share(model) is None:
+        check_agreement("DistributedDataParallel", lambda: model_facts(model))
+    model.__dict__[COPIES] = True

@@ -1,0 +1,73 @@
+"""bitsandbytes' stock Linear layers as packed weights: read, written, and kept in their layout."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..kernels.weights import PackedWeight
+from .decoders import bnb, params4bit
+from .quant_state import from_quant_state, to_quant_state
+
+
+def read_linear(layer: Any) -> PackedWeight:
+    """Return the packed weight of a stock bitsandbytes Linear layer; copies no codes."""
+    if isinstance(layer, bnb.Linear8bitLt):
+        weight, state = layer.weight, layer.state
+        codes = state.CB if weight.CB is None else weight.CB
+        scales = state.SCB if weight.SCB is None else weight.SCB
+        shape = tuple(codes.shape)
+        return PackedWeight(codes, scales, None, 0, None, shape, "int8", torch.float16)
+    codes, state = layer.weight.data, layer.weight.quant_state
+    if _is_converted(layer):
+        import bitsandbytes.nn.modules as bnb_modules
+
+        absmax, state = state.absmax, copy.copy(state)  # which the inverse changes
+        codes, state = bnb_modules._convert_weight_packed_for_cpu_inverse(codes, state)
+        if not state.nested:  # and leaves in the columns' order
+            state.absmax = absmax.T.reshape(-1).float()
+    return from_quant_state(codes, state)
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Keep the codes of bitsandbytes' 4-bit Linear layers as they were packed, in place.
+
+    In evaluation on CPUs with AVX512-BF16, bitsandbytes 0.50 converts them to another form, in
+    which the layer computes in bf16 and passes no gradient, also in training later. What decodes it
+    afterwards gets other weights: its absmax is rounded to bf16, and comes back in another order.
+    """
+    for module in model.modules():
+        if isinstance(module, bnb.Linear4bit):
+            layer: Any = module
+            if _is_converted(layer):
+                write_linear(layer, read_linear(layer))
+            layer.support_avx512bf16_for_cpu = False
+
+
+def _is_converted(layer: Any) -> bool:
+    state = getattr(layer.weight, "quant_state", None)
+    return bool(getattr(state, "packing_format_for_cpu", False))
+
+
+def write_linear(layer: Any, packed: PackedWeight) -> None:
+    """Give a stock bitsandbytes Linear layer this packed weight, as one that was just loaded."""
+    if packed.kind == "int8":
+        codes, scales = packed.codes, packed.absmax
+        layer.weight = bnb.Int8Params(codes, requires_grad=False, CB=codes, SCB=scales)
+        layer.state.CB = layer.state.SCB = None
+        return
+    layer.weight = params4bit(packed.codes, to_quant_state(packed))
+    layer.weight.module, layer.quant_state = layer, layer.weight.quant_state
+
+
+def restore_linear(module: nn.Module) -> None:
+    """Give a Linear layer of the shardable layout bitsandbytes' own back, which PEFT merges.
+
+    Its tensors are whole here. Any other module is left alone.
+    """
+    restore = getattr(type(module), "restore_stock", None)
+    if restore is not None:
+        restore(module)
