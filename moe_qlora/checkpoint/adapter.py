@@ -35,8 +35,7 @@ from torch import Tensor, nn
 
 from ..errors import AdapterError, CheckpointError
 from ..layout import listed, unwrapped_name
-from ..models.files import read_json
-from ..models.patterns import check_patterns
+from ..models.files import check_patterns, read_json
 from .fit import own_name
 from .reader import Checkpoint, inside, parse_fields
 

@@ -18,7 +18,7 @@ from ..detection.detect import detect
 from ..errors import CheckpointError, UnsupportedWeightError
 from ..kernels.weights import PackedWeight
 from ..layout import ExpertParam, ModelLayout
-from ..models.patterns import check_patterns
+from ..models.files import check_patterns
 from ..packing.format import packed_nbytes, why_not_packed
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings

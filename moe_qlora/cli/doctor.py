@@ -54,7 +54,7 @@ def doctor(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 1 where a problem was
     found (a warning is none), and with 2 where MODEL or a setting cannot be read.
     """
-    from ..models.places import place_of
+    from ..models.files import place_of
     from . import render
 
     if model is not None:

@@ -41,7 +41,7 @@ def dump(
     where there are none, 2 where MODEL cannot be read.
     """
     from ..errors import ConfigError
-    from ..models.places import place_of
+    from ..models.files import place_of
     from . import render
 
     if as_json + peft + yaml > 1:

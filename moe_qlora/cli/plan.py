@@ -134,7 +134,7 @@ def plan(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 4 where it does not fit
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
     """
-    from ..models.places import place_of
+    from ..models.files import place_of
     from . import chart as charts
     from . import render
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..layout import human_bytes, name_pattern
-from ..memory.asked import OWN_DEFAULT
 from ..memory.budget import DeviceUse
 from ..memory.devices import CONTEXT_BYTES, FRAGMENTATION
 from ..memory.engines import ENGINES
+from ..memory.plan import OWN_DEFAULT
 from ..memory.report import MemoryPlan
 from ..models.trainer.file import DEFAULT as AXOLOTL_DEFAULT
 from .render import Column, FittedTable, say

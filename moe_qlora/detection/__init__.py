@@ -5,12 +5,10 @@ rest in this order:
 
     tree.py         show the model as a tree of modules and tensors, packed ones as they decode
     rules.py        classify every candidate, with the words for why; it calls
-      groups.py       group the candidates that belong together, each group under its router
-      routers.py      find what could choose among E experts
-      shapes.py       decide whether matrices chain as gate, up and down do
+      structure.py    group candidates under what could choose among E experts; decide by sizes
+                      whether matrices chain as gate, up and down do; tell role and orientation
       dry_run.py      run a copy of the group's block whose big weights allocate nothing
       trace.py        watch that run: which weights are contracted, what is ranked
-      orientation.py  tell role and orientation of an accepted parameter
 
 Structure decides alone: names, classes and model types appear in messages only.
 """

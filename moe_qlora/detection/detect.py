@@ -9,9 +9,8 @@ from torch import nn
 
 from ..errors import DetectionError
 from ..layout import ExpertsModule, LinearExperts, ModelLayout, RejectedParam, Router
-from .routers import RouterIndex, is_list
 from .rules import Classification, Classifier
-from .shapes import Matrix, find_chain
+from .structure import Matrix, RouterIndex, find_chain, is_list
 from .tree import Leaf, Node, build_tree
 
 

@@ -13,10 +13,19 @@ from operator import attrgetter
 
 from ..layout import ExpertParam
 from .dry_run import best_trace
-from .groups import ExpertGroup, chain_of, find_groups, plausible
-from .orientation import Use, slice_size, use_of
-from .routers import RouterCandidate, RouterIndex, is_list
-from .shapes import Matrix
+from .structure import (
+    ExpertGroup,
+    Matrix,
+    RouterCandidate,
+    RouterIndex,
+    Use,
+    chain_of,
+    find_groups,
+    is_list,
+    plausible,
+    slice_size,
+    use_of,
+)
 from .trace import Trace
 from .tree import Leaf, Node
 

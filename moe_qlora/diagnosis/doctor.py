@@ -12,7 +12,7 @@ from ..lora.names import base_model
 from ..memory.attention import EagerAttention, eager_attention, set_attention
 from ..memory.source import source_of
 from ..models import named
-from . import combinations, devices, layers, packages
+from . import combinations, report
 from .report import PROBLEM, Diagnosis, Finding, LayerKind
 
 
@@ -54,9 +54,9 @@ def doctor(
     rank = asked.get("rank", 16) if rank is None else rank
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ConfigError(f"rank is {rank!r}; give a whole number of 1 or more.")
-    cards = devices.here() if gpu is None else [devices.named(gpu)]
+    cards = report.here() if gpu is None else [report.named(gpu)]
     device, card = cards[0]
-    installed = packages.packages()
+    installed = report.packages()
     kinds: tuple[LayerKind, ...] = ()
     notes: tuple[str, ...] = ()
     label, model_type = "", None
@@ -67,7 +67,7 @@ def doctor(
         config: Any = getattr(model, "config", None)
         label = getattr(config, "name_or_path", "") or type(base_model(model)).__name__
         model_type = getattr(config, "model_type", None)
-        kinds, eager = layers.adapted_kinds(model, card), eager_attention(base_model(model))
+        kinds, eager = combinations.adapted_kinds(model, card), eager_attention(base_model(model))
     elif model is not None:
         source = source_of(model, quantization_config, asked.get("dtype"), trust_remote_code)
         label, notes = source.label, source.notes
@@ -76,11 +76,11 @@ def doctor(
         if asked.get("attention") is not None:
             set_attention(built, asked["attention"])
         eager = eager_attention(built)
-        kinds = layers.layer_kinds(built, source, card, rank)
+        kinds = combinations.layer_kinds(built, source, card, rank)
     if model is not None and not kinds:
         notes = (*notes, "The model has no experts.")
-    found = packages.findings(installed)
-    releases = packages.releases(installed)
+    found = report.findings(installed)
+    releases = report.releases(installed)
     found += combinations.findings(releases, device, card, model_type, kinds, eager)
     found += [Finding(PROBLEM, fault, "") for fault in (file.faults if file else ())]
     return Diagnosis(

@@ -1,11 +1,36 @@
-"""What a diagnosis holds."""
+"""What a diagnosis holds, and what of it needs no model: packages and devices."""
 
 from __future__ import annotations
 
+import platform
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from ..errors import ConfigError
+from ..experts.backend import suits
+from ..kernels.cards import (
+    HOPPER,
+    SMALL_SHARED,
+    Card,
+    acting_as,
+    actual,
+    allows_hopper,
+    multiplies_by_torch,
+)
+from ..memory.devices import GPUS, gpu_named, unknown_gpu
+from ..versions import OPTIONAL, PYTHON, REQUIRED, Range, installed_version, release_of
+
 PROBLEM, WARNING = "problem", "warning"
+_SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10, (8, 0): 163 << 10}
+_SHARED |= {(9, 0): 227 << 10, (10, 0): 227 << 10}
+"""Bytes of shared memory that a program may take, by compute capability, where not SMALL_SHARED."""
+
+_CPU = torch.device("cpu")
+_CUDA = torch.device("cuda", 0)
+_LOOP = "expert by expert, in plain torch"
+Versions = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +114,90 @@ class Diagnosis:
         lines += [f"{layer.pattern}: {layer.backend}, {layer.reason}" for layer in self.layers]
         lines += [f"{finding.severity}: {finding.what} {finding.cure}" for finding in self.findings]
         return "\n".join(lines)
+
+
+def named(text: str) -> tuple[Device, Card]:
+    """Return the card that a person names, such as "4090"; a `ConfigError` where it is unknown."""
+    try:
+        name = gpu_named(text)
+    except ValueError as error:
+        raise ConfigError(f"gpu: {error}.") from error
+    if name is None:
+        raise ConfigError(f"gpu: {text.strip()!r} is no {unknown_gpu(text)}.")
+    gpu = GPUS[name]
+    card = Card("nvidia", gpu.capability, _SHARED.get(gpu.capability, SMALL_SHARED))
+    return _described(name, gpu.nbytes, card, here=False), card
+
+
+def here() -> list[tuple[Device, Card]]:
+    """Return every GPU of this machine; the CPU where it has none."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        properties = torch.cuda.get_device_properties(device)
+        card = actual(device)
+        found.append((_described(properties.name, properties.total_memory, card, here=True), card))
+    return found or [(_described("CPU", None, actual(_CPU), here=True), actual(_CPU))]
+
+
+def _described(name: str, nbytes: int | None, card: Card, *, here: bool) -> Device:
+    capability = ".".join(map(str, card.capability)) if card.maker == "nvidia" else ""
+    few, many = _multipliers(card)
+    return Device(name, nbytes, capability, here, few, many)
+
+
+def _multipliers(card: Card) -> tuple[str, str]:
+    """Return what multiplies on a card, where experts have few tokens and where they have many."""
+    if not suits(card):
+        return _LOOP, _LOOP
+    with acting_as(card):
+        hopper = card.capability == HOPPER and allows_hopper()
+        by_torch = multiplies_by_torch(_CUDA, torch.bfloat16)
+    tried = ", untested on ROCm" if card.maker == "amd" else ""
+    return (
+        f"{'Hopper' if hopper else 'portable'} quantized matmul{tried}",
+        f"{'torch' if by_torch else 'own Triton'} grouped matmul{tried}",
+    )
+
+
+def packages() -> tuple[Package, ...]:
+    """Return every package that matters, Python first."""
+    rows = [_package("python", platform.python_version(), PYTHON, True)]
+    rows += [_package(n, installed_version(n), tested, True) for n, tested in REQUIRED.items()]
+    rows += [_package(n, installed_version(n), tested, False) for n, tested in OPTIONAL.items()]
+    return tuple(rows)
+
+
+def releases(rows: tuple[Package, ...]) -> Versions:
+    """Return the numbers of each installed version, by the package's name."""
+    return {row.name: release_of(row.installed) for row in rows if row.installed}
+
+
+def _package(name: str, installed: str | None, tested: Range, required: bool) -> Package:
+    return Package(name, installed, str(tested), _status(installed, tested, required))
+
+
+def _status(installed: str | None, tested: Range, required: bool) -> str:
+    if installed is None:
+        return "missing" if required else "not installed"
+    if tested.includes(installed):
+        return "tested"
+    older = release_of(installed) < release_of(tested.first)
+    return "too old" if required and older else "untested"
+
+
+def findings(rows: tuple[Package, ...]) -> list[Finding]:
+    """Return what is wrong with versions."""
+    found = []
+    for row in rows:
+        if row.status == "missing":
+            what, cure = f"{row.name} is not installed.", f"Install {row.name} {row.tested}."
+            found.append(Finding(PROBLEM, what, cure))
+        elif row.status == "too old":
+            what = f"{row.name} {row.installed} is older than what was tested ({row.tested})."
+            found.append(Finding(PROBLEM, what, f"Install {row.name} {row.tested}."))
+        elif row.status == "untested":
+            what = f"{row.name} {row.installed} is not a version that was tested ({row.tested})."
+            cure = f"Look at the first losses, or install {row.name} {row.tested}."
+            found.append(Finding(WARNING, what, cure))
+    return found

@@ -6,19 +6,18 @@ In goes a model, a configuration or a name, with training settings and sizes of 
     plan.py        checks the settings, asks for the rest, searches for what fits
     source.py      what the user gave -> a function that builds the model on meta
     planner.py     the meta model -> what a step does -> peaks on devices
-    meta_model.py  packs and adapts the model on meta, and counts what it holds (`blocks.py`)
-    targets.py     reads what gets LoRA: attention, experts, all-linear, names of modules
+    meta_model.py  packs and adapts the model on meta, and counts what it holds (`blocks.py`); of
+                   layers that are alike but for their place, two of a kind are packed and run
     meta_step.py   runs one training step on meta, and counts allocations at the borders of blocks;
                    what is packed or fused is a fake operation there (`meta_ops.py`), whose bytes
                    for experts are worked out in `experts.py` from the rules of the kernels
-    tracker.py     counts the bytes of tensors on meta
-    repeated.py    finds layers that are alike but for their place; two of a kind are packed and run
-    scans.py       lets loops of linear attention take their bytes there without their turns
+    tracker.py     counts the bytes of tensors on meta, and of loops of linear attention without
+                   their turns
     attention.py   says where attention is eager and need not be, and lets other kinds run on meta
     budget.py      adds up what blocks hold and do, and optimizer states, and spreads blocks over
                    devices (`devices.py`)
     engines.py     what a rank holds under DDP, FSDP2, expert parallelism and ZeRO-3
-    hints.py       tries what to change where it does not fit; of engines, `engine_notes.py`
+    hints.py       tries what to change where it does not fit; and which engine fits
     report.py      `MemoryPlan` and `Hint`, which `plan` returns
     rehearsal.py   bytes by kind, and the step moment by moment, for pages about a model
 

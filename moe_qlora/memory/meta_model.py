@@ -4,21 +4,32 @@ It is packed the way the model would be: by transformers' own replacement of Lin
 its skips are followed: `llm_int8_skip_modules`, the head, tied weights), by this package's storage
 for experts, and adapted as by this package's `get_peft_model`. What it holds can then be counted
 rather than estimated.
+
+A target of LoRA is "attention" (Linear layers of attention), "experts" (packed expert weights),
+"all-linear" (as PEFT reads it), or the name of a module as PEFT's `target_modules` takes it: in
+full, or its last parts ("q_proj", "self_attn.q_proj").
+
+Packing and adapting a model on meta takes time by its modules, and most of these are in layers that
+are alike but for their place. Of each kind the first and the last stay, since what is alive when
+they run differs; the rest are emptied, and counted as the last (`Skeleton`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor, nn
 
 from ..detection.detect import detect
-from ..errors import ConfigError, UnsupportedWeightError
+from ..errors import ConfigError, UnsupportedWeightError, did_you_mean
 from ..experts import forward
 from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout, dtype_name, unwrapped
@@ -33,13 +44,25 @@ from ..packing.meta import blank_weight, pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from ..world import many_ranks
-from .blocks import PackedPart, block_modules, blocks_of, packed_parts, trained_tensor
+from .blocks import (
+    PackedPart,
+    block_modules,
+    block_names,
+    blocks_of,
+    packed_parts,
+    tensors_in,
+    trained_tensor,
+)
 from .budget import Block, BlockTensor, Settings
 from .meta_ops import fake_dequantize, fake_experts, fake_layer, fake_linear
-from .repeated import Skeleton
-from .targets import lora_config_of
 
 DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
+ATTENTION, EXPERTS, ALL_LINEAR = "attention", "experts", "all-linear"
+
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_LISTED = 12  # names of Linear layers in an error, at most
+_PLACES = {"layer_idx", "layer_number", "layer_id", "block_idx", "layer_index", "training"}
+_NAMES_NOTHING = {"r", "lora_alpha", "lora_dropout"}  # Fields of a `LoraConfig` that are numbers
 
 
 @dataclass
@@ -271,3 +294,150 @@ def fake_layers(meta: MetaModel) -> None:
     for module in block_modules(meta.base).values():
         if module is not head and any(isinstance(part, nn.Linear) for part in module.modules()):
             fake_layer(module, top_k)
+
+
+def words_of(targets: str) -> list[str]:
+    """Return the targets that are named by comma."""
+    return [word for each in targets.split(",") if (word := each.strip())]
+
+
+def lora_config_of(
+    model: nn.Module, parts: Sequence[PackedPart], targets: str, rank: int
+) -> peft.LoraConfig:
+    """Return the config of LoRA on these targets of a packed model.
+
+    Raises:
+        ConfigError: A target names nothing in this model, or there are none.
+    """
+    experts = [f"{part.module}.{part.leaf}".lstrip(".") for part in parts if not part.linear]
+    words = words_of(targets)
+    modules: str | list[str] = []
+    for word in words:
+        if word == ALL_LINEAR:
+            modules = word
+        elif word == ATTENTION and isinstance(modules, list):
+            modules += _attention_linears(model)
+        elif word not in (ATTENTION, EXPERTS):
+            _check_name(word, model, experts)
+            if isinstance(modules, list):
+                modules.append(word)
+    parameters = experts if EXPERTS in words else None
+    if not modules and not parameters:
+        raise ConfigError(f"targets={targets!r} names nothing in this model; {_allowed(model)}.")
+    return peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=modules, target_parameters=parameters
+    )
+
+
+def _check_name(word: str, model: nn.Module, experts: Sequence[str]) -> None:
+    """Raise a `ConfigError` where a target names no module of a model.
+
+    What names experts by a matrix of one of them is told apart: `left_out` says how to reach them.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    if any(name == word or name.endswith(f".{word}") for name in names):
+        return
+    probe = peft.LoraConfig(target_modules=[word])
+    if any(left_out.names_expert(probe, name) for name in experts):
+        return
+    leaves = {name.rpartition(".")[2] for name in names}
+    near = did_you_mean(word, [ATTENTION, EXPERTS, ALL_LINEAR, *sorted(leaves)])
+    raise ConfigError(
+        f"targets names {word!r}, which is no target and no module of this model{near}; "
+        f"{_allowed(model)}."
+    )
+
+
+def _allowed(model: nn.Module) -> str:
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+    named = [leaf for leaf in leaves if leaf and not leaf.isdigit()][:_LISTED]
+    listed = f", such as {', '.join(named)}" if named else ""
+    return f"give {ATTENTION}, {EXPERTS}, {ALL_LINEAR}, or names of modules{listed}"
+
+
+def _attention_linears(model: nn.Module) -> list[str]:
+    """Return the Linear layers inside modules that are attention by their class or by name."""
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            parent = name.rpartition(".")[0]
+            owners = [owner for owner in (parent, parent.rpartition(".")[0]) if owner]
+            classes = [type(model.get_submodule(owner)).__name__ for owner in owners]
+            if any(map(_ATTENTION.search, (parent, *classes))):
+                names.append(name)
+    return names
+
+
+@dataclass(frozen=True, eq=False)
+class Skeleton:
+    """A model on meta whose repeated layers are empty."""
+
+    model: nn.Module
+    names: tuple[str, ...]  # All blocks of the whole model, in order
+    groups: tuple[tuple[str, ...], ...]  # Of these, layers that are alike
+    nbytes: int  # Bytes of the whole model
+
+    @property
+    def emptied(self) -> dict[str, str]:
+        """The layers that are empty, with the layer that each is counted as."""
+        return {name: group[-1] for group in self.groups for name in group[1:-1]}
+
+
+def skeleton_of(model: nn.Module) -> Skeleton:
+    """Empty the repeated layers of a model on meta that nothing else holds."""
+    nbytes = nbytes_of(model)
+    blocks = block_modules(model)
+    held = {name: [id(t) for t in tensors_in(block)] for name, block in blocks.items()}
+    owners = Counter(key for keys in held.values() for key in keys)
+    free = {name for name, keys in held.items() if all(owners[key] == 1 for key in keys)}
+    names = block_names(model)
+    groups = tuple(tuple(group) for group in alike(blocks) if free.issuperset(group))
+    for layer in (blocks[name] for group in groups for name in group[1:-1]):
+        for content in (layer._modules, layer._parameters, layer._buffers):
+            content.clear()
+    return Skeleton(model, names, groups, nbytes)
+
+
+def nbytes_of(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers."""
+    return sum({id(tensor): tensor.nbytes for tensor in tensors_in(model)}.values())
+
+
+def alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Return groups of three or more blocks that differ in nothing but their place, in order."""
+    groups: dict[Any, list[str]] = {}
+    for name, module in blocks.items():
+        shapes = tuple(
+            (path, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for path, tensor in (*module.named_parameters(), *module.named_buffers())
+        )
+        settings = tuple(
+            # Wrappers of PEFT keep the full name of what they wrap.
+            (path, type(part).__name__, key, str(value).replace(f"{name}.", ""))
+            for path, part in module.named_modules()
+            for key, value in sorted(vars(part).items())
+            if isinstance(value, (bool, int, float, str)) and not (key in _PLACES or key[0] == "_")
+        )
+        groups.setdefault((type(module), shapes, settings), []).append(name)
+    return [names for names in groups.values() if len(names) > 2]
+
+
+def tells_layers_apart(targets: str, lora_config: Any, quantization: Any) -> bool:
+    """Whether settings may name a layer by its number, so that layers need not be packed alike."""
+    said: list[Any] = [getattr(quantization, "llm_int8_skip_modules", None)]
+    if isinstance(lora_config, AskedLora):
+        fields = lora_config.fields.items()
+        said += [value for name, value in fields if name not in _NAMES_NOTHING]
+    elif lora_config is not None:
+        return True
+    else:
+        said.append(targets)
+    return re.search(r"\d", repr(said)) is not None
+
+
+def filled(skeleton: Skeleton, found: Sequence[Block]) -> tuple[Block, ...]:
+    """Return the blocks of the whole model in order, given those of its skeleton."""
+    by_name = {block.name: block for block in found}
+    by_name |= {name: replace(by_name[as_], name=name) for name, as_ in skeleton.emptied.items()}
+    return tuple(by_name[name] for name in dict.fromkeys((*skeleton.names, *by_name)))

@@ -27,10 +27,9 @@ from ..detection.trace import tensors_of
 from ..models.named import quiet
 from .attention import counted_attention
 from .budget import Activity
+from .meta_model import alike
 from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward
-from .repeated import alike
-from .scans import scans_by_size
-from .tracker import MemoryTracker
+from .tracker import MemoryTracker, scans_by_size
 
 
 @dataclass

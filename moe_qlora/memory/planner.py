@@ -28,8 +28,8 @@ from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudg
 from .devices import reserve_nbytes
 from .engines import Sharding
 from .experts import workspace_nbytes
+from .meta_model import filled, tells_layers_apart
 from .meta_ops import expert_calls
-from .repeated import filled, tells_layers_apart
 from .report import MemoryPlan
 from .source import ModelSource
 

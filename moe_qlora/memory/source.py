@@ -28,7 +28,7 @@ from ..packing.kept import kept_settings
 from ..packing.settings import CodecSettings
 from . import attention, meta_model
 from .blocks import packed_parts
-from .repeated import Skeleton, nbytes_of, skeleton_of
+from .meta_model import Skeleton, nbytes_of, skeleton_of
 
 _DEFAULT = CodecSettings("nf4", True, compute_dtype=torch.bfloat16)
 

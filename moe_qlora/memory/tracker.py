@@ -1,13 +1,27 @@
-"""A count of the bytes that tensors on the meta device would hold on a GPU."""
+"""Counts the bytes that tensors on the meta device would hold on a GPU, in loops too.
+
+transformers computes a gated delta rule or a selective scan chunk by chunk, or token by token,
+where no kernel for it is installed. On meta each turn of such a loop takes its time and tells
+nothing new: what it makes and keeps grows by the same bytes for each `_UNIT` tokens. So the
+function itself runs on meta at three short lengths, and a stand-in takes the bytes that follow for
+the length that is asked for. Where the three lie on no line, the function itself runs.
+"""
 
 from __future__ import annotations
 
+import inspect
+import sys
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, wraps
+from threading import RLock
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..detection.trace import tensors_of
@@ -17,6 +31,19 @@ GRAIN = 512
 """The caching allocator's smallest step, in bytes."""
 
 _SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
+SEQUENCE = {
+    "torch_chunk_gated_delta_rule": {"query": 1, "key": 1, "value": 1, "g": 1, "beta": 1},
+    "chunk_kimi_delta_attention": {"query": 1, "key": 1, "value": 1, "g": 1, "beta": 1},
+    "mamba_selective_scan": {"hidden_states": 2, "dt": 2, "B": 2, "C": 2, "z": 2},
+}
+"""The functions that loop, by name, with the dimension of the sequence in each argument."""
+
+_UNIT = 256
+"""Tokens by which bytes grow evenly: whole chunks, and tensors in whole steps of the allocator."""
+
+_SHORT = 4 * _UNIT  # up to which the function itself runs
+
+_lock, _patched = RLock(), dict[tuple[str, str], tuple[int, Any]]()
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -70,3 +97,243 @@ class MemoryTracker(TorchDispatchMode):
     def _release(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.live -= size
+
+
+class _Spec(NamedTuple):
+    """One tensor argument, at any length of the sequence."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    dim: int | None  # Of the sequence
+
+
+class _Sizes(NamedTuple):
+    """Bytes that one call takes beyond its inputs."""
+
+    kept: int  # From forward to backward, without the output
+    keeping: int  # The most in forward, output included, where backward's tensors are kept
+    discarding: int  # The same under checkpointing, where they are not
+    backward: int  # The most in backward beyond what is kept, the output's gradient included
+
+
+class _Call(NamedTuple):
+    """What one call takes and gives at one length."""
+
+    sizes: _Sizes
+    saved: tuple[str, ...]  # Inputs that backward needs
+    shape: tuple[int, ...]  # Of the output
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    single: bool  # Whether the output comes alone, and not as the first of a tuple
+
+
+@contextmanager
+def scans_by_size(model: nn.Module) -> Iterator[None]:
+    """In this block, the loops of a model's own modules take bytes and no time on meta.
+
+    Tensors of other devices go through the functions as ever.
+    """
+    homes = {type(module).__module__ for module in model.modules()}
+    found = [
+        (home, name) for home in homes for name in SEQUENCE if hasattr(sys.modules[home], name)
+    ]
+    with _lock:
+        for home, name in found:
+            count, own = _patched.get((home, name), (0, getattr(sys.modules[home], name)))
+            _patched[home, name] = (count + 1, own)
+            if not count:
+                setattr(sys.modules[home], name, _stand_in(own, SEQUENCE[name]))
+    try:
+        yield
+    finally:
+        with _lock:
+            for home, name in found:
+                count, own = _patched.pop((home, name))
+                if count > 1:
+                    _patched[home, name] = (count - 1, own)
+                else:
+                    setattr(sys.modules[home], name, own)
+
+
+def _stand_in(own: Callable[..., Any], dims: Mapping[str, int]) -> Callable[..., Any]:
+    signature, lead = inspect.signature(own), next(iter(dims))
+
+    @wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        given |= given.pop("kwargs", {})
+        first = given[lead]
+        length = first.shape[dims[lead]]
+        if not first.is_meta or length <= _SHORT:
+            return own(*args, **kwargs)
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        specs = tuple(
+            _Spec(name, tuple(t.shape), tuple(t.stride()), t.dtype, t.requires_grad, dims.get(name))
+            for name, t in tensors.items()
+        )
+        others = tuple((name, value) for name, value in given.items() if name not in tensors)
+        made = _at_length(own, specs, others, length)
+        if made is None:
+            return own(*args, **kwargs)
+        out = _Scan.apply(made, _keeps(first), tuple(tensors), *tensors.values())
+        return out if made.single else (out, None)
+
+    return call
+
+
+class _Scan(torch.autograd.Function):
+    """Gives out the output of a call, and holds its bytes: kept, in forward, in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, keeps: bool, names: Any, *inputs: Tensor) -> Tensor:
+        sizes, ctx.inputs = call.sizes, [_like(tensor) for tensor in inputs]
+        ctx.working = sizes.backward
+        # Under checkpointing nothing stays of a first forward: its tensors need a shape alone.
+        kept = _bytes(sizes.kept) if keeps else _bytes(1).expand(sizes.kept)
+        out = torch.empty_strided(call.shape, call.stride, dtype=call.dtype, device="meta")
+        held = _held(out) + (sizes.kept if keeps else GRAIN)
+        working = _bytes(max((sizes.keeping if keeps else sizes.discarding) - held, 0))
+        del working
+        saved = (x for name, x in zip(names, inputs, strict=True) if name in call.saved)
+        ctx.save_for_backward(kept, *saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        held = ctx.saved_tensors
+        working = _bytes(max(ctx.working - _held(grad), 0))
+        del working, held
+        grads = [
+            make() if needed else None
+            for make, needed in zip(ctx.inputs, ctx.needs_input_grad[3:], strict=True)
+        ]
+        return None, None, None, *grads
+
+
+class _End(torch.autograd.Function):
+    """Takes the output of a call; its gradient is freed as soon as it is read, as in a model."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        ctx.make = _like(out)
+        return out.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.make()
+
+
+class _Probe(torch.autograd.Function):
+    """Saves one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None
+
+
+def _keeps(x: Tensor) -> bool:
+    """Tell whether what is saved now for backward stays, which checkpointing sees to."""
+    saved = _bytes(0)
+    alive = ref(saved.untyped_storage())
+    out = _Probe.apply(x, saved)  # which holds what is saved
+    del saved
+    return alive() is not None or not out.requires_grad
+
+
+def _like(tensor: Tensor) -> Callable[[], Tensor]:
+    shape, dtype = tensor.shape, tensor.dtype
+    return lambda: torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _held(tensor: Tensor) -> int:
+    return cdiv(tensor.untyped_storage().nbytes(), GRAIN) * GRAIN
+
+
+def _bytes(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+
+def _at_length(own: Any, specs: tuple[_Spec, ...], others: Any, length: int) -> _Call | None:
+    """Return what a call takes at a length, from shorter ones; None where these are on no line."""
+    rest = length % _UNIT
+    try:
+        calls = [_measured(own, specs, others, length, n * _UNIT + rest) for n in (2, 3, 4)]
+    except TypeError:  # an argument that cannot be a key
+        return None
+    first, _, third = calls
+    turns = length // _UNIT - 4
+
+    def extended(*values: int) -> int:
+        return values[2] + turns * (values[2] - values[1])
+
+    every = [(*call.sizes, *call.shape, *call.stride) for call in calls]
+    if any(b - a != c - b for a, b, c in zip(*every, strict=True)) or first.saved != third.saved:
+        return None
+    reached = [extended(*values) for values in zip(*every, strict=True)]
+    count, dims = len(third.sizes), len(third.shape)
+    shape, stride = reached[count : count + dims], reached[count + dims :]
+    return third._replace(sizes=_Sizes(*reached[:count]), shape=tuple(shape), stride=tuple(stride))
+
+
+@cache
+def _measured(own: Any, specs: tuple[_Spec, ...], others: Any, length: int, short: int) -> _Call:
+    """Run a function forward and backward on meta at a short length, and return what it takes."""
+    # A thread has no modes and hooks of the step around it.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_measure, own, specs, others, length, short).result()
+
+
+def _measure(own: Any, specs: tuple[_Spec, ...], others: Any, length: int, short: int) -> _Call:
+    inputs = {spec.name: _input(spec, length, short) for spec in specs}
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in inputs.items()}
+    saved: dict[str, None] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        name = names.get(tensor.untyped_storage()._cdata)
+        if name is not None:
+            saved[name] = None
+        return tensor
+
+    def run() -> tuple[Tensor, bool]:
+        made = own(**inputs, **dict(others))
+        out, *more = (made,) if isinstance(made, Tensor) else made
+        if any(each is not None for each in more):
+            raise TypeError(f"{own.__name__} gives out more than one tensor")
+        return out, isinstance(made, Tensor)
+
+    discarding = MemoryTracker([*inputs.values()])
+    shapes_alone = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda none: none)
+    with discarding, shapes_alone:
+        run()
+    tracker = MemoryTracker([*inputs.values()])
+    with tracker, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out, single = run()
+        keeping = tracker.peak
+        shape, stride, dtype = tuple(out.shape), tuple(out.stride()), out.dtype
+        end = _End.apply(out)
+        del out
+        tracker.mark()
+        kept = tracker.live
+        end.backward(end)
+        backward = tracker.mark() - kept
+    sizes = _Sizes(kept, keeping, discarding.peak, max(backward, 0))
+    return _Call(sizes, tuple(saved), shape, stride, dtype, single)
+
+
+def _input(spec: _Spec, length: int, short: int) -> Tensor:
+    """Return an argument at another length of the sequence, laid out as it is."""
+    shape, stride = list(spec.shape), list(spec.stride)
+    if spec.dim is not None:
+        shape[spec.dim] = short
+        whole = spec.stride[spec.dim] * length
+        stride = [each * short // length if each >= whole else each for each in stride]
+    tensor = torch.empty_strided(shape, stride, dtype=spec.dtype, device="meta")
+    return tensor.requires_grad_(spec.requires_grad)

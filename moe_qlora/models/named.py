@@ -34,8 +34,7 @@ from .. import registry
 from ..errors import CheckpointError, ConfigError, MoeQloraError, did_you_mean
 from ..packing.settings import CodecSettings
 from . import trainer
-from .files import check_depth, read_json
-from .places import YAML, place_of
+from .files import YAML, check_depth, place_of, read_json
 from .trainer.file import TrainerFile
 
 _AUTO_CLASSES = (

@@ -3,13 +3,11 @@
 In goes the content of a file; out comes a `TrainerFile`: how the model is packed, what gets LoRA,
 what a training step is, and every fault of the file in a sentence. Open file.py first.
 
-    file.py     TrainerFile, and the reader of single keys
+    file.py     TrainerFile, the reader of single keys, and DeepSpeed's configuration
     adapter.py  how the model is packed, and its LoRA
     step.py     sizes, precision, optimizer, attention, and how a run is spread over GPUs
-    keys.py     the keys that axolotl has, and what is said of misspelt ones
     block.py    ExpertsSettings: the `moe_qlora:` block, checked by pydantic
-    checks.py   what cannot work together beside this package's plugin
-    zero.py     the stage of a DeepSpeed configuration
+    checks.py   what cannot work together beside this package's plugin, and misspelt keys
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from . import adapter, keys, step
+from . import adapter, checks, step
 from .block import BLOCK
 from .file import Reader, TrainerFile
 
@@ -34,7 +32,7 @@ def read(label: str, content: Mapping[str, Any], folder: Path, model_type: str) 
             that is wrong with the file is in `faults`.
     """
     reader = Reader(content, folder)
-    faults, unknown = keys.misspelt(reader.cfg, READ)
+    faults, unknown = checks.misspelt(reader.cfg, READ)
     reader.faults += faults
     reader.notes += unknown
     block = adapter.read_block(reader)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .checks import plugins_of
-from .file import DEFAULT, AskedEngine, Reader
-from .zero import zero_stage
+from .file import DEFAULT, AskedEngine, Reader, zero_stage
 
 _LIGER = "axolotl.integrations.liger.LigerPlugin"
 _LIGER_LOSS = "liger_fused_linear_cross_entropy"

@@ -14,7 +14,7 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.diagnosis import combinations, devices, layers, packages
+from moe_qlora.diagnosis import combinations, report
 from moe_qlora.diagnosis.report import Device, LayerKind, Package
 from moe_qlora.experts import backend
 from moe_qlora.experts.backend import choose_backend, read_call
@@ -48,13 +48,13 @@ def config(model_type: str = "qwen3_moe", **sizes: int) -> Any:
     ],
 )
 def test_statuses_and_findings(monkeypatch, installed, status):
-    stock = packages.installed_version
+    stock = report.installed_version
     monkeypatch.setattr(
-        packages, "installed_version", lambda name: installed if name == "torch" else stock(name)
+        report, "installed_version", lambda name: installed if name == "torch" else stock(name)
     )
-    rows = packages.packages()
+    rows = report.packages()
     assert next(row.status for row in rows if row.name == "torch") == status
-    found = [finding for finding in packages.findings(rows) if "torch" in finding.what]
+    found = [finding for finding in report.findings(rows) if "torch" in finding.what]
     severity = {"tested": [], "untested": ["warning"]}.get(status, ["problem"])
     assert [finding.severity for finding in found] == severity
     assert all(finding.cure for finding in found)
@@ -161,7 +161,7 @@ def test_the_cases_differ():
 def test_classes_with_a_forward_of_their_own():
     report = moe_qlora.doctor(config("llama4_text"), gpu="H200")
     (layer,) = report.layers
-    assert layer.backend == layers.OWN_FORWARD
+    assert layer.backend == combinations.OWN_FORWARD
     assert "experts interface" in layer.reason
     (finding,) = [finding for finding in report.findings if layer.reason in finding.what]
     assert finding.cure == "Nothing to change: this model type has no faster path here."
@@ -238,7 +238,7 @@ def test_eager_attention_of_a_loaded_model_is_a_finding():
 def test_the_cost_of_a_fallback_is_what_was_measured():
     with (ROOT / "tools/bench/results/layer.csv").open() as file:
         rows = list(csv.DictReader(file))
-    cost = layers.COSTS[layers.OWN_FORWARD]
+    cost = combinations.COSTS[combinations.OWN_FORWARD]
     commit = re.search("commit ([0-9a-f]+)", cost)[1]
     found = {
         (peer, row["metric"]): float(row["p50"])
@@ -258,7 +258,7 @@ def test_the_cost_of_a_fallback_is_what_was_measured():
 
 @pytest.mark.parametrize("name", GPUS)
 def test_every_card_that_is_known(name):
-    device, card = devices.named(name)
+    device, card = report.named(name)
     assert device.capability == ".".join(map(str, card.capability))
     fast = card.capability >= (8, 0)
     assert ("quantized matmul" in device.few_tokens) == fast
@@ -285,12 +285,12 @@ def test_no_rank():
 # Combinations
 
 CPU = Device("CPU", None, "", True, "", "")
-H100, HOPPER = devices.named("H100")
-T4, TURING = devices.named("T4")
+H100, HOPPER = report.named("H100")
+T4, TURING = report.named("T4")
 
 
 def found(installed: dict, device: Device, card: Card, model_type=None, kinds=()) -> list[str]:
-    texts = {name: packages.release_of(text) for name, text in installed.items()}
+    texts = {name: report.release_of(text) for name, text in installed.items()}
     result = combinations.findings(texts, device, card, model_type, kinds)
     assert all(finding.what.endswith(".") and finding.cure for finding in result)
     return [f"{finding.severity}: {finding.what}" for finding in result]
@@ -322,7 +322,7 @@ def test_known_combinations(installed, model_type, expected):
 def test_ligers_failure_is_real():
     """The error that is named, in the versions that are installed."""
     pytest.importorskip("liger_kernel")
-    liger, host = (packages.installed_version(n) for n in ("liger-kernel", "transformers"))
+    liger, host = (report.installed_version(n) for n in ("liger-kernel", "transformers"))
     names = found({"liger-kernel": liger, "transformers": host}, H100, HOPPER, "qwen3_vl_moe")
     if names:
         for model_type in combinations._LIGER_FAILS:
@@ -360,7 +360,7 @@ def test_a_torch_that_does_not_see_the_gpu(monkeypatch, tmp_path):
 def steady(monkeypatch):
     """Versions and devices that are the same on every machine."""
     rows = (Package("torch", "2.13.0", "2.11 to 2.13", "tested"),)
-    monkeypatch.setattr(packages, "packages", lambda: rows)
+    monkeypatch.setattr(report, "packages", lambda: rows)
 
 
 def test_the_command(cli, steady, tmp_path, monkeypatch):

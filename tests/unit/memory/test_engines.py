@@ -15,10 +15,10 @@ from torch import nn
 from transformers import BitsAndBytesConfig, Qwen3MoeConfig
 
 import moe_qlora
-from moe_qlora.memory import devices, engine_notes
+from moe_qlora.memory import devices, hints
 from moe_qlora.memory.budget import Activity, Block, BlockTensor, Engine, Settings
-from moe_qlora.memory.engine_notes import engine_hints
 from moe_qlora.memory.engines import ENGINES, REUSE_DISTANCE, Sharding
+from moe_qlora.memory.hints import engine_hints
 from moe_qlora.memory.meta_ops import dispatched
 from moe_qlora.memory.planner import Planner
 from moe_qlora.memory.report import MemoryPlan
@@ -413,7 +413,7 @@ def test_the_first_that_fits_is_found(first):
         tried.append(count)
         return 1 if count >= first else None
 
-    found = engine_notes._first(range(1, 1025), needed)
+    found = hints._first(range(1, 1025), needed)
     assert found == (first if first <= 1024 else None)
     assert len(tried) <= 2 * max(first, 1).bit_length() + 2
 

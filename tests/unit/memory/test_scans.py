@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from moe_qlora.memory import meta_step, scans
+from moe_qlora.memory import meta_step, tracker
 from moe_qlora.memory.budget import Settings
 from moe_qlora.memory.planner import Planner
 from moe_qlora.memory.source import source_of
@@ -28,8 +28,8 @@ def steps_of(seq, checkpointing):
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_a_stand_in_takes_the_bytes_of_the_loop(seq, checkpointing, monkeypatch):
     turns = []
-    apply = scans._Scan.apply
-    monkeypatch.setattr(scans._Scan, "apply", lambda *args: turns.append(1) or apply(*args))
+    apply = tracker._Scan.apply
+    monkeypatch.setattr(tracker._Scan, "apply", lambda *args: turns.append(1) or apply(*args))
     short = steps_of(seq, checkpointing)
     assert turns
     monkeypatch.setattr(meta_step, "scans_by_size", lambda model: nullcontext())
@@ -43,9 +43,9 @@ def test_the_loops_are_back_afterwards_and_run_on_other_devices():
     inputs = [torch.randn(1, 80, 2, 8) for _ in range(3)]
     gates = [-torch.rand(1, 80, 2), torch.rand(1, 80, 2)]
     expected, _ = own(*inputs, *gates)
-    with scans.scans_by_size(model), scans.scans_by_size(model):
+    with tracker.scans_by_size(model), tracker.scans_by_size(model):
         assert modeling.torch_chunk_gated_delta_rule is not own
         given, _ = modeling.torch_chunk_gated_delta_rule(*inputs, *gates)
     assert torch.equal(given, expected)
     assert modeling.torch_chunk_gated_delta_rule is own
-    assert not scans._patched
+    assert not tracker._patched

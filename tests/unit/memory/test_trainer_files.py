@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.memory.asked import OPTION, OWN_DEFAULT
+from moe_qlora.memory.plan import OPTION, OWN_DEFAULT
 from moe_qlora.models import named
 from moe_qlora.models.trainer.file import DEFAULT
 from moe_qlora.testing import tiny_config

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import CheckpointError
-from moe_qlora.models import patterns
-from moe_qlora.models.patterns import check_patterns
+from moe_qlora.models import files
+from moe_qlora.models.files import check_patterns
 from moe_qlora.testing import tiny_model
 
 NAMES = [f"model.layers.{layer}.self_attn.k_proj" for layer in range(4)]
@@ -26,7 +26,7 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(patterns, "SECONDS", 2.0)
+    monkeypatch.setattr(files, "SECONDS", 2.0)
 
 
 @pytest.mark.parametrize("pattern", [ENDLESS, r"(\w+\.?)+X", r"((\w*)*\.)*z", ".*a" * 12 + "!"])

@@ -12,7 +12,7 @@ import yaml
 
 from moe_qlora.errors import ConfigError
 from moe_qlora.models import trainer
-from moe_qlora.models.trainer import keys
+from moe_qlora.models.trainer import checks
 from moe_qlora.models.trainer.file import DEFAULT, AskedEngine, TrainerFile
 from moe_qlora.packing.settings import CodecSettings
 
@@ -310,7 +310,7 @@ def test_a_key_of_somebody_elses_plugin_is_no_typo():
 
 def test_keys_that_are_read_are_keys_of_axolotl():
     ours = {"lora_exclude_modules"}
-    assert set(trainer.READ) - keys.AXOLOTL == ours
+    assert set(trainer.READ) - checks.AXOLOTL == ours
 
 
 def test_liger_without_its_plugin_is_named():
