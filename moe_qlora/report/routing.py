@@ -103,9 +103,10 @@ def _tokenizer(subject: Subject, trust_remote_code: bool) -> Any:
         if folder is None:
             continue
         try:
-            return AutoTokenizer.from_pretrained(
-                str(folder), trust_remote_code=trust_remote_code, local_files_only=True
-            )
+            with named.quiet():
+                return AutoTokenizer.from_pretrained(
+                    str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+                )
         except Exception as error:  # noqa: BLE001 - whatever transformers makes of such a folder
             why = first_line(error)
     return Missing(

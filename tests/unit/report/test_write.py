@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging.handlers
 import os
 import re
 import shutil
@@ -379,6 +380,22 @@ def test_no_text_changes_the_page(whole, tmp_path, text):
         seen = visible(text)
         assert Page(file).text.count(seen) > 5
         assert not set(file.read_text(encoding="utf-8")) & set("\0\x1b\u202e\u2028\u2029\ufeff")
+
+
+def test_libraries_print_no_value_of_a_configuration(inputs, tmp_path):
+    """Transformers' advice about a model type goes to the terminal as it is, with what it obeys."""
+    base, said = tmp_path / "base", logging.handlers.BufferingHandler(1000)
+    shutil.copytree(inputs.plain, base)
+    (base / "config.json").write_text(json.dumps({"model_type": "\x1b]0;owned\x07"}))
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (base / name).unlink()
+    run = shutil.copytree(inputs.run / "checkpoint-4", tmp_path / "run")
+    logger = logging.getLogger("transformers")
+    logger.addHandler(said)
+    report = moe_qlora.write_report(run, tmp_path / "report.html", base=base, text=inputs.text)
+    logger.removeHandler(said)
+    assert report.layout.fault and report.routing.fault
+    assert not [record for record in said.buffer if "owned" in record.getMessage()]
 
 
 def test_errors_are_sentences_and_leave_no_file(inputs, tmp_path):

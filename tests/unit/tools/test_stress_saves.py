@@ -27,6 +27,24 @@ def test_a_few_rounds(tool, monkeypatch, capsys):
     assert out.splitlines()[-1] == "0 rounds failed"
 
 
+def test_commands_on_failing_disks(tool, monkeypatch, capsys):
+    monkeypatch.setattr(tool.Commands, "_mount", lambda *_: False)  # also where root runs tests
+    arguments = ["--commands", "export-vllm", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["stress_saves.py", *arguments])
+    assert tool.main() == 0
+    out = capsys.readouterr().out
+    assert all(f"1 export-vllm, {harm}: " in out for harm in tool.HARMS if harm != "small disk")
+    assert out.splitlines()[-1] == "0 rounds failed"
+
+
+def test_what_a_command_left_is_a_fault(tool, tmp_path):
+    stress = tool.Commands(tmp_path, 0, ["export-vllm"])
+    assert stress.round("export-vllm", "refused") == []
+    stress.whole["export-vllm"]["README.md"] += b"?"
+    faults = stress.round("export-vllm", "killed")
+    assert any("the next run fails" in fault for fault in faults)
+
+
 def test_what_is_damaged_or_lost_is_a_fault(tool, tmp_path):
     stress = tool.Stress(tmp_path, seed=0)
     before = stress.start("holds a model")
