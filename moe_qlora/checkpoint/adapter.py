@@ -139,7 +139,7 @@ _Alpha = Annotated[float, Field(strict=True, ge=0)]
 
 @checked(frozen=True)
 class LoraSettings:
-    """The fields of adapter_config.json that decide sums and names."""
+    """The fields of adapter_config.json that decide sums, names and layers."""
 
     r: _Rank = 8
     lora_alpha: _Alpha = 8
@@ -147,6 +147,7 @@ class LoraSettings:
     alpha_pattern: dict[_Pattern, _Alpha] | None = None
     use_rslora: bool | None = None
     target_parameters: Annotated[list[str] | str | None, AfterValidator(_check_regex)] = None
+    layers_to_transform: list[int] | int | None = None
 
     def rank_and_scaling(self, name: str) -> tuple[int, float]:
         """Return rank and scaling of one target, by PEFT's rule: the first matching pattern."""

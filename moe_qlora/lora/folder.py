@@ -39,15 +39,7 @@ def check_folder(adapter: str | os.PathLike[str], subfolder: str | None = None) 
             f"{folder} is no adapter: it has no {CONFIG_NAME}; name the folder that "
             f"save_pretrained wrote the adapter to{hint}."
         )
-    config = read_json(folder / CONFIG_NAME)
-    kind = config.get("peft_type")
-    if not isinstance(kind, str) or kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        raise CheckpointError(
-            f"{folder / CONFIG_NAME} has peft_type={kind!r}, which the installed PEFT does not "
-            "know; name an adapter that it can load."
-        )
-    if kind == PeftType.LORA:
-        parse_fields(LoraSettings, config, folder / CONFIG_NAME)
+    check_config(folder)
     weights = (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)
     if not any((folder / name).is_file() for name in weights):
         raise CheckpointError(
@@ -57,6 +49,19 @@ def check_folder(adapter: str | os.PathLike[str], subfolder: str | None = None) 
     if (folder / SAFETENSORS_WEIGHTS_NAME).is_file():
         with reading(adapter), safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt"):
             pass  # its header says whether the file is whole
+
+
+def check_config(folder: Path) -> None:
+    """Refuse an adapter's configuration whose kind or numbers PEFT could not work with."""
+    config = read_json(folder / CONFIG_NAME)
+    kind = config.get("peft_type")
+    if not isinstance(kind, str) or kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{folder / CONFIG_NAME} has peft_type={kind!r}, which the installed PEFT does not "
+            "know; name an adapter that it can load."
+        )
+    if kind == PeftType.LORA:
+        parse_fields(LoraSettings, config, folder / CONFIG_NAME)
 
 
 @contextmanager
@@ -70,7 +75,7 @@ def reading(adapter: str | os.PathLike[str]) -> Iterator[None]:
         raise CheckpointError(
             f"{adapter} has damaged weights ({first_line(error)}); copy the folder again."
         ) from error
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{adapter} cannot be loaded as an adapter: {first_line(error)}; name a folder that "
             "save_pretrained wrote, or the id of an adapter on the hub."

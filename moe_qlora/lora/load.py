@@ -20,7 +20,7 @@ from ..checkpoint.adapter import check_adapter_patterns
 from ..errors import AdapterError
 from . import fill
 from .config import adapt, spell_exactly
-from .folder import check_folder, reading
+from .folder import check_config, check_folder, reading
 from .model import connect_adapters, warn_untested, without_false_warning
 from .names import base_model, packed_parameters
 from .packed import warn_of_unpacked
@@ -132,6 +132,7 @@ def _chosen_experts(
 
 def config_to_train(folder: Path) -> PeftConfig:
     """Return the config of an adapter's folder for a new adapter like it, which is trained."""
+    check_config(folder)
     with reading(folder):
         config: Any = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False  # as saved, it would train nothing

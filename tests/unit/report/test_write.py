@@ -382,6 +382,25 @@ def test_no_text_changes_the_page(whole, tmp_path, text):
         assert not set(file.read_text(encoding="utf-8")) & set("\0\x1b\u202e\u2028\u2029\ufeff")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"lora_alpha": "x"},
+        {"target_parameters": "x"},
+        {"peft_type": {}},
+        {"layers_to_transform": "x"},
+    ],
+    ids=str,
+)
+def test_an_adapters_config_that_peft_cannot_follow_is_said_on_the_page(inputs, tmp_path, fields):
+    run = shutil.copytree(inputs.run / "checkpoint-4", tmp_path / "run")
+    config = json.loads((run / "adapter_config.json").read_text())
+    (run / "adapter_config.json").write_text(json.dumps(config | fields))
+    report = moe_qlora.write_report(run, tmp_path / "report.html", base=inputs.plain, seq=16)
+    assert report.memory.fault and not isinstance(report.layout, Missing)
+    assert "adapter" in report.memory.why
+
+
 def test_libraries_print_no_value_of_a_configuration(inputs, tmp_path):
     """Transformers' advice about a model type goes to the terminal as it is, with what it obeys."""
     base, said = tmp_path / "base", logging.handlers.BufferingHandler(1000)
