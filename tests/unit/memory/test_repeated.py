@@ -37,13 +37,18 @@ def of_all_layers(monkeypatch, *args, **settings):
         return moe_qlora.plan(*args, **settings)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Too little memory, so that hints are made; each of two ranks; two devices of one process.
+HINTS = {"targets": "attention", "gpus": "2MiB"}
+RANKS = {"targets": "attention,experts", "gpus": "2x1GiB", "fsdp": 2, "search": False}
+SPREAD = {"targets": "all-linear", "gpus": "2x1GiB", "search": False}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("family", "settings"),
     [
-        {"targets": "attention", "gpus": "2MiB"},  # too little, so that hints are made
-        {"targets": "attention,experts", "gpus": "2x1GiB", "fsdp": 2, "checkpointing": False},
-        {"targets": "all-linear", "gpus": "2x1GiB", "search": False},
+        *((family, HINTS) for family in ("qwen3_moe", "deepseek_v3")),
+        *((family, RANKS | {"checkpointing": False}) for family in FAMILIES),
+        *((family, SPREAD) for family in FAMILIES),
     ],
 )
 def test_a_plan_of_repeated_layers_is_that_of_all(family, settings, monkeypatch):

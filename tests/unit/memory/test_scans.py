@@ -24,8 +24,9 @@ def steps_of(seq, checkpointing):
     return made._run_step(1, seq)
 
 
-@pytest.mark.parametrize("seq", [1280, 1344, 1399])
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize(
+    ("seq", "checkpointing"), [(1280, True), (1344, False), (1399, True), (1399, False)]
+)
 def test_a_stand_in_takes_the_bytes_of_the_loop(seq, checkpointing, monkeypatch):
     turns = []
     apply = tracker._Scan.apply

@@ -53,18 +53,24 @@ AS_ARGUMENTS = {
 FIGURES = ("resident", "load_peak", "unpacked", "trained_weights", "peak", "kind", "double_quant")
 
 
-@pytest.fixture
-def write(tmp_path):
+@pytest.fixture(scope="module")
+def write(tmp_path_factory):
     """Write a file beside a small model, with keys changed, and None for those to leave out."""
-    tiny_config("qwen3_moe", dtype="bfloat16").save_pretrained(tmp_path / "model")
+    folder = tmp_path_factory.mktemp("trainer")
+    tiny_config("qwen3_moe", dtype="bfloat16").save_pretrained(folder / "model")
 
     def written(**changes: Any) -> Path:
         keys = {key: value for key, value in (QLORA | changes).items() if value is not None}
-        file = tmp_path / "train.yaml"
+        file = folder / "train.yaml"
         file.write_text(yaml.safe_dump(keys))
         return file
 
     return written
+
+
+@pytest.fixture(scope="module")
+def unchanged(write) -> moe_qlora.MemoryPlan:
+    return moe_qlora.plan(write())
 
 
 def figures(made: moe_qlora.MemoryPlan) -> dict[str, Any]:
@@ -129,11 +135,10 @@ CHANGES = [
 @pytest.mark.parametrize(
     ("key", "value", "figure"), CHANGES, ids=[f"{k} {v}" for k, v, _ in CHANGES]
 )
-def test_each_key_changes_the_answer(write, key, value, figure):
-    before = moe_qlora.plan(write())
+def test_each_key_changes_the_answer(write, unchanged, key, value, figure):
     more = {"moe_qlora": None} if key == "plugins" else {}
     after = moe_qlora.plan(write(**{key: value}, **more))
-    assert getattr(after, figure) != getattr(before, figure)
+    assert getattr(after, figure) != getattr(unchanged, figure)
 
 
 def test_without_the_plugin_experts_stay_in_16_bit(write):
