@@ -40,11 +40,11 @@ def machine(sources: Path, tmp_path: Path) -> Machine:
 def test_sequences_agree_with_the_oracle(sources):
     shown: list[str] = []
     tally = fuzz_calls.Tally()
-    for seed in range(10):
+    for seed in range(4):  # .ci/run has a minute of others
         tally.run(seed, sources, shown.append)
     assert not tally.failed, "\n".join(shown)
-    assert tally.families.total() == 10
-    assert tally.calls.total() >= 80
+    assert tally.families.total() == 4
+    assert tally.calls.total() >= 32
 
 
 def test_a_seed_is_one_program(sources):
