@@ -48,6 +48,19 @@ def load(folder, stored, *, adapter=True):
     return moe_qlora.get_peft_model(model, lora, experts=True)
 
 
+@pytest.fixture(scope="module")
+def adapted(folder):
+    """A function: a copy of the model with LoRA whose codes are stored so."""
+    loaded = {}
+
+    def copied(stored):
+        if stored not in loaded:
+            loaded[stored] = load(folder, stored)
+        return copy.deepcopy(loaded[stored])
+
+    return copied
+
+
 def contents(model):
     """Every tensor that the packed stacks hold, as bytes, with its dtype."""
     found = []
@@ -105,8 +118,8 @@ DESTROYS = {
 
 @pytest.mark.parametrize("stored", STORAGES, ids=str)
 @pytest.mark.parametrize("name", CASTS)
-def test_cast(name, stored, folder):
-    model = load(folder, stored)
+def test_cast(name, stored, adapted):
+    model = adapted(stored)
     before = contents(model)
     inputs = testing.tiny_inputs(model)
     CASTS[name](model)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 from transformers.integrations.moe import use_experts_implementation
 
@@ -121,27 +120,6 @@ def off(mine: Tensor, theirs: Tensor) -> float:
     return float((mine - theirs).norm() / theirs.norm())
 
 
-def test_several_adapters_of_different_ranks_add_up() -> None:
-    module = make()
-    provider = Provider(
-        up_proj=[term(module, "up_proj", 3, 1.7), term(module, "up_proj", 1, -0.4)],
-        down_proj=[term(module, "down_proj", 2, 0.9), term(module, "down_proj", 4, 3.0)],
-    )
-    lora_source.set_lora_source(module, provider)
-    x, index, weights = routing()
-    mine, theirs = (
-        module(x, index, weights),
-        slow(module, provider, x, index, weights),
-    )
-    assert off(mine, theirs) < 1e-5
-    leaves = [x, weights, *provider.leaves()]
-    mine_grads = torch.autograd.grad(mine.square().sum(), leaves)
-    for got, want in zip(
-        mine_grads, torch.autograd.grad(theirs.square().sum(), leaves), strict=True
-    ):
-        assert off(got, want) < 1e-5
-
-
 def test_gradcheck_in_fp64() -> None:
     module = make()
     provider = adapted(module, dtype=torch.float64)
@@ -186,30 +164,6 @@ def test_one_module_twice_in_a_model() -> None:
     theirs_grads = torch.autograd.grad(theirs.sum(), leaves)
     for got, want in zip(torch.autograd.grad(mine.sum(), leaves), theirs_grads, strict=True):
         assert off(got, want) < 1e-5
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_dropout_is_the_same_when_a_checkpoint_runs_it_again(reentrant: bool) -> None:
-    module = make()
-    provider = adapted(module, dropout=nn.Dropout(0.5))
-    x, index, weights = routing()
-    leaves = [x, weights, *provider.leaves()]
-
-    def run(forward: Any) -> list[Tensor]:
-        torch.manual_seed(3)
-        for leaf in leaves:
-            leaf.grad = None
-        out = forward()
-        out.square().sum().backward()
-        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-    plain = run(lambda: module(x, index, weights))
-    again = run(lambda: checkpoint(module, x, index, weights, use_reentrant=reentrant))
-    assert len(plain) == len(again) == 1 + len(leaves)
-    for one, other in zip(plain, again, strict=True):
-        assert torch.equal(one, other)
-    torch.manual_seed(4)
-    assert not torch.equal(module(x, index, weights), plain[0])
 
 
 @pytest.mark.parametrize("autocast", [False, True])
