@@ -174,6 +174,28 @@ def _mesh(model: nn.Module) -> Any:
     return None if sharded is None else sharded.device_mesh
 
 
+@torch.no_grad()
+def equal_copies(model: nn.Module, mesh: Any) -> None:
+    """Give all ranks the first one's adapters, as ranks may draw numbers from other seeds.
+
+    All ranks of the mesh call it. Of divided experts' factors, it is the ranks that hold copies.
+    """
+    for name, parameter in model.named_parameters():
+        if (parameter.requires_grad or ".lora_" in name) and not parameter.is_meta:
+            whole: Any = parameter.data
+            divided = hasattr(whole, "placements")
+            values = whole.to_local() if divided else whole
+            _broadcast(values, mesh, mesh.ndim - 1 if divided else mesh.ndim)
+
+
+def _broadcast(values: Tensor, mesh: Any, dimensions: int) -> None:
+    """Overwrite values with those of the first rank along the mesh's first dimensions."""
+    for dimension in reversed(range(dimensions)):
+        group = mesh.get_group(dimension)
+        source = distributed.get_global_rank(group, 0)
+        distributed.broadcast(values, src=source, group=group)
+
+
 class _Replicate:
     """Sees to the trained parameters of a model that are whole on each rank of a mesh."""
 
@@ -189,10 +211,7 @@ class _Replicate:
             if not parameter.requires_grad or hasattr(parameter, "device_mesh"):
                 continue
             if not getattr(parameter, _SEEN, False):
-                for dimension in reversed(range(self.mesh.ndim)):
-                    group = self.mesh.get_group(dimension)
-                    source = distributed.get_global_rank(group, 0)
-                    distributed.broadcast(parameter.data, src=source, group=group)
+                _broadcast(parameter.data, self.mesh, self.mesh.ndim)
                 parameter.register_post_accumulate_grad_hook(self._average)
                 setattr(parameter, _SEEN, True)
 

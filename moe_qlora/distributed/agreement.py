@@ -23,16 +23,18 @@ _WEIGHTS = 8  # packed weights whose codes and statistics are sampled
 Facts = Callable[[], Mapping[str, Any]]
 
 
-def check_agreement(what: str, facts: Facts, mesh: Any = None) -> None:
+def check_agreement(what: str, facts: Facts, mesh: Any = None, group: Any = None) -> None:
     """Raise on every rank where one was given something else than the first.
 
-    All ranks of the mesh must call it; where no process group is initialized, it does nothing.
+    All ranks of the mesh or group must call it; where no process group is initialized, it does
+    nothing.
 
     Args:
         what: Begins the sentence: "load_sharded".
         facts: Returns what must be equal, by a name that the caller knows; a configuration is
             compared field by field. What it raises on one rank, each of them does.
-        mesh: A `DeviceMesh` of the ranks; None is all ranks.
+        mesh: A `DeviceMesh` of the ranks; None is those of the group.
+        group: A process group; None is all ranks.
 
     Raises:
         ConfigError: It names the rank, the setting and both values.
@@ -47,7 +49,7 @@ def check_agreement(what: str, facts: Facts, mesh: Any = None) -> None:
         known[distributed.get_rank()] = mine
     except MoeQloraError as raised:
         error, known[distributed.get_rank()] = raised, str(raised)
-    groups = [None] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    groups = [group] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
     for group in groups:  # after the last, each rank knows what all were given
         everyone: list[Any] = [None] * distributed.get_world_size(group)
         distributed.all_gather_object(everyone, known, group=group)
@@ -86,7 +88,7 @@ def settings_facts(name: str, value: Any) -> dict[str, Any]:
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
-    """Return how a model is packed, samples of its packed weights, and its adapters' settings."""
+    """Return how a model is packed, samples of its packed weights, and its adapters' state."""
     packed = [
         (f"{owner}.{leaf}", read_packed(module, leaf)) for owner, module, leaf in iter_packed(model)
     ]
@@ -98,6 +100,16 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         facts[f"{name} of the content"] = _digest(weight.flat_codes, weight.absmax, statistics)
     for name, config in (getattr(model, "peft_config", None) or {}).items():
         facts[f"lora_config of {name!r}"] = config
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "scaling", None), dict):  # an adapter's layer
+            layer: Any = module
+            off = getattr(layer, "disable_adapters", False)
+            facts[f"the active adapters of {name}"] = [] if off else list(layer.active_adapters)
+            facts[f"the merged adapters of {name}"] = list(layer.merged_adapters)
+            facts[f"the scaling of {name}"] = dict(layer.scaling)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            facts[f"requires_grad of {name}"] = True
     return facts
 
 

@@ -18,7 +18,7 @@ from ..packing.decoders import is_shardable, is_share
 from ..packing.parametrize import decoder_of, iter_packed, original_of
 from ..world import WholeTensor, World, first_share
 from . import gather
-from .adapters import check_copies, replicate_adapters
+from .adapters import check_copies, equal_copies, replicate_adapters
 from .agreement import check_agreement, model_facts
 from .sharding import prepare_sharding
 from .shares import ExpertShare, keep_from_ddp
@@ -76,8 +76,11 @@ class ManyRanks(World):
                 check_agreement(f"The adapter {name!r}", lambda asked=asked: asked)  # type: ignore[misc]
 
     def follow_adapters(self, model: nn.Module, peft_model: nn.Module | None = None) -> None:
-        if peft_model is not None and first_share(model) is not None:
-            keep_from_ddp(peft_model)
+        share: Any = first_share(model)
+        if share is not None:
+            equal_copies(model, share.mesh)
+            if peft_model is not None:
+                keep_from_ddp(peft_model)
         replicate_adapters(model)
 
     def check_whole(self, model: nn.Module, action: str, advice: str | None = None) -> None:
@@ -155,8 +158,10 @@ def _check_ddp_copies(model: nn.Module) -> None:
     if model.__dict__.get(COPIES) or not torch.is_grad_enabled():
         return
     # within DDP's forward with gradients all ranks take part
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is None:
+    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is None:
         return
     if first_share(model) is None:
-        check_agreement("DistributedDataParallel", lambda: model_facts(model))
+        group = ddp.process_group
+        check_agreement("DistributedDataParallel", lambda: model_facts(model), group=group)
     model.__dict__[COPIES] = True

@@ -211,6 +211,7 @@ class LoraModel(StockLoraModel):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         merge_exactly(model)
         check_connected(model, adapter_name, config)
+        world().follow_adapters(model)
 
     def _post_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
         # PEFT calls this at the end of `__init__`, which ran as the stock class's (stock_calls.py).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -20,6 +21,7 @@ from transformers.distributed import DistributedConfig
 import moe_qlora
 from moe_qlora.errors import MoeQloraError
 from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers.training import whole
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 NF4 |= {"bnb_4bit_compute_dtype": "float32"}
@@ -35,8 +37,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint, an equal copy, and one in which a single weight differs."""
     root = tmp_path_factory.mktemp("agreement")
     tiny_model("qwen3_moe", **SIZES).save_pretrained(root / "one")  # type: ignore[operator]
-    for copy in ("copy", "other"):
-        shutil.copytree(root / "one", root / copy)
+    for name in ("copy", "other"):
+        shutil.copytree(root / "one", root / name)
     file = root / "other" / "model.safetensors"
     tensors = load_file(file)
     tensors["model.layers.0.mlp.experts.3.up_proj.weight"][5, 7] += 1
@@ -84,6 +86,50 @@ def ddp(folder: Path, settings: dict[str, Any], config: LoraConfig | None = None
     return model(input_ids=IDS)
 
 
+def changed(folder: Path, settings: dict[str, Any], change: str) -> Any:
+    """A step under DDP of a model whose adapters one rank has changed by hand."""
+    torch.manual_seed(1)
+    model: Any = moe_qlora.get_peft_model(packed(folder, settings), lora(), experts=True)
+    model.add_adapter("second", copy.deepcopy(model.peft_config["default"]))
+    if change == "active":
+        model.set_adapter("second")
+    elif change == "scaling":
+        model.base_model.model.model.layers[0].self_attn.q_proj.set_scale("default", 3.0)
+    elif change == "disabled":
+        model.base_model.disable_adapter_layers()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".default." in name)
+    elif change == "trained":
+        for name, parameter in model.named_parameters():
+            if "layers.0.self_attn.q_proj.lora_A" in name:
+                parameter.requires_grad_("second" in name)
+    DistributedDataParallel(model)(input_ids=IDS, labels=IDS).loss.backward()
+
+
+def grouped(folder: Path, settings: dict[str, Any], copies: bool) -> Any:
+    """A step under DDP of a group that one rank alone belongs to."""
+    groups = [distributed.new_group([rank]) for rank in range(2)]
+    if distributed.get_rank() == 0 or copies:
+        model = moe_qlora.get_peft_model(packed(folder, settings), lora(), experts=True)
+        group = groups[distributed.get_rank()]
+        DistributedDataParallel(model, process_group=group)(input_ids=IDS).logits.sum().backward()
+
+
+def drawn(folder: Path, settings: dict[str, Any], seed: int) -> Any:
+    """Adapters that ranks draw from seeds of their own, of which two hold the same experts."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "experts"))
+    model = moe_qlora.expert_parallel(packed(folder, settings), mesh)
+    torch.manual_seed(seed)
+    peft_model: Any = moe_qlora.get_peft_model(model, lora(), experts=True)
+    peft_model.add_adapter("second", copy.deepcopy(peft_model.peft_config["default"]))
+    for name, factor in peft_model.named_parameters():
+        if "lora_A" in name:
+            own = whole(factor.detach())
+            first = own.clone()
+            distributed.broadcast(first, src=0)
+            assert torch.equal(own, first), name
+
+
 Case = tuple[Callable[..., Any], list[tuple[Any, ...]], dict[str, int], str]
 CASES: dict[str, Case] = {
     "sharded, copies": (sharded, [("one", NF4), ("copy", NF4)], {}, ""),
@@ -116,6 +162,19 @@ CASES: dict[str, Case] = {
         {},
         "lora_alpha 8, and rank 0 has 4",
     ),
+    "ddp, active": (changed, [("one", NF4, ""), ("one", NF4, "active")], {}, "['second'], and"),
+    "ddp, scaling": (
+        changed,
+        [("one", NF4, ""), ("one", NF4, "scaling")],
+        {},
+        "q_proj.default 6.0",
+    ),
+    "ddp, disabled": (changed, [("one", NF4, ""), ("one", NF4, "disabled")], {}, " [], and rank"),
+    "ddp, trained": (changed, [("one", NF4, ""), ("one", NF4, "trained")], {}, "requires_grad"),
+    "ddp, nothing changed": (changed, [("one", NF4, ""), ("one", NF4, "")], {}, ""),
+    "ddp, own group": (grouped, [("one", NF4, False), ("one", NF4, False)], {}, ""),
+    "ddp, own groups": (grouped, [("one", NF4, True), ("one", FP4, True)], {}, ""),
+    "copies, seeds": (drawn, [("one", NF4, 1), ("one", NF4, 2)], {}, ""),
 }
 
 
