@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_qlora.experts import forward
@@ -95,9 +94,10 @@ def lora_config(**changes: Any) -> LoraConfig:
     return LoraConfig(**{**settings, **changes})
 
 
-def fill(model: nn.Module, seed: int = 1) -> None:
-    """Give every LoRA weight a value that is not zero."""
+def fill(model: Any, seed: int = 1, size: float = 0.2) -> Any:
+    """Give every LoRA weight a value that is not zero, of this size; return the model."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.data = torch.randn(parameter.shape, generator=generator) * size
+    return model

@@ -12,6 +12,7 @@ import pytest
 import torch
 from folders import assert_close, tensors
 from peft import LoraConfig
+from small_models import fill
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -85,13 +86,6 @@ def reached_by_all_targets(model: nn.Module) -> set[str]:
     return {name for name, parameter in every.items() if id(parameter) in held}
 
 
-def randomise(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(std=0.1, generator=generator)
-
-
 def adapt(model: Any, folder: Path) -> Any:
     """A random adapter on everything, saved."""
     packed = bool(moe_qlora.target_parameters(model, unpacked_ok=True))
@@ -103,8 +97,7 @@ def adapt(model: Any, folder: Path) -> Any:
             adapted = moe_qlora.get_peft_model(model, config)
         else:
             adapted = peft.get_peft_model(model, spell_exactly(model, config))
-    randomise(adapted)
-    store(adapted, folder)
+    store(fill(adapted, size=0.1), folder)
     return adapted
 
 
@@ -197,8 +190,7 @@ def test_tied_experts_take_one_adapter(tmp_path: Path) -> None:
     ]
     config = LoraConfig(r=3, target_modules=[], target_parameters=names)
     adapted: Any = peft.get_peft_model(model, config)
-    randomise(adapted)
-    store(adapted, tmp_path / "one")
+    store(fill(adapted, size=0.1), tmp_path / "one")
     with pytest.warns(UserWarning, match=r"is tied to model.encoder.*and \d more such pairs"):
         moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "one", tmp_path / "out")
     merged_in_memory(adapted).save_pretrained(tmp_path / "reference")
@@ -222,8 +214,7 @@ def test_linear_layers_are_rounded_as_bitsandbytes_rounded_them(kind: str, tmp_p
     experts = moe_qlora.target_parameters(model)
     config = LoraConfig(r=3, target_modules=["o_proj"], target_parameters=experts)
     adapted = moe_qlora.get_peft_model(model, config)
-    randomise(adapted)
-    store(adapted, tmp_path / "adapter")
+    store(fill(adapted, size=0.1), tmp_path / "adapter")
 
     merge(tmp_path / "packed", tmp_path / "adapter", tmp_path / "packed_out")
     merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "noted", like_training=True)

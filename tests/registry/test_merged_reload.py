@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from small_models import fill
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
@@ -34,12 +35,7 @@ BNB: dict[str, Any] = {
 def adapted(model: Any) -> Any:
     targets = moe_qlora.target_parameters(model)
     config = LoraConfig(r=4, target_modules=[], target_parameters=targets)
-    peft_model = moe_qlora.get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.1, generator=generator)
-    return peft_model.eval()
+    return fill(moe_qlora.get_peft_model(model, config), size=0.1).eval()
 
 
 @torch.no_grad()

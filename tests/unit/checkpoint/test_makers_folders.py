@@ -15,6 +15,7 @@ import torch
 from folders import same, tensors
 from prequantized import CASES, write_case, write_folder, write_shards
 from safetensors.torch import load_file
+from small_models import fill
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -280,12 +281,7 @@ def adapt(folder: Twins, auto: Any = AutoModelForCausalLM) -> Path:
         config: Any = peft.LoraConfig(r=2, target_modules=targets, target_parameters=leaves)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            adapted = peft.get_peft_model(model, config)
-            generator = torch.Generator().manual_seed(3)
-            for name, parameter in adapted.named_parameters():
-                if "lora_" in name:
-                    parameter.data.normal_(std=0.1, generator=generator)
-            adapted.save_pretrained(out)
+            fill(peft.get_peft_model(model, config), 3, 0.1).save_pretrained(out)
     return out
 
 

@@ -20,6 +20,7 @@ import torch
 from folders import assert_close, tensors
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from small_models import fill
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -657,10 +658,7 @@ def test_like_training_rounds_to_the_dtype_that_was_trained_in(
         )
     config = LoraConfig(r=2, target_modules=["q_proj"])
     adapted: Any = moe_qlora.get_peft_model(packed, config, experts=True)
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(std=0.1, generator=generator)
+    fill(adapted, 3, 0.1)
     noted = tmp_path / "adapter"
     store(adapted, noted)
     note = json.loads((noted / "moe_qlora_adapter.json").read_text())

@@ -11,7 +11,7 @@ import peft
 import pytest
 import small_models
 import torch
-from small_models import IDS, build
+from small_models import IDS, build, fill
 from torch import Tensor
 from training import NF4
 from transformers import BitsAndBytesConfig
@@ -32,18 +32,9 @@ def lora_config(**changes: Any) -> peft.LoraConfig:
     return small_models.lora_config(target_parameters=None, **changes)
 
 
-def fill(model: Any) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
-
-
 def chosen_model(model_type: str = "qwen3_moe", implementation: str = "moe_qlora") -> Any:
     base = build(model_type, implementation)
-    model = moe_qlora.get_peft_model(base, lora_config(), experts=CHOSEN)
-    fill(model)
-    return model
+    return fill(moe_qlora.get_peft_model(base, lora_config(), experts=CHOSEN))
 
 
 def with_all(model_type: str, implementation: str, like: Any) -> Any:

@@ -17,6 +17,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from peft.tuners.lora import LoraModel as StockLoraModel
 from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from safetensors.torch import load_file, save_file
+from small_models import fill
 from torch import Tensor
 from transformers import BitsAndBytesConfig
 
@@ -72,15 +73,6 @@ def decoded(model_type: str) -> Any:
 def lora(model_type: str = "qwen3_moe", modules: Any = None, **fields: Any) -> LoraConfig:
     names = ATTENTION.get(model_type, ["q_proj", "v_proj"]) if modules is None else modules
     return LoraConfig(r=3, lora_alpha=7, target_modules=names, task_type="CAUSAL_LM", **fields)
-
-
-def fill(model: Any, seed: int = 2) -> Any:
-    """Give every LoRA weight a value, as training would."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in sorted(model.named_parameters()):
-        if ".lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-    return model
 
 
 def adapter(kind: str, model_type: str, folder: Path) -> Path:

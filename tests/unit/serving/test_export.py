@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from small_models import fill
 from transformers import AutoModelForCausalLM
 
 import moe_qlora
@@ -49,11 +50,7 @@ def trained(model: Any, folder: Path, **settings: Any) -> Any:
     settings.setdefault("target_parameters", experts_of(model))
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"], **settings}
     peft_model = moe_qlora.get_peft_model(model, LoraConfig(**settings), unpacked_ok=True)
-    generator = torch.Generator().manual_seed(1)
-    for name, weight in peft_model.named_parameters():
-        if "lora_" in name:
-            weight.data = torch.randn(weight.shape, generator=generator) * 0.2
-    peft_model.save_pretrained(folder, save_embedding_layers=False)
+    fill(peft_model).save_pretrained(folder, save_embedding_layers=False)
     return peft_model.eval()
 
 
