@@ -17,7 +17,7 @@ Each step runs in a forked child, and ends in one of these:
     foreign   transformers cannot read config.json, before moe_qlora is asked (loading only)
     changed   it goes on with other weights              (fails the run, as do the next two)
     raised    it raises something else
-    crashed   the process ends by a signal
+    crashed   the process ends by a signal, or says nothing for two minutes (hung)
 
 Exit codes: 0 where nothing failed, 1 where something did; a line for each failure says how to run
 it again. A mutation takes about half a second for its three steps together.
@@ -27,17 +27,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import hashlib
 import json
-import logging
-import os
 import random
 import sys
 import tempfile
 import traceback
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +44,6 @@ import torch  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # noqa: E402
-from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 import moe_qlora  # noqa: E402
 from moe_qlora.checkpoint.manifest import (  # noqa: E402
@@ -69,6 +64,16 @@ from moe_qlora.errors import MoeQloraError  # noqa: E402
 from moe_qlora.packing import codec, parametrize  # noqa: E402
 from moe_qlora.packing.quant_state import from_quant_state  # noqa: E402
 from moe_qlora.testing import tiny_model  # noqa: E402
+from tools.fuzz_shared import (  # noqa: E402
+    FAILED,
+    ODD,
+    Say,
+    digest,
+    edit,
+    ending,
+    prepare_process,
+    run_children,
+)
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -78,20 +83,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
 }
 STEPS = ("verify", "load", "merge")
-FAILED = ("changed", "raised", "crashed")
-BATCH = 40  # mutations in one child
 
 Folder = dict[str, Any]
 """A folder in memory: "tensors" by key, "manifest" without what follows from them, and "config"."""
 
 
 # --- mutations ----------------------------------------------------------------------------------
-
-ODD: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, 2, 3, -1, 7, 63, 65, 128, 255, 256, 257, 4096, 2**31, 2**40, 2**63),
-    *(0.5, 64.0, 1e300, float("nan"), float("inf"), "", "x", "64", "nf4", "fp4", "int8", "float64"),
-    *("float16", "bfloat16", "float32", "uint8", [], {}, [0], [1, 1], [-4, 8], [2**33, 2], [1.5]),
-)
 
 
 def mutate(folder: Folder, rng: random.Random) -> str:
@@ -194,42 +191,17 @@ def mutate_tensor(folder: Folder, rng: random.Random) -> str:
     return f"{way} {key}"
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every value within a JSON value."""
-    if path:
-        yield path
-    if isinstance(value, dict | list):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from places(inner, (*path, key))
-
-
-def edit(value: dict[str, Any], rng: random.Random) -> str:
-    """Change one place of a JSON value, each depth as often as another."""
-    every = list(places(value))
-    depth = rng.choice(sorted({len(path) for path in every}))
-    path = rng.choice([path for path in every if len(path) == depth])
-    holder: Any = value
-    for key in path[:-1]:
-        holder = holder[key]
-    before, key = holder[path[-1]], path[-1]
-    way = rng.random()
-    if way < 0.2:
-        del holder[key]
-        return f"{path} removed"
-    if way < 0.5 and isinstance(before, int) and not isinstance(before, bool):
-        holder[key] = rng.choice([before + 1, before - 1, before * 2, before // 2, -before])
-    else:
-        holder[key] = copy.deepcopy(rng.choice(ODD))
-    return f"{path} {before!r:.40} -> {holder[key]!r:.40}"
-
-
 def mutate_manifest(folder: Folder, rng: random.Random) -> str:
     """Edit how the manifest says that weights are packed, or which."""
     part = rng.choice(["codec", "codec", "experts", "experts", "model_type"])
     if part == "model_type":
         folder["manifest"][part] = rng.choice(["mixtral", "", "x", "qwen2_moe"])
         return "model_type"
-    return f"manifest {part} {edit(folder['manifest'][part], rng)}"
+    odd: tuple[Any, ...] = ODD
+    if part == "experts" and folder["manifest"]["codec"].get("kind") == "int8":
+        # Nothing else says what int8 codes decode to, so that another dtype is another model.
+        odd = tuple(value for value in ODD if value not in ("float16", "bfloat16", "float32"))
+    return f"manifest {part} {edit(folder['manifest'][part], rng, odd)}"
 
 
 def mutate_config(folder: Folder, rng: random.Random) -> str:
@@ -327,12 +299,6 @@ def vars_of(entry: TensorEntry | ShardEntry) -> dict[str, Any]:
 # --- steps --------------------------------------------------------------------------------------
 
 
-def digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
-    """Return what tells tensors apart."""
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(raw.numpy().tobytes()).hexdigest()
-
-
 def run_verify(folder: Path) -> Any:
     """Verify; problems count as a refusal, the first of them as its message."""
     report = verify(folder)
@@ -358,78 +324,33 @@ def run_load(folder: Path) -> Any:
 
 def attempt(victim: Victim, step: str, folder: Path) -> tuple[str, str]:
     """Run a step; return how it ended, and a message."""
-    try:
-        result = victim.run(step, folder)
-    except MoeQloraError as error:
-        text = str(error)
-        plain = "\n" not in text and len(text) < 2000
-        return ("refused", text) if plain else ("raised", f"of several lines: {text}")
-    except BaseException as error:  # noqa: BLE001 - that is what is looked for
-        frames = traceback.extract_tb(error.__traceback__)
-        # The switch stands in for this method of transformers, and calls it: not ours.
-        answered = [f for f in frames[:-1] if f.name != "merge_quantization_configs"] + frames[-1:]
-        ours = any("moe_qlora" in Path(frame.filename).parts[:-1] for frame in answered)
-        return "raised" if ours or step != "load" else "foreign", f"{type(error).__name__}: {error}"
-    return ("same", "") if result == victim.right[step] else ("changed", "")
+    end, message, result = ending(lambda: victim.run(step, folder), loads=step == "load")
+    if end != "done":
+        return end, message
+    return ("same" if result == victim.right[step] else "changed"), ""
 
 
-# --- children -----------------------------------------------------------------------------------
-
-
-def batch(victim: Victim, seed: int, numbers: list[int], steps: tuple[str, ...], out: int) -> None:
+def batch(victim: Victim, seed: int, numbers: list[int], say: Say) -> None:
     """Run mutations in this process; write a line before and after each step."""
-
-    def say(*parts: Any) -> None:
-        os.write(out, (json.dumps(parts) + "\n").encode())
-
     for number in numbers:
         content, what = victim.mutated(seed, number)
         with tempfile.TemporaryDirectory(dir=victim.place) as place:
             folder = Path(place) / "model"
             write(folder, content)
-            for step in steps:
+            for step in STEPS:
                 say(number, step, what)
                 say(number, step, what, *attempt(victim, step, folder))
-
-
-def run_child(
-    victim: Victim, seed: int, numbers: list[int], steps: tuple[str, ...]
-) -> tuple[list[list[Any]], int]:
-    """Fork a child for some mutations; return its finished lines, with one for what killed it."""
-    read, written = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(read)
-        try:
-            batch(victim, seed, numbers, steps, written)
-        except BaseException:  # noqa: BLE001 - a fault of this tool: say so and go
-            traceback.print_exc()
-            os._exit(3)
-        os._exit(0)
-    os.close(written)
-    with os.fdopen(read) as lines:
-        said = [json.loads(line) for line in lines]
-    _, status = os.waitpid(child, 0)
-    if os.WIFEXITED(status) and os.WEXITSTATUS(status):
-        raise SystemExit(f"a child of this tool failed at {said[-1] if said else numbers[0]}")
-    done = [line for line in said if len(line) == 5]
-    if os.WIFSIGNALED(status) and said:
-        number, step, what = said[-1][:3]
-        done.append([number, step, what, "crashed", f"signal {os.WTERMSIG(status)}"])
-    return done, said[-1][0] if said else numbers[0]
 
 
 def fuzz(victim: Victim, seed: int, count: int, show: Callable[[str], None]) -> Counter[str]:
     """Run mutations of one kind; return how often each step ended how."""
     ends: Counter[str] = Counter()
-    numbers = list(range(count))
-    while numbers:
-        done, last = run_child(victim, seed, numbers[:BATCH], STEPS)
-        numbers = [number for number in numbers if number > last]
-        for number, step, what, end, message in done:
-            ends[f"{step} {end}"] += 1
-            if end in FAILED or (end == "foreign" and os.environ.get("FZ")):
-                show(f"{victim.kind}:{seed}:{number} {step} {end}: {what}: {message:.400}")
+    for number, step, what, end, message in run_children(
+        lambda numbers, say: batch(victim, seed, numbers, say), list(range(count))
+    ):
+        ends[f"{step} {end}"] += 1
+        if end in FAILED:
+            show(f"{victim.kind}:{seed}:{number} {step} {end}: {what}: {message:.400}")
     return ends
 
 
@@ -441,10 +362,7 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, action="append", help="only this one")
     parser.add_argument("--again", metavar="KIND:SEED:NUMBER", help="run one mutation here")
     args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.disable(logging.ERROR)
-    disable_progress_bar()
-    torch.set_num_threads(1)
+    prepare_process()
     with tempfile.TemporaryDirectory() as place:
         if args.again:
             kind, seed, number = args.again.split(":")
