@@ -87,7 +87,7 @@ class UnsupportedWeightError(QuantizationError):
 
 
 class NonFiniteWeightError(QuantizationError):
-    """The weight holds NaN or inf."""
+    """The weight holds NaN or inf, or values of 1e30 and more."""
 
 
 class AdapterError(MoeQloraError, RuntimeError):

@@ -33,7 +33,7 @@ from .layout import (
     unwrapped_name,
 )
 from .packing import parametrize
-from .packing.codec import first_nonfinite, pack
+from .packing.codec import LARGEST, first_nonfinite, pack
 from .packing.format import why_not
 from .packing.selection import (
     ALREADY_QUANTIZED,
@@ -267,7 +267,7 @@ def _refuse(model: nn.Module, params: list[ExpertParam], settings: CodecSettings
             raise UnsupportedWeightError(f"{param.name} {reason}. Nothing was changed.")
     for param in params:
         weight = _weight(model, param.name)
-        index = first_nonfinite(weight)
+        index = first_nonfinite(weight, LARGEST)
         if index is not None:
             value = float(weight.detach()[index])
             raise NonFiniteWeightError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,11 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
             raise CheckpointError(f"{folder} holds {_what_is_there(folder, files)}.")
         return Checkpoint([inside(folder, single[0].name)])
     weight_map = read_index(index)
+    if os.path.lexists(folder / SINGLE) and SINGLE not in weight_map.values():
+        raise CheckpointError(
+            f"{folder} holds {SINGLE} beside {index.name}, which does not name it: remove the file "
+            "or the index, whichever is not of this model (transformers reads the file)."
+        )
     checkpoint = Checkpoint([inside(folder, name) for name in dict.fromkeys(weight_map.values())])
     for key, name in weight_map.items():
         if key not in checkpoint or checkpoint.info(key).file.name != name:

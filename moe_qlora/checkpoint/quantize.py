@@ -31,7 +31,7 @@ from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, listed
 from ..models import named
 from ..models.files import read_json
-from ..packing.codec import Packer, first_nonfinite
+from ..packing.codec import LARGEST, Packer, first_nonfinite
 from ..packing.format import SCALES, key_ends, packed_nbytes
 from ..packing.quant_state import state_dict_entries
 from ..progress import Progress, reporting
@@ -46,6 +46,7 @@ from .rounding import from_config
 from .save import copy_auxiliary_files
 from .source import Identity, identify
 from .staging import absolute, check_new, new_folder
+from .tied_weights import stored_apart
 from .writer import GrowingShard, plan_shards
 
 
@@ -178,7 +179,13 @@ class PackingJob:
         }
         self.transposed = {n for n, kind in replaced.items() if not issubclass(kind, nn.Linear)}
         self.dtypes = own | dict.fromkeys(linears & own.keys(), dtype)
-        self.tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        disk = self.base.layout.by_name
+        self.tied = {
+            name: source
+            for name, source in tied.items()
+            if not stored_apart(self.base, [n for n in (name, source) if n in disk])
+        }
         self.steps = self._steps(model)
 
     def _steps(self, model: Any) -> list[tuple[Group, list[str]]]:
@@ -310,7 +317,7 @@ class PackingJob:
         if name in self.transposed:
             value = value.T
         value = value.to(device=self.device, dtype=self.dtype(name))
-        index = first_nonfinite(value)
+        index = first_nonfinite(value, LARGEST)
         if index is not None:
             position = [start + index[0], *index[1:]]
             raise NonFiniteWeightError(

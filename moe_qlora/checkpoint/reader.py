@@ -215,9 +215,11 @@ def parse_fields(kind: type[_T], value: Any, file: Path, prefix: str = "") -> _T
 
 
 def index_of(folder: Path) -> Path | None:
-    """Return the folder's index file, None where it has none."""
+    """Return the folder's index file, None where it has none of the weights to read."""
     files = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
     files = [file for file in files if file.name == INDEX] or files
+    if INDEX not in (file.name for file in files) and os.path.lexists(folder / SINGLE):
+        return None  # another layout's, beside the weights that transformers reads
     if len(files) > 1:
         raise CheckpointError(f"{folder} holds {len(files)} index files: leave one.")
     return inside(folder, files[0].name) if files else None

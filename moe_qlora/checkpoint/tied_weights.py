@@ -29,7 +29,7 @@ def move_to_stored_names(updates: Updates, model: nn.Module, base: Base, adapter
             if key is not None and stored and _unchanged(base, adapter, key, stored[0]):
                 del updates.replacements[name]
         changed = [n for n in names if n in updates.deltas or n in updates.replacements]
-        if not changed or _stored_apart(base, stored):
+        if not changed or stored_apart(base, stored):
             continue
         _check_agreement(adapter, updates, names, changed)
         others = [name for name in names if name not in changed]
@@ -62,7 +62,7 @@ def _unchanged(base: Base, adapter: Adapter, key: str, stored: str) -> bool:
     return True
 
 
-def _stored_apart(base: Base, stored: list[str]) -> bool:
+def stored_apart(base: Base, stored: list[str]) -> bool:
     """Whether the base stores several that are not equal: transformers then unties them."""
     if len(stored) < 2:
         return False

@@ -22,6 +22,7 @@ from ..checkpoint.base import PlainBase
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError, MoeQloraError, NonFiniteWeightError
 from ..packing import parametrize
+from ..packing.codec import LARGEST, are_below
 from ..packing.format import (
     ABSMAX,
     CODES,
@@ -174,10 +175,11 @@ def fill_packed(target: PackedTarget, read: Rows, device: torch.device) -> None:
                 )
             extremes.append(torch.stack(torch.aminmax(piece)))
             packer.add(start, piece)
-        if extremes and not bool(torch.stack(extremes).isfinite().all()):
+        if extremes and not bool(are_below(torch.stack(extremes)).all()):
             raise NonFiniteWeightError(
                 f"{target.name} holds NaN or inf in the rows {first} to {last} of its first "
-                "dimension, and a block with it could not be decoded: repair the checkpoint."
+                f"dimension (or {LARGEST:.0e} and more), and a block with it could not be "
+                "decoded: repair the checkpoint."
             )
     except MoeQloraError as error:
         packer.fail(error)

@@ -30,7 +30,7 @@ from ..checkpoint.reader import Checkpoint, check_plain
 from ..errors import CheckpointError, NonFiniteWeightError
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
-from ..packing.codec import Packer, restore
+from ..packing.codec import LARGEST, Packer, are_below, restore
 from ..packing.cut import cut_tensors
 from ..packing.decoders import hold
 from ..packing.format import SCALES, key_ends, problems
@@ -297,12 +297,13 @@ class WeightPacker:
                 f"model's config asks for {self.shape[0]}: tensors are missing."
             )
         # Once a weight: asking after each expert would wait for the device each time.
-        finite = torch.stack([extreme for _, extreme in self.extremes]).isfinite().all(1).tolist()
+        finite = are_below(torch.stack([extreme for _, extreme in self.extremes])).all(1).tolist()
         if not all(finite):
             row = self.extremes[finite.index(False)][0]
             raise NonFiniteWeightError(
-                f"{self.name} holds NaN or inf in row {row} of its first dimension or soon after, "
-                "and a block with it could not be decoded: repair the checkpoint."
+                f"{self.name} holds NaN or inf in row {row} of its first dimension or soon after "
+                f"(or {LARGEST:.0e} and more), and a block with it could not be decoded: repair "
+                "the checkpoint."
             )
         packed: PackedWeight = self.packer.finish()
         self.spec.keep(self.name, packed)

@@ -29,7 +29,7 @@ from ..checkpoint.source import file_facts
 from ..errors import CheckpointError, NonFiniteWeightError
 from ..layout import listed
 from ..packing import parametrize
-from ..packing.codec import pack
+from ..packing.codec import LARGEST, are_below, pack
 from ..packing.decoders import hold
 from ..packing.format import ABSMAX, SCALES
 from ..world import absmax_mean, many_ranks, world
@@ -438,12 +438,12 @@ def _check_linears(spec: LoadSpec) -> None:
     devices = {extreme.device for extreme in extremes.values()}
     for device in devices:  # one wait for each
         names = [name for name, extreme in extremes.items() if extreme.device == device]
-        finite = torch.stack([extremes[name].float() for name in names]).isfinite().all(1).tolist()
+        finite = are_below(torch.stack([extremes[n].double() for n in names])).all(1).tolist()
         bad = [name for name, whole in zip(names, finite, strict=True) if not whole]
         if bad:
             raise NonFiniteWeightError(
-                f"{listed(bad)} holds NaN or inf, and the blocks with it could not be decoded: "
-                "repair the checkpoint."
+                f"{listed(bad)} holds NaN or inf (or {LARGEST:.0e} and more), and the blocks with "
+                "it could not be decoded: repair the checkpoint."
             )
 
 

@@ -62,14 +62,20 @@ bnb: Any = bitsandbytes.functional
 MAX_ELEMENTS = 2**31 - 1
 """bitsandbytes' kernels take the number of weights as an int32."""
 
+LARGEST = 1e30
+"""Weights from here on are not packed: the sum of their blocks' maxima, of which double
+quantization takes the mean, may exceed float32, and every block would decode to NaN."""
+
 # Weights packed or decoded in one piece. The CPU path needs about 20 bytes of temporaries a weight,
 # the others half a byte, so that either chunk stays within some megabytes.
 _CPU_CHUNK = 2**17
 _DEVICE_CHUNK = 2**24
 
 
-def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
+def first_nonfinite(weight: Tensor, limit: float = math.inf) -> tuple[int, ...] | None:
     """Return the index of the first NaN or inf in row-major order, None where all is finite.
+
+    What is not below `limit` in size counts as inf.
 
     It reads the weight once, in pieces, with small temporaries only: minimum and maximum propagate
     NaN. A finite weight costs one synchronisation with the device.
@@ -77,16 +83,22 @@ def first_nonfinite(weight: Tensor) -> tuple[int, ...] | None:
     weight = weight.detach()
     step = _chunk_elements(weight.device)
     extremes = [torch.stack(torch.aminmax(chunk)) for chunk in _flat_chunks(weight, step, 1)]
-    if bool(torch.stack(extremes).isfinite().all()):
+    if bool(are_below(torch.stack(extremes), limit).all()):
         return None
     start = 0
     for chunk in _flat_chunks(weight, step, 1):
-        nonfinite = torch.nonzero(~chunk.isfinite())
+        nonfinite = torch.nonzero(~are_below(chunk, limit))
         if len(nonfinite):
             flat = start + int(nonfinite[0])
             return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), weight.shape))
         start += chunk.numel()
     return None
+
+
+def are_below(values: Tensor, limit: float = LARGEST) -> Tensor:
+    """Return which values are finite, and below `limit` in size."""
+    wide = torch.promote_types(values.dtype, torch.float32)  # float16 has no 1e30
+    return values.to(wide).abs() < limit
 
 
 def pack(

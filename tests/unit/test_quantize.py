@@ -434,6 +434,7 @@ def spoil(model: nn.Module, how: str) -> None:
         ("float64", UnsupportedWeightError, "float64"),
         ("nan", NonFiniteWeightError, r"nan at index \[2, 1, 5\]"),
         ("inf", NonFiniteWeightError, r"inf at index \[2, 1, 5\]"),
+        ("1e38", NonFiniteWeightError, r"9\.9\d+e\+37 at index \[2, 1, 5\]"),
     ],
 )
 def test_refuses_before_it_touches_anything(how: str, error: type[Exception], said: str) -> None:

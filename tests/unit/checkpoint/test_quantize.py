@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -366,12 +367,12 @@ def drop(path: Path) -> None:
             save_file(tensors, file, metadata={"format": "pt"})
 
 
-def poison(path: Path) -> None:
+def poison(path: Path, value: float = math.inf) -> None:
     for file in path.glob("*.safetensors"):
         tensors = load_file(file)
         for key in tensors:
             if ".experts.1.up_proj" in key:
-                tensors[key][0, 0] = float("inf")
+                tensors[key][:] = value
         save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -412,11 +413,12 @@ def test_codes_of_another_tool_are_named(
     assert not (tmp_path / "out").exists()
 
 
-def test_infinite_weights_are_named(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        NonFiniteWeightError, match=r"experts\.gate_up_proj holds inf at index \[1,"
-    ):
-        pack(changed(source, tmp_path / "bad", poison), tmp_path / "out")
+@pytest.mark.parametrize("value", ["inf", "1e38"])  # whose sum is inf
+def test_infinite_weights_are_named(source: Path, tmp_path: Path, value: str) -> None:
+    bad = changed(source, tmp_path / "bad", partial(poison, value=float(value)))
+    seen = r"experts\.gate_up_proj holds (inf|9\.9\d+e\+37) at index \[1,"
+    with pytest.raises(NonFiniteWeightError, match=seen):
+        pack(bad, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -467,6 +469,24 @@ def test_a_tied_weight_is_written_once(tmp_path: Path, stored: tuple[str, ...]) 
         packed: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert torch.equal(packed.model.embed_tokens.weight, value)
     assert packed.lm_head.weight is packed.model.embed_tokens.weight
+
+
+def test_weights_that_only_the_config_ties_are_both_written(tmp_path: Path) -> None:
+    """transformers ties what the checkpoint holds twice only where it is equal."""
+    model = tiny_model("granitemoe", dtype=torch.bfloat16, tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "plain")  # type: ignore[operator]
+    head = load_file(tmp_path / "plain" / "model.safetensors")[HEAD]
+    config = tmp_path / "plain" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    moe_qlora.quantize_checkpoint(tmp_path / "plain", tmp_path / "packed", NF4)
+    with moe_qlora.enabled():
+        packed: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert torch.equal(packed.lm_head.weight, head)
+    assert not torch.equal(packed.model.embed_tokens.weight, head)
+    packed.save_pretrained(tmp_path / "saved")
+    written = check_folder(tmp_path / "packed")
+    assert written.tensors.keys() == check_folder(tmp_path / "saved").tensors.keys()
+    assert verify(tmp_path / "packed", tmp_path / "plain").good
 
 
 def test_a_packed_folder_is_refused(source: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from moe_qlora.checkpoint.integrity import open_checkpoint
 from moe_qlora.checkpoint.reader import (
     DTYPES,
+    INDEX,
     INDEX_SUFFIX,
     SINGLE,
     inside,
@@ -90,6 +91,19 @@ def test_a_file_of_any_name_is_taken_where_it_is_the_only_one(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match="2 safetensors files and no index"):
         open_checkpoint(tmp_path)
+
+
+def test_a_single_file_beside_an_index_is_refused_as_transformers_would_read_it(tmp_path):
+    tensors = two_shards(tmp_path)
+    save_file({key: tensor.flip(0) for key, tensor in tensors.items()}, tmp_path / SINGLE)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors beside .*index\.json"):
+        open_checkpoint(tmp_path)
+    (tmp_path / INDEX).rename(tmp_path / f"consolidated{INDEX_SUFFIX}")  # of another layout
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert [file.name for file in checkpoint.files] == [SINGLE]
+    index(tmp_path, dict.fromkeys(tensors, SINGLE))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert same(checkpoint.read("a"), tensors["a"].flip(0))
 
 
 @pytest.mark.parametrize("files", [(), ("pytorch_model.bin",), ("weights.pth",)])

@@ -294,9 +294,10 @@ def damaged(folder: Path, target: Path, change: Any) -> Path:
     return target
 
 
-def test_values_that_cannot_be_packed_are_named(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [float("nan"), 1e38])  # whose sum is inf
+def test_values_that_cannot_be_packed_are_named(folder: Path, tmp_path: Path, value: float) -> None:
     def change(tensors: dict[str, torch.Tensor], key: str) -> None:
-        tensors[key][0, 0] = float("nan")
+        tensors[key][:] = value
 
     bad = damaged(folder, tmp_path / "bad", change)
     seen = r"experts\.down_proj holds NaN or inf in row 2"
