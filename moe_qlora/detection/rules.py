@@ -51,6 +51,8 @@ def _not_a_candidate(leaf: Leaf) -> str | None:
         return f"holds {leaf.dtype}, not floating-point weights ({shape}): packed by another tool"
     if len(leaf.shape) > 4:
         return f"{len(leaf.shape)} dimensions; fused expert weights have three or four ({shape})"
+    if 0 in leaf.shape:
+        return f"holds no value ({shape})"
     if sorted(leaf.shape[1:])[-2] < 2:
         return f"one vector, not one matrix, for each index of its first dimension ({shape})"
     return None

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moe_qlora
+from moe_qlora.testing import tiny_model
 
 H, I, E = 48, 20, 6  # noqa: E741 - the intermediate size
 
@@ -984,6 +985,15 @@ def test_a_layer_list_is_not_an_expert_list():
             self.embed = nn.Embedding(4, H)
 
     assert not moe_qlora.detect(Model()).linear_experts
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "granitemoe"])
+def test_a_model_of_no_expert_has_none(model_type):
+    """A config.json that is damaged says so; loading then names the shapes that differ."""
+    model = tiny_model(model_type, device="meta", num_local_experts=0)
+    layout = moe_qlora.detect(model)
+    assert not layout.experts
+    assert {param.reason.partition(" (")[0] for param in layout.rejected} == {"holds no value"}
 
 
 def test_integer_weights_are_rejected_with_their_dtype():
