@@ -249,7 +249,8 @@ def _compressed_scheme(weights: Mapping[str, Any], place: str) -> Scheme:
     kind, bits = str(weights.get("type", INT)).lower(), weights.get("num_bits", 8)
     if weights.get("symmetric") is False:
         raise _unread(f"{place}.symmetric", False)
-    if weights.get("actorder") in ("group", "dynamic", True):  # "weight" stores columns in order
+    # "weight", or "static", stores columns in order
+    if weights.get("actorder") not in (None, False, "weight", "static"):
         raise _unread(f"{place}.actorder", weights["actorder"])
     if kind not in (FLOAT, INT) or bits not in (4, 8):
         raise _unread(f"{place}.num_bits", f"{bits} of type {kind}")

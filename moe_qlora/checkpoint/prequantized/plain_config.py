@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...errors import CheckpointError
 from ...layout import dtype_name
 from .config import maker_method
 
@@ -31,7 +32,12 @@ def describe_plain(config: Any) -> None:
             delattr(part, _SETTINGS)
         part.__dict__.pop(_STORED_DTYPE, None)
         dtype = getattr(part, "dtype", None)
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise CheckpointError(
+                f"config.json says dtype {dtype!r:.80}, which is no dtype of torch: put the "
+                "maker's config.json back."
+            )
         if (dtype is None and part is config) or (dtype is not None and dtype.itemsize == 1):
             part.dtype = torch.bfloat16
 

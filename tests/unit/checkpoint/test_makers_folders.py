@@ -268,6 +268,19 @@ def test_a_configuration_of_a_dtype_that_is_none_to_compute_in(tmp_path: Path) -
     assert (config["dtype"], "expert_dtype" in config) == ("bfloat16", False)
 
 
+def test_a_dtype_that_is_none_is_named(twins: Callable[[str], Twins], tmp_path: Path) -> None:
+    folder = twins("qwen3_moe mxfp8")
+    bad = shutil.copytree(folder.makers, tmp_path / "bad")
+    config = read_json(bad / "config.json") | {"dtype": 7}
+    (bad / "config.json").write_text(json.dumps(config))
+    for work in (
+        lambda: pack(bad, tmp_path / "packed"),
+        lambda: moe_qlora.merge_adapter(bad, adapt(folder), tmp_path / "merged"),
+    ):
+        with pytest.raises(CheckpointError, match="dtype 7, which is no dtype"):
+            work()
+
+
 # Merging
 
 

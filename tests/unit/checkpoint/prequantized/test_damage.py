@@ -167,6 +167,7 @@ def with_group(**weights):
         ({"quant_method": "modelopt"}, "quant_algo None"),
         (with_group(symmetric=False), r"group_0\.weights\.symmetric False"),
         (with_group(actorder="group"), r"group_0\.weights\.actorder 'group'"),
+        (with_group(actorder="random"), r"group_0\.weights\.actorder 'random'"),
         (with_group(num_bits=3), r"group_0\.weights\.num_bits '3 of type int'"),
         (with_group(strategy="token"), r"group_0\.weights\.strategy 'token'"),
         (with_group(group_size=0), "group_size 0"),
