@@ -302,8 +302,7 @@ class WeightPacker:
             row = self.extremes[finite.index(False)][0]
             raise NonFiniteWeightError(
                 f"{self.name} holds NaN or inf in row {row} of its first dimension or soon after "
-                f"(or {LARGEST:.0e} and more), and a block with it could not be decoded: repair "
-                "the checkpoint."
+                f"(or {LARGEST:.0e} and more), and cannot be packed: repair the checkpoint."
             )
         packed: PackedWeight = self.packer.finish()
         self.spec.keep(self.name, packed)
