@@ -1,8 +1,8 @@
 """Detection on every model type that the registry does not describe: none of them holds experts.
 
 Hundreds of them hold parameters of three or more dimensions: convolutions, relative positions,
-per-head projections, codebooks. At small sizes, where unrelated ones are equal more often, and
-every fourth type at its default sizes.
+per-head projections, codebooks. At small sizes, where unrelated ones are equal more often; at
+night every fourth type at its default sizes as well.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def small(tiny, config_class):
     return config_class(**tiny.tiny_kwargs(config_class, tiny.default_of(config_class), 4))
 
 
-@pytest.mark.parametrize("size", ["default", "small"])
+@pytest.mark.parametrize("size", [pytest.param("default", marks=pytest.mark.nightly), "small"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_experts_in_other_types(part, size, tools):
     classes, tiny = tools
