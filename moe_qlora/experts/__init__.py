@@ -9,7 +9,7 @@ out comes the layer's output, with gradients for activations, routing weights an
     lora_source.py  where the forward gets its LoRA factors from
     operands.py     packed weights as eager calls and compiled graphs take them
     fused.py        a whole module as one operation, by kernels/moe_layer.py
-    projection.py   one projection as one operation, by kernels/projection.py or reference.py
+    projection.py   one projection as one operation, by kernels/projection.py
     operators.py    both as custom operators, for torch.compile
     derivatives.py  second derivatives are refused
     activation.py   which activation a module computes

@@ -14,7 +14,7 @@ _GATE = "_moe_qlora_gate"
 
 
 def find_gate(module: Any) -> tuple[Any, ...] | None:
-    """Return the fields of `row_launches.Gate` that compute the module's gate; None if none do.
+    """Return the fields of `row_kernels.Gate` that compute the module's gate; None if none do.
 
     The gate is tried once, on the CPU in fp64, against every combination of the activations that
     the kernels know and the numbers that the module has. The result is kept on the module.

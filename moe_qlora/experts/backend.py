@@ -230,7 +230,7 @@ def runs_grouped(
     lora_dtypes: tuple[torch.dtype, ...],
     card: Card | None = None,
 ) -> bool:
-    """Whether `kernels/projection.py` computes a projection in such dtypes, else `reference.py`.
+    """Whether grouped matmuls compute a projection in such dtypes, else a loop over experts.
 
     `card` is the one to ask for, where it is another than the hidden states'.
     """
@@ -301,16 +301,16 @@ def kernels_run(device: torch.device) -> bool:
             rocm, (0, 0) if rocm else torch.cuda.get_device_capability(device)
         )
         if _kernels_run[index]:
-            from ..kernels import quantized_check
+            from ..kernels import table
 
-            quantized_check.prepare(device)
+            table.prepare(device)
             if rocm:
-                _kernels_run[index] = _runs_on_rocm(quantized_check, device)
+                _kernels_run[index] = _runs_on_rocm(table, device)
     return _kernels_run[index]
 
 
 def _runs_on_rocm(kernels: Any, device: torch.device) -> bool:
-    """Whether `kernels.quantized_check` finds products right; warn that no more is known."""
+    """Whether `kernels.table` finds products right; warn that no more is known."""
     right = bool(kernels.is_right_untested(device))
     if right:
         warnings.warn(

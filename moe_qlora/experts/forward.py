@@ -16,13 +16,13 @@ k assignments a token, R = T k rows sorted by expert:
       |       kernels/moe_layer.py   gate_up_forward: routing, x [W1 | B1], the gate
       |                              down_forward: h [W2 | B2], summed to tokens
       |                              backward: decodes again, LoRA's gradients
-      |         kernels/expert_mm.py   few rows an expert: quantized_mm.py, on the codes
-      |                                else: dequantize.py into workspace.py, grouped matmul
+      |         kernels/table.py       few rows an expert: quantized_mm*.py, on the codes
+      |                                else: grouped_mm.py, dequantized into workspace.py
       |
       +- "projection by projection" or "reference loop": everything else, and the reference
             Projection.packed, the gate in plain torch, Projection.packed    projection.py
               kernels/projection.py  CUDA and 16 bit: dequantize, grouped matmul
-              kernels/reference.py   any device: expert by expert
+                                     any device: expert by expert
 
 No decoded weight is alive between forward and backward: backward decodes again. LoRA runs as two
 low-rank products beside the base product, never as W + B A.

@@ -2,8 +2,7 @@
 
 Eager calls go through a `torch.autograd.Function`. Under `torch.compile` the same computation is
 one custom operator, opaque to the compiler, so that a loop whose length depends on the routing
-neither breaks the graph nor is unrolled. Both compute by `kernels/projection.py` where that
-supports the call, else by `kernels/reference.py`.
+neither breaks the graph nor is unrolled. Both compute by `kernels/projection.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,17 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..kernels import projection, reference
+from ..kernels.projection import (
+    GROUPED,
+    LOOP,
+    Decode,
+    LoraInputs,
+    Needs,
+    Operands,
+    Rows,
+    Way,
+    Weight,
+)
 from ..kernels.weights import PackedWeight
 from ..packing.codec import unpack_range
 from .backend import runs_grouped
@@ -50,7 +59,7 @@ class Projection(NamedTuple):
     def plain(self, weight: Tensor, inputs: Inputs) -> Tensor:
         """Compute it with a weight that is not packed: ordinary autograd, its gradient included."""
         dtype = self.autocast or inputs.x.dtype
-        return reference.forward(
+        return LOOP.forward(
             self._operands(inputs, weight.shape, dtype, lambda i, j: weight[i:j].to(dtype))
         )
 
@@ -65,8 +74,8 @@ class Projection(NamedTuple):
     def run(self, packed: PackedWeight, inputs: Inputs) -> Tensor:
         """Compute the forward alone."""
         with torch.no_grad(), no_autocast(inputs.x):
-            backend, operands = self._on_codes(packed, inputs)
-            return backend.forward(operands)
+            way, operands = self._on_codes(packed, inputs)
+            return way.forward(operands)
 
     def run_backward(
         self, packed: PackedWeight, inputs: Inputs, grad: Tensor, needs: Sequence[bool]
@@ -74,14 +83,14 @@ class Projection(NamedTuple):
         """Return gradients in the order x, scale, bias, dropped, a, b; None where not needed."""
         n = len(inputs.a)
         parts = [list(needs[3 + i * n : 3 + (i + 1) * n]) for i in range(3)]
-        wanted = reference.Needs(needs[0], needs[1], needs[2], *parts)
+        wanted = Needs(needs[0], needs[1], needs[2], *parts)
         with torch.no_grad(), no_autocast(inputs.x):
-            backend, operands = self._on_codes(packed, inputs)
-            grads = backend.backward(grad, operands, wanted)
+            way, operands = self._on_codes(packed, inputs)
+            grads = way.backward(grad, operands, wanted)
         return [grads.x, grads.scale, grads.bias, *grads.dropped, *grads.a, *grads.b]
 
-    def _on_codes(self, packed: PackedWeight, inputs: Inputs) -> tuple[Any, reference.Operands]:
-        """Return the module of `kernels` that computes it from packed codes, and its operands."""
+    def _on_codes(self, packed: PackedWeight, inputs: Inputs) -> tuple[Way, Operands]:
+        """Return the way that computes it from packed codes, and its operands."""
         # As in Linear4bit, whose product runs in autocast's dtype whatever it cast its input to.
         dtype = self.autocast or packed.compute_dtype or inputs.x.dtype
         stored = packed.as_stored()
@@ -90,23 +99,23 @@ class Projection(NamedTuple):
         )
         dtypes = tuple(each.dtype for each in operands.lora)
         grouped = runs_grouped(stored.shape, inputs.x, dtype, dtypes)
-        return projection if grouped else reference, operands
+        return GROUPED if grouped else LOOP, operands
 
     def _operands(
-        self, inputs: Inputs, shape: Sequence[int], dtype: torch.dtype, decode: reference.Decode
-    ) -> reference.Operands:
+        self, inputs: Inputs, shape: Sequence[int], dtype: torch.dtype, decode: Decode
+    ) -> Operands:
         out_features = shape[2] if self.transposed else shape[1]
-        weight = reference.Weight(decode, shape[0], out_features, self.transposed, dtype)
-        rows = reference.Rows(
+        weight = Weight(decode, shape[0], out_features, self.transposed, dtype)
+        rows = Rows(
             inputs.order, inputs.expert_offsets, self.top_k, self.gathers, self.scatters,
             self.partial,
         )  # fmt: skip
         factors = zip(inputs.dropped, inputs.a, inputs.b, self.scalings, strict=True)
         lora = [
-            reference.LoraInputs(dropped, a, b, scaling, self.autocast or a.dtype)
+            LoraInputs(dropped, a, b, scaling, self.autocast or a.dtype)
             for dropped, a, b, scaling in factors
         ]
-        return reference.Operands(inputs.x, weight, rows, inputs.scale, inputs.bias, lora)
+        return Operands(inputs.x, weight, rows, inputs.scale, inputs.bias, lora)
 
     def _compiled(self, weight: PackedOperand, inputs: Inputs) -> Tensor:
         """Compute it as one custom operator, for graphs."""

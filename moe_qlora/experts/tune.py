@@ -1,7 +1,7 @@
 """Tunes the kernels for the packed experts of one model, before training and on request.
 
 A forward never measures: it takes what a table on disk says, or a configuration that is never far
-behind (`kernels/autotune.py`).
+behind (`kernels/table.py`).
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
     for weight in by_shape.values():
         if not backend.kernels_run(weight.device):
             continue
-        from ..kernels import autotune, quantized_mm
+        from ..kernels import table
 
         packed = weight.aligned()
-        if packed.dequantizes() and quantized_mm.supports(packed.spec):
+        if table.can_tune(packed):
             _log.warning(
                 "tune_kernels: compiling and measuring kernels for experts of %d x %d (%s); "
                 "this takes seconds to minutes, once for this GPU",
                 *packed.shape[1:], packed.kind,
             )  # fmt: skip
-            autotune.tune(packed, dtype)
+            table.tune(packed, dtype)
             measured += 1
     return measured

@@ -1,4 +1,4 @@
-"""What the device at hand can do, and who therefore multiplies: every such decision stands here.
+"""Device capabilities, and which grouped matmul each device uses.
 
 torch's grouped matmul is quick for bf16 on Hopper and datacenter Blackwell (compute capability 9
 and 10). Elsewhere, and for fp16 anywhere, it copies the experts' offsets to the host and calls
@@ -65,6 +65,17 @@ def acting_as(card: Card) -> Iterator[None]:
 def card(device: torch.device) -> Card:
     """Return what a device can do, or another that it is to act as."""
     return actual(device) if _acting is None else _acting
+
+
+def of_index(index: int) -> Card:
+    """Return what a CUDA device can do, or the CPU where the index is -1, likewise."""
+    return card(device_of(index))
+
+
+@cache
+def device_of(index: int) -> torch.device:
+    """Return the CUDA device of an index, the CPU for -1."""
+    return torch.device("cpu") if index < 0 else torch.device("cuda", index)
 
 
 @cache

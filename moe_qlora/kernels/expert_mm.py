@@ -1,39 +1,67 @@
-"""x [W | B]^T and x [W ; A] for each expert's rows: on the codes, or over the workspace.
+"""What a kernel of the table is: it multiplies each expert's rows with its packed weight.
 
-Few rows an expert go into the quantized matmul (`quantized_mm.py`). For many, a weight is
-dequantized into the shared workspace, LoRA's factors beside it, and multiplied by torch's grouped
-matmul, or by `grouped_mm.py` where torch's would wait for the device (`cards.py`). Where a
-dequantized weight, or what comes out, is over the workspace's cap, both go in slices of the
-features that come out: every expert's rows are then still there, and nobody has to know on the host
-where they begin.
+One file holds one kernel and its `Kernel` record; `table.py` lists the records and chooses. A
+matmul of all experts, x [W | B]^T or x [W ; A], is a `Problem` before a kernel is chosen for it,
+and an `ExpertMatmul` after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from . import autotune, cards, dequantize, grouped_mm, quantized_check, quantized_mm, workspace
+from . import workspace
+from .cards import Card
 from .factors import Factors
-from .limits import TILE, WIDEST_TILE, few_rows, prefers_wide, row_stride, suits_registers
-from .quantized_config import REGISTERS, Config, Gather
-from .routing import Routing
-from .weights import PackedWeight
+from .limits import ColumnOrder, tile_rows
+from .weights import PackedWeight, WeightSpec
+
+
+class Problem(NamedTuple):
+    """All that a kernel is chosen by."""
+
+    spec: WeightSpec  # Of the packed weight: shape, codec and device
+    dtype: torch.dtype  # bf16 or fp16: of rows
+    rows: int  # R, of all experts
+    by_rows: bool  # Whether the weight's rows are the features that come out, else its columns
+    backward: bool = False  # Whether it belongs to backward, whose rows keep their column order
+    held: bool = False  # Whether the workspace holds the weight, dequantized
+    reused: bool = False  # Whether a second matmul would find the weight there
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.spec.shape[0]
+
+    @property
+    def inner(self) -> int:
+        """K, the features that are summed over."""
+        return self.spec.shape[2 if self.by_rows else 1]
+
+    @property
+    def features(self) -> int:
+        """N, the features that come out."""
+        return self.spec.shape[1 if self.by_rows else 2]
+
+    @property
+    def tile(self) -> int:
+        """The rows in a tile of `routing.Routing.tiles`."""
+        return tile_rows(self.rows, self.experts)
 
 
 class ExpertMatmul(NamedTuple):
-    """One matmul of all experts: of a projection, forward or backward."""
+    """One matmul of all experts, and the kernel that computes it."""
 
     packed: PackedWeight
     factors: Factors | None  # Of LoRA, or None
-    by_rows: bool  # Whether the weight's rows are the features that come out, else its columns
-    back: bool  # Whether it belongs to backward
-    on_quantized: bool  # Whether it is the quantized matmul, on the codes
-    dtype: torch.dtype  # bf16 or fp16
+    problem: Problem
+    kernel: Kernel
+    tile: int  # Rows in a tile
+    cut: Any  # How the kernel is cut, of its own type; None where that is fixed
 
     @property
     def rank(self) -> int:
@@ -41,187 +69,71 @@ class ExpertMatmul(NamedTuple):
         return 0 if self.factors is None else self.factors.rank
 
     @property
-    def features(self) -> int:
-        """Features that come out."""
-        return self.packed.spec.shape[1 if self.by_rows else 2]
-
-    @property
-    def _beside(self) -> tuple[Tensor | None, Tensor | None]:
+    def beside(self) -> tuple[Tensor | None, Tensor | None]:
         """What lies to the right of a dequantized weight, and below it."""
         if self.factors is None:
             return None, None
-        if self.by_rows == self.back:  # stored (E, in, out)
+        if self.problem.by_rows == self.problem.backward:  # stored (E, in, out)
             return self.factors.a.transpose(1, 2), self.factors.b.transpose(1, 2)
         return self.factors.b, self.factors.a
 
     @property
     def factor(self) -> Tensor | None:
         """`(E, N, r)`: the factor that the product's last r columns meet."""
-        right, below = self._beside
-        return right if self.by_rows or below is None else below.transpose(1, 2)
+        right, below = self.beside
+        return right if self.problem.by_rows or below is None else below.transpose(1, 2)
+
+    def spans(self, count: int) -> Iterator[tuple[int, int]]:
+        """Yield the slices of features that a call of `count` rows goes in: one, if the cap allows.
+
+        Where a dequantized weight, or what comes out, is over the workspace's cap, both go in
+        slices: every expert's rows are then still there, and nobody has to know on the host where
+        they begin. What comes out may be half of the cap: in backward it stands beside two others.
+        """
+        problem, device = self.problem, self.packed.device
+        inner = problem.inner + self.rank
+        dequantized = 0 if self.kernel.on_codes else problem.experts * inner
+        each = problem.dtype.itemsize * max(2 * count, dequantized)
+        step = max(64, workspace.workspace_cap(device) // each // 64 * 64)
+        for first in range(0, problem.features, step):
+            yield first, min(first + step, problem.features)
 
 
-def runs_quantized(
-    packed: PackedWeight,
-    count: int,
-    dtype: torch.dtype,
-    *,
-    back: bool,
-    reused_in_backward: bool = False,
-    in_order: bool = False,
-) -> bool:
-    """Whether a matmul of `count` rows runs on the codes; where `back`, it sums over stored rows.
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One row of the table.
 
-    `reused_in_backward` says that a second matmul would find the dequantized weight, `in_order`
-    that columns of rows stay in their order, as those of backward do.
+    `prepare(matmul, routing, span, name)` lays out what a product of the features `span` needs of
+    the weight, `name` being the workspace's buffer for it. `launch(x, matmul, operand, routing,
+    span, products)` takes what it returned, and returns `(R, span)`: x `(R, K + r)`, sorted rows
+    any distance apart whose last r columns meet LoRA's factor, times weight and factor. `products`
+    are None but where the kernel `gathers`: then x are the tokens `(T, K)`, contiguous, and
+    products `(R r,)` what would be the rows' last columns. `routing` is a `routing.Routing`, or
+    `routing.Tiled`; spans start at multiples of 64.
     """
-    if packed.kind == "int8" and not quantized_check.takes_int8(packed.device):
-        return False
-    spec = packed.spec
-    registers = suits_registers(count, spec.shape[0]) and not in_order
-    if registers and quantized_check.in_registers(spec, dtype, back=back):
-        return True
-    hopper = quantized_check.on_hopper(spec, dtype, back=back) and not reused_in_backward
-    few = few_rows(count, spec.shape[0], hopper=hopper)
-    return few and quantized_mm.supports(spec)
+
+    name: str  # In tables of tuned kernels and warnings
+    supports: Callable[[Problem], bool]  # Whether it is right for a problem and quickest, with why
+    tile: Callable[[Problem], int]  # Rows in a tile
+    prepare: Callable[..., Any]
+    launch: Callable[..., Tensor]
+    on_codes: bool = True  # Whether it multiplies on the codes; else on a dequantized weight
+    gathers: bool = False  # Whether it fetches tokens' rows, so that nobody copies them in order
+    order: ColumnOrder | None = None  # In which it takes the columns of rows, None for theirs
+    reorder: Callable[[Tensor], Tensor] | None = None  # Puts rows `(R, K)` in that order
+    # Whether it may be tried on a card
+    capable: Callable[[Card], bool] = lambda card: True
+    # The kind of codes by which a device tries it before it is chosen; None: it is right
+    tried: Callable[[WeightSpec], str | None] = lambda spec: None
+    tried_tiles: tuple[int, ...] = (16, 128)  # The rows in a tile of such products
+    both_ways: bool = True  # Whether it sums over stored rows as well as columns
+    # The name under which tuned tables hold what was quickest, of all kernels that share it
+    tuned: str | None = None
+    cuts: tuple[Any, ...] = (None,)  # Ways to cut it that may be measured
+    default: Callable[[Problem, int], Any] = lambda problem, tile: None  # The cut untuned
+    # Whether a card has the memory and registers for a cut with so many rows in a tile
+    fits: Callable[[Any, Problem, int], bool] = lambda cut, problem, tile: True
 
 
-def prefers_wide_tiles(packed: PackedWeight, count: int, dtype: torch.dtype) -> bool:
-    """Whether the quantized matmul is faster in tiles of `WIDE_TILE` rows than of 64."""
-    least = TILE if quantized_check.on_hopper(packed.spec, dtype, back=False) else 4 * TILE
-    return prefers_wide(count, packed.experts, least=least)
-
-
-def reorders(matmul: ExpertMatmul, routing: Routing) -> bool:
-    """Whether the matmul takes rows in the order of columns of `quantized_mm_registers.py`."""
-    # Backward's rows stay in the order of columns that its other products, of factors, take.
-    if not matmul.on_quantized or matmul.back or routing.counts[2] == 0:
-        return False
-    suits = suits_registers(routing.count, routing.experts)
-    spec, back = matmul.packed.spec, not matmul.by_rows
-    return suits and quantized_check.in_registers(spec, matmul.dtype, back=back)
-
-
-def quantized_cut(matmul: ExpertMatmul, routing: Routing, wide: bool) -> tuple[Config, Tensor, int]:
-    """Return how the quantized matmul is cut, its table of tiles, and the rows in each."""
-    if reorders(matmul, routing):
-        return REGISTERS, routing.widest, WIDEST_TILE
-    tiles, tile = routing.cut(wide)
-    back = not matmul.by_rows
-    return autotune.chosen(matmul.packed, matmul.dtype, tile, back=back), tiles, tile
-
-
-def gathers(matmul: ExpertMatmul, routing: Routing, wide: bool) -> bool:
-    """Whether the matmul fetches tokens' rows itself, so that nobody copies them in order."""
-    # Hopper's own kernels have no small tiles: with few tokens, the host need not look further.
-    large = matmul.on_quantized and routing.tile == TILE
-    return large and quantized_cut(matmul, routing, wide)[0].hopper
-
-
-def multiply(
-    x: Tensor, matmul: ExpertMatmul, routing: Routing, wide: bool, name: str,
-    gather: Gather | None = None,
-) -> Tensor:  # fmt: skip
-    """Return `(R, N)`: x `(R, K + r)`, whose last r columns are LoRA's, times weight and factor.
-
-    With `gather`, which needs `gathers`, x is the tokens' `(T, K)`. Where the matmul `reorders`,
-    the first K columns of x are in that order.
-    """
-    out = None
-    for (first, end), part in slices(x, matmul, routing, wide, name, gather):
-        if end - first == matmul.features:
-            return part
-        if out is None:
-            out = torch.empty(routing.count, matmul.features, dtype=x.dtype, device=x.device)
-        out[:, first:end] = part
-    assert out is not None
-    return out
-
-
-def slices(
-    x: Tensor, matmul: ExpertMatmul, routing: Routing, wide: bool, name: str,
-    gather: Gather | None = None,
-) -> Iterator[tuple[tuple[int, int], Tensor]]:  # fmt: skip
-    """Yield `multiply` by slices of features: (first, end), and `(R, end - first)`."""
-    experts, n_rows, n_cols = matmul.packed.spec.shape
-    inner = (n_cols if matmul.by_rows else n_rows) + matmul.rank
-    # What comes out may be half of the cap: in backward it stands beside two others of its kind.
-    dequantized = 0 if matmul.on_quantized else experts * inner
-    each = matmul.dtype.itemsize * max(2 * routing.count, dequantized)
-    step = max(64, workspace.workspace_cap(x.device) // each // 64 * 64)
-    absmax = config = None
-    if matmul.on_quantized:
-        config, tiles, tile = quantized_cut(matmul, routing, wide)
-        if matmul.packed.nested is not None and not config.direct:
-            shape = tuple(matmul.packed.absmax.shape)
-            absmax, _ = workspace.take("absmax", shape, torch.float32, x.device)
-    for first in range(0, matmul.features, step):
-        span = first, min(first + step, matmul.features)
-        if config is not None:
-            part = quantized_mm.launch(
-                x, matmul.packed, matmul.factor, absmax, routing.expert_offsets, tiles, tile,
-                config, back=not matmul.by_rows, span=span, gather=gather,
-            )  # fmt: skip
-        elif step >= matmul.features:
-            part = _grouped(x, _whole(matmul, routing, name), matmul, routing)
-        else:
-            part = _grouped(x, _slice(matmul, routing, span), matmul, routing)
-        yield span, part
-
-
-def _grouped(x: Tensor, matrices: Tensor, matmul: ExpertMatmul, routing: Routing) -> Tensor:
-    """Return `(R, N)`: each expert's rows of x `(R, K + r)` times its matrix `(K + r, N)`."""
-    if cards.multiplies_by_torch(x.device, x.dtype):
-        return F.grouped_mm(x, matrices, offs=routing.ends)
-    tiles, tile = routing.cut(prefers_wide(routing.count, routing.experts))
-    cut = autotune.chosen_cut(matmul.packed, x.dtype, tile, back=not matmul.by_rows)
-    return grouped_mm.launch(x, matrices, routing.expert_offsets, tiles, tile, cut)
-
-
-def _whole(matmul: ExpertMatmul, routing: Routing, name: str) -> Tensor:
-    """Return the operand `(E, K + r, N)` of a grouped matmul, as a view of the workspace."""
-    # Both lie beside the weight: what the forward dequantized serves backward as well.
-    right, below = matmul._beside
-    experts, n_rows, n_cols = matmul.packed.spec.shape
-    device = routing.ints.device
-    owner = owner_of(matmul.packed, routing)
-    width = n_cols + matmul.rank
-    stride = row_stride(width, matmul.dtype.itemsize)
-    full, held = workspace.take(
-        name, (experts, n_rows + matmul.rank, stride), matmul.dtype, device, owner, (routing.ints,)
-    )
-    full = full[:, :, :width]
-    if not held:
-        offsets = routing.expert_offsets
-        dequantize.decode(matmul.packed, full, expert_offsets=offsets, right=right, below=below)
-    return full[:, :n_rows].transpose(1, 2) if matmul.by_rows else full[:, :, :n_cols]
-
-
-def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int]:
-    """Return the workspace's name of a dequantized weight."""
-    codes = packed.codes.data_ptr() if packed.serial is None else -packed.serial
-    return routing.ints.data_ptr(), codes
-
-
-def _slice(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int]) -> Tensor:
-    """Return the columns `span` of `_whole`, dequantized apart."""
-    experts, n_rows, n_cols = matmul.packed.spec.shape
-    first, width = span[0], span[1] - span[0]
-    right, below = matmul._beside
-    if matmul.by_rows:
-        shape, corner = (width, n_cols + matmul.rank), (first, 0)
-        right, below = None if right is None else right[:, slice(*span)], None
-    else:
-        shape, corner = (n_rows + matmul.rank, width), (0, first)
-        right, below = None, None if below is None else below[:, :, slice(*span)]
-    expert_offsets = routing.expert_offsets
-    part, _ = workspace.take("first", (experts, *shape), matmul.dtype, expert_offsets.device)
-    dequantize.decode(
-        matmul.packed, part, corner=corner, expert_offsets=expert_offsets, right=right, below=below
-    )
-    return part.transpose(1, 2) if matmul.by_rows else part
-
-
-def in_backward() -> bool:
-    """Whether the autograd engine runs this forward: a checkpoint's recomputation."""
-    return torch._C._current_graph_task_id() != -1
+validated: dict[tuple[str, str, int], bool] = {}
+"""By kernel, kind of codes that tried it, and CUDA device: whether it is right there."""

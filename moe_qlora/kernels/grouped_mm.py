@@ -1,27 +1,203 @@
-"""Each expert's rows times its matrix, in 16 bit: for cards where torch's grouped matmul waits.
+"""Many rows an expert: codes to 16 bit, and then each expert's rows times its matrix.
 
-x `(R, K)`, rows sorted by expert; matrices `(E, K, N)` as views of the workspace, whose rows or
-columns lie one behind the other; out comes `(R, N)`. A program computes one tile of rows, which
-`routing.py` has cut so that all are of one expert, by some of the features. Nobody on the host
-knows where an expert's rows begin, so that it never waits. Rows of no expert are left as they are.
+Decoding is one pass, with the LoRA factors beside the weights. A group of 8 weights is one 32-bit
+word of codes; it never straddles a row or a block. The value of a code comes from a 16-entry table
+(which stays in the first cache), times its block's absmax in fp32, rounded once: what bitsandbytes'
+kernel computes, bit for bit. A product and a sum stay apart (no fused multiply-add), since
+bitsandbytes adds the offset of a nested absmax in a step of its own. Bytes moved a weight, nf4 with
+double quantization to bf16: 0.516 read, 2 written.
 
-Programs that run at the same time share what they read: `GROUP` tiles of rows go through the same
-features before the next ones, so that matrices and rows are found in the second cache.
+torch's grouped matmul multiplies, or our own for cards where torch's waits: x `(R, K)`, rows sorted
+by expert; matrices `(E, K, N)` as views of the workspace, whose rows or columns lie one behind the
+other; out comes `(R, N)`. A program computes one tile of rows, all of one expert, by some of the
+features. Nobody on the host knows where an expert's rows begin, so that it never waits. Rows of no
+expert are left as they are. Programs that run at the same time share what they read: `GROUP` tiles
+of rows go through the same features before the next ones.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import cards
-from .launch import Launch
-from .limits import cdiv
+from . import cards, workspace
+from .expert_mm import ExpertMatmul, Kernel, Problem
+from .launch import Geometry, launcher
+from .limits import WIDE_TILE, cdiv, row_stride, wide_tile
+from .routing import Routing
+from .weights import PackedWeight, WeightSpec
+
+BLOCK, UNROLL, WARPS = 256, 1, 4
+"""Groups of 8 weights that a program decodes at a time, how often, and its warps."""
+
+
+@triton.jit
+def block_absmax(absmax, table2, absmax2, offset, block, live, NESTED: tl.constexpr):
+    """fp32 absmax of these blocks; NESTED is the second level's block size, 0 without one."""
+    if NESTED > 0:
+        code = tl.load(absmax + block, mask=live, other=0).to(tl.int32)
+        outer = tl.load(absmax2 + block // NESTED, mask=live, other=0.0)
+        value = tl.load(table2 + code) * outer + tl.load(offset)
+    else:  # one return: Triton wants the dtypes of all to agree, also of those not taken
+        value = tl.load(absmax + block, mask=live, other=0.0)
+    return value
+
+
+@triton.jit
+def _copy_factor(out, source, stride_r, stride_c, out_stride, first, total, WIDTH, N: tl.constexpr):
+    """out[i // WIDTH, i % WIDTH] = source[the same] for i in [first, first + N)."""
+    i = first + tl.arange(0, N)
+    live = i < total
+    row, col = i // WIDTH, i % WIDTH
+    value = tl.load(source + row * stride_r + col * stride_c, mask=live, other=0.0)
+    tl.store(out + row * out_stride + col, value.to(out.dtype.element_ty), mask=live)
+
+
+# A copied factor is read in any strides; of the rest nothing gains from knowing more.
+@triton.jit(
+    do_not_specialize=["first_expert", "first_row", "first_col", "right_se", "right_sr", "right_sc",
+                       "below_se", "below_sr", "below_sc"]
+)  # fmt: skip
+def _decode_kernel(
+    out, words, absmax, table, table2, absmax2, offset, expert_offsets, right, below,
+    first_expert, first_row, first_col,
+    right_se, right_sr, right_sc, below_se, below_sr, below_sc,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_COLS: tl.constexpr,
+    RANK_R: tl.constexpr, RANK_B: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, INT8: tl.constexpr, SKIP: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """One expert's matrix (program 1) in pieces of BLOCK x UNROLL groups of 8 weights (program 0).
+
+    out: (E', ROWS + RANK_B, COLS + RANK_R), rows STRIDE apart, of weights (E, ALL_ROWS, ALL_COLS);
+    right: (E, ROWS, RANK_R); below: (E, RANK_B, COLS).
+    """
+    GROUPS: tl.constexpr = ROWS * COLS // 8
+    PIECES: tl.constexpr = (GROUPS + BLOCK * UNROLL - 1) // (BLOCK * UNROLL)
+    piece = tl.program_id(0)
+    local = tl.program_id(1)
+    expert = first_expert + local
+    if SKIP:
+        if tl.load(expert_offsets + expert) == tl.load(expert_offsets + expert + 1):
+            return
+    expert = expert.to(tl.int64)
+    out += local.to(tl.int64) * ((ROWS + RANK_B) * STRIDE)
+    if piece < PIECES:
+        eighth = tl.arange(0, 8)
+        for i in tl.static_range(UNROLL):
+            group = (piece * UNROLL + i) * BLOCK + tl.arange(0, BLOCK)
+            live = group < GROUPS
+            row = group // (COLS // 8)
+            whole_row = first_row + row
+            at = expert * (ALL_ROWS * ALL_COLS // 8) + whole_row * (ALL_COLS // 8)
+            at += first_col // 8 + group % (COLS // 8)
+            if INT8:
+                place = (at * 8)[:, None] + eighth[None, :]
+                value = tl.load(words + place, mask=live[:, None], other=0).to(tl.float32)
+                scale = tl.load(absmax + expert * ALL_ROWS + whole_row, mask=live, other=0.0)
+                value = value * scale[:, None] * 7.874015718698502e-3
+            else:
+                word = tl.load(words + at, mask=live, other=0)
+                block = at // (BLOCKSIZE // 8)
+                scale = block_absmax(absmax, table2, absmax2, offset, block, live, NESTED)
+                # The first weight of a byte is its high half.
+                nibble = (word[:, None] >> ((eighth ^ 1) * 4)[None, :]) & 15
+                value = tl.load(table + nibble) * scale[:, None]
+            to = group * 8 + row * (STRIDE - COLS)
+            spots = out + to[:, None] + eighth[None, :]
+            tl.store(spots, value.to(out.dtype.element_ty), mask=live[:, None])
+    else:
+        first = (piece - PIECES) * (BLOCK * 8)
+        if RANK_R > 0:
+            if first < ROWS * RANK_R:
+                _copy_factor(
+                    out + COLS, right + expert * right_se, right_sr, right_sc, STRIDE, first,
+                    ROWS * RANK_R, RANK_R, BLOCK * 8,
+                )  # fmt: skip
+        if RANK_B > 0:
+            if first < RANK_B * COLS:
+                _copy_factor(
+                    out + ROWS * STRIDE, below + expert * below_se, below_sr, below_sc, STRIDE,
+                    first, RANK_B * COLS, COLS, BLOCK * 8,
+                )  # fmt: skip
+
+
+def decode(
+    packed: PackedWeight,
+    out: Tensor,
+    *,
+    first: int = 0,
+    corner: tuple[int, int] = (0, 0),
+    expert_offsets: Tensor | None = None,
+    right: Tensor | None = None,
+    below: Tensor | None = None,
+) -> None:
+    """Decode experts [first, first + len(out)), or a part of each, into `out`.
+
+    `packed.dequantizes()` holds, and all tensors start at multiples of 16 bytes. `out` is `(E',
+    rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart; rows and cols are the
+    weight's, or fewer, from `corner` on, whose column is a multiple of 8. `expert_offsets` `(E +
+    1,)` leave out experts without rows; None decodes all. `right` `(E, rows, r_r)` and `below` `(E,
+    r_b, cols)`, of any strides, are written beside each matrix.
+    """
+    sizes, arguments = decoding(
+        packed, out, first=first, corner=corner, expert_offsets=expert_offsets, right=right,
+        below=below,
+    )  # fmt: skip
+    launch_decode(sizes, *arguments)
+
+
+def decoding(
+    packed: PackedWeight,
+    out: Tensor,
+    *,
+    first: int = 0,
+    corner: tuple[int, int] = (0, 0),
+    expert_offsets: Tensor | None = None,
+    right: Tensor | None = None,
+    below: Tensor | None = None,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the sizes and arguments of `decode`'s launch."""
+    assert out.stride(0) == out.shape[1] * out.stride(1) and out.stride(2) == 1
+    nested = packed.nested
+    none = packed.absmax
+    table2, absmax2, offset, _ = nested if nested is not None else (none, none, none, 0)
+    sizes = (
+        packed.spec, out.shape, out.stride(1), corner, expert_offsets is not None,
+        0 if right is None else right.shape[2], 0 if below is None else below.shape[1],
+    )  # fmt: skip
+    return sizes, (
+        out, packed.flat_codes if packed.kind == "int8" else packed.flat_codes.view(torch.int32),
+        packed.absmax, none if packed.table is None else packed.table,
+        table2, absmax2, offset, none if expert_offsets is None else expert_offsets,
+        out if right is None else right, out if below is None else below,
+        first, *corner, *((0, 0, 0) if right is None else right.stride()),
+        *((0, 0, 0) if below is None else below.stride()),
+    )  # fmt: skip
+
+
+@launcher(_decode_kernel)
+def launch_decode(
+    spec: WeightSpec, shape: tuple[int, int, int], stride: int, corner: tuple[int, int],
+    skips: bool, rank_r: int, rank_b: int,
+) -> Geometry:  # fmt: skip
+    """What `decoding` returns the sizes and arguments of."""
+    experts, rows, cols = shape[0], shape[1] - rank_b, shape[2] - rank_r
+    assert cols % 8 == 0 and corner[1] % 8 == 0
+    assert corner[0] + rows <= spec.shape[1] and corner[1] + cols <= spec.shape[2]
+    pieces = cdiv(rows * cols // 8, BLOCK * UNROLL)
+    extra = cdiv(max(rows * rank_r, rank_b * cols), BLOCK * 8)
+    return (pieces + extra, experts), {
+        "ROWS": rows, "COLS": cols, "ALL_ROWS": spec.shape[1], "ALL_COLS": spec.shape[2],
+        "RANK_R": rank_r, "RANK_B": rank_b, "STRIDE": stride, "BLOCKSIZE": spec.blocksize,
+        "NESTED": spec.nested, "INT8": spec.kind == "int8", "SKIP": skips, "BLOCK": BLOCK,
+        "UNROLL": UNROLL, "num_warps": WARPS, "enable_fp_fusion": False,
+    }  # fmt: skip
 
 
 class Cut(NamedTuple):
@@ -145,11 +321,8 @@ def launch(
     """
     y = torch.empty(x.shape[0], matrices.shape[2], dtype=x.dtype, device=x.device)
     count = tiles.numel() // 2
-    step = _launch(
-        tuple(matrices.shape[1:]), tuple(matrices.stride()), x.stride(0), x.dtype, tile, count, cut,
-        x.get_device(),
-    )  # fmt: skip
-    step(x, matrices, tiles, expert_offsets, y, count)
+    sizes = matrices.shape[1:], matrices.stride(), x.stride(0), tile, count, cut
+    _launch_grouped(sizes, x, matrices, tiles, expert_offsets, y, count)
     return y
 
 
@@ -188,34 +361,116 @@ def outer(a: Tensor, b: Tensor, expert_offsets: Tensor) -> Tensor:
     """
     experts = len(expert_offsets) - 1
     out = torch.empty(experts, a.shape[1], b.shape[1], dtype=a.dtype, device=a.device)
-    step = _outer_launch(
-        experts, a.shape[1], b.shape[1], a.stride(0), b.stride(0), a.dtype, a.get_device()
-    )
-    step(a, b, expert_offsets, out)
+    sizes = experts, a.shape[1], b.shape[1], a.stride(0), b.stride(0)
+    _launch_outer(sizes, a, b, expert_offsets, out)
     return out
 
 
-@lru_cache(maxsize=64)
-def _outer_launch(
-    experts: int, p: int, q: int, a_stride: int, b_stride: int, dtype: torch.dtype, device: int
-) -> Launch:
+@launcher(outer_kernel)
+def _launch_outer(experts: int, p: int, q: int, a_stride: int, b_stride: int) -> Geometry:
     most = [min(64, max(16, triton.next_power_of_2(size))) for size in (p, q)]
-    return Launch(
-        outer_kernel, (cdiv(q, most[1]), cdiv(p, most[0]), experts),
-        P=p, Q=q, A_STRIDE=a_stride, B_STRIDE=b_stride, BP=most[0], BQ=most[1], BK=64, STAGES=3,
-        num_warps=4,
-    )  # fmt: skip
+    return (cdiv(q, most[1]), cdiv(p, most[0]), experts), {
+        "P": p, "Q": q, "A_STRIDE": a_stride, "B_STRIDE": b_stride, "BP": most[0], "BQ": most[1],
+        "BK": 64, "STAGES": 3, "num_warps": 4,
+    }  # fmt: skip
 
 
-@lru_cache(maxsize=256)
-def _launch(
-    sizes: tuple[int, int], strides: tuple[int, int, int], stride: int, dtype: torch.dtype,
-    tile: int, count: int, cut: Cut, device: int,
-) -> Launch:  # fmt: skip
+@launcher(grouped_kernel)
+def _launch_grouped(
+    sizes: tuple[int, int], strides: tuple[int, int, int], stride: int, tile: int, count: int,
+    cut: Cut,
+) -> Geometry:  # fmt: skip
     (inner, out), (across, down, along) = sizes, strides
     assert 1 in (down, along)
-    return Launch(
-        grouped_kernel, (count * cdiv(out, cut.features),),
-        K=inner, N=out, STRIDE=stride, SE=across, SK=down, SN=along, BM=tile, BN=cut.features,
-        BK=cut.step, STAGES=cut.stages, GROUP=cut.group, num_warps=cut.warps,
-    )  # fmt: skip
+    return (count * cdiv(out, cut.features),), {
+        "K": inner, "N": out, "STRIDE": stride, "SE": across, "SK": down, "SN": along, "BM": tile,
+        "BN": cut.features, "BK": cut.step, "STAGES": cut.stages, "GROUP": cut.group,
+        "num_warps": cut.warps,
+    }  # fmt: skip
+
+
+def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int]:
+    """Return the workspace's name of a dequantized weight."""
+    codes = packed.codes.data_ptr() if packed.serial is None else -packed.serial
+    return routing.ints.data_ptr(), codes
+
+
+def prepare(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int], name: str) -> Tensor:
+    """Return the operand `(E, K + r, span)` of a grouped matmul, as a view of the workspace.
+
+    All features at once lie beside both factors, so that backward finds them there as well.
+    """
+    packed, rank, by_rows = matmul.packed, matmul.rank, matmul.problem.by_rows
+    (right, below), dtype = matmul.beside, matmul.problem.dtype
+    experts, n_rows, n_cols = packed.spec.shape
+    offsets, (first, end) = routing.expert_offsets, span
+    corner, held = (0, 0), False
+    if end - first == matmul.problem.features:
+        width = n_cols + rank
+        room = experts, n_rows + rank, row_stride(width, dtype.itemsize)
+        owner = owner_of(packed, routing)
+        out, held = workspace.take(name, room, dtype, offsets.device, owner, (routing.ints,))
+        out = out[:, :, :width]
+        view = out[:, :n_rows].transpose(1, 2) if by_rows else out[:, :, :n_cols]
+    elif by_rows:
+        room, corner = (experts, end - first, n_cols + rank), (first, 0)
+        out, _ = workspace.take("first", room, dtype, offsets.device)
+        right, below = None if right is None else right[:, first:end], None
+        view = out.transpose(1, 2)
+    else:
+        room, corner = (experts, n_rows + rank, end - first), (0, first)
+        out, _ = workspace.take("first", room, dtype, offsets.device)
+        right, below = None, None if below is None else below[:, :, first:end]
+        view = out
+    if not held:
+        sizes, arguments = decoding(
+            packed, out, corner=corner, expert_offsets=offsets, right=right, below=below
+        )
+        launch_decode(sizes, *arguments)
+    return view
+
+
+def _by_torch(
+    x: Tensor, matmul: ExpertMatmul, matrices: Tensor, routing: Routing, span: tuple[int, int],
+    products: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return F.grouped_mm(x, matrices, offs=routing.ends)
+
+
+def _by_ours(
+    x: Tensor, matmul: ExpertMatmul, matrices: Tensor, routing: Routing, span: tuple[int, int],
+    products: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    y = torch.empty(x.shape[0], matrices.shape[2], dtype=x.dtype, device=x.device)
+    tiles, count = routing.table(matmul.tile), len(routing.table(matmul.tile)) // 2
+    sizes = matrices.shape[1:], matrices.stride(), x.stride(0), matmul.tile, count, matmul.cut
+    _launch_grouped(sizes, x, matrices, tiles, routing.expert_offsets, y, count)
+    return y
+
+
+def _tile(problem: Problem) -> int:
+    return wide_tile(problem.rows, problem.experts, WIDE_TILE)
+
+
+BY_TORCH = Kernel(
+    "dequantize + torch",
+    # Where torch's grouped matmul is quick, and never waits for the device.
+    lambda problem: cards.multiplies_by_torch(cards.device_of(problem.spec.device), problem.dtype),
+    _tile,
+    prepare,
+    _by_torch,
+    on_codes=False,
+)
+
+KERNEL = Kernel(
+    "dequantize + grouped",
+    lambda problem: True,
+    _tile,
+    prepare,
+    _by_ours,
+    on_codes=False,
+    tuned="grouped",
+    cuts=CANDIDATES,
+    default=lambda problem, tile: default(tile, cards.device_of(problem.spec.device)),
+    fits=lambda cut, problem, tile: fits(cut, tile, cards.of_index(problem.spec.device)),
+)

@@ -2,8 +2,8 @@
 
 A layer's step launches some 20 kernels of up to 30 arguments, and up to a few thousand tokens the
 host is what it waits for. Triton finds a compiled kernel anew at each launch, by the types of all
-arguments and all constants, and parses all of them once more in C. A `Launch` is made once for
-calls alike; from its second call on it writes the arguments into a buffer and calls the driver.
+arguments and all constants, and parses all of them once more in C. A `Launcher` remembers it for
+calls alike: from the second one on it writes the arguments into a buffer and calls the driver.
 """
 
 from __future__ import annotations
@@ -20,48 +20,91 @@ import torch
 import triton
 from torch import Tensor
 
+Geometry = tuple[tuple[int, ...], dict[str, Any]]
+"""A launch's grid, and the kernel's constants and compile options by name."""
 
-class Launch:
-    """A kernel with its grid and constants.
+_MOST_KEPT = 256
+"""Launches that a launcher remembers; the oldest goes first."""
 
-    Calls must be alike: tensors of the same dtypes on the same device, whole numbers of the same
-    size, equal to 1 or multiples of 16 in the same places, unless the kernel does not specialize on
-    them. Who makes a `Launch` keeps it under a key that tells these apart.
+
+class Launcher:
+    """A kernel and a function that says how it is launched; made by `launcher`.
+
+    The function's arguments, the tensors' dtypes and their device are the key under which a launch
+    is remembered. So grid and constants depend on those arguments alone, and so do all whole
+    numbers among the kernel's own arguments that it specializes on (1, or multiples of 16).
     """
 
-    __slots__ = ("constants", "grid", "kernel", "run")
+    __slots__ = ("geometry", "kept", "kernel", "tensors")
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], **constants: Any) -> None:
-        """Remember a Triton or Gluon function, its grid, and constants after its arguments."""
-        self.kernel, self.constants = kernel, constants
-        self.grid = (*grid, 1, 1)[:3]
-        self.run: _Driver | Callable[..., None] | None = None
+    def __init__(self, kernel: Any, geometry: Callable[..., Geometry]) -> None:
+        """Take a Triton or Gluon function, and what gives its grid and constants."""
+        self.kernel, self.geometry = kernel, geometry
+        self.kept: dict[tuple[Any, ...], _Compiled] = {}
+        self.tensors = 0  # How many of the kernel's arguments are, known after a first launch
 
-    def __call__(self, *args: Any) -> None:
-        """Launch on the current stream of the tensors' device; the first argument is a tensor.
+    def __call__(self, sizes: tuple[Any, ...], *args: Any) -> None:
+        """Launch on the current stream of the tensors' device; `sizes` are `geometry`'s arguments.
 
-        From the second call on, all tensors start at multiples of 16 bytes (`aligned`).
+        `args` are tensors, and after them numbers. Where a launch is remembered, all tensors start
+        at multiples of 16 bytes (`aligned`).
         """
-        if self.run is not None:
-            self.run(self.grid, args)
+        index = args[0].get_device()  # -1 for the CPU
+        tensors = args[: self.tensors]
+        step = self.kept.get((sizes, index, *[t.dtype for t in tensors]))
+        if step is None:
+            self._first(sizes, index, args)
             return
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                self(sizes, *args)
+            return
+        values: list[Any] = [t.data_ptr() for t in tensors]
+        values += args[self.tensors :]
+        if step.by_triton is not None:
+            step.by_triton(values)
+            return
+        if len(step.used) != len(values):
+            values = [values[i] for i in step.used]
+        buffer, pointers, pack = step.buffers.get(get_ident()) or step.buffer()
+        pack(buffer, 0, *values, *step.more)
+        launch = (*step.launch, stream_of(index), pointers, None)
+        error = step.call(*launch)
+        if error == _NO_CONTEXT:
+            _enter(index)
+            error = step.call(*launch)
+        if error:
+            raise RuntimeError(f"the CUDA driver refused to launch a kernel (error {error}).")
+
+    def _first(self, sizes: tuple[Any, ...], index: int, args: tuple[Any, ...]) -> None:
+        """Launch by Triton, and remember what a device has compiled."""
         tensors = [a for a in args if isinstance(a, Tensor)]
-        index = tensors[0].get_device()  # -1 for the CPU
         if len({t.device for t in tensors}) > 1:
             devices = ", ".join(sorted({str(t.device) for t in tensors}))
             raise ValueError(f"the tensors of one kernel lie on several devices: {devices}.")
         if index >= 0 and index != torch.cuda.current_device():
             with torch.cuda.device(index):
-                self(*args)
+                self._first(sizes, index, args)
             return
-        if not all(self.grid):
+        grid, constants = self.geometry(*sizes)
+        grid = (*grid, 1, 1)[:3]
+        if not all(grid):
             return
-        compiled = self.kernel[self.grid](*args, **self.constants)
+        compiled = self.kernel[grid](*args, **constants)
         at_16 = all(t.data_ptr() % 16 == 0 for t in tensors)
         if index >= 0 and at_16 and isinstance(compiled, triton.compiler.CompiledKernel):
             names = self.kernel.arg_names[len(args) :]
-            constants = tuple(self.constants[name] for name in names)
-            self.run = _Driver.of(compiled, index) or _by_triton(compiled, index, constants)
+            if len(self.kept) >= _MOST_KEPT:
+                self.kept.pop(next(iter(self.kept)), None)
+            named = tuple(constants[name] for name in names)
+            self.tensors = len(tensors)
+            key = (sizes, index, *[t.dtype for t in tensors])
+            self.kept[key] = _Compiled(compiled, grid, index, named)
+
+
+def launcher(kernel: Any) -> Callable[[Callable[..., Geometry]], Launcher]:
+    """Make a function that returns a `Geometry` the `Launcher` of a kernel, as a decorator."""
+    return lambda geometry: Launcher(kernel, geometry)
 
 
 def stream_of(index: int) -> int:
@@ -75,44 +118,41 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _by_triton(compiled: Any, index: int, constants: tuple[Any, ...]) -> Callable[..., None]:
-    """Return what launches a compiled kernel by Triton."""
-
-    def run(grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
-        # Of a tensor Triton's launcher would ask where it lies, and of the driver whether it does.
-        values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
-        with torch.cuda.device(index):
-            compiled[grid](*values, *constants, stream=stream_of(index))
-
-    return run
-
-
 _FORMATS = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}
 
 
-class _Driver:
-    """A compiled kernel, launched by `cuLaunchKernel` with arguments in a buffer of its own."""
+class _Compiled:
+    """A compiled kernel: launched by `cuLaunchKernel`, its arguments in a buffer for each thread.
 
-    __slots__ = ("buffers", "call", "compiled", "formats", "function", "index", "more", "shared",
-                 "threads", "used")  # fmt: skip
+    Where anything is not as this class reads it, `by_triton` launches it instead.
+    """
 
-    def __init__(self, compiled: Any, index: int, used: list[int], formats: list[str]) -> None:
+    __slots__ = ("buffers", "by_triton", "call", "compiled", "formats", "launch", "more", "used")
+
+    def __init__(
+        self, compiled: Any, grid: tuple[int, ...], index: int, constants: tuple[Any, ...]
+    ) -> None:
         self.compiled = compiled  # the function lives as long
-        self.call, self.function, self.index = _cuda().cuLaunchKernel, compiled.function, index
-        self.threads, self.shared = compiled.metadata.num_warps * 32, compiled.metadata.shared
-        self.used, self.formats, self.more = used, formats, [0] * (len(formats) - len(used))
+        self.by_triton: Callable[[list[Any]], None] | None = None
         self.buffers: dict[int, tuple[Any, Any, Any]] = {}
-
-    @staticmethod
-    def of(compiled: Any, index: int) -> _Driver | None:
-        """Return the kernel's launcher, None where anything is not as this class reads it."""
         try:
-            parameters = _Driver.parameters(compiled)
+            parameters = self.parameters(compiled)
             if parameters is not None and compiled.function is not None:
-                return _Driver(compiled, index, *parameters)
+                self.used, self.formats = parameters
+                self.more = [0] * (len(self.formats) - len(self.used))
+                threads, shared = compiled.metadata.num_warps * 32, compiled.metadata.shared
+                self.call = _cuda().cuLaunchKernel
+                self.launch = (compiled.function, *grid, threads, 1, 1, shared)
+                return
         except (AttributeError, KeyError, OSError):  # not the Triton, or the driver, that it knows
             pass
-        return None
+
+        def by_triton(values: list[Any]) -> None:
+            # Of a tensor Triton's launcher would ask where it lies, and of the driver whether.
+            with torch.cuda.device(index):
+                compiled[grid](*values, *constants, stream=stream_of(index))
+
+        self.by_triton = by_triton
 
     @staticmethod
     def parameters(compiled: Any) -> tuple[list[int], list[str]] | None:
@@ -138,26 +178,7 @@ class _Driver:
         alike = declared == [str(8 * struct.calcsize(f)) for f in formats]
         return (used, formats) if plain and alike else None
 
-    def __call__(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
-        index = self.index
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                self(grid, args)
-            return
-        values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
-        if len(self.used) != len(values):
-            values = [values[i] for i in self.used]
-        buffer, pointers, pack = self.buffers.get(get_ident()) or self._buffer()
-        pack(buffer, 0, *values, *self.more)
-        launch = (self.function, *grid, self.threads, 1, 1, self.shared, stream_of(index), pointers)
-        error = self.call(*launch, None)
-        if error == _NO_CONTEXT:
-            _enter(index)
-            error = self.call(*launch, None)
-        if error:
-            raise RuntimeError(f"the CUDA driver refused to launch a kernel (error {error}).")
-
-    def _buffer(self) -> tuple[Any, Any, Any]:
+    def buffer(self) -> tuple[Any, Any, Any]:
         """Return this thread's room for the arguments, their addresses, and what writes them."""
         layout = struct.Struct("@" + "".join(self.formats))
         room = ctypes.create_string_buffer(layout.size)

@@ -6,13 +6,15 @@ neither torch nor Triton.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 ROWS_ON_QUANTIZED, ROWS_ON_QUANTIZED_HOPPER = 256, 512
 """Rows an expert, on average, up to which the quantized matmul beats dequantizing (H200, gate_up of
 Qwen3-30B-A3B: at 256 rows 0.69 against 0.73 ms forward and 0.76 against 0.75 backward; on Hopper's
-own kernel 0.60 and 0.66, before it was made a tenth quicker; at 512 about as much as dequantizing
-by itself, which within a step takes a fifth more, for want of power). Where a dequantized weight
-serves two products, the first is the limit on Hopper as well: at 256 rows 1.26 ms on that kernel,
-1.22 for dequantizing and both products."""
+own kernel 0.60 and 0.66, before it was made a tenth quicker; at 512 rows it ties with dequantizing
+and a grouped matmul by themselves, which run 20 % slower inside a step, where power is short).
+Where a dequantized weight serves two products, the first is the limit on Hopper as well: at 256
+rows 1.26 ms on that kernel, 1.22 for dequantizing and both products."""
 
 MAX_LORA_RANK = 128
 """Most ranks of all active adapters of one projection together that the fused layer takes."""
@@ -56,6 +58,21 @@ GROUP = 8
 
 WORKSPACE_PART = 8
 """Without a cap of the user's, the workspace takes up to this part of the device memory."""
+
+
+class ColumnOrder(NamedTuple):
+    """An order of rows' columns in which a matmul sums over them.
+
+    In each `width` columns, pair (g, i) of (groups, runs) pairs comes at (i, g).
+    """
+
+    groups: int
+    runs: int
+
+    @property
+    def width(self) -> int:
+        """Columns that are put in order together."""
+        return 2 * self.groups * self.runs
 
 
 def cdiv(a: int, b: int) -> int:
@@ -119,13 +136,13 @@ def supports_registers(kind: str, blocksize: int, columns: int) -> bool:
     return whole and kind != "int8" and blocksize % 64 == 0
 
 
-def suits_registers(rows: int, experts: int) -> bool:
+def suits_rs(rows: int, experts: int) -> bool:
     """Whether that kernel is chosen for so many rows, of all experts (`ROWS_IN_REGISTERS`)."""
     least, most = ROWS_IN_REGISTERS
     return least * experts <= rows <= most * experts
 
 
-def few_rows(rows: int, experts: int, *, hopper: bool = False) -> bool:
+def prefers_quantized(rows: int, experts: int, *, hopper: bool = False) -> bool:
     """Whether so many rows, of all experts, are few enough for the quantized matmul.
 
     `hopper`: on Hopper's own kernel, with no second product that finds the dequantized weight.
@@ -134,10 +151,10 @@ def few_rows(rows: int, experts: int, *, hopper: bool = False) -> bool:
 
 
 def reads_stored_factors(rows: int, experts: int) -> bool:
-    """Whether so few rows read a LoRA B as PEFT stores it, with the experts' numbers in turn.
+    """Whether reading lora_B as PEFT stores it, `(out, r E)`, moves fewer bytes than a transpose.
 
-    Each row's expert then takes a sector for every number, or those of all experts, where 2 bytes a
-    number are fewer. To lay B out experts first before takes 4 for each expert: 2 read, 2 written.
+    For each number a row then reads a sector, or all experts' 2 bytes where that is less. To lay B
+    out as `(E, out, r)` first moves 4 bytes for each expert: 2 read, 2 written.
     """
     return rows * min(SECTOR, 2 * experts) <= 4 * experts
 
@@ -170,6 +187,12 @@ def tile_counts(count: int, experts: int, tile: int) -> tuple[int, int, int]:
 def prefers_wide(count: int, experts: int, *, least: int = 4 * TILE) -> bool:
     """Whether tiles of `WIDE_TILE` rows are quicker: experts have a third of `least` and more."""
     return 3 * count > least * experts
+
+
+def wide_tile(rows: int, experts: int, tile: int, *, least: int = 4 * TILE) -> int:
+    """Return `tile` where experts have that many rows (`prefers_wide`), else `tile_rows`."""
+    own = tile_rows(rows, experts)
+    return tile if own == TILE and prefers_wide(rows, experts, least=least) else own
 
 
 def row_stride(width: int, itemsize: int, *, quantized: bool = False) -> int:

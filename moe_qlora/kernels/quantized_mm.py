@@ -10,31 +10,85 @@ rows are the features that come out or the dimension that is summed over.
 
 The values of codes come from a table in fp16 (11 bits; decoding takes them from fp32), so that a
 weight may round to the neighbour of what decoding gives, about once in 30. On Hopper and for many
-rows `quantized_mm_hopper.py` and `quantized_mm_registers.py` do the same with exact values, and
-faster.
+rows `quantized_mm_hopper.py` and `quantized_mm_rs.py` do the same with exact values, and faster.
 """
 
 from __future__ import annotations
 
 import warnings
-from functools import cache, lru_cache
+from functools import cache
+from itertools import product
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import cards
-from .dequantize import block_absmax
-from .launch import Launch
-from .limits import cdiv, supports_quantized
-from .quantized_config import FEW, HOPPER, REGISTERS, Config, Gather
-from .routing import tabulate
+from . import cards, workspace
+from .expert_mm import ExpertMatmul, Kernel, Problem, validated
+from .grouped_mm import block_absmax
+from .launch import Geometry, launcher
+from .limits import WIDE_TILE, cdiv, prefers_quantized, supports_quantized, wide_tile
+from .routing import Routing, Tiled, tabulate
 from .weights import TABLES, PackedWeight, WeightSpec
 
-works: dict[tuple[str, int], bool] = {}
-"""By kernel in Gluon (`Config.own`), or kind of codes, and CUDA device: whether products are right
-there, once that is known (`quantized_check.py`)."""
+
+class Config(NamedTuple):
+    """How the kernel is cut."""
+
+    features: int  # Features that come out of a program, a multiple of 64
+    step: int  # Features summed over in a step, a multiple of 64
+    stages: int  # Steps loaded ahead
+    warps: int  # Warps in a program
+    direct: bool  # Whether a nested absmax is decoded by each program, else in a pass of its own
+
+
+_LARGE = {
+    (False, 16): Config(128, 64, 3, 4, True),
+    (False, 32): Config(128, 64, 3, 4, True),
+    (False, 64): Config(256, 64, 3, 4, False),
+    (False, 128): Config(128, 64, 3, 4, False),
+    (True, 16): Config(64, 64, 3, 4, False),
+    (True, 32): Config(128, 64, 3, 4, False),
+    (True, 64): Config(128, 64, 3, 4, False),
+    (True, 128): Config(128, 64, 3, 4, False),
+}
+"""What is used untuned, by direction (True: over stored rows) and tile: the quickest on an H200 for
+Qwen3-30B-A3B."""
+
+_EIGHT_WARPS = Config(128, 64, 3, 8, False)
+
+_SMALL = _LARGE | {(back, tile): _EIGHT_WARPS for back in (False, True) for tile in (64, 128)}
+"""The same on cards that hold what they multiply in registers: four warps have too few of them."""
+
+CANDIDATES = tuple(
+    Config(features, step, stages, warps, direct)
+    for features, step, stages, warps, direct in product(
+        (64, 128, 256), (64, 128), (3, 4), (4, 8), (True, False)
+    )
+    if features * step <= 256 * 64 and (warps == 4 or features >= 128)
+)
+
+
+def default(problem: Problem, tile: int) -> Config:
+    """Return the cut that is used untuned for tiles of so many rows."""
+    card = cards.of_index(problem.spec.device)
+    return (_LARGE if card.runs_on else _SMALL)[not problem.by_rows, tile]
+
+
+def fits(config: Config, problem: Problem, tile: int) -> bool:
+    """Whether the card may have the registers for a cut's sums, and the memory for what it loads.
+
+    Triton may want more memory, for the weights and the absmax, by its own choice of layouts: it
+    says so before such a kernel runs.
+    """
+    card = cards.of_index(problem.spec.device)
+    sums = 128 if card.runs_on else 64
+    if tile * config.features > sums * 32 * config.warps:
+        return False
+    codes = config.features * config.step // (1 if problem.spec.kind == "int8" else 2)
+    return (config.stages - 1) * (2 * tile * config.step + codes) <= card.shared
 
 
 @cache
@@ -211,133 +265,151 @@ def quantized_kernel(
     tl.store(to, total.to(y.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-def supports(spec: WeightSpec) -> bool:
-    """Whether blocks lie within rows: what `launch` needs beside `PackedWeight.dequantizes`."""
-    return supports_quantized(spec.kind, spec.shape[2], spec.blocksize)
+def supports(problem: Problem) -> bool:
+    """Whether blocks lie within rows, and rows are few enough."""
+    spec = problem.spec
+    if not supports_quantized(spec.kind, spec.shape[2], spec.blocksize):
+        return False
+    # Up to 256 rows an expert it beats dequantizing (`limits.ROWS_ON_QUANTIZED`).
+    return prefers_quantized(problem.rows, problem.experts)
+
+
+def prepare(
+    matmul: ExpertMatmul, routing: Routing | Tiled, span: tuple[int, int], name: str
+) -> Tensor:
+    """Return the absmax: as it is stored, or fp32 `(E, blocks, rows)` where a pass decodes it."""
+    packed, nested = matmul.packed, matmul.packed.nested
+    if nested is None or (matmul.cut is not None and matmul.cut.direct):
+        return packed.absmax
+    shape, device = tuple(packed.absmax.shape), packed.absmax.device
+    room, _ = workspace.take("absmax", shape, torch.float32, device)
+    _launch_absmax((packed.spec,), packed.absmax, *nested[:3], routing.expert_offsets, room)
+    return room
+
+
+def second_level(packed: PackedWeight) -> tuple[Tensor, ...]:
+    """Return table, absmax and offset of a nested absmax; other tensors where there is none."""
+    return (packed.absmax,) * 3 if packed.nested is None else packed.nested[:3]
+
+
+class Operands(NamedTuple):
+    """What kernels on codes are launched with beside rows, codes and absmax."""
+
+    order: Tensor  # Where each row is fetched from
+    products: Tensor  # What meets the factor, where rows are fetched
+    factor: Tensor
+    tiles: Tensor
+    y: Tensor  # Room for what comes out
+    top_k: int  # 0 where rows are not fetched
+    rank: int
+    numbers: tuple[int, ...]  # Strides of the absmax by row and block, the span, the factor's
+
+    @staticmethod
+    def of(
+        x: Tensor, matmul: ExpertMatmul, absmax: Tensor, routing: Routing | Tiled,
+        span: tuple[int, int], products: Tensor | None,
+    ) -> Operands:  # fmt: skip
+        """Return them; absent tensors are replaced by x, which no kernel then reads in their place.
+
+        absmax is what `prepare` returned.
+        """
+        packed, factor = matmul.packed, matmul.factor
+        spec = packed.spec
+        strides = 1 if spec.kind == "int8" else spec.shape[2] // spec.blocksize, 1
+        if absmax is not packed.absmax:
+            strides = 1, spec.shape[1]
+        y = torch.empty(routing.count, span[1] - span[0], dtype=x.dtype, device=x.device)
+        across = (0, 0, 0) if factor is None else factor.stride()
+        order, top_k = (x, 0) if products is None else (routing.order, routing.top_k)
+        return Operands(
+            x if order is None else order, x if products is None else products,
+            x if factor is None else factor, routing.table(matmul.tile), y, top_k,
+            0 if factor is None else factor.shape[2], (*strides, *span, *across),
+        )  # fmt: skip
 
 
 def launch(
-    x: Tensor,
-    packed: PackedWeight,
-    factor: Tensor | None,
-    absmax: Tensor | None,
-    expert_offsets: Tensor,
-    tiles: Tensor,
-    tile: int,
-    config: Config,
-    *,
-    back: bool,
-    span: tuple[int, int],
-    gather: Gather | None = None,
-) -> Tensor:
-    """Return `(R, b - a)`: features [a, b) of x W^T, or of x W, plus LoRA's product.
-
-    x is `(R, K + r)` sorted rows, any distance apart, whose last r columns meet the factor `(E, N,
-    r)`, of any strides; with `gather` it is `(T, K)` tokens, contiguous. packed is `(E, rows,
-    cols)`, K its cols, or its rows where `back`: where the stored rows are what is summed over.
-    `absmax` is fp32 room for a nested absmax, which is decoded into it first; None where
-    `config.direct`, or where it is not nested. `expert_offsets` and `tiles` are those of
-    `routing.Routing`; the span (a, b) is whole groups of 64 features, or the end.
-    """
-    spec = packed.spec
-    (table2, absmax2, offset), statistics, strides = _statistics(packed, expert_offsets, absmax)
-    rows = x.shape[0] if gather is None else gather.rows
-    y = torch.empty(rows, span[1] - span[0], dtype=x.dtype, device=x.device)
-    order, products, top_k = (x, x, 0) if gather is None else gather[:3]
-    rank = 0 if factor is None else factor.shape[2]
-    count = tiles.numel() // 2
-    across = (0, 0, 0) if factor is None else factor.stride()
-    operand = x if factor is None else factor
-    if config.own:
-        words = packed.flat_codes.view(torch.int32)
-        arguments: tuple[Tensor | int, ...]
-        if config == FEW:
-            from . import quantized_mm_few
-
-            step = quantized_mm_few.step(spec, x.dtype, x.stride(0), rank, across, count, span)
-            arguments = x, words, statistics, table2, absmax2, offset, operand
-            arguments = *arguments, tiles, expert_offsets, y, *span, *across
-        else:
-            from . import quantized_mm_hopper, quantized_mm_registers
-
-            kernel = quantized_mm_registers if config == REGISTERS else quantized_mm_hopper
-            step = kernel.step(
-                spec, x.dtype, x.stride(0), top_k, rank, across, back, tile, count, span
-            )
-            arguments = x, order, products, words, statistics, operand
-            arguments = *arguments, tiles, expert_offsets, y, rows - 1, *strides, *span, *across
-        try:
-            step(*arguments)
-            return y
-        except (RuntimeError, triton.compiler.errors.CompilationError) as error:
-            _give_up(config, spec, error)
-        if config == REGISTERS:
-            tiles, tile = tabulate(expert_offsets[: spec.shape[0] + 1], rows)
-            count, x = tiles.numel() // 2, quantized_mm_registers.restore(x, spec.shape[2])
-        config = Config(128, 64, 3, 4, False)
-    nested = spec.nested if absmax is None else 0
-    step = _quantized_launch(
-        spec, x.dtype, x.stride(0), top_k, rank, across, nested, back, tile, count, config, span
-    )
-    step(
-        x, order, products, packed.flat_codes, statistics,
+    x: Tensor, matmul: ExpertMatmul, absmax: Tensor, routing: Routing | Tiled,
+    span: tuple[int, int], products: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute a product as `expert_mm.Kernel` says; it may fetch rows as well."""
+    packed, back = matmul.packed, not matmul.problem.by_rows
+    o = Operands.of(x, matmul, absmax, routing, span, products)
+    nested = packed.spec.nested if absmax is packed.absmax else 0
+    _launch_quantized(
+        (packed.spec, x.stride(0), o.top_k, o.rank, nested, back, matmul.tile, len(o.tiles) // 2,
+         matmul.cut, o.numbers),
+        x, o.order, o.products, packed.flat_codes, absmax,
         packed.absmax if packed.table is None else packed.table,
-        table2, absmax2, offset, operand, tiles, expert_offsets, y, *strides, *span, *across,
+        *second_level(packed), o.factor, o.tiles, routing.expert_offsets, o.y, *o.numbers,
     )  # fmt: skip
-    return y
+    return o.y
 
 
-def _give_up(config: Config, spec: WeightSpec, error: Exception) -> None:
-    """Use a kernel in Gluon no more on this device, where it does not compile."""
-    on_mxfp4 = config == HOPPER and spec.blocksize == 32
-    works["mxfp4" if on_mxfp4 else config.own, spec.device] = False
-    what = "few rows" if config == FEW else "Hopper"
+FAILURES = RuntimeError, triton.compiler.errors.CompilationError
+"""What a kernel in Gluon raises where it does not compile: the language changes."""
+
+
+def fall_back(
+    error: Exception, what: str, x: Tensor, matmul: ExpertMatmul, absmax: Tensor,
+    routing: Routing | Tiled, span: tuple[int, int], products: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute a product whose kernel does not compile here, and use that one no more.
+
+    `what` names the kernel for the warning; the columns of x are in their own order.
+    """
+    spec, kernel = matmul.packed.spec, matmul.kernel
+    validated[kernel.name, kernel.tried(spec) or "", spec.device] = False
     warnings.warn(
         f"the kernel for {what} does not compile for experts of shape {spec.shape} "
         f"({type(error).__name__}); this process goes on with the slower portable kernel",
         stacklevel=3,
     )
+    tile = KERNEL.tile(matmul.problem._replace(rows=routing.count))
+    tiled = tabulate(
+        routing.expert_offsets, routing.experts, routing.count, tile, routing.order, routing.top_k
+    )
+    matmul = matmul._replace(kernel=KERNEL, tile=tile, cut=Config(128, 64, 3, 4, False))
+    return launch(x, matmul, absmax, tiled, span, products)
 
 
-def _statistics(
-    packed: PackedWeight, expert_offsets: Tensor, room: Tensor | None
-) -> tuple[tuple[Tensor, ...], Tensor, tuple[int, int]]:
-    """Return the second level, the absmax, and its strides by row and by block of a row."""
-    spec = packed.spec
-    strides = 1 if spec.kind == "int8" else spec.shape[2] // spec.blocksize, 1
-    if packed.nested is None:
-        return (packed.absmax,) * 3, packed.absmax, strides
-    second = packed.nested[:3]
-    if room is None:
-        return second, packed.absmax, strides
-    _absmax_launch(spec)(packed.absmax, *second, expert_offsets, room)
-    return second, room, (1, spec.shape[1])
-
-
-@lru_cache(maxsize=64)
-def _absmax_launch(spec: WeightSpec) -> Launch:
+@launcher(absmax_kernel)
+def _launch_absmax(spec: WeightSpec) -> Geometry:
     experts, n_rows, n_cols = spec.shape
     blocks = n_cols // spec.blocksize
-    return Launch(
-        absmax_kernel, (cdiv(n_rows, 64), cdiv(blocks, 32), experts),
-        ROWS=n_rows, BLOCKS=blocks, NESTED=spec.nested, BR=64, BB=32, enable_fp_fusion=False,
-    )  # fmt: skip
+    return (cdiv(n_rows, 64), cdiv(blocks, 32), experts), {
+        "ROWS": n_rows, "BLOCKS": blocks, "NESTED": spec.nested, "BR": 64, "BB": 32,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
 
 
-@lru_cache(maxsize=256)
-def _quantized_launch(
-    spec: WeightSpec, dtype: torch.dtype, stride: int, top_k: int, rank: int,
-    across: tuple[int, ...], nested: int, back: bool, tile: int, tiles: int, config: Config,
-    span: tuple[int, int],
-) -> Launch:  # fmt: skip
+@launcher(quantized_kernel)
+def _launch_quantized(
+    spec: WeightSpec, stride: int, top_k: int, rank: int, nested: int, back: bool, tile: int,
+    tiles: int, config: Config, numbers: tuple[int, ...],
+) -> Geometry:  # fmt: skip
     int8 = spec.kind == "int8"
     where = torch.device("cpu") if spec.device < 0 else torch.device("cuda", spec.device)
     plain = int8 or triton.knobs.runtime.interpret or not cards.takes_ptx(where)
-    return Launch(
-        quantized_kernel, (cdiv(span[1] - span[0], config.features), tiles),
-        ROWS=spec.shape[1], COLS=spec.shape[2], STRIDE=stride, TOP_K=top_k, RANK=rank,
-        BACK=back, BLOCKSIZE=spec.blocksize, NESTED=nested, INT8=int8,
-        ASM="" if plain else lookup_asm(spec.kind),
-        BM=tile, BN=config.features, BK=config.step, STAGES=config.stages,
-        num_warps=config.warps, enable_fp_fusion=False,
-    )  # fmt: skip
+    return (cdiv(numbers[3] - numbers[2], config.features), tiles), {
+        "ROWS": spec.shape[1], "COLS": spec.shape[2], "STRIDE": stride, "TOP_K": top_k,
+        "RANK": rank, "BACK": back, "BLOCKSIZE": spec.blocksize, "NESTED": nested, "INT8": int8,
+        "ASM": "" if plain else lookup_asm(spec.kind), "BM": tile, "BN": config.features,
+        "BK": config.step, "STAGES": config.stages, "num_warps": config.warps,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
+
+
+KERNEL = Kernel(
+    "portable",
+    supports,
+    lambda problem: wide_tile(problem.rows, problem.experts, WIDE_TILE),
+    prepare,
+    launch,
+    # int8 codes are a way of their own through the kernel.
+    tried=lambda spec: "int8" if spec.kind == "int8" and spec.device >= 0 else None,
+    tuned="codes",
+    cuts=CANDIDATES,
+    default=default,
+    fits=fits,
+)

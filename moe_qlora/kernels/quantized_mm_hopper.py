@@ -8,22 +8,35 @@ the block's absmax, rounded as decoding does) once: looking up a weight is then 
 instructions, and gives what decoding gives, bit for bit.
 
 Written in Gluon, Triton's language for what the compiler otherwise decides. Forward's products of
-many rows are taken by `quantized_mm_registers.py`; `quantized_mm.py` has the portable kernel, which
+many rows are taken by `quantized_mm_rs.py`; `quantized_mm.py` has the portable kernel, which
 runs everywhere else.
 """
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from .launch import Launch
-from .limits import cdiv, supports_hopper
-from .weights import TABLES, WeightSpec
+from . import cards
+from .expert_mm import ExpertMatmul, Kernel, Problem
+from .launch import Geometry, launcher
+from .limits import (
+    TILE,
+    WIDE_TILE,
+    cdiv,
+    prefers_quantized,
+    supports_hopper,
+    supports_quantized,
+    wide_tile,
+)
+from .quantized_mm import FAILURES, Operands, fall_back, prepare
+from .routing import Routing, Tiled
+from .weights import MX_BLOCK, TABLES, WeightSpec
 
 # Of a program's threads, so named up to Triton 3.6 and from 3.7 on.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -345,21 +358,63 @@ def hopper_kernel(
         )  # fmt: skip
 
 
-def supports(spec: WeightSpec, dtype: torch.dtype, *, back: bool) -> bool:
-    """Whether the kernel takes what `quantized_mm.supports`: whole steps of 16-bit rows."""
-    halves = dtype in (torch.bfloat16, torch.float16)
-    return halves and supports_hopper(spec.kind, spec.shape[1 if back else 2], spec.shape[2])
+def supports(problem: Problem) -> bool:
+    """Whether it takes whole steps of 16-bit rows in tiles of 64 and more, and is quickest."""
+    spec = problem.spec
+    if problem.dtype not in cards.HALVES or not cards.allows_hopper() or problem.tile < TILE:
+        return False
+    if not supports_quantized(spec.kind, spec.shape[2], spec.blocksize):
+        return False
+    if not supports_hopper(spec.kind, problem.inner, spec.shape[2]):
+        return False
+    # Up to 512 rows an expert, half of that where dequantizing would serve two products
+    # (`limits.ROWS_ON_QUANTIZED_HOPPER`).
+    return prefers_quantized(problem.rows, problem.experts, hopper=not problem.reused)
 
 
-@lru_cache(maxsize=256)
-def step(
-    spec: WeightSpec, dtype: torch.dtype, stride: int, top_k: int, rank: int,
-    across: tuple[int, ...], back: bool, tile: int, tiles: int, span: tuple[int, int],
-) -> Launch:  # fmt: skip
-    """`hopper_kernel` for `quantized_mm.launch`, in whose words these are; tile is 64 or 128."""
-    return Launch(
-        hopper_kernel, (cdiv(span[1] - span[0], FEATURES), tiles),
-        ROWS=spec.shape[1], COLS=spec.shape[2], STRIDE=stride, TOP_K=top_k, RANK=rank,
-        BACK=back, BLOCKSIZE=spec.blocksize, TABLE=table_asm(spec.kind, dtype), LOOKUP=lookup_asm(),
-        BM=tile, BN=FEATURES, num_warps=WARPS,
-    )  # fmt: skip
+def launch(
+    x: Tensor, matmul: ExpertMatmul, absmax: Tensor, routing: Routing | Tiled,
+    span: tuple[int, int], products: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute a product as `expert_mm.Kernel` says."""
+    packed, back = matmul.packed, not matmul.problem.by_rows
+    o = Operands.of(x, matmul, absmax, routing, span, products)
+    try:
+        _launch(
+            (packed.spec, x.dtype, x.stride(0), o.top_k, o.rank, back, matmul.tile,
+             len(o.tiles) // 2, o.numbers),
+            x, o.order, o.products, packed.flat_codes.view(torch.int32), absmax, o.factor, o.tiles,
+            routing.expert_offsets, o.y, routing.count - 1, *o.numbers,
+        )  # fmt: skip
+    except FAILURES as error:
+        return fall_back(error, "Hopper", x, matmul, absmax, routing, span, products)
+    return o.y
+
+
+@launcher(hopper_kernel)
+def _launch(
+    spec: WeightSpec, dtype: torch.dtype, stride: int, top_k: int, rank: int, back: bool,
+    tile: int, tiles: int, numbers: tuple[int, ...],
+) -> Geometry:  # fmt: skip
+    return (cdiv(numbers[3] - numbers[2], FEATURES), tiles), {
+        "ROWS": spec.shape[1], "COLS": spec.shape[2], "STRIDE": stride, "TOP_K": top_k,
+        "RANK": rank, "BACK": back, "BLOCKSIZE": spec.blocksize,
+        "TABLE": table_asm(spec.kind, dtype), "LOOKUP": lookup_asm(), "BM": tile, "BN": FEATURES,
+        "num_warps": WARPS,
+    }  # fmt: skip
+
+
+KERNEL = Kernel(
+    "hopper",
+    supports,
+    # 128 rows by far fewer rows an expert than the portable kernel.
+    lambda problem: wide_tile(problem.rows, problem.experts, WIDE_TILE, least=TILE),
+    prepare,
+    launch,
+    gathers=True,
+    capable=lambda card: card.capability == cards.HOPPER,
+    # Blocks of 32 are a way of their own through the kernel.
+    tried=lambda spec: "mxfp4" if spec.blocksize == MX_BLOCK else "nf4",
+    tried_tiles=(128,),
+    tuned="codes",
+)

@@ -13,6 +13,7 @@ Everything lies in one int32 tensor, so that autograd and a checkpoint have one 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -20,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch
-from .limits import WIDE_TILE, WIDEST_TILE, cdiv, prefers_wide, tile_counts, tile_rows
+from .launch import Geometry, launcher
+from .limits import WIDE_TILE, WIDEST_TILE, cdiv, tile_counts, tile_rows
 
 _BLOCK, _CHUNK = 256, 128
 """Assignments that one program places, and of these, what are compared with each other at once."""
@@ -192,9 +193,11 @@ class Routing:
         """`(E,)`: as torch's grouped product wants them."""
         return self.expert_offsets[1 : self.experts + 1]
 
-    def cut(self, wide: bool) -> tuple[Tensor, int]:
-        """Return a table of tiles and the rows in each: `wide` ones where there are such."""
-        return (self.wide, WIDE_TILE) if wide and self.counts[1] else (self.tiles, self.tile)
+    def table(self, tile: int) -> Tensor:
+        """Return the table of tiles of so many rows: of `tile`, or of wide ones where there are."""
+        if tile == self.tile:
+            return self.tiles
+        return self.wide if tile == WIDE_TILE else self.widest
 
     def part(self, rows: slice) -> Routing:
         """Return the routing of some of the rows, counted from the first of them; no `inverse`."""
@@ -202,9 +205,10 @@ class Routing:
         some = _empty(count, self.experts, self.top_k, self.ints.device)
         some.expert_offsets.copy_(self.expert_offsets).sub_(rows.start).clamp_(0, count)
         some.order[:count] = self.order[rows]
-        _tiles_launch(self.experts, some.tile, some.counts, self.ints.get_device())(
-            some.expert_offsets, some.tiles, some.wide, some.widest, *some.counts
-        )
+        launch_tiles(
+            (self.experts, some.tile, some.counts), some.expert_offsets, some.tiles, some.wide,
+            some.widest, *some.counts,
+        )  # fmt: skip
         return some
 
 
@@ -234,76 +238,100 @@ def route(index: Tensor, experts: int) -> Routing:
     """
     count = index.numel()
     routing = _empty(count, experts, index.shape[-1], index.device)
-    device = index.get_device()
-    few = _few_launch(count, experts, index.dtype, device)
-    if few is not None:
-        few(
-            index, routing.order, routing.inverse, routing.expert_offsets, routing.tiles,
+    sizes, one, bins = (count, experts), *_sorting(count, experts)
+    if one:
+        _launch_sort_few(
+            sizes, index, routing.order, routing.inverse, routing.expert_offsets, routing.tiles,
             count, routing.counts[0],
         )  # fmt: skip
         return routing
-    counted, scanned, placed, blocks, bins = _sort_launches(count, experts, index.dtype, device)
+    blocks = cdiv(count, _BLOCK)
     room = torch.empty((blocks + 1) * bins, dtype=torch.int32, device=index.device)
     totals, counts = room.split_with_sizes([bins, blocks * bins])
-    counted(index, counts, count)
-    scanned(counts, totals, blocks)
-    placed(
-        index, counts, totals, routing.order, routing.inverse, routing.expert_offsets,
+    _launch_count(sizes, index, counts, count)
+    _launch_scan(sizes, counts, totals, blocks)
+    _launch_sort(
+        sizes, index, counts, totals, routing.order, routing.inverse, routing.expert_offsets,
         routing.tiles, routing.wide, routing.widest, count, blocks, *routing.counts,
     )  # fmt: skip
     return routing
 
 
 @lru_cache(maxsize=256)
-def _few_launch(count: int, experts: int, dtype: torch.dtype, device: int) -> Launch | None:
-    """Return the launch of one program that sorts so few assignments, None for more."""
-    bins = triton.next_power_of_2(experts + 2)
-    room = max(16, triton.next_power_of_2(count))
-    tile, counts, _ = _sizes(count, experts)
-    if count > _FEW or room * bins > _FEW_COMPARED or counts[1]:
-        return None
-    return Launch(sort_few_kernel, (1,), E=experts, EP=bins, RP=room, TILE=tile, num_warps=4)
+def _sorting(count: int, experts: int) -> tuple[bool, int]:
+    """Return whether one program sorts so many assignments, and the bins that they are counted in.
 
-
-@lru_cache(maxsize=256)
-def _sort_launches(
-    count: int, experts: int, dtype: torch.dtype, device: int
-) -> tuple[Launch, Launch, Launch, int, int]:
-    """Return the launches, how many blocks of assignments there are, and the bins of each."""
-    bins = triton.next_power_of_2(experts + 2)
-    blocks = cdiv(count, _BLOCK)
-    tile, counts, _ = _sizes(count, experts)
-    programs = max(blocks, *(cdiv(n, _TILES) for n in counts))
-    together = min(bins, 8)
-    counted = Launch(count_kernel, (blocks,), E=experts, EP=bins, BLOCK=_BLOCK)
-    scanned = Launch(scan_kernel, (bins // together,), EP=bins, BE=together, BB=256)
-    placed = Launch(
-        sort_kernel, (programs,),
-        E=experts, EP=bins, TILE=tile, WIDE=WIDE_TILE, WIDEST=WIDEST_TILE, BLOCK=_BLOCK,
-        CHUNK=_CHUNK, TB=_TILES,
-    )  # fmt: skip
-    return counted, scanned, placed, blocks, bins
-
-
-def tabulate(expert_offsets: Tensor, count: int) -> tuple[Tensor, int]:
-    """Return a table of tiles, as `Routing.tiles`, of `count` sorted rows, and the rows in each.
-
-    expert_offsets: `(E + 1,)`, int32 and contiguous.
+    More bins than experts: one for what is held elsewhere, one beyond the last assignment.
     """
-    experts = len(expert_offsets) - 1
+    bins: int = triton.next_power_of_2(experts + 2)
+    room = max(16, triton.next_power_of_2(count))
+    one = count <= _FEW and room * bins <= _FEW_COMPARED and _sizes(count, experts)[1][1] == 0
+    return one, bins
+
+
+@launcher(sort_few_kernel)
+def _launch_sort_few(count: int, experts: int) -> Geometry:
+    return (1,), {
+        "E": experts, "EP": _sorting(count, experts)[1],
+        "RP": max(16, triton.next_power_of_2(count)), "TILE": _sizes(count, experts)[0],
+        "num_warps": 4,
+    }  # fmt: skip
+
+
+@launcher(count_kernel)
+def _launch_count(count: int, experts: int) -> Geometry:
+    bins = _sorting(count, experts)[1]
+    return (cdiv(count, _BLOCK),), {"E": experts, "EP": bins, "BLOCK": _BLOCK}
+
+
+@launcher(scan_kernel)
+def _launch_scan(count: int, experts: int) -> Geometry:
+    bins = _sorting(count, experts)[1]
+    together = min(bins, 8)
+    return (bins // together,), {"EP": bins, "BE": together, "BB": 256}
+
+
+@launcher(sort_kernel)
+def _launch_sort(count: int, experts: int) -> Geometry:
     tile, counts, _ = _sizes(count, experts)
-    device = expert_offsets.device
-    tiles, wide, widest = (torch.empty(2 * n, dtype=torch.int32, device=device) for n in counts)
-    launch = _tiles_launch(experts, tile, counts, expert_offsets.get_device())
-    launch(expert_offsets, tiles, wide, widest, *counts)
-    return (wide, WIDE_TILE) if prefers_wide(count, experts) else (tiles, tile)
+    return (max(cdiv(count, _BLOCK), *(cdiv(n, _TILES) for n in counts)),), {
+        "E": experts, "EP": _sorting(count, experts)[1], "TILE": tile, "WIDE": WIDE_TILE,
+        "WIDEST": WIDEST_TILE, "BLOCK": _BLOCK, "CHUNK": _CHUNK, "TB": _TILES,
+    }  # fmt: skip
 
 
-@lru_cache(maxsize=256)
-def _tiles_launch(experts: int, tile: int, counts: tuple[int, int, int], device: int) -> Launch:
-    programs = max(cdiv(n, _TILES) for n in counts)
-    bins = triton.next_power_of_2(experts)
-    return Launch(
-        tiles_kernel, (programs,), E=experts, EP=bins, TILE=tile, WIDE=WIDE_TILE,
-        WIDEST=WIDEST_TILE, TB=_TILES,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Tiled:
+    """Sorted rows with one table of tiles, of any size: for a product by itself."""
+
+    expert_offsets: Tensor  # As of `Routing`
+    experts: int  # E
+    count: int  # R
+    tiles: Tensor  # `(2 n,)`
+    order: Tensor | None = None  # As of `Routing`, for a kernel that fetches rows
+    top_k: int = 1
+
+    def table(self, tile: int) -> Tensor:
+        """Return the table of tiles, whatever `tile` is."""
+        return self.tiles
+
+
+def tabulate(
+    expert_offsets: Tensor, experts: int, count: int, tile: int, order: Tensor | None = None,
+    top_k: int = 1,
+) -> Tiled:  # fmt: skip
+    """Return `count` sorted rows in tiles of `tile` rows; `expert_offsets` are int32."""
+    most = cdiv(tile_counts(count, experts, tile)[0], 2) * 2
+    tiles = torch.empty(2 * most, dtype=torch.int32, device=expert_offsets.device)
+    counts = most, 0, 0
+    launch_tiles((experts, tile, counts), expert_offsets, tiles, tiles, tiles, *counts)
+    return Tiled(expert_offsets, experts, count, tiles, order, top_k)
+
+
+@launcher(tiles_kernel)
+def launch_tiles(experts: int, tile: int, counts: tuple[int, int, int]) -> Geometry:
+    """The tables of tiles of `tile`, `WIDE_TILE` and `WIDEST_TILE` rows, so many of each."""
+    return (max(cdiv(n, _TILES) for n in counts),), {
+        "E": experts, "EP": triton.next_power_of_2(experts), "TILE": tile, "WIDE": WIDE_TILE,
+        "WIDEST": WIDEST_TILE, "TB": _TILES,
+    }  # fmt: skip

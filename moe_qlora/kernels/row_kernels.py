@@ -1,4 +1,4 @@
-"""Kernels over sorted rows: gather, gate, its backward, sum to tokens, the LoRA factors' gradients.
+"""Kernels over sorted rows, and how each is launched: permute, gate, its backward, unpermute.
 
 Shapes: T tokens, k assignments a token, R = T k rows sorted by expert, E experts, H hidden size,
 I intermediate size, r rank (padded, see `limits.padded`), N features.
@@ -15,38 +15,68 @@ host never has to know the routing.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from .launch import Geometry, launcher
+from .limits import ColumnOrder, cdiv
 
-@triton.jit
-def spread_kernel(
-    b1, b2, out1, out2, total1, total2, RANK1: tl.constexpr, PADDED1: tl.constexpr,
-    RANK2: tl.constexpr, PADDED2: tl.constexpr, E: tl.constexpr,
-    BQ: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    """Both lora_B (N, RANK E), expert fastest -> (E, N, PADDED), zeros beyond RANK."""
-    pid = tl.program_id(0)
-    first = tl.cdiv(total1, BQ)
-    if pid < first:
-        _spread(b1, out1, total1, pid, RANK1, PADDED1, E, BQ, BE)
-    else:
-        _spread(b2, out2, total2, pid - first, RANK2, PADDED2, E, BQ, BE)
+ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
+
+# How many rows and columns a program takes at a time, measured on an H200 with the sizes of
+# Qwen3-30B-A3B. One stage: with loads ahead a layer is 3 % slower, and 64 rows by 4 warps are a
+# race: Hopper's product goes on while its tile, which is stored as well, is overwritten, since
+# Triton 3.6 gives such a load a buffer too few (up to 21 % off).
+_ROWS = 16
+_PERMUTE = {"BM": _ROWS, "BK": 64, "num_warps": 2, "num_stages": 1}
+_PERMUTE_MANY = {"BM": _ROWS, "BK": 128, "num_warps": 2, "num_stages": 1}
+"""For `_MANY` tiles and more: 0.26 ms at 16,384 tokens, not 0.31; 0.08 at 4,096, not 0.07."""
+_MANY = 1024
+_PERMUTE_FEW = {"BM": _ROWS, "num_warps": 4, "num_stages": 1}
+_GATE_FEW = {"BM": _ROWS, "num_warps": 8, "num_stages": 1}
+"""For tiles of 16, where a program's number of steps is what takes the time: a token is copied in
+0.011 ms by 512 columns a step, in 0.034 by 64."""
+_FACTOR_PART = 8192
+"""Numbers of a factor in such a step: 16 KiB of the 99 that most cards have."""
+_STEPS = 8
+"""Most steps that such a program unrolls, so that its code stays short. With a bias beside them,
+which backward multiplies alone, copied rows would not stay in registers."""
+_PERMUTE_LONG = {"BK": 64, "num_warps": 4, "num_stages": 1}
+"""For rows of over 4,096, in whole tiles: DeepSeek-V3's 7,168 take 0.99 ms instead of 1.10."""
+_PRODUCTS = {"BK": 64, "num_warps": 4, "num_stages": 2}
+"""For whole tiles that are not copied, only multiplied: 0.02 ms at 4,096 tokens, 0.28 for
+DeepSeek-V3 at 16,384, where 16 rows a program take 0.05 and 0.53."""
+_GATE = {"BM": _ROWS, "BI": 128, "num_warps": 4, "num_stages": 1}
+_GATE_BACKWARD = {"BM": 32, "BI": 64, "num_warps": 4, "num_stages": 1}
+_GATE_BACKWARD_FEW = {"BM": _ROWS, "BI": 64, "num_warps": 2, "num_stages": 1}
 
 
-@triton.jit
-def _spread(
-    b, out, total, pid, RANK: tl.constexpr, PADDED: tl.constexpr, E: tl.constexpr,
-    BQ: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    q = pid * BQ + tl.arange(0, BQ)
-    e = tl.program_id(1) * BE + tl.arange(0, BE)
-    n, j = q // PADDED, q % PADDED
-    ok = (q < total)[:, None] & (e < E)[None, :]
-    spot = (n * RANK + j)[:, None] * E + e[None, :]
-    value = tl.load(b + spot, mask=ok & (j < RANK)[:, None], other=0.0)
-    to = e.to(tl.int64)[None, :] * total + q[:, None]
-    tl.store(out + to, value.to(out.dtype.element_ty), mask=ok)
+class Gate(NamedTuple):
+    """h = (clamp(up, -limit, limit) + shift) act(min(gate, limit)), or act(pre) where not gated."""
+
+    act: str  # Key of `ACTS`; "silu" is z sigmoid(alpha z)
+    gated: bool = True  # Whether pre holds gate and up
+    interleaved: bool = False  # Whether gate and up alternate, else gate is the first half
+    limit: float | None = None  # Clamp, None without one
+    alpha: float = 1.0  # Of silu
+    shift: float = 0.0  # Added to up
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """Limit, alpha and shift, as kernels take them."""
+        return self.limit or 0.0, self.alpha, self.shift
+
+    @property
+    def flags(self) -> dict[str, int | bool]:
+        """The kernels' constants."""
+        return {
+            "ACT": ACTS[self.act],
+            "GATED": self.gated,
+            "INTERLEAVED": self.gated and self.interleaved,
+            "LIMITED": self.limit is not None,
+        }
 
 
 @triton.jit
@@ -67,7 +97,7 @@ def _tile(tiles, expert_offsets, BM: tl.constexpr):
 
 @triton.jit
 def _act(z, alpha, ACT: tl.constexpr):
-    """The activation, by its number in `row_launches.ACTS`, and its derivative, in fp32."""
+    """The activation, by its number in `ACTS`, and its derivative, in fp32."""
     if ACT == 0:
         s = tl.sigmoid(z * alpha)
         return z * s, s * (1.0 + alpha * z * (1.0 - s))
@@ -147,7 +177,7 @@ def _gate(
 
 
 @triton.jit
-def copy_kernel(
+def permute_kernel(
     x, order, factor, tiles, expert_offsets, out, small, bias, dots, scaling,
     K: tl.constexpr, STRIDE: tl.constexpr, TOP_K: tl.constexpr, RANK: tl.constexpr,
     OVER: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr,
@@ -207,14 +237,15 @@ def copy_kernel(
 @triton.jit
 def gate_kernel(
     pre, bias, factor, tiles, expert_offsets, out, small, scaling, limit, alpha, shift,
-    I: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, REORDERS: tl.constexpr,
-    ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
-    BIASED: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
+    I: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr,
+    RUNS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr,
+    BI: tl.constexpr,
 ):  # fmt: skip
     """out[i] = (h_i, scaling h_i F_e) with h the gate of pre_i; small[i] the same product.
 
-    out (R, I + RANK) in rows STRIDE apart, F (E, I, RANK), stored (E, RANK, I). REORDERS: h's
-    columns as `quantized_mm_registers.py` takes them; BI is 256 then. STEPS: as of `copy_kernel`.
+    out (R, I + RANK) in rows STRIDE apart, F (E, I, RANK), stored (E, RANK, I). Where GROUPS, h's
+    columns are in such a `ColumnOrder` of width BI. STEPS: as of `permute_kernel`.
     """
     expert, rows, live = _tile(tiles, expert_offsets, BM)
     if expert < 0:
@@ -247,9 +278,9 @@ def gate_kernel(
         h = tl.where((i < I)[None, :], h, 0.0).to(out.dtype.element_ty)
         ok = live[:, None] & (i < I)[None, :]
         ordered = h
-        if REORDERS:
-            groups = tl.permute(tl.reshape(h, (BM, 4, 32, 2)), (0, 2, 1, 3))
-            ordered = tl.reshape(groups, (BM, BI))
+        if GROUPS > 0:
+            groups = tl.reshape(h, (BM, GROUPS, RUNS, 2))
+            ordered = tl.reshape(tl.permute(groups, (0, 2, 1, 3)), (BM, BI))
         tl.store(out + rows[:, None] * STRIDE + i[None, :], ordered, mask=ok)
         if RANK > 0:
             if STEPS == 1:
@@ -333,7 +364,7 @@ def gate_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def sum_kernel(
+def unpermute_kernel(
     y, inverse, weights, index, bias, expert_offsets, out, tokens, first, size,
     N: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr, PARTIAL: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
@@ -367,49 +398,69 @@ def sum_kernel(
     tl.store(to, total.to(out.dtype.element_ty), mask=ok)
 
 
-@triton.jit
-def outer_kernel(
-    small, big, weights, order, expert_offsets, out,
-    SMALL: tl.constexpr, BIG: tl.constexpr, SE: tl.constexpr, SN: tl.constexpr, SJ: tl.constexpr,
-    N: tl.constexpr, RANK: tl.constexpr, REAL: tl.constexpr, TOP_K: tl.constexpr,
-    GATHERS: tl.constexpr, WEIGHTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """out[e, n, j] = sum over e's rows i of big[i, n] small[i, j] (w_i).
-
-    big is (R, N) rows, or rows of tokens (GATHERS). SMALL and BIG are strides of rows, SE, SN and
-    SJ those of out; only j < REAL is written.
-    """
-    expert = tl.program_id(1)
-    low, high = tl.load(expert_offsets + expert), tl.load(expert_offsets + expert + 1)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    j = tl.arange(0, RANK)
-    total = tl.zeros([BN, RANK], tl.float32)
-    for start in range(low, high, BM):
-        rows = (start + tl.arange(0, BM)).to(tl.int64)
-        live = rows < high
-        ok = live[:, None] & (n < N)[None, :]
-        s = tl.load(small + rows[:, None] * SMALL + j[None, :], mask=live[:, None], other=0.0)
-        source = rows
-        if GATHERS:
-            source = (tl.load(order + rows, mask=live, other=0) // TOP_K).to(tl.int64)
-        value = tl.load(big + source[:, None] * BIG + n[None, :], mask=ok, other=0.0)
-        if WEIGHTED:
-            assignment = tl.load(order + rows, mask=live, other=0)
-            w = tl.load(weights + assignment, mask=live, other=0.0).to(tl.float32)
-            s = (s.to(tl.float32) * w[:, None]).to(value.dtype)
-        total = tl.dot(tl.trans(value), s, total, input_precision="ieee")
-    to = out + expert.to(tl.int64) * SE + n[:, None].to(tl.int64) * SN + j[None, :] * SJ
-    ok = (n < N)[:, None] & (j < REAL)[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=ok)
+def _unrolled(size: int, block: int, tile: int) -> int:
+    """Return how many steps are unrolled, each step's loads ahead of the step before: all or 1."""
+    steps = cdiv(size, block)
+    return steps if tile == _ROWS and steps <= _STEPS else 1
 
 
-@triton.jit
-def interleave_kernel(
-    matrices, out, total, E: tl.constexpr, BQ: tl.constexpr, BE: tl.constexpr
-):  # fmt: skip
-    """(E, total) -> (total, E): a gradient of lora_B, experts first, as PEFT has it."""
-    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
-    e = tl.program_id(1) * BE + tl.arange(0, BE)
-    ok = (q < total)[:, None] & (e < E)[None, :]
-    value = tl.load(matrices + e.to(tl.int64)[None, :] * total + q[:, None], mask=ok, other=0.0)
-    tl.store(out + q.to(tl.int64)[:, None] * E + e[None, :], value, mask=ok)
+@launcher(permute_kernel)
+def launch_permute(
+    size: int, stride: int, rank: int, over_rows: bool, top_k: int, tile: int, tiles: int,
+    biased: bool,
+) -> Geometry:  # fmt: skip
+    """The tokens' rows, and the first factor's product beside them; stride 0: that alone."""
+    cut = _PERMUTE_MANY if tiles >= _MANY else _PERMUTE
+    if stride == 0 and tile > _ROWS:
+        cut = {"BM": tile, **_PRODUCTS}
+    elif tile == _ROWS:
+        cut = {"BK": min(512, _FACTOR_PART // max(rank, 16)), **_PERMUTE_FEW}
+    elif size > 4096:
+        cut = {"BM": tile, **_PERMUTE_LONG}
+    return (tiles, tile // cut["BM"]), {
+        "K": size, "STRIDE": stride, "TOP_K": top_k, "RANK": rank, "OVER": over_rows,
+        "BIASED": biased, "STEPS": 1 if biased else _unrolled(size, cut["BK"], tile), **cut,
+    }  # fmt: skip
+
+
+@launcher(gate_kernel)
+def launch_gate(
+    gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int,
+    order: ColumnOrder | None, biased: bool,
+) -> Geometry:  # fmt: skip
+    """The gate, and the second factor's product beside it; `order`: of the columns, if any."""
+    cut = _GATE if order is None else {**_GATE, "BI": order.width}
+    if tile == _ROWS:
+        cut = {"BI": min(256, _FACTOR_PART // max(rank, 16)), **_GATE_FEW}
+    return (tiles, tile // cut["BM"]), {
+        "I": size, "STRIDE": stride, "RANK": rank, "GROUPS": order.groups if order else 0,
+        "RUNS": order.runs if order else 0, "BIASED": biased,
+        "STEPS": _unrolled(size, cut["BI"], tile), **gate.flags, **cut,
+    }  # fmt: skip
+
+
+@launcher(gate_backward_kernel)
+def launch_gate_backward(
+    gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int, keeps: bool,
+    biased: bool, dots: bool,
+) -> Geometry:  # fmt: skip
+    """Back through the gate."""
+    cut = _GATE_BACKWARD_FEW if tile == _ROWS else _GATE_BACKWARD
+    return (tiles, tile // cut["BM"]), {
+        "I": size, "STRIDE": stride, "RANK": rank, "BIASED": biased, "DOTS": dots, "KEEPS": keeps,
+        **gate.flags, **cut,
+    }  # fmt: skip
+
+
+@launcher(unpermute_kernel)
+def launch_unpermute(
+    tokens: int, first: int, end: int, size: int, top_k: int, experts: int, partial: bool,
+    weighted: bool, biased: bool,
+) -> Geometry:  # fmt: skip
+    """Rows' columns [first, end) of `size`, summed to tokens."""
+    width = end - first
+    block = min(triton.next_power_of_2(width), 1024)
+    return (tokens, cdiv(width, block)), {
+        "N": width, "TOP_K": top_k, "E": experts, "WEIGHTED": weighted, "BIASED": biased,
+        "PARTIAL": partial, "BT": 1, "BN": block, "num_warps": 4,
+    }  # fmt: skip

@@ -182,7 +182,7 @@ class PackedWeight:
         return self if at_16 else self.map(Tensor.clone)
 
     def dequantizes(self) -> bool:
-        """Whether `dequantize.decode` takes it: whole groups of 8 weights in each row and block."""
+        """Whether `grouped_mm.decode` takes it: whole groups of 8 weights in each row and block."""
         nested = self.spec.nested
         return (
             self.spec.shape[2] % 8 == 0

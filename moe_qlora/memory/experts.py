@@ -20,10 +20,10 @@ from ..kernels.limits import (
     GROUP,
     cdiv,
     dequantizes_whole,
-    few_rows,
     padded,
+    prefers_quantized,
     row_stride,
-    suits_registers,
+    suits_rs,
     supports_fused,
     supports_quantized,
     supports_registers,
@@ -83,7 +83,7 @@ class ExpertsCall:
         """
         columns = (self.width if self.transposed else self.intermediate, self.hidden)
         supported = (supports_quantized(self.kind, size, self.blocksize) for size in columns)
-        return few_rows(self.rows, self.experts) and all(supported)
+        return prefers_quantized(self.rows, self.experts) and all(supported)
 
     @property
     def rows(self) -> int:
@@ -144,8 +144,8 @@ def workspace_nbytes(call: ExpertsCall, *, checkpointing: bool) -> tuple[int, ..
 
 def _in_registers(call: ExpertsCall) -> tuple[bool, bool]:
     """Return whether Hopper may compute each projection's forward, not its backward, on codes."""
-    suits = suits_registers(call.rows, call.experts) and not call.transposed
-    suits = suits and not few_rows(call.rows, call.experts, hopper=True)
+    suits = suits_rs(call.rows, call.experts) and not call.transposed
+    suits = suits and not prefers_quantized(call.rows, call.experts, hopper=True)
     first, second = (
         suits
         and supports_quantized(call.kind, columns, call.blocksize)

@@ -12,20 +12,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.experts.backend import runs_grouped
-from moe_qlora.kernels import projection, reference
+from moe_qlora.kernels import projection
 
 pytestmark = pytest.mark.gpu
 
 IN, OUT, E, K = 256, 320, 7, 3
 
 
-def rows(tokens: int, way: tuple[bool, bool], partial: bool) -> reference.Rows:
+def rows(tokens: int, way: tuple[bool, bool], partial: bool) -> projection.Rows:
     index = torch.stack([torch.randperm(E, device="cuda")[:K] for _ in range(tokens)])
     if partial:
         index[::4, 1] = E
     ids, order = index.reshape(-1).sort(stable=True)
     offsets = torch.searchsorted(ids, torch.arange(E + 1, device="cuda"))
-    return reference.Rows(order, offsets, K, *way, partial)
+    return projection.Rows(order, offsets, K, *way, partial)
 
 
 @pytest.mark.parametrize("transposed", [True, False])
@@ -44,21 +44,21 @@ def test_grouped_equals_fp64(transposed, partial, way, tokens):
     stack, x, a, b, bias, grad = (t.bfloat16() for t in (stack, x, a, b, bias, grad))
 
     def run(backend, dtype):
-        weight = reference.Weight(lambda i, j: stack[i:j].to(dtype), E, OUT, transposed, dtype)
-        term = reference.LoraInputs(None, a.to(dtype), b.to(dtype), 0.5, dtype)
+        weight = projection.Weight(lambda i, j: stack[i:j].to(dtype), E, OUT, transposed, dtype)
+        term = projection.LoraInputs(None, a.to(dtype), b.to(dtype), 0.5, dtype)
         factor = None if scale is None else scale.bfloat16().to(dtype)
-        operands = reference.Operands(
+        operands = projection.Operands(
             x.to(dtype), weight, sorted_rows, factor, bias.to(dtype), [term]
         )
         if backend is projection:
             assert runs_grouped(stack.shape, operands.x, dtype, (dtype,))
-        needs = reference.Needs(True, scale is not None, True, [False], [True], [True])
+        needs = projection.Needs(True, scale is not None, True, [False], [True], [True])
         grads = backend.backward(grad.to(dtype), operands, needs)
         out = backend.forward(operands)
         return [out, grads.x, grads.scale, grads.bias, grads.a[0], grads.b[0]]
 
-    exact, plain = run(reference, torch.float64), run(reference, torch.bfloat16)
-    first, second = run(projection, torch.bfloat16), run(projection, torch.bfloat16)
+    exact, plain = run(projection.LOOP, torch.float64), run(projection.LOOP, torch.bfloat16)
+    first, second = run(projection.GROUPED, torch.bfloat16), run(projection.GROUPED, torch.bfloat16)
     for right, mine, other in zip(exact, first, plain, strict=True):
         if right is not None:
             # As exact as bf16 allows: the row-by-row backend rounds as often, elsewhere.

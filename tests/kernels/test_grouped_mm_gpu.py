@@ -32,12 +32,12 @@ def problem(inner, out, dtype, by_rows, sizes, apart=16):
 
 def multiply(x, matrices, offsets, tile, cut):
     from moe_qlora.kernels import grouped_mm
-    from moe_qlora.kernels.routing import _tiles_launch
+    from moe_qlora.kernels.routing import launch_tiles
 
     experts = len(matrices)
     count = len(x) // tile + experts
     tiles = torch.empty(2 * count, dtype=torch.int32, device="cuda")
-    _tiles_launch(experts, tile, (count, 0, 0), 0)(offsets, tiles, tiles, tiles, count, 0, 0)
+    launch_tiles((experts, tile, (count, 0, 0)), offsets, tiles, tiles, tiles, count, 0, 0)
     return grouped_mm.launch(x, matrices, offsets, tiles, tile, cut)
 
 
@@ -92,7 +92,7 @@ def test_outer_products(dtype, p, q):
 def test_layers_as_on_other_cards(dtype, kind, double, tokens, transposed, monkeypatch):
     """Forward and backward of both ways, on codes and dequantized, beside the usual way."""
     from moe_qlora.kernels import cards, moe_layer, workspace
-    from moe_qlora.kernels.row_launches import Gate
+    from moe_qlora.kernels.row_kernels import Gate
 
     torch.manual_seed(tokens)
     experts, hidden, inner, rank, top_k = 4, 320, 192, 8, 2
@@ -157,18 +157,19 @@ def test_a_captured_step_in_fp16():
 
 
 def test_the_tuner_picks_a_cut(tmp_path, monkeypatch):
-    from moe_qlora.kernels import autotune, cards, grouped_mm
+    from moe_qlora.kernels import cards, grouped_mm, table
 
-    monkeypatch.setattr(autotune, "cache_file", lambda device: tmp_path / "table.json")
-    autotune._load.cache_clear()
+    monkeypatch.setattr(table, "cache_file", lambda device: tmp_path / "table.json")
+    table.read_tuned.cache_clear()
     weight = torch.randn(4, 192, 320, device="cuda", dtype=torch.bfloat16)
     packed = codec.pack(weight, CodecSettings("nf4", True, torch.uint8))
     with cards.acting_as(cards.PORTABLE):
-        autotune.tune(packed, torch.bfloat16, ())
-        autotune._load.cache_clear()
+        table.tune(packed, torch.bfloat16, ())
+        table.read_tuned.cache_clear()
         for back in (False, True):
-            cut = autotune.chosen_cut(packed, torch.bfloat16, 128, back=back)
-            assert cut in grouped_mm.CANDIDATES
-            assert grouped_mm.fits(cut, 128, cards.PORTABLE)
+            matmul = table.choose(packed, 4000, torch.bfloat16, by_rows=not back)
+            assert matmul.kernel is grouped_mm.KERNEL and matmul.tile == 128
+            assert matmul.cut in grouped_mm.CANDIDATES
+            assert grouped_mm.fits(matmul.cut, 128, cards.PORTABLE)
     assert "grouped" in (tmp_path / "table.json").read_text(encoding="utf-8")
-    autotune._load.cache_clear()
+    table.read_tuned.cache_clear()

@@ -51,25 +51,25 @@ def settings(kind, double):
 @pytest.mark.parametrize(("kind", "double"), KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_decode_equals_bitsandbytes(kind, double, dtype):
-    from moe_qlora.kernels import dequantize
+    from moe_qlora.kernels import grouped_mm
 
     for shape in [(5, 24, 40), (4, 64, 128), (3, 200, 1400), (2, 1, 8)]:
         weight = torch.randn(shape, device="cuda", dtype=dtype)
         stack = codec.pack(weight, settings(kind, double))
         expected = codec.unpack(stack)
         out = torch.full(shape, float("nan"), device="cuda", dtype=dtype)
-        dequantize.decode(stack, out)
+        grouped_mm.decode(stack, out)
         assert torch.equal(out, expected)
 
 
 def test_decodes_beyond_int32():
-    from moe_qlora.kernels import dequantize
+    from moe_qlora.kernels import grouped_mm
 
     weight = torch.empty(33, 8192, 8192, device="cuda", dtype=torch.bfloat16).normal_()
     stack = codec.pack(weight, settings("nf4", True))
     del weight
     out = torch.full((33, 8192, 8192), float("nan"), device="cuda", dtype=torch.bfloat16)
-    dequantize.decode(stack, out)
+    grouped_mm.decode(stack, out)
     for e in (0, 31, 32):
         assert torch.equal(out[e : e + 1], codec.unpack_range(stack, e, e + 1))
 

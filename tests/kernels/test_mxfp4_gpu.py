@@ -31,11 +31,11 @@ def weight(*shape: int, transposed: bool = False, dtype: torch.dtype = torch.bfl
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("shape", [(5, 24, 32), (3, 200, 1440), (2, 17, 96), (2, 320, OSS)])
 def test_decode_equals_the_definition(dtype, shape):
-    from moe_qlora.kernels import dequantize
+    from moe_qlora.kernels import grouped_mm
 
     packed, expected = weight(*shape, dtype=dtype)
     out = torch.full(shape, float("nan"), device="cuda", dtype=dtype)
-    dequantize.decode(packed, out)
+    grouped_mm.decode(packed, out)
     assert torch.equal(out.cpu(), expected.to(dtype))
     assert torch.equal(codec.unpack(packed).cpu(), expected.to(dtype))
 
@@ -45,14 +45,15 @@ def test_decode_equals_the_definition(dtype, shape):
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
     """Sizes of whole blocks of 32 and not of 64, whose last step is half empty, among them."""
-    from moe_qlora.kernels import autotune, quantized_check, quantized_mm
+    from moe_qlora.kernels import quantized_mm, table
     from moe_qlora.kernels import routing as routing_
-    from moe_qlora.kernels.routing import _tiles_launch
+    from moe_qlora.kernels.expert_mm import ExpertMatmul, Problem
+    from moe_qlora.kernels.factors import Factors
 
-    quantized_check.prepare(torch.device("cuda", 0))
+    table.prepare(torch.device("cuda", 0))
     count, rows, columns = shape
     packed, decoded = weight(*shape)
-    assert packed.dequantizes() and quantized_mm.supports(packed.spec)
+    assert packed.dequantizes()
     inner, outer = (rows, columns) if back else (columns, rows)
     torch.manual_seed(0)
     index = torch.randint(count - 1, (count * 90, 1), device="cuda")  # the last has no rows
@@ -66,27 +67,22 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
         matrix = decoded[e].cuda().double()
         base = some[:, :inner] @ (matrix if back else matrix.t())
         right[offsets[e] : offsets[e + 1]] = base + some[:, inner:] @ factor[e].double().t()
-    number = len(x) // tile + count
-    tiles = torch.empty(2 * number, dtype=torch.int32, device="cuda")
-    _tiles_launch(count, tile, (number, 0, 0), 0)(
-        routing.expert_offsets, tiles, tiles, tiles, number, 0, 0
-    )
-    chosen = autotune.chosen(packed, x.dtype, tile, back=back)
+    tiled = routing_.tabulate(routing.expert_offsets, count, len(x), tile)
+    portable, problem = quantized_mm.KERNEL, Problem(packed.spec, x.dtype, len(x), not back)
+    assert portable.supports(problem._replace(rows=1))
     fits = [
         config
-        for config in autotune._CANDIDATES
-        if not config.own
-        and (config.features if back else config.step) <= 128
+        for config in portable.cuts
+        if (config.features if back else config.step) <= 128
         and tile * config.features <= 128 * (128 if config.warps == 4 else 256)
     ]
     few = fits[:: max(len(fits) // 6, 1)]
-    for config in [chosen, *few]:
-        room = None if config.direct else torch.empty(packed.absmax.shape, device="cuda")
+    factors = Factors(factor[..., :0].transpose(1, 2), factor, 1.0)
+    for config in [portable.default(problem, tile), *few]:
+        matmul = ExpertMatmul(packed, factors, problem, portable, tile, config)
         for span in ((0, outer), (64, min(128, outer))):
-            found = quantized_mm.launch(
-                x, packed, factor, room, routing.expert_offsets, tiles, tile, config, back=back,
-                span=span,
-            )  # fmt: skip
+            absmax = portable.prepare(matmul, tiled, span, "first")
+            found = portable.launch(x, matmul, absmax, tiled, span)
             expected = right[:, slice(*span)]
             assert (found.double() - expected).norm() < 3e-3 * expected.norm(), config
 
@@ -96,17 +92,17 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
 @pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize("shape", [(4, 192, 320), (4, OSS, 192)])
 def test_the_kernel_for_hopper_is_as_exact_as_decoding(shape, back, dtype, tile):
-    from moe_qlora.kernels import quantized_check, quantized_mm
+    from moe_qlora.kernels import quantized_mm_hopper, table
     from moe_qlora.kernels import routing as routing_
-    from moe_qlora.kernels.routing import _tiles_launch
+    from moe_qlora.kernels.expert_mm import ExpertMatmul, Problem
 
-    quantized_check.prepare(torch.device("cuda", 0))
+    kernel = quantized_mm_hopper.KERNEL
     packed, decoded = weight(*shape, dtype=dtype)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
-    assert quantized_check.on_hopper(packed.spec, dtype, back=back)
+    assert table.works(kernel, packed.spec)
     count, rows, columns = shape
-    inner, outer = (rows, columns) if back else (columns, rows)
+    inner = rows if back else columns
     torch.manual_seed(0)
     index = torch.randint(count, (count * 170, 1), device="cuda")
     routing = routing_.route(index, count)
@@ -119,20 +115,12 @@ def test_the_kernel_for_hopper_is_as_exact_as_decoding(shape, back, dtype, tile)
             for e in range(count)
         ]
     )
-    number = len(x) // tile + count
-    tiles = torch.empty(2 * number, dtype=torch.int32, device="cuda")
-    _tiles_launch(count, tile, (number, 0, 0), 0)(
-        routing.expert_offsets, tiles, tiles, tiles, number, 0, 0
-    )
-    room = torch.empty(packed.absmax.shape, device="cuda")
-    found = [
-        quantized_mm.launch(
-            x, packed, None, room, routing.expert_offsets, tiles, tile, quantized_mm.HOPPER,
-            back=back, span=(0, outer),
-        )
-        for _ in range(3)
-    ]  # fmt: skip
-    assert quantized_check.on_hopper(packed.spec, dtype, back=back)  # it has compiled
+    tiled = routing_.tabulate(routing.expert_offsets, count, len(x), tile)
+    problem = Problem(packed.spec, dtype, len(x), not back)
+    assert kernel.supports(problem)
+    matmul = ExpertMatmul(packed, None, problem, kernel, tile, None)
+    found = [table.multiply(x, matmul, tiled) for _ in range(3)]
+    assert table.works(kernel, packed.spec)  # it has compiled
     limit = 2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
     assert (found[0].double() - right).norm() < limit * right.norm()
     assert all(torch.equal(found[0], other) for other in found[1:])
@@ -206,7 +194,7 @@ def added(wide: nn.Module, provider: Provider, count: int) -> list[torch.Tensor]
 @pytest.mark.parametrize(("tokens", "few"), [(40, True), (700, True), (700, False)])
 @pytest.mark.parametrize(("hidden", "inner", "count"), [(96, 160, 5), (OSS, OSS, 3)])
 def test_a_layer_in_both_directions(hidden, inner, count, tokens, few, dtype, monkeypatch):
-    from moe_qlora.kernels import dequantize, expert_mm, workspace
+    from moe_qlora.kernels import grouped_mm, quantized_mm, quantized_mm_hopper, table, workspace
 
     module, wide = layer(hidden, inner, count, dtype)
     provider = Provider(count, hidden, inner, dtype)
@@ -216,9 +204,12 @@ def test_a_layer_in_both_directions(hidden, inner, count, tokens, few, dtype, mo
     weights = torch.rand(tokens, 2, device="cuda").to(dtype).requires_grad_()
     assert backend.choose_backend(module, backend.read_call(module, x)) == backend.FUSED
     decoded = []
-    real = dequantize.decode
-    monkeypatch.setattr(dequantize, "decode", lambda *a, **k: decoded.append(1) or real(*a, **k))
-    monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: few)
+    real = grouped_mm.decoding
+    monkeypatch.setattr(grouped_mm, "decoding", lambda *a, **k: decoded.append(1) or real(*a, **k))
+    for module_ in (quantized_mm, quantized_mm_hopper):
+        monkeypatch.setattr(module_, "prefers_quantized", lambda *args, **kwargs: few)
+    if not few:  # nor weights in registers
+        monkeypatch.setattr(table, "KERNELS", [k for k in table.KERNELS if not k.on_codes])
     workspace.release_workspace()
     out = module(x, index, weights)
     seed = torch.randn(out.shape, device="cuda").to(dtype)

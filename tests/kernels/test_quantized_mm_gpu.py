@@ -12,10 +12,10 @@ pytestmark = pytest.mark.gpu
 
 
 def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90, rank=16):
-    from moe_qlora.kernels import dequantize, quantized_check
+    from moe_qlora.kernels import grouped_mm, table
     from moe_qlora.kernels import routing as routing_
 
-    quantized_check.prepare(torch.device("cuda", 0))
+    table.prepare(torch.device("cuda", 0))
     torch.manual_seed(sum(shape))
     weight = torch.randn(shape, device="cuda", dtype=dtype) * 0.05
     storage = torch.int8 if kind == "int8" else torch.uint8
@@ -27,7 +27,7 @@ def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90,
     x = torch.randn(len(index), inner + rank, device="cuda", dtype=dtype)
     factor = torch.randn(experts, outer, rank, device="cuda", dtype=dtype)
     decoded = torch.empty(shape, device="cuda", dtype=dtype)
-    dequantize.decode(packed, decoded)
+    grouped_mm.decode(packed, decoded)
     right = torch.empty(len(index), outer, device="cuda", dtype=torch.float64)
     offsets = routing.expert_offsets[: experts + 1].tolist()
     for e in range(experts):
@@ -39,46 +39,53 @@ def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90,
     return packed, routing, x, factor, right
 
 
-def run(packed, routing, x, factor, config, tile, back, span, gather=None):
-    from moe_qlora.kernels import quantized_mm
-    from moe_qlora.kernels.routing import _tiles_launch
+def run(kernel, packed, routing, x, factor, tile, back, span, cut=None, products=None):
+    """A product by this kernel, whatever the table says, in tiles of so many rows."""
+    from moe_qlora.kernels.expert_mm import ExpertMatmul, Problem
+    from moe_qlora.kernels.factors import Factors
+    from moe_qlora.kernels.routing import tabulate
 
-    count = routing.count // tile + packed.experts
-    tiles = torch.empty(2 * count, dtype=torch.int32, device="cuda")
-    _tiles_launch(packed.experts, tile, (count, 0, 0), 0)(
-        routing.expert_offsets, tiles, tiles, tiles, count, 0, 0
+    tiled = tabulate(
+        routing.expert_offsets, packed.experts, routing.count, tile, routing.order, routing.top_k
     )
-    room = None
-    if packed.nested is not None and not config.direct:
-        room = torch.empty(packed.absmax.shape, device="cuda")
-    return quantized_mm.launch(x, packed, factor, room, routing.expert_offsets, tiles, tile, config,
-                        back=back, span=span, gather=gather)  # fmt: skip
+    factors = None
+    if factor is not None:
+        factors = Factors(factor[..., :0].transpose(1, 2), factor, 1.0)
+    problem = Problem(packed.spec, x.dtype, routing.count, not back)
+    matmul = ExpertMatmul(packed, factors, problem, kernel, tile, cut)
+    operand = kernel.prepare(matmul, tiled, span, "first")
+    return kernel.launch(x, matmul, operand, tiled, span, products)
+
+
+def takes(kernel, packed, dtype, back, rows=1000):
+    """Whether a kernel works here and takes such a product of `rows` rows."""
+    from moe_qlora.kernels import table
+    from moe_qlora.kernels.expert_mm import Problem
+
+    problem = Problem(packed.spec, dtype, rows, not back)
+    return kernel.supports(problem) and table.works(kernel, packed.spec)
 
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 def test_every_configuration(tile, back):
-    from moe_qlora.kernels import autotune, quantized_check
+    from moe_qlora.kernels import quantized_mm, quantized_mm_hopper, table
 
     packed, routing, x, factor, right = problem((4, 192, 320), back)
-    ran = 0
-    for config in autotune._CANDIDATES:
-        if (config.features if back else config.step) > 128:
+    hopper, ran = quantized_mm_hopper.KERNEL, 0
+    for kernel, config in table.candidates("codes"):
+        if config is None:
+            if kernel is not hopper or tile < 64 or not takes(hopper, packed, x.dtype, back):
+                continue
+        elif (config.features if back else config.step) > 128:
             continue
-        if config.own and not (
-            config.hopper
-            and tile >= 64
-            and quantized_check.on_hopper(packed.spec, x.dtype, back=back)
-        ):
-            continue
-        if tile * config.features > 128 * 256 or (
-            config.warps == 4 and tile * config.features > 128 * 128
-        ):
+        elif tile * config.features > 128 * (128 if config.warps == 4 else 256):
             continue  # spills, minutes to compile
-        y = run(packed, routing, x, factor, config, tile, back, (0, right.shape[1]))
+        assert config is None or kernel is quantized_mm.KERNEL
+        whole = 0, right.shape[1]
+        y = run(kernel, packed, routing, x, factor, tile, back, whole, config)
         assert (y.double() - right).norm() < 3e-3 * right.norm(), (config, tile)
-        again = run(packed, routing, x, factor, config, tile, back, (0, right.shape[1]))
-        assert torch.equal(y, again)
+        assert torch.equal(y, run(kernel, packed, routing, x, factor, tile, back, whole, config))
         ran += 1
     assert ran > 5
 
@@ -91,25 +98,24 @@ def test_every_configuration(tile, back):
 @pytest.mark.parametrize("each", [90, 170])
 @pytest.mark.parametrize("span", [(0, None), (64, 128)])
 def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, each, span):
-    from moe_qlora.kernels import quantized_check, quantized_mm
+    from moe_qlora.kernels.quantized_mm_hopper import KERNEL
 
     packed, routing, x, factor, right = problem(
         (4, 192, 320), back, *kind, dtype, each=each, rank=rank
     )
-    if not quantized_check.on_hopper(packed.spec, dtype, back=back):
+    if not takes(KERNEL, packed, dtype, back):
         pytest.skip("no Hopper GPU")
-    span = span[0], right.shape[1] if span[1] is None else span[1]
-    y = run(packed, routing, x, factor if rank else None, quantized_mm.HOPPER, tile, back, span)
+    span, factor = (
+        (span[0], right.shape[1] if span[1] is None else span[1]),
+        factor if rank else None,
+    )
+    found = [run(KERNEL, packed, routing, x, factor, tile, back, span) for _ in range(6)]
     right = right[:, slice(*span)]
     # One rounding of the result: everything else is in fp32 or exact.
-    assert (y.double() - right).norm() < (
+    assert (found[0].double() - right).norm() < (
         2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
     ) * right.norm()
-    for _ in range(5):
-        again = run(
-            packed, routing, x, factor if rank else None, quantized_mm.HOPPER, tile, back, span
-        )
-        assert torch.equal(y, again)
+    assert all(torch.equal(found[0], again) for again in found)
 
 
 @pytest.mark.parametrize("kind", [("nf4", True), ("nf4", False), ("fp4", True)])
@@ -120,11 +126,10 @@ def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, each, spa
 @pytest.mark.parametrize("span", [(0, None), (64, 128)])
 @pytest.mark.parametrize("expert_last", [False, True])
 def test_few_rows_are_as_exact_as_decoding(kind, dtype, rank, shape, each, span, expert_last):
-    from moe_qlora.kernels import quantized_check
-    from moe_qlora.kernels.quantized_config import FEW
+    from moe_qlora.kernels.quantized_mm_skinny import KERNEL
 
     packed, routing, x, factor, right = problem(shape, False, *kind, dtype, each=each, rank=rank)
-    assert quantized_check.multiplies_few(packed.spec, dtype, 16, back=False)
+    assert takes(KERNEL, packed, dtype, False, rows=1)
     span = span[0], min(right.shape[1], right.shape[1] if span[1] is None else span[1])
     if span[0] >= span[1]:
         pytest.skip("no such features")
@@ -132,14 +137,12 @@ def test_few_rows_are_as_exact_as_decoding(kind, dtype, rank, shape, each, span,
         factor = factor.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     wide = torch.zeros(len(x), x.shape[1] + 64, dtype=dtype, device="cuda")  # rows lie apart
     wide[:, : x.shape[1]] = x
-    rows = wide[:, : x.shape[1]]
-    y = run(packed, routing, rows, factor if rank else None, FEW, 16, False, span)
+    rows, factor = wide[:, : x.shape[1]], factor if rank else None
+    found = [run(KERNEL, packed, routing, rows, factor, 16, False, span) for _ in range(4)]
     right = right[:, slice(*span)]
     bound = 2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
-    assert (y.double() - right).norm() < bound * right.norm()
-    for _ in range(3):
-        again = run(packed, routing, rows, factor if rank else None, FEW, 16, False, span)
-        assert torch.equal(y, again)
+    assert (found[0].double() - right).norm() < bound * right.norm()
+    assert all(torch.equal(found[0], again) for again in found)
 
 
 @pytest.mark.parametrize("kind", [("nf4", True), ("nf4", False), ("fp4", True)])
@@ -149,26 +152,27 @@ def test_few_rows_are_as_exact_as_decoding(kind, dtype, rank, shape, each, span,
 @pytest.mark.parametrize("span", [(0, None), (64, 128)])
 @pytest.mark.parametrize("gathers", [False, True])
 def test_registers_are_as_exact_as_decoding(kind, dtype, rank, each, span, gathers):
-    from moe_qlora.kernels import quantized_check, quantized_mm_registers
-    from moe_qlora.kernels.quantized_config import REGISTERS, Gather
+    from moe_qlora.kernels.quantized_mm_rs import KERNEL, reorder
 
     inner = 512 if rank else 1280
     packed, routing, x, factor, right = problem(
         (4, 192, inner), False, *kind, dtype, each=each, rank=rank
     )
-    if not quantized_check.in_registers(packed.spec, dtype, back=False):
+    if not takes(KERNEL, packed, dtype, False):
         pytest.skip("no Hopper GPU")
-    span, gather = (span[0], right.shape[1] if span[1] is None else span[1]), None
+    span, products = (span[0], right.shape[1] if span[1] is None else span[1]), None
     rows, tail = x[:, :inner].contiguous(), x[:, inner:].contiguous()
     if gathers:
         tokens = torch.empty_like(rows)
         tokens[routing.order[: len(rows)].long()] = rows
-        x, gather = quantized_mm_registers.reorder(tokens), Gather(routing.order, tail, 1, len(x))
+        x, products = reorder(tokens), tail
     else:
-        x = torch.cat([quantized_mm_registers.reorder(rows), tail], 1)
+        x = torch.cat([reorder(rows), tail], 1)
     factor = factor if rank else None
-    found = [run(packed, routing, x, factor, REGISTERS, 256, False, span, gather) for _ in range(5)]
-    assert quantized_check.in_registers(packed.spec, dtype, back=False)  # it has compiled
+    found = [
+        run(KERNEL, packed, routing, x, factor, 256, False, span, None, products) for _ in range(5)
+    ]
+    assert takes(KERNEL, packed, dtype, False)  # it has compiled
     right = right[:, slice(*span)]
     # One rounding of the result: everything else is in fp32 or exact.
     assert (found[0].double() - right).norm() < (
@@ -181,10 +185,10 @@ def test_registers_are_as_exact_as_decoding(kind, dtype, rank, each, span, gathe
 @pytest.mark.parametrize("each", [200, 700])
 def test_a_layer_whose_rows_are_reordered_equals_the_portable_one(transposed, each):
     """Forward takes reordered columns where weights are stored (out, in), and backward never."""
-    from moe_qlora.kernels import cards, moe_layer, quantized_check, row_launches
+    from moe_qlora.kernels import cards, moe_layer, quantized_mm_rs, row_kernels, table
 
     device, dtype, experts, size = torch.device("cuda", 0), torch.bfloat16, 4, 512
-    quantized_check.prepare(device)
+    table.prepare(device)
     torch.manual_seed(0)
 
     def stack(out, inp):
@@ -197,9 +201,9 @@ def test_a_layer_whose_rows_are_reordered_equals_the_portable_one(transposed, ea
         return moe_layer.Lora(a, torch.randn(out, 8 * experts, device=device, dtype=dtype), 0.5)
 
     first, second = stack(2 * size, size), stack(size, size)
-    if not quantized_check.in_registers(first.spec, dtype, back=False):
+    if not takes(quantized_mm_rs.KERNEL, first, dtype, False):
         pytest.skip("no Hopper GPU")
-    layer = moe_layer.Layer(first, second, transposed, False, row_launches.Gate("silu"), dtype)
+    layer = moe_layer.Layer(first, second, transposed, False, row_kernels.Gate("silu"), dtype)
     tokens = experts * each // 2
     x, grad = torch.randn(2, tokens, size, device=device, dtype=dtype)
     weights = torch.rand(tokens, 2, device=device, dtype=dtype)
@@ -220,14 +224,15 @@ def test_a_layer_whose_rows_are_reordered_equals_the_portable_one(transposed, ea
 
 
 @pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("tile", [16, 32, 64, 128])
-def test_int8_codes_are_taken(tile, back):
-    from moe_qlora.kernels import autotune, quantized_check, quantized_mm
+@pytest.mark.parametrize("each", [8, 20, 40, 90])  # rows in tiles of 16, 32, 64 and 128
+def test_int8_codes_are_taken(each, back):
+    from moe_qlora.kernels import quantized_mm, table
 
-    packed, routing, x, factor, right = problem((4, 192, 320), back, "int8", False)
-    assert quantized_mm.supports(packed.spec) and quantized_check.takes_int8(x.device)
-    config = autotune.chosen(packed, x.dtype, tile, back=back)
-    y = run(packed, routing, x, factor, config, tile, back, (0, right.shape[1]))
+    packed, routing, x, factor, right = problem((4, 192, 320), back, "int8", False, each=each)
+    matmul = table.choose(packed, len(x), x.dtype, by_rows=not back)
+    assert matmul.kernel is quantized_mm.KERNEL
+    whole = 0, right.shape[1]
+    y = run(matmul.kernel, packed, routing, x, factor, matmul.tile, back, whole, matmul.cut)
     assert (y.double() - right).norm() < 3e-3 * right.norm()
 
 
@@ -235,25 +240,30 @@ def test_int8_codes_are_taken(tile, back):
 @pytest.mark.parametrize("inner", [64, 128])
 def test_the_fewest_steps(inner, back):
     """A single step is no loop for Hopper's kernel: the portable one takes it."""
-    from moe_qlora.kernels import autotune, quantized_check
+    from moe_qlora.kernels import quantized_mm_hopper, table
 
     shape = (4, inner, 192) if back else (4, 192, inner)
     packed, routing, x, factor, right = problem(shape, back)
-    assert inner > 64 or not quantized_check.on_hopper(packed.spec, x.dtype, back=back)
-    config = autotune.chosen(packed, x.dtype, 128, back=back)
-    y = run(packed, routing, x, factor, config, 128, back, (0, right.shape[1]))
+    matmul = table.choose(packed, len(x), x.dtype, by_rows=not back)
+    assert inner > 64 or matmul.kernel is not quantized_mm_hopper.KERNEL
+    whole = 0, right.shape[1]
+    y = run(matmul.kernel, packed, routing, x, factor, matmul.tile, back, whole, matmul.cut)
     assert (y.double() - right).norm() < 3e-3 * right.norm()
 
 
 def test_the_tuner_finds_a_right_configuration(tmp_path, monkeypatch):
-    from moe_qlora.kernels import autotune
+    from moe_qlora.kernels import table
 
-    monkeypatch.setattr(autotune, "cache_file", lambda device: tmp_path / "table.json")
-    autotune._load.cache_clear()
+    monkeypatch.setattr(table, "cache_file", lambda device: tmp_path / "table.json")
+    table.read_tuned.cache_clear()
     packed, *_ = problem((4, 192, 320), False)
-    picked = autotune.tune(packed, torch.bfloat16, (32, 128))
+    picked = table.tune(packed, torch.bfloat16, (32, 128))
     assert set(picked) == {(32, False), (32, True), (128, False), (128, True)}
-    autotune._load.cache_clear()
-    for (tile, back), config in picked.items():
-        assert autotune.chosen(packed, torch.bfloat16, tile, back=back) == config
-    autotune._load.cache_clear()
+    table.read_tuned.cache_clear()
+    for back in (False, True):
+        # 20 rows an expert go in tiles of 32, 90 in tiles of 128.
+        for each, tile in ((20, 32), (90, 128)):
+            matmul = table.choose(packed, 4 * each, torch.bfloat16, by_rows=not back)
+            assert matmul.tile == tile
+            assert (matmul.kernel.name, matmul.cut) == picked[tile, back]
+    table.read_tuned.cache_clear()

@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "decode.csv")
     parser.add_argument("--commit", help="for a copy of the tree without its history")
     options = parser.parse_args()
-    from moe_qlora.kernels import dequantize
+    from moe_qlora.kernels import grouped_mm
 
     device = torch.device("cuda", 0)
     where = environment(device, options.commit)
@@ -41,7 +41,7 @@ def main() -> None:
         stack = codec.pack(weight, CodecSettings(kind, double, storage))
         setting = f"shape={options.shape} {kind}{'+double' if double else ''} bf16"
         moved = stack.nbytes + other.nbytes
-        ours = event_times(partial(dequantize.decode, stack, other), options.repeat)
+        ours = event_times(partial(grouped_mm.decode, stack, other), options.repeat)
         rows = Rows(options.out, where, "decode", setting)
         rows.add("bandwidth", "TB/s", *(moved / ms / 1e9 for ms in ours))
         whole = codec.unpack(stack)

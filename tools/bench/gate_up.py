@@ -24,6 +24,7 @@ from common import BYTES, FLOPS, Rows, cold_times, release
 from peers import UnavailableError, build, tune
 from torch import Tensor
 
+from moe_qlora.kernels.limits import ROWS_ON_QUANTIZED
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
 
@@ -113,13 +114,13 @@ def _product(
         raise UnavailableError("our kernels need a GPU")
     if peer == "ours":
         return _on_codes(stack, x, index, transposed), expected
-    from moe_qlora.kernels import dequantize
+    from moe_qlora.kernels import grouped_mm
 
     shape = weight.shape
 
     def decoded() -> Tensor:
         room = torch.empty(shape, dtype=x.dtype, device=x.device)
-        dequantize.decode(stack, room, expert_offsets=bounds)
+        grouped_mm.decode(stack, room, expert_offsets=bounds)
         return grouped(room)
 
     return decoded, expected
@@ -135,14 +136,16 @@ def _theirs(stack: Any) -> Tensor:
 
 
 def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callable[[], Tensor]:
-    from moe_qlora.kernels import expert_mm, quantized_check, quantized_mm
     from moe_qlora.kernels import routing as routing_
+    from moe_qlora.kernels import table
 
-    if not quantized_mm.supports(stack.spec):
-        raise NotImplementedError("no products on codes: blocks do not lie within rows")
-    matmul = expert_mm.ExpertMatmul(stack, None, not transposed, False, True, x.dtype)
     if x.is_cuda:
-        quantized_check.prepare(x.device)
-    routing = routing_.route(index, stack.experts)
-    wide = expert_mm.prefers_wide_tiles(stack, index.numel(), x.dtype)
-    return lambda: expert_mm.multiply(x, matmul, routing, wide, "first")
+        table.prepare(x.device)
+    # On codes at any number of rows: by the kernel that the table has for no more than these.
+    rows = min(index.numel(), ROWS_ON_QUANTIZED * stack.experts)
+    matmul = table.choose(stack, rows, x.dtype, by_rows=not transposed)
+    if not matmul.kernel.on_codes:
+        raise NotImplementedError("no products on codes: blocks do not lie within rows")
+    matmul = table.of_rows(matmul, index.numel())
+    routing, reorder = routing_.route(index, stack.experts), matmul.kernel.reorder
+    return lambda: table.multiply(x if reorder is None else reorder(x), matmul, routing)

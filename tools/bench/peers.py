@@ -183,7 +183,7 @@ def _ours(peer: str, options: argparse.Namespace, holder: Any) -> list[Tensor]:
 
 def tune(stack: Any) -> None:
     """Let the products on codes of such a stack find their quickest configuration."""
-    from moe_qlora.kernels import autotune as tuner
+    from moe_qlora.kernels import table as tuner
 
     tuner.tune(stack, torch.bfloat16)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import sys
 import warnings
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +30,7 @@ if not triton.knobs.runtime.interpret:
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 NAMES = ("gate_up_proj", "down_proj")
+PACKAGE = str(Path(backend.__file__).parents[1]) + os.sep
 E, H, INNER, K, T = 3, 64, 64, 2, 11
 
 
@@ -152,15 +156,15 @@ def test_a_recomputation_gives_what_is_saved_later(case, finished):
 
 
 def test_a_recomputation_decodes_for_backward_as_well(case, monkeypatch):
-    from moe_qlora.kernels import dequantize, expert_mm
+    from moe_qlora.kernels import grouped_mm, table
 
     module, provider, parts = case
-    monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
+    monkeypatch.setattr(table, "KERNELS", [k for k in table.KERNELS if not k.on_codes])
     decoded = []
-    real = dequantize.decode
+    real = grouped_mm.decoding
     monkeypatch.setattr(
-        dequantize,
-        "decode",
+        grouped_mm,
+        "decoding",
         lambda packed, *a, **k: decoded.append(packed.shape) or real(packed, *a, **k),
     )
     first, second = (E, 2 * INNER, H), (E, H, INNER)
@@ -177,33 +181,52 @@ def test_a_recomputation_decodes_for_backward_as_well(case, monkeypatch):
 
 
 def test_a_recomputation_asks_for_what_serves_twice(case, monkeypatch):
-    from moe_qlora.kernels import expert_mm, moe_layer, quantized_check
+    from moe_qlora.kernels import table
 
     module, provider, parts = case
     asked = []
-    real = expert_mm.runs_quantized
+    real = table.choose
 
-    def recorded(packed, count, dtype, *, back, reused_in_backward=False, **options):
-        asked.append((packed.shape[1], back, reused_in_backward))
-        assert options == ({"in_order": True} if back else {})
-        return real(
-            packed, count, dtype, back=back, reused_in_backward=reused_in_backward, **options
-        )
+    def recorded(packed, *args, backward=False, held=False, reused=False, **options):
+        asked.append((packed.shape[1], backward, reused))
+        options |= {"backward": backward, "held": held, "reused": reused}
+        return real(packed, *args, **options)
 
-    monkeypatch.setattr(moe_layer, "runs_quantized", recorded)
+    monkeypatch.setattr(table, "choose", recorded)
     layer_gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
     forward = [(2 * INNER, False, False), (H, False, False)]
     again = [(2 * INNER, False, True), (H, False, False)]
     assert asked == [*forward, *again, (2 * INNER, True, False), (H, True, False)]
-    # On Hopper's kernel codes are worth it for longer, unless decoding serves twice.
-    monkeypatch.setattr(quantized_check, "on_hopper", lambda *args, **kwargs: True)
-    packed = parametrize.read_packed(module, NAMES[0])
-    for rows, expected in ((256, (True, True)), (257, (True, False)), (513, (False, False))):
-        found = [
-            real(packed, rows * E, torch.bfloat16, back=False, reused_in_backward=reused)
-            for reused in (False, True)
-        ]
-        assert tuple(found) == expected
+
+
+@pytest.mark.parametrize("cap", [None, 1])
+@pytest.mark.parametrize("which", range(6))
+def test_few_frames_lie_between_the_forward_and_a_launch(which, cap, case, monkeypatch):
+    """Host time: a launcher calls the driver itself, and 7 functions of ours at most are open."""
+    from moe_qlora.kernels import cards, launch, table, workspace
+
+    module, _, (x, index, weights) = case
+    depths = {}
+
+    def record(launcher, sizes, *args):
+        depth, frame = 1, sys._getframe(1)  # the launcher's own
+        while frame.f_code is not experts.experts_forward.__code__:
+            depth += frame.f_code.co_filename.startswith(PACKAGE)
+            frame = frame.f_back
+        depths[launcher.kernel.__name__] = depth + 1
+
+    kernel = replace(table.KERNELS[which], supports=lambda p: True, tried=lambda spec: None)
+    monkeypatch.setattr(table, "KERNELS", [kernel])
+    monkeypatch.setattr(cards, "multiplies_by_torch", lambda device, dtype: False)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda x, m, offs: x @ m[0])
+    monkeypatch.setattr(launch.Launcher, "__call__", record)
+    workspace.set_workspace_cap(cap)
+    try:
+        module(x, index, weights)
+    finally:
+        workspace.set_workspace_cap(None)
+    assert {"sort_few_kernel", "permute_kernel", "gate_kernel", "unpermute_kernel"} <= set(depths)
+    assert len(depths) >= 6 and max(depths.values()) <= 7, depths
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -366,17 +389,15 @@ def test_each_reason_against_the_fused_layer(case, monkeypatch):
 
 @pytest.mark.parametrize("right", [True, False])
 def test_rocm_is_tried_and_said_to_be_untested(right, monkeypatch):
-    from moe_qlora.kernels import quantized_check
+    from moe_qlora.kernels import table
 
     device = torch.device("cuda", 0)
     asked = []
     monkeypatch.setattr(backend, "_kernels_run", {})
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (0, 0))
-    monkeypatch.setattr(quantized_check, "prepare", lambda device: None)
-    monkeypatch.setattr(
-        quantized_check, "is_right_untested", lambda device: asked.append(device) or right
-    )
+    monkeypatch.setattr(table, "prepare", lambda device: None)
+    monkeypatch.setattr(table, "is_right_untested", lambda device: asked.append(device) or right)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert backend.kernels_run(device) == right

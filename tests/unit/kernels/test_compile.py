@@ -27,13 +27,13 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 NAMES = {
-    "_decode_kernel", "absmax_kernel", "copy_kernel", "quantized_kernel",
-    "count_kernel", "gate_backward_kernel", "gate_kernel", "interleave_kernel", "outer_kernel",
-    "scan_kernel", "sort_few_kernel", "sort_kernel", "spread_kernel", "sum_kernel",
-    "tiles_kernel",
+    "_decode_kernel", "absmax_kernel", "permute_kernel", "quantized_kernel",
+    "count_kernel", "expert_major_kernel", "expert_minor_kernel", "factor_grad_kernel",
+    "gate_backward_kernel", "gate_kernel", "scan_kernel", "sort_few_kernel", "sort_kernel",
+    "tiles_kernel", "unpermute_kernel",
 }  # fmt: skip
 
-OF_HOPPER = {"hopper_kernel", "registers_kernel", "reorder_kernel"}
+OF_HOPPER = {"hopper_kernel", "rs_kernel", "reorder_kernel"}
 
 # Constants that say how large something is, and not how it is computed.
 SIZES = {"ROWS", "COLS", "STRIDE", "K", "N", "BIG", "SE"}
@@ -241,7 +241,9 @@ def matmul_launches() -> Iterator[str]:
     """Launch both matmuls and LoRA's outer product, as a card cuts them; yield their names."""
     import torch
 
-    from moe_qlora.kernels import grouped_mm, quantized_config, quantized_mm
+    from moe_qlora.kernels import grouped_mm
+    from moe_qlora.kernels.expert_mm import Problem
+    from moe_qlora.kernels.quantized_mm import KERNEL
 
     cpu = torch.device("cpu")
     offsets = torch.zeros(16, dtype=torch.int32)
@@ -252,22 +254,21 @@ def matmul_launches() -> Iterator[str]:
         (64, False, "mxfp4"),
     ):  # fmt: skip
         inner, out = (rows, cols) if back else (cols, rows)
-        config = quantized_config.default(tile, cpu, back=back)
+        problem = Problem(
+            packed_like((2, rows, cols), kind, False).spec, torch.bfloat16, 16, not back
+        )
+        config = KERNEL.default(problem, tile)
         # Else a nested absmax is decoded before, by a kernel of its own.
         stack = packed_like((2, rows, cols), kind, nested=config.direct and kind == "nf4")
         x, factor = bf16(16, inner + rank), bf16(2, out, rank)
-        quantized_mm._quantized_launch.cache_clear()
-        quantized_mm.launch(x, stack, factor, None, offsets, offsets.view(8, 2), tile, config,
-                            back=back, span=(0, out))  # fmt: skip
+        multiply(KERNEL, x, stack, factor, tile, back, cut=config)
         yield f"quantized {kind}, {tile} rows, {'back' if back else 'out'}"
     for tile, by_rows in ((16, True), (64, True), (128, True), (128, False)):
         # Rows of 2048 and LoRA's 16 features; the last step is not a whole one.
         matrices = bf16(2, 1536, 2064).transpose(1, 2) if by_rows else bf16(2, 2064, 1536)
-        grouped_mm._launch.cache_clear()
         cut = grouped_mm.default(tile, cpu)
         grouped_mm.launch(bf16(16, 2064), matrices, offsets, offsets.view(8, 2), tile, cut)
         yield f"grouped, {tile} rows, {'by rows' if by_rows else 'by columns'}"
-    grouped_mm._outer_launch.cache_clear()
     grouped_mm.outer(bf16(16, 1536), bf16(16, 64), offsets)
     yield "outer"
 
@@ -276,22 +277,17 @@ def few_rows_launches() -> Iterator[str]:
     """Launch the kernel for few rows, which is for cards of NVIDIA's alone; yield names."""
     import torch
 
-    from moe_qlora.kernels import quantized_mm, quantized_mm_few, register_weights
-    from moe_qlora.kernels.quantized_config import FEW
+    from moe_qlora.kernels.quantized_mm_skinny import KERNEL
 
-    offsets = torch.zeros(16, dtype=torch.int32)
     for cols, rank, kind, dtype in (
         (512, 16, "nf4", torch.bfloat16), (2048, 128, "nf4", torch.float16),
         (768, 0, "fp4", torch.bfloat16),
     ):  # fmt: skip
         stack = packed_like((2, 200, cols), kind, nested=kind == "nf4")
-        assert register_weights.supports(stack.spec, dtype)
         x = torch.empty(16, cols + rank, dtype=dtype)
         # As PEFT stores lora_B: experts last.
         factor = torch.empty(200, rank, 2, dtype=dtype).permute(2, 0, 1) if rank else None
-        quantized_mm_few.step.cache_clear()
-        quantized_mm.launch(x, stack, factor, None, offsets, offsets.view(8, 2), 16, FEW,
-                            back=False, span=(0, 200))  # fmt: skip
+        multiply(KERNEL, x, stack, factor, 16, False, rows=1)
         yield f"few rows, {kind}, rank {rank}"
 
 
@@ -374,7 +370,7 @@ def main() -> None:
             launched.add(launch_key)
         compiled = compile_only(self, *args, grid=grid, warmup=True, **kwargs)
         assert f".target sm_{target.capability}" in compiled.asm["ptx"]
-        used, formats = launch._Driver.parameters(compiled)
+        used, formats = launch._Compiled.parameters(compiled)
         for argument, kind in zip((args[i] for i in used), formats, strict=False):
             assert kind == "Q" if isinstance(argument, torch.Tensor) else kind in "iqf"
         exempt = self.__name__ in {*OF_HOPPER, "quantized_kernel"} or expects_race
@@ -386,7 +382,13 @@ def main() -> None:
     JITFunction.run = run
     F.grouped_mm = lambda x, right, offs: x.new_empty(len(x), right.shape[-1])
 
-    from moe_qlora.kernels import launch, moe_layer, row_launches, workspace
+    from moe_qlora.kernels import (
+        launch,
+        moe_layer,
+        quantized_mm_rs,
+        row_kernels,
+        workspace,
+    )
 
     def layer_of(
         gate: Any, kind: str, nested: bool, transposed: bool, biased: bool, rank: int,
@@ -418,7 +420,7 @@ def main() -> None:
         moe_layer.down_forward(whole, state)
         moe_layer.backward(whole, state.routing, state.saved, x, operands)
 
-    gates = row_launches.Gate
+    gates = row_kernels.Gate
     clamped = gates("silu", interleaved=True, limit=7.0, alpha=1.7, shift=1.0)
     # Each of the two compiles every kernel, in mixes of its own.
     layer_of(gates("gelu"), "nf4", True, False, False, 16, False, 64)
@@ -431,49 +433,45 @@ def main() -> None:
     layer_of(clamped, "fp4", False, True, True, 4, True, 180, torch.float16)
     layer_of(gates("gelu_tanh"), "int8", False, True, False, 8, False, 16)
     layer_of(clamped, "mxfp4", True, False, True, 16, False, 64)
-    for rank in (0, 16, 128):  # with columns in the order of `quantized_mm_registers.py`
-        gate = row_launches.gate(
-            clamped, 512, 512 + rank, rank, 64, 4, True, torch.bfloat16, None, 0
-        )
-        x, ints = torch.empty(64, 1024, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int)
-        gate(x, x, x, ints, ints, x, x, 1.0, 7.0, 1.7, 1.0)
+    x, ints = torch.empty(64, 2048, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int)
+
+    def gate_of(size: int, rank: int, tile: int, order: Any, biased: bool) -> None:
+        sizes = clamped, size, size + rank, rank, tile, 4, order, biased
+        row_kernels.launch_gate(sizes, x, x, x, ints, ints, x, x, 1.0, 7.0, 1.7, 1.0)
+        assert tile > 16 or row_kernels.launch_gate.geometry(*sizes)[1]["STEPS"] > 1
+
+    for rank in (0, 16, 128):
+        gate_of(512, rank, 64, quantized_mm_rs.ORDER, False)
     workspace.set_workspace_cap(1)
     layer_of(gates("relu"), "nf4", True, False, False, 16, False, 1024)
     on_hopper()
     size, rank = 2048, 128
-    copy = row_launches.copy(size, size + rank, rank, False, 2, 64, 4, torch.bfloat16, None, 0)
-    x, ints = torch.empty(64, size, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int)
     arguments = x, ints, x, ints, ints, x, x, None, None, 1.0
-    copy(*arguments)
+    permute = row_kernels.launch_permute
+    whole = size, size + rank, rank, False, 2, 64, 4, False
+    permute(whole, *arguments)
     for only in (16, rank):  # products alone, which nobody copies
-        row_launches.copy(size, 0, only, False, 2, 64, 4, torch.bfloat16, None, 0)(*arguments)
+        permute((size, 0, only, False, 2, 64, 4, False), *arguments)
     for some in (0, 16, 32):  # tiles of 16 rows, whose steps are unrolled
-        few = row_launches.copy(size, size + some, some, True, 2, 16, 4, torch.bfloat16, None, 0)
-        few(*arguments)
-        gate = row_launches.gate(
-            clamped, 768, 768 + some, some, 16, 4, False, torch.bfloat16, torch.bfloat16, 0
-        )
-        gate(x, x, x, ints, ints, x, x, 1.0, 7.0, 1.7, 1.0)
-        assert few.constants["STEPS"] > 1 and gate.constants["STEPS"] > 1
+        sizes = size, size + some, some, True, 2, 16, 4, False
+        permute(sizes, *arguments)
+        assert permute.geometry(*sizes)[1]["STEPS"] > 1
+        gate_of(768, some, 16, None, True)
     # What was off by 21 % on an H200 is found here.
     expects_race = True
-    raced = copy.constants | {"BM": 64, "num_warps": 4, "num_stages": 2}
-    launch.Launch(copy.kernel, copy.grid, **raced)(*arguments)
+    grid, constants = permute.geometry(*whole)
+    raced = constants | {"BM": 64, "num_warps": 4, "num_stages": 2}
+    launch.Launcher(permute.kernel, lambda: (grid, raced))((), *arguments)
 
 
 def on_hopper() -> None:
     """The kernel for Hopper: both directions, dtypes and kinds, tiles, and the fewest steps."""
     import torch
 
-    from moe_qlora.kernels import (
-        quantized_config,
-        quantized_mm,
-        quantized_mm_hopper,
-        quantized_mm_registers,
-        register_weights,
-    )
+    from moe_qlora.kernels import quantized_mm_hopper, quantized_mm_rs
+    from moe_qlora.kernels.expert_mm import Problem
 
-    none = torch.empty(16, dtype=torch.int32)
+    hopper, in_registers = quantized_mm_hopper.KERNEL, quantized_mm_rs.KERNEL
     # Every two of: the matrix, the direction, LoRA or none, the dtype and kind.
     cases = [
         (128, 320, False, 0, "nf4"),
@@ -488,36 +486,50 @@ def on_hopper() -> None:
     for rows, cols, back, rank, kind in cases:
         dtype = torch.float16 if kind == "fp4" else torch.bfloat16
         stack = packed_like((2, rows, cols), kind, False)
-        assert quantized_mm.supports(stack.spec)
-        assert quantized_mm_hopper.supports(stack.spec, dtype, back=back)
         inner, out = (rows, cols) if back else (cols, rows)
-        x = torch.empty(16, inner + rank, dtype=dtype)
         factor = torch.empty(2, out, rank, dtype=dtype) if rank else None
-        config = quantized_mm.HOPPER
-        tile = 64 if rows == 192 else 128
-        quantized_mm.launch(x, stack, factor, None, none, none.view(8, 2), tile, config, back=back,
-                     span=(0, out))  # fmt: skip
-        gather = quantized_mm.Gather(none, torch.empty(16 * rank, dtype=dtype), 2, 16)
-        quantized_mm.launch(torch.empty(8, inner, dtype=dtype), stack, factor, None, none,
-                     none.view(8, 2), tile, config, back=back, span=(0, out),
-                     gather=gather)  # fmt: skip
+        products, tile = torch.empty(16 * rank, dtype=dtype), 64 if rows == 192 else 128
+        for x, found in (
+            (torch.empty(16, inner + rank, dtype=dtype), None),
+            (torch.empty(8, inner, dtype=dtype), products),
+        ):
+            multiply(hopper, x, stack, factor, tile, back, products=found)
     # Weights in registers: out alone, and sums over whole groups of 256.
     for rows, cols, rank, kind, dtype in [
         (128, 512, 16, "nf4", torch.bfloat16),
         (192, 1024, 0, "fp4", torch.float16),
     ]:
         stack = packed_like((2, rows, cols), kind, False)
-        assert register_weights.supports(stack.spec, dtype)
         x, tokens = torch.empty(16, cols + rank, dtype=dtype), torch.empty(8, cols, dtype=dtype)
         factor = torch.empty(2, rows, rank, dtype=dtype) if rank else None
-        gather = quantized_mm.Gather(none, torch.empty(16 * rank, dtype=dtype), 2, 16)
-        for left, found in ((x, None), (tokens, gather)):
-            quantized_mm.launch(left, stack, factor, None, none, none.view(8, 2), 256,
-                         quantized_config.REGISTERS, back=False, span=(0, rows),
-                         gather=found)  # fmt: skip
-        quantized_mm_registers.reorder(tokens)
+        products = torch.empty(16 * rank, dtype=dtype)
+        for left, found in ((x, None), (tokens, products)):
+            multiply(in_registers, left, stack, factor, 256, False, products=found)
+        quantized_mm_rs.reorder(tokens)
     narrow = packed_like((2, 128, 64), "nf4", False).spec
-    assert not quantized_mm_hopper.supports(narrow, torch.bfloat16, back=False)
+    assert not hopper.supports(Problem(narrow, torch.bfloat16, 400, True))
+
+
+def multiply(
+    kernel: Any, x: Any, packed: Any, factor: Any, tile: int, back: bool, *, rows: int = 400,
+    cut: Any = None, products: Any = None,
+) -> None:  # fmt: skip
+    """Compute a product of 16 rows by a kernel, which is for such products of `rows` rows."""
+    import torch
+
+    from moe_qlora.kernels.expert_mm import ExpertMatmul, Problem
+    from moe_qlora.kernels.factors import Factors
+    from moe_qlora.kernels.routing import Tiled
+
+    # A nested absmax is decoded by each program: else in a pass before, by a kernel of its own.
+    offsets = torch.zeros(16, dtype=torch.int32)
+    problem = Problem(packed.spec, x.dtype, rows, not back)
+    assert kernel.supports(problem), problem
+    factors = None if factor is None else Factors(factor[..., :0].transpose(1, 2), factor, 1.0)
+    matmul = ExpertMatmul(packed, factors, problem, kernel, tile, cut)
+    tiled = Tiled(offsets, packed.experts, 16, offsets, offsets, 2)
+    span = 0, packed.shape[2 if back else 1]
+    kernel.launch(x, matmul, packed.absmax, tiled, span, products)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import torch
 triton = pytest.importorskip("triton")
 from fused_layer import Case, build, check_layer  # noqa: E402
 
-from moe_qlora.kernels import factors, limits, moe_layer  # noqa: E402
+from moe_qlora.kernels import factors, limits, moe_layer, table  # noqa: E402
 from moe_qlora.kernels.factors import Lora, pad_factors  # noqa: E402
-from moe_qlora.kernels.row_launches import Gate  # noqa: E402
+from moe_qlora.kernels.row_kernels import Gate  # noqa: E402
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
@@ -122,7 +122,14 @@ def test_what_is_dequantized_takes_a_contiguous_b(dequantizes, monkeypatch):
     given = []
     real = factors._stored
     answers = iter([*(not d for d in dequantizes), False, False])
-    monkeypatch.setattr(moe_layer, "runs_quantized", lambda *a, **k: next(answers))
+    every = table.KERNELS
+
+    def choose(on_codes, *args, **options):
+        monkeypatch.setattr(table, "KERNELS", [k for k in every if k.on_codes == on_codes])
+        return real_choose(*args, **options)
+
+    real_choose = table.choose
+    monkeypatch.setattr(table, "choose", lambda *a, **k: choose(next(answers), *a, **k))
     monkeypatch.setattr(factors, "_stored", lambda *a: given.append(a[0]) or real(*a))
     check_layer(FEW)
     assert len(given) == 2 - sum(dequantizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 from moe_qlora.kernels import launch as launching  # noqa: E402
-from moe_qlora.kernels.launch import Launch  # noqa: E402
+from moe_qlora.kernels.launch import Launcher, launcher  # noqa: E402
 
 PTX = """
 .visible .entry kernel(
@@ -73,6 +74,7 @@ def driver(monkeypatch):
         values = [
             kind.from_address(address).value for kind, address in zip(read, pointers, strict=False)
         ]
+        assert sys._getframe(1).f_code is Launcher.__call__.__code__  # with no function between
         calls.append((function, (gx, gy, gz), (bx, by, bz), shared, stream, values))
         return errors.pop(0) if errors else 0
 
@@ -90,13 +92,18 @@ def tensors():
     return torch.zeros(64), torch.zeros(64, dtype=torch.float16)
 
 
+def launching_of(kernel, *grid):
+    """A launcher whose grid is its sizes, after `grid`."""
+    return Launcher(kernel, lambda *sizes: ((*grid, *sizes), {"SIZE": 16, "FLAG": True}))
+
+
 @pytest.mark.parametrize("more", ["", SCRATCH])
 def test_the_driver_gets_addresses_and_numbers(driver, more):
     kernel = Kernel(more=more)
-    step = Launch(kernel, (4, 2), SIZE=16, FLAG=True, num_warps=4)
+    step = launching_of(kernel, 4, 2)
     for size in (5, -6, 7):
         x, y = tensors()
-        step(x, y, size, 1, 0.5)
+        step((), x, y, size, 1, 0.5)
     assert len(kernel.made) == 1 and not kernel.made[0].seen
     assert len(driver.calls) == 2
     scratch = [0] if more else []
@@ -106,15 +113,16 @@ def test_the_driver_gets_addresses_and_numbers(driver, more):
 
 
 def test_each_thread_has_a_buffer_of_its_own(driver):
-    step = Launch(Kernel(), (1,), SIZE=16, FLAG=True)
+    step = launching_of(Kernel(), 1)
     x, y = tensors()
-    step(x, y, 5, 1, 0.5)
-    step(x, y, 6, 1, 0.5)
-    worker = threading.Thread(target=lambda: step(x, y, 7, 1, 0.5))
+    step((), x, y, 5, 1, 0.5)
+    step((), x, y, 6, 1, 0.5)
+    worker = threading.Thread(target=lambda: step((), x, y, 7, 1, 0.5))
     worker.start()
     worker.join()
     assert [call[-1][2] for call in driver.calls] == [6, 7]
-    assert len(step.run.buffers) == 2
+    (kept,) = step.kept.values()
+    assert len(kept.buffers) == 2
 
 
 @pytest.mark.parametrize(
@@ -129,10 +137,10 @@ def test_each_thread_has_a_buffer_of_its_own(driver):
 )
 def test_what_is_not_plain_goes_through_triton(driver, compiled):
     kernel = Kernel(**compiled)
-    step = Launch(kernel, (4, 2), SIZE=16, FLAG=True, num_warps=4)
+    step = launching_of(kernel, 4, 2)
     x, y = tensors()
     for _ in range(3):
-        step(x, y, 5, 1, 0.5)
+        step((), x, y, 5, 1, 0.5)
     (made,) = kernel.made
     assert not driver.calls
     assert made.seen == [((4, 2, 1), (x.data_ptr(), y.data_ptr(), 5, 1, 0.5, True, 16), 70)] * 2
@@ -141,24 +149,24 @@ def test_what_is_not_plain_goes_through_triton(driver, compiled):
 def test_errors_of_the_driver_are_raised_and_a_thread_without_context_gets_one(driver, monkeypatch):
     entered = []
     monkeypatch.setattr(launching, "_enter", entered.append)
-    step = Launch(Kernel(), (1,), SIZE=16, FLAG=True)
+    step = launching_of(Kernel(), 1)
     x, y = tensors()
-    step(x, y, 5, 1, 0.5)
+    step((), x, y, 5, 1, 0.5)
     driver.errors[:] = [201]
-    step(x, y, 5, 1, 0.5)
+    step((), x, y, 5, 1, 0.5)
     assert entered == [0] and len(driver.calls) == 2
     driver.errors[:] = [701]
     with pytest.raises(RuntimeError, match=r"refused to launch a kernel \(error 701\)"):
-        step(x, y, 5, 1, 0.5)
+        step((), x, y, 5, 1, 0.5)
 
 
 def test_nothing_is_kept_of_an_address_that_is_no_multiple_of_16(driver):
     kernel = Kernel()
-    step = Launch(kernel, (1,), SIZE=16, FLAG=True)
+    step = launching_of(kernel, 1)
     x, y = tensors()
     for _ in range(2):
-        step(x[1:], y, 5, 1, 0.5)
-    assert len(kernel.made) == 2 and step.run is None
+        step((), x[1:], y, 5, 1, 0.5)
+    assert len(kernel.made) == 2 and not step.kept
     assert launching.aligned(x) is x
     moved = launching.aligned(x[1:])
     assert moved.data_ptr() % 16 == 0 and torch.equal(moved, x[1:])
@@ -166,11 +174,36 @@ def test_nothing_is_kept_of_an_address_that_is_no_multiple_of_16(driver):
 
 def test_an_empty_grid_launches_nothing(driver):
     kernel = Kernel()
-    Launch(kernel, (0, 3), SIZE=16, FLAG=True)(*tensors(), 5, 1, 0.5)
+    launching_of(kernel, 0, 3)((), *tensors(), 5, 1, 0.5)
     assert not kernel.made and not driver.calls
 
 
 def test_tensors_of_other_devices_are_refused(driver):
     x = torch.empty(64)
     with pytest.raises(ValueError, match="several devices: cpu, meta"):
-        Launch(Kernel(), (1,), FLAG=True, SIZE=16)(x, torch.empty(64, device="meta"), 5, 1, 0.5)
+        launching_of(Kernel(), 1)((), x, torch.empty(64, device="meta"), 5, 1, 0.5)
+
+
+def test_a_launch_is_kept_for_each_size_and_dtype(driver):
+    """What grid, constants and the compiled kernel depend on, and nothing else."""
+    kernel = Kernel()
+
+    @launcher(kernel)
+    def step(size):
+        return (size,), {"SIZE": size, "FLAG": True}
+
+    x, y = tensors()
+    for sizes, first in [((2,), x), ((2,), x), ((3,), x), ((2,), y), ((2,), x), ((3,), x)]:
+        step(sizes, first, y, 5, 1, 0.5)
+    assert len(kernel.made) == len(step.kept) == 3
+    assert [call[1][0] for call in driver.calls] == [2, 2, 3]
+
+
+def test_the_oldest_launch_is_forgotten(driver, monkeypatch):
+    monkeypatch.setattr(launching, "_MOST_KEPT", 2)
+    kernel = Kernel()
+    step = launching_of(kernel)
+    x, y = tensors()
+    for size in (1, 2, 3, 2, 3, 1):
+        step((size,), x, y, 5, 1, 0.5)
+    assert len(kernel.made) == 4 and len(step.kept) == 2

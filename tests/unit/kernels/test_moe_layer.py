@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,15 +14,14 @@ triton = pytest.importorskip("triton")
 from fused_layer import CASES, Case, build, check_layer, stack_of  # noqa: E402
 
 from moe_qlora.kernels import (  # noqa: E402
-    autotune,
-    dequantize,
     expert_mm,
+    grouped_mm,
     moe_layer,
-    quantized_check,
     quantized_mm,
+    table,
     workspace,
 )
-from moe_qlora.kernels.row_launches import Gate  # noqa: E402
+from moe_qlora.kernels.row_kernels import Gate  # noqa: E402
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
@@ -49,7 +50,7 @@ def test_decode_equals_the_codec(kind, double, shape, apart):
     out = wide[:, :, : cols + 16]
     offsets = torch.tensor([0, 2] + [5] * (experts - 1), dtype=torch.int32)
     live = [e for e in range(experts) if offsets[e] < offsets[e + 1]]
-    dequantize.decode(stack, out, expert_offsets=offsets, right=right, below=below)
+    grouped_mm.decode(stack, out, expert_offsets=offsets, right=right, below=below)
     expected = codec.unpack(stack)
     for e in range(experts):
         if e not in live:
@@ -60,7 +61,7 @@ def test_decode_equals_the_codec(kind, double, shape, apart):
         assert torch.equal(out[e, rows:, :cols], below[e])
         assert wide[e, :, cols + 16 :].isnan().all()
     part = torch.full((experts - 1, rows, cols), float("nan"))
-    dequantize.decode(stack, part, first=1)
+    grouped_mm.decode(stack, part, first=1)
     assert torch.equal(part, expected[1:])
 
 
@@ -68,7 +69,13 @@ def forbid_decoding(monkeypatch):
     def forbidden(*args, **kwargs):
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(dequantize, "decode", forbidden)
+    monkeypatch.setattr(grouped_mm, "decoding", forbidden)
+
+
+def dequantize_all(monkeypatch):
+    """Leave out the kernels on codes."""
+    rows = [kernel for kernel in table.KERNELS if not kernel.on_codes]
+    monkeypatch.setattr(table, "KERNELS", rows)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,7 +88,7 @@ def test_layer_equals_plain_loops(name, monkeypatch):
 @pytest.mark.usefixtures("own_grouped_mm")
 @pytest.mark.parametrize("name", ["plain", "interleaved", "partial", "high-rank", "few-int8"])
 def test_the_own_grouped_matmul(name, monkeypatch):
-    monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
+    dequantize_all(monkeypatch)
     check_layer(CASES[name])
 
 
@@ -99,10 +106,16 @@ SLICED = ["mxfp4", "tanh", "partial", "int8", "few-transposed", "interleaved", "
 def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
     case = CASES[name]
     if not few:
-        monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
+        dequantize_all(monkeypatch)
     sliced = []
-    real = expert_mm._slice
-    monkeypatch.setattr(expert_mm, "_slice", lambda *a: sliced.append(a[2]) or real(*a))
+    real = expert_mm.ExpertMatmul.spans
+
+    def spans(matmul, count):
+        found = list(real(matmul, count))
+        sliced.extend(found if len(found) > 1 else ())
+        return found
+
+    monkeypatch.setattr(expert_mm.ExpertMatmul, "spans", spans)
     workspace.set_workspace_cap(1)
     try:
         check_layer(case)
@@ -121,18 +134,18 @@ def test_slices_by_the_own_grouped_matmul(name, monkeypatch):
 @pytest.mark.parametrize("name", ["plain", "interleaved", "partial"])
 def test_rows_any_distance_apart(name, monkeypatch):
     """As of wide rows, which start at whole lines."""
-    monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
-    for module in (moe_layer, expert_mm):
+    dequantize_all(monkeypatch)
+    for module in (moe_layer, grouped_mm):
         monkeypatch.setattr(module, "row_stride", lambda width, *args, **kwargs: width + 24)
     check_layer(CASES[name])
 
 
 def test_a_cap_keeps_what_is_decoded_and_copied_below_it(monkeypatch):
     case = Case(tokens=70, experts=2, hidden=128, inner=128, gate=Gate("relu2", gated=False))
-    monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
+    dequantize_all(monkeypatch)
     copied = []
-    real = moe_layer._copied
-    monkeypatch.setattr(moe_layer, "_copied", lambda *a: copied.append(real(*a)) or copied[-1])
+    real = moe_layer._permute
+    monkeypatch.setattr(moe_layer, "_permute", lambda *a: copied.append(real(*a)) or copied[-1])
     cap = 2 * 4 * (128 + 16) * 64
     workspace.set_workspace_cap(cap)
     try:
@@ -158,7 +171,8 @@ CONFIGS = [quantized_mm.Config(128, 64, 2, 4, True), quantized_mm.Config(64, 128
     ],
 )
 def test_few_tokens_in_every_configuration(name, config, monkeypatch):
-    monkeypatch.setattr(autotune, "chosen", lambda *args, **kwargs: config)
+    portable = replace(quantized_mm.KERNEL, default=lambda problem, tile: config)
+    monkeypatch.setattr(table, "KERNELS", [portable])
     check_layer(CASES[name])
 
 
@@ -166,7 +180,7 @@ def test_few_tokens_in_every_configuration(name, config, monkeypatch):
 def test_many_tokens_decode(name, monkeypatch):
     """What `test_layer_equals_plain_loops` forbids of few tokens would be noticed there."""
     forbid_decoding(monkeypatch)
-    monkeypatch.setattr(expert_mm, "few_rows", lambda *args, **kwargs: False)
+    dequantize_all(monkeypatch)
     with pytest.raises(AssertionError, match="decoded"):
         check_layer(CASES[name])
 
@@ -180,13 +194,13 @@ def test_a_part_of_each_matrix_is_decoded(kind):
     for corner, height, width in [((8, 0), 16, 72), ((0, 24), 40, 24), ((11, 16), 16, 24)]:
         out = torch.full((3, height + 16, width), float("nan"))
         under = below if width == 24 else torch.zeros(3, 16, width)
-        dequantize.decode(stack, out, corner=corner, expert_offsets=offsets, below=under)
+        grouped_mm.decode(stack, out, corner=corner, expert_offsets=offsets, below=under)
         for e in (0, 2):
             part = whole[e, corner[0] : corner[0] + height, corner[1] : corner[1] + width]
             assert torch.equal(out[e, :height], part)
         assert out[1].isnan().all()
     out = torch.empty(3, 16, 72 + 16)
-    dequantize.decode(stack, out, corner=(8, 0), right=right)
+    grouped_mm.decode(stack, out, corner=(8, 0), right=right)
     assert torch.equal(out[:, :, :72], whole[:, 8:24]) and torch.equal(out[:, :, 72:], right)
 
 
@@ -232,14 +246,15 @@ def test_the_compiler_is_told_the_right_shapes(tokens, transposed):
     assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
-def test_a_kernel_is_tried_before_it_is_used(kind, monkeypatch):
-    device, config = torch.device("cpu"), quantized_mm.Config(64, 64, 2, 4, False)
-    assert quantized_check._is_right(device, kind, 32, config)
-    real = quantized_mm.launch
-    monkeypatch.setattr(
-        quantized_mm, "launch", lambda *a, **k: real(*a, **k).mul_(1 + 1e-2 * k["back"])
-    )
-    assert not quantized_check._is_right(device, kind, 32, config)
-    monkeypatch.setattr(quantized_mm, "launch", lambda *a, **k: 1 / 0)
-    assert not quantized_check._is_right(device, kind, 32, config)
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8", "mxfp4"])
+def test_a_kernel_is_tried_before_it_is_used(kind):
+    device, portable = torch.device("cpu"), quantized_mm.KERNEL
+    assert table.is_right(portable, device, kind)
+    for wrong_way in (True, False):
+
+        def wrong(x, matmul, *rest, wrong_way=wrong_way):
+            y = quantized_mm.launch(x, matmul, *rest)
+            return y.mul_(1 + 1e-2 * (matmul.problem.by_rows == wrong_way))
+
+        assert not table.is_right(replace(portable, launch=wrong), device, kind)
+    assert not table.is_right(replace(portable, launch=lambda *a: 1 / 0), device, kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_qlora.kernels import projection, reference
+from moe_qlora.kernels import projection
 
 IN, OUT, E, K = 24, 40, 5, 2
 
@@ -23,11 +23,11 @@ def setup(*, gathers, scatters, transposed, partial, tokens=29, ranks=(3, 16), s
         index[::4, 1] = E
     ids, order = index.reshape(-1).sort(stable=True)
     offsets = torch.searchsorted(ids, torch.arange(E + 1))
-    rows = reference.Rows(order, offsets, K, gathers, scatters, partial)
+    rows = projection.Rows(order, offsets, K, gathers, scatters, partial)
     count = tokens if gathers else tokens * K
     scale = rand(tokens * K) if scatters else None
     terms = [
-        reference.LoraInputs(
+        projection.LoraInputs(
             rand(count, IN) if i else None,
             rand(E * r, IN),
             rand(OUT, r * E),
@@ -42,9 +42,9 @@ def setup(*, gathers, scatters, transposed, partial, tokens=29, ranks=(3, 16), s
 def cast(value, dtype):
     if isinstance(value, torch.Tensor):
         return value.to(dtype)
-    if isinstance(value, reference.LoraInputs):
+    if isinstance(value, projection.LoraInputs):
         dropped = None if value.dropped is None else value.dropped.to(dtype)
-        return reference.LoraInputs(
+        return projection.LoraInputs(
             dropped, value.a.to(dtype), value.b.to(dtype), value.scaling, dtype
         )
     return value
@@ -54,12 +54,12 @@ def run(backend, parts, dtype, grad):
     x, stack, rows, scale, bias, terms, _ = parts
     transposed = stack.shape[1] == IN
     stack = stack.to(dtype)
-    weight = reference.Weight(lambda a, b: stack[a:b], E, OUT, transposed, dtype)
+    weight = projection.Weight(lambda a, b: stack[a:b], E, OUT, transposed, dtype)
     terms = [cast(term, dtype) for term in terms]
     scale, bias = cast(scale, dtype), cast(bias, dtype)
-    operands = reference.Operands(cast(x, dtype), weight, rows, scale, bias, terms)
+    operands = projection.Operands(cast(x, dtype), weight, rows, scale, bias, terms)
     both = [True, True]
-    needs = reference.Needs(True, scale is not None, True, [False, True], both, both)
+    needs = projection.Needs(True, scale is not None, True, [False, True], both, both)
     out = backend.forward(operands)
     grads = backend.backward(cast(grad, dtype), operands, needs)
     return [out, grads.x, grads.scale, grads.bias, *grads.dropped, *grads.a, *grads.b]
@@ -76,9 +76,9 @@ def test_equals_the_reference(transposed, partial, way):
 def check(parts):
     rand, rows = parts[-1], parts[2]
     grad = rand(rows.outputs, OUT)
-    exact = run(reference, parts, torch.float64, grad)
-    ours = run(projection, parts, torch.float32, grad)
-    theirs = run(reference, parts, torch.float32, grad)
+    exact = run(projection.LOOP, parts, torch.float64, grad)
+    ours = run(projection.GROUPED, parts, torch.float32, grad)
+    theirs = run(projection.LOOP, parts, torch.float32, grad)
     for right, mine, other in zip(exact, ours, theirs, strict=True):
         assert (right is None) == (mine is None)
         if right is not None:

@@ -16,9 +16,6 @@ pre-activations meet LoRA's factors too, in their own order.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -27,23 +24,90 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from .launch import Launch
-from .limits import REGISTERS_GROUP, WIDEST_TILE, cdiv
+from . import cards
+from .expert_mm import ExpertMatmul, Kernel, Problem
+from .launch import Geometry, launcher
+from .limits import (
+    TILE,
+    WIDEST_TILE,
+    ColumnOrder,
+    cdiv,
+    suits_rs,
+    supports_quantized,
+    supports_registers,
+)
+from .quantized_mm import FAILURES, Operands, fall_back, prepare
 from .quantized_mm_hopper import (
     barrier,
     block_values,
     load_tail,
+    look_up,
     lookup_asm,
     source_rows,
     table_asm,
 )
-from .register_weights import feature, quarters, weights, words_layout
+from .routing import Routing, Tiled
 from .weights import WeightSpec
+
+UNPACK: gl.constexpr = gl.constexpr("mov.b32 {$0, $1}, $2;")
+
+
+@gluon.constexpr_function
+def words_layout(features, words):
+    """(features of the tile, 4 groups of 64, words): a thread has two rows' words of a group."""
+    reg = [[0, 0, 1 << i] for i in range(words.bit_length() - 1)] + [[8, 0, 0]]
+    lane = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    warp = [[16 << i, 0, 0] for i in range((features // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(reg, lane, warp, [], [features, 4, words])
+
+
+@gluon.jit
+def feature(m):
+    """Feature of a row of the tile: a thread's rows r and r + 8 are neighbours."""
+    return (m & 112) | ((m & 7) * 2) | ((m >> 3) & 1)
+
+
+@gluon.jit
+def quarters(words):
+    """Words (features, 4, 8) to four parts (features, 4, 2), in order."""
+    M: gl.constexpr = words.shape[0]
+    P: gl.constexpr = words_layout(M, 2)
+    parts = gl.permute(gl.reshape(words, (M, 4, 2, 2, 2)), (0, 1, 4, 3, 2))
+    low, high = gl.split(parts)
+    w0, w1 = gl.split(low)
+    w2, w3 = gl.split(high)
+    return (
+        gl.convert_layout(w0, P, assert_trivial=True),
+        gl.convert_layout(w1, P, assert_trivial=True),
+        gl.convert_layout(w2, P, assert_trivial=True),
+        gl.convert_layout(w3, P, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def weights(words, v, dtype: gl.constexpr, LOOKUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Words (features, 4, 2) and their blocks' values to 64 columns' weights (features, 64)."""
+    M: gl.constexpr = words.shape[0]
+    pairs = look_up(words, v, 2, LOOKUP)  # row, group, word, and twice 2 of 4 pairs
+    pairs = gl.reshape(gl.permute(pairs, (0, 2, 3, 4, 1)), (M, 32))
+    if dtype == gl.bfloat16:
+        low, high = gl.inline_asm_elementwise(
+            UNPACK, "=h,=h,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+        )
+    else:
+        low, high = gl.inline_asm_elementwise(
+            UNPACK, "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+        )
+    return gl.convert_layout(gl.reshape(gl.join(low, high), (M, 64)), LAYOUT, assert_trivial=True)
+
 
 SLOTS: gl.constexpr = gl.constexpr(4)
 """Tiles of rows in shared memory: two being multiplied, two on their way."""
 
 FEATURES, WARPS = 128, 8
+
+ORDER = ColumnOrder(groups=4, runs=32)
+"""In which the kernel takes the columns of rows."""
 
 
 @gluon.constexpr_function
@@ -165,7 +229,7 @@ def _product(
 
 
 @gluon.jit(do_not_specialize=["last_row"])
-def registers_kernel(
+def rs_kernel(
     x, order, products, codes, absmax, factor, tiles, expert_offsets, y, last_row,
     stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
     ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, TOP_K: gl.constexpr,
@@ -211,36 +275,85 @@ def reorder_kernel(x, out, rows, COLS: tl.constexpr, BM: tl.constexpr):
     tl.store(out + base + to[None, :], value, mask=live)
 
 
-@lru_cache(maxsize=64)
-def _reorder_launch(columns: int, rows: int, device: int) -> Launch:
-    grid = (cdiv(rows, 16), columns // REGISTERS_GROUP)
-    return Launch(reorder_kernel, grid, COLS=columns, BM=16, num_warps=4)
+@launcher(reorder_kernel)
+def _launch_reorder(columns: int, rows: int) -> Geometry:
+    grid = cdiv(rows, 16), columns // ORDER.width
+    return grid, {"COLS": columns, "BM": 16, "num_warps": 4}
 
 
 def reorder(x: Tensor) -> Tensor:
-    """Return rows `(R, K)` of 16 bits, contiguous, in the order of columns that `step` takes."""
+    """Return rows `(R, K)` of 16 bits, contiguous, in `ORDER`."""
     out = torch.empty_like(x)
-    launch = _reorder_launch(x.shape[1], x.shape[0], x.get_device())
-    launch(x.view(torch.int32), out.view(torch.int32), x.shape[0])
+    words, rows = x.view(torch.int32), x.shape[0]
+    _launch_reorder((x.shape[1], rows), words, out.view(torch.int32), rows)
     return out
 
 
 def restore(x: Tensor, columns: int) -> Tensor:
-    """Return rows `(R, K + r)` whose first K columns are reordered, in the order of columns."""
-    pairs = x[:, :columns].reshape(x.shape[0], -1, 32, 4, 2).transpose(2, 3)
+    """Return rows `(R, K + r)`, of which the first K `columns` are in `ORDER`, as they were."""
+    pairs = x[:, :columns].reshape(x.shape[0], -1, ORDER.runs, ORDER.groups, 2).transpose(2, 3)
     return torch.cat([pairs.reshape(x.shape[0], columns), x[:, columns:]], 1)
 
 
-@lru_cache(maxsize=256)
-def step(
-    spec: WeightSpec, dtype: torch.dtype, stride: int, top_k: int, rank: int,
-    across: tuple[int, ...], back: bool, tile: int, tiles: int, span: tuple[int, int],
-) -> Launch:  # fmt: skip
-    """`registers_kernel` for `quantized_mm.launch`, in whose words these are."""
-    assert not back and tile == WIDEST_TILE
-    constants: dict[str, Any] = {"TABLE": table_asm(spec.kind, dtype), "LOOKUP": lookup_asm()}
-    return Launch(
-        registers_kernel, (cdiv(span[1] - span[0], FEATURES), tiles),
-        ROWS=spec.shape[1], COLS=spec.shape[2], STRIDE=stride, TOP_K=top_k, RANK=rank,
-        BLOCKSIZE=spec.blocksize, WIDTH=span[1] - span[0], **constants, num_warps=WARPS,
-    )  # fmt: skip
+def supports(problem: Problem) -> bool:
+    """Whether it sums over whole groups of stored columns of 16-bit rows, and is quickest."""
+    spec = problem.spec
+    if not problem.by_rows or problem.dtype not in cards.HALVES or not cards.allows_hopper():
+        return False
+    # Backward's gradients of pre-activations meet LoRA's factors too, in their own order.
+    if problem.backward or problem.tile != TILE:
+        return False
+    # 128 to 1,024 rows an expert (`limits.ROWS_IN_REGISTERS`).
+    if not suits_rs(problem.rows, problem.experts):
+        return False
+    return supports_quantized(spec.kind, spec.shape[2], spec.blocksize) and supports_registers(
+        spec.kind, spec.blocksize, spec.shape[2]
+    )
+
+
+def launch(
+    x: Tensor, matmul: ExpertMatmul, absmax: Tensor, routing: Routing | Tiled,
+    span: tuple[int, int], products: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute a product as `expert_mm.Kernel` says, in tiles of `WIDEST_TILE` rows."""
+    packed = matmul.packed
+    o = Operands.of(x, matmul, absmax, routing, span, products)
+    try:
+        _launch(
+            (packed.spec, x.dtype, x.stride(0), o.top_k, o.rank, len(o.tiles) // 2, o.numbers),
+            x, o.order, o.products, packed.flat_codes.view(torch.int32), absmax, o.factor, o.tiles,
+            routing.expert_offsets, o.y, routing.count - 1, *o.numbers,
+        )  # fmt: skip
+    except FAILURES as error:
+        x = restore(x, packed.spec.shape[2])
+        return fall_back(error, "Hopper", x, matmul, absmax, routing, span, products)
+    return o.y
+
+
+@launcher(rs_kernel)
+def _launch(
+    spec: WeightSpec, dtype: torch.dtype, stride: int, top_k: int, rank: int, tiles: int,
+    numbers: tuple[int, ...],
+) -> Geometry:  # fmt: skip
+    width = numbers[3] - numbers[2]
+    return (cdiv(width, FEATURES), tiles), {
+        "ROWS": spec.shape[1], "COLS": spec.shape[2], "STRIDE": stride, "TOP_K": top_k,
+        "RANK": rank, "BLOCKSIZE": spec.blocksize, "WIDTH": width,
+        "TABLE": table_asm(spec.kind, dtype), "LOOKUP": lookup_asm(), "num_warps": WARPS,
+    }  # fmt: skip
+
+
+KERNEL = Kernel(
+    "rs_gemm",
+    supports,
+    lambda problem: WIDEST_TILE,
+    prepare,
+    launch,
+    gathers=True,
+    order=ORDER,
+    reorder=reorder,
+    capable=lambda card: card.capability == cards.HOPPER,
+    tried=lambda spec: "nf4",
+    tried_tiles=(WIDEST_TILE,),
+    both_ways=False,
+)

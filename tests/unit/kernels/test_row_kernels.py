@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 triton = pytest.importorskip("triton")
 from fused_layer import Case, build, check_layer  # noqa: E402
 
-from moe_qlora.kernels import moe_layer, row_launches  # noqa: E402
-from moe_qlora.kernels.row_launches import Gate  # noqa: E402
+from moe_qlora.kernels import moe_layer, row_kernels  # noqa: E402
+from moe_qlora.kernels.row_kernels import Gate  # noqa: E402
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
@@ -31,17 +30,9 @@ CASES = {
 
 
 @pytest.fixture
-def narrow_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def narrow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 32 columns, 16 at rank 32, so that small rows have several."""
-
-    def forget() -> None:
-        row_launches.copy.cache_clear()
-        row_launches.gate.cache_clear()
-
-    forget()
-    monkeypatch.setattr(row_launches, "_FACTOR_PART", 512)
-    yield
-    forget()
+    monkeypatch.setattr(row_kernels, "_FACTOR_PART", 512)
 
 
 def outputs(case):
@@ -59,27 +50,23 @@ def outputs(case):
 def test_steps_ahead_change_no_bit(name, monkeypatch):
     check_layer(CASES[name])
     steps = []
-    real = row_launches._unrolled
-    monkeypatch.setattr(row_launches, "_unrolled", lambda *a: steps.append(real(*a)) or steps[-1])
-    row_launches.copy.cache_clear()
-    row_launches.gate.cache_clear()
+    real = row_kernels._unrolled
+    monkeypatch.setattr(row_kernels, "_unrolled", lambda *a: steps.append(real(*a)) or steps[-1])
     *ahead, tile = outputs(CASES[name])
     assert tile == 16 and len(steps) == 2 and min(steps) > 1
-    monkeypatch.setattr(row_launches, "_unrolled", lambda *args: 1)
-    row_launches.copy.cache_clear()
-    row_launches.gate.cache_clear()
+    monkeypatch.setattr(row_kernels, "_unrolled", lambda *args: 1)
     *plain, _ = outputs(CASES[name])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(ahead, plain, strict=True))
 
 
 def test_only_short_rows_of_small_tiles_are_unrolled():
-    assert row_launches._unrolled(2048, 512, 16) == 4
-    assert row_launches._unrolled(4096, 512, 16) == 8
-    assert row_launches._unrolled(4104, 512, 16) == 1
-    assert row_launches._unrolled(2048, 512, 64) == 1
+    assert row_kernels._unrolled(2048, 512, 16) == 4
+    assert row_kernels._unrolled(4096, 512, 16) == 8
+    assert row_kernels._unrolled(4104, 512, 16) == 1
+    assert row_kernels._unrolled(2048, 512, 64) == 1
 
 
-@pytest.mark.parametrize(("bias", "steps"), [(None, 2), (torch.bfloat16, 1)])
-def test_rows_beside_a_bias_are_not_unrolled(bias, steps):
-    launch = row_launches.copy(1024, 1088, 16, False, 2, 16, 4, torch.bfloat16, bias, -1)
-    assert launch.constants["STEPS"] == steps
+@pytest.mark.parametrize(("biased", "steps"), [(False, 2), (True, 1)])
+def test_rows_beside_a_bias_are_not_unrolled(biased, steps):
+    sizes = 1024, 1088, 16, False, 2, 16, 4, biased
+    assert row_kernels.launch_permute.geometry(*sizes)[1]["STEPS"] == steps
