@@ -12,6 +12,9 @@ four in each of four threads, so the rows' columns are put in another order befo
 pre-activations meet LoRA's factors too, in their own order.
 
     column 256 b + 64 g + 2 i + j    comes at    256 b + 8 i + 2 g + j    (g < 4, i < 32, j < 2)
+
+The left operand of mma.sync lies the same way in registers as that of wgmma, so that
+`quantized_mm_skinny.py` looks weights up by the same functions.
 """
 
 from __future__ import annotations
