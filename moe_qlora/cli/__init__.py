@@ -5,9 +5,7 @@ name (doctor, dump, export, merge, ...) that reads options and calls the library
 
     options.py      options that several subcommands take
     messages.py     stderr: errors, warnings, interruptions
-    findings.py     what dump prints, as data
     render*.py      how they print; render.py is common to them
-    chart.py        plan --chart;  heat_map.py: verify --heat-map
     moe_experts.py  dump as a subcommand of axolotl
 """
 

@@ -49,7 +49,7 @@ def dump(
     place_of(model)
     with render.working(f"Looking for experts in {model}"):
         from . import render_dump
-        from .findings import inspect_model
+        from .render_dump import inspect_model
 
         findings = inspect_model(model, quant, double_quant, trust_remote_code=trust_remote_code)
     if as_json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,7 +25,7 @@ EXAMPLES = (
     "moe-qlora plan qwen3-30b-a3b --gpus 24GiB",
     "moe-qlora plan ./model --gpus 4090 --seq 2048 --targets experts",
     "moe-qlora plan ./model --gpus 8xH100 --fsdp 8",
-    "moe-qlora plan train.yaml --gpus 2xA100-80GB --chart plan.png",
+    "moe-qlora plan train.yaml --gpus 2xA100-80GB",
 )
 _ALL = -1  # What stands for a --ddp without a number
 
@@ -95,7 +94,6 @@ Ddp = Annotated[
         metavar="[INTEGER]", help="Ranks under DDP; without a number as many as --gpus names."
     ),
 ]
-Chart = Annotated[Path | None, typer.Option(help="Write a stacked bar chart to this PNG file.")]
 
 
 def plan(
@@ -119,7 +117,6 @@ def plan(
     quant: ModelQuant = None,
     double_quant: ModelDoubleQuant = None,
     as_json: Json = False,
-    chart: Chart = None,
     trust_remote_code: Annotated[bool, trust_remote_code_of("MODEL")] = False,
     color: Colored = Color.auto,
 ) -> None:
@@ -135,11 +132,8 @@ def plan(
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
     """
     from ..models.files import place_of
-    from . import chart as charts
     from . import render
 
-    if chart is not None:
-        charts.check(chart)
     place_of(model)
     with render.working(f"Rehearsing a training step of {model}"):
         from ..memory.plan import plan as plan_memory
@@ -168,9 +162,6 @@ def plan(
             compile=compiled,
             trust_remote_code=trust_remote_code,
         )
-    if chart is not None:
-        with charts.writing(chart):
-            charts.draw(report, chart)
     if as_json:
         render.print_json(report.as_dict())
     else:

@@ -14,7 +14,6 @@ DAMAGED = 1
 EXAMPLES = (
     "moe-qlora verify ./model-nf4",
     "moe-qlora verify ./model-nf4 --against ./model",
-    "moe-qlora verify ./model-nf4 --against ./model --heat-map map.png",
 )
 
 
@@ -27,10 +26,6 @@ def verify(
         Path | None,
         typer.Option(help="Folder that FOLDER was packed from: show the error of packing."),
     ] = None,
-    heat_map: Annotated[
-        Path | None,
-        typer.Option(help="With --against: draw the error by layer and expert to this PNG file."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     trust_remote_code: Annotated[bool, trust_remote_code_of("--against")] = False,
     quiet: Quiet = False,
@@ -41,24 +36,16 @@ def verify(
     Ends with 0 where all is well, with 1 where something is damaged (named on stderr, or in the
     JSON), and with 2 where FOLDER is no checkpoint or a setting cannot be followed.
     """
-    from ..errors import ConfigError, one_line
+    from ..errors import one_line
     from ..progress import reporting
-    from . import chart, render
+    from . import render
 
-    if heat_map is not None:
-        if against is None:
-            raise ConfigError("--heat-map shows the errors against a source: give --against too.")
-        chart.check(heat_map, "--heat-map")
     shown = not quiet and sys.stderr.isatty()
     with reporting(shown, f"Reading {folder}", "Checked", stderr=True, transient=True) as tell:
         from ..checkpoint.verify import verify as check
-        from . import heat_map as maps
         from . import render_verify
 
         report = check(folder, against, trust_remote_code=trust_remote_code, progress=tell)
-    if heat_map is not None and report.good:
-        with chart.writing(heat_map, "--heat-map"):
-            maps.draw(report, heat_map)
     if as_json:
         render.print_json(report.as_dict())
     else:

@@ -208,27 +208,6 @@ def test_an_interrupted_quantize_goes_on(cli, folder, monkeypatch, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["packed"]
 
 
-def test_an_interrupted_chart_leaves_what_was_there(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    from moe_qlora.checkpoint import staging
-    from moe_qlora.cli import chart
-
-    file = tmp_path / "plan.png"
-    chart.write_png(Figure(), file)
-    before = file.read_bytes()
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(staging.os, "fsync", stop)
-    with pytest.raises(KeyboardInterrupt):
-        chart.write_png(Figure(figsize=(1, 1)), file)
-    assert [each.name for each in tmp_path.iterdir()] == ["plan.png"]
-    assert file.read_bytes() == before
-
-
 def test_examples_and_summaries():
     for command, summary in app.SUBCOMMANDS.items():
         name = command.__name__.replace("_", "-")
