@@ -19,9 +19,8 @@ from ..checkpoint.save import save_pretrained
 from ..experts import checks, forward
 from ..experts.restore import BOUND_METHODS, dequantize
 from ..layout import ModelLayout
-from ..lora.announce import announce
-from ..lora.stock_calls import named_modules
-from ..lora.transformers_methods import add_adapter, load_adapter
+from ..lora.coverage import announce
+from ..lora.stock_calls import add_adapter, load_adapter, named_modules
 from ..packing import parametrize
 from ..packing.decoders import PackedCodes, is_shardable
 from ..packing.linear import keep_layout

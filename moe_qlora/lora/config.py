@@ -6,31 +6,38 @@ import copy
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from peft import LoraConfig, PeftConfig
 from torch import nn
+from transformers import PretrainedConfig
 
 from ..checkpoint import rounding
 from ..checkpoint.card import facts_of, write_card
 from ..checkpoint.fingerprint import TOP_K_FIELDS
+from ..checkpoint.manifest import read_manifest
 from ..errors import ConfigError
+from ..kernels.weights import PackedWeight
 from ..layout import name_pattern
+from ..models import named
+from ..packing import parametrize
+from ..packing.meta import blank_weight
 from ..packing.parametrize import read_packed
-from . import left_out
 from .chosen import Chosen, choose_experts
 from .inject import wrap_parameter
-from .names import as_set, base_model, expert_parameters, is_all_linear, packed_parameters
-from .rewrite import rewritten
+from .names import (
+    as_set,
+    base_model,
+    expert_parameters,
+    is_all_linear,
+    packed_parameters,
+    rewritten,
+)
 from .supported import check_modules_to_save, check_supported, is_lora
-from .targets import Targets, resolve_targets
-from .unloaded import blank_packed_model
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from .targets import Targets, check_named, resolve_targets
 
 
 def adapt_lora_config(
@@ -181,7 +188,7 @@ def adapt(
     check_modules_to_save(asked, packed)
     targets = resolve_targets(model, asked, experts=experts, router=router)
     check_supported(asked, targets.experts, packed)
-    if warns and (note := left_out.check_named(model, asked, targets, packed)):
+    if warns and (note := check_named(model, asked, targets, packed)):
         warnings.warn(note, UserWarning, stacklevel=3)
     if scale_expert_rank and targets.experts:
         _scale_rank(model, cast(LoraConfig, asked), targets.experts, scale_expert_rank)
@@ -298,3 +305,43 @@ def _scale_rank(
 
 def _same(left: Any, right: Any) -> bool:
     return (left is None) == (right is None) and bool(as_set(left) == as_set(right))
+
+
+def blank_packed_model(
+    model: str | Path | PretrainedConfig, quantization_config: Any, *, trust_remote_code: bool
+) -> tuple[nn.Module, rounding.Rounding]:
+    """Build a model on meta, packed as a load would pack it, and say what is packed.
+
+    A `quantization_config` of None stands for the one in the checkpoint's own config.json.
+    """
+    if not isinstance(model, (str, Path, PretrainedConfig)):
+        raise ConfigError(
+            f"model is a {type(model).__name__}: give a built nn.Module or, of a model that is not "
+            "loaded yet, its folder, hub id or configuration."
+        )
+    source = named.resolve(model, trust_remote_code=trust_remote_code)
+    asked = quantization_config or getattr(source.config, "quantization_config", None)
+    if asked is None:
+        raise ConfigError(
+            f"{source.label} is not loaded yet and its configuration has no quantization_config: "
+            "pass the BitsAndBytesConfig that it will be loaded with as quantization_config."
+        )
+    new = partial(named.build, source, trust_remote_code=trust_remote_code)
+    with named.quiet():
+        packed = rounding.from_config(new(), asked)
+    names: Collection[str] = packed.experts
+    manifest = None
+    if not isinstance(model, PretrainedConfig) and Path(model).is_dir():
+        manifest = read_manifest(model)
+        names = names if manifest is None else manifest.experts
+    built: Any = new()  # `from_config` has replaced Linear layers of the first
+    built.tie_weights()
+    blanks: dict[nn.Parameter, PackedWeight] = {}  # tied weights share one
+    for name in names:
+        module, leaf = parametrize.owner_of(built, name)
+        weight = module._parameters.get(leaf)
+        if weight is not None:
+            how = packed.settings if manifest is None else manifest.settings_of(name)
+            blank = blank_weight(tuple(weight.shape), weight.dtype, how)
+            parametrize.attach(module, leaf, blanks.setdefault(weight, blank))
+    return built, packed

@@ -20,11 +20,9 @@ from ..checkpoint.adapter import check_adapter_patterns
 from ..errors import AdapterError
 from . import fill
 from .config import adapt, spell_exactly
-from .folder import check_config, check_folder, reading
+from .fill import check_config, check_folder, reading
 from .model import connect_adapters, warn_untested, without_false_warning
-from .names import base_model, packed_parameters
-from .packed import warn_of_unpacked
-from .rewrite import rewritten
+from .names import base_model, packed_parameters, rewritten, warn_of_unpacked
 
 _CREATION_KEYS = ("low_cpu_mem_usage", "autocast_adapter_dtype")
 _EXPERT_KEY = re.compile(r"\.experts\.\d+\.")

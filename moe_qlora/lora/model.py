@@ -32,12 +32,9 @@ from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
 from .coverage import log_coverage
 from .fill import load_adapter
 from .inject import check_connected, upgrade_wrappers
-from .layer import ParamWrapper
+from .layer import ParamWrapper, check_repack
 from .linear import Linear4bit, Linear8bitLt, merge_exactly
-from .merge import check_repack
-from .names import as_set, check_adapter_names, packed_parameters
-from .packed import check_packed
-from .rewrite import reached_modules
+from .names import as_set, check_adapter_names, check_packed, packed_parameters, reached_modules
 from .save import save_pretrained
 
 _OFFLINE = (

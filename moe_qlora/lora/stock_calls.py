@@ -9,10 +9,14 @@ tuner among its callers, adapts the config, and gives the tuner the class of thi
 Nothing of PEFT is patched. Where PEFT comes to walk the model in another order, the tuner is not
 found, and adapters without effect are refused as they are loaded, or at the first forward
 (experts/checks.py).
+
+transformers' own `add_adapter` and `load_adapter` hand PEFT the config as it lies in the folder too;
+the two methods of these names, which `hf/model.py` binds to the model, adapt it first.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,18 +24,25 @@ from types import CodeType, FrameType, MethodType
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraModel as StockLoraModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from ..checkpoint.adapter import check_adapter_patterns, check_config_patterns
 from ..world import first_share, world
-from .config import AdaptedLoraConfig, adapt
-from .fill import check_base, load_adapter
+from . import fill
+from .config import AdaptedLoraConfig, adapt, adapt_lora_config
+from .fill import check_base, check_folder, misfit, reading
 from .model import LoraModel, warn_untested
-from .names import is_all_linear, packed_parameters
-from .rewrite import changed, reached_modules, rewritten
+from .names import (
+    changed,
+    check_adapter_names,
+    is_all_linear,
+    packed_parameters,
+    reached_modules,
+    rewritten,
+)
 from .save import save_pretrained
 from .targets import resolve_targets
 
@@ -113,4 +124,58 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwa
     if (folder := Path(model_id) / (subfolder or "")).is_dir():
         check_adapter_patterns(folder, model)
     check_base(model, model_id, subfolder)
-    return load_adapter(self, model_id, adapter_name, *args, **kwargs)
+    return fill.load_adapter(self, model_id, adapter_name, *args, **kwargs)
+
+
+def add_adapter(self: Any, adapter_config: Any, adapter_name: str | None = None) -> None:
+    """Add an adapter as `PreTrainedModel.add_adapter` does, LoRA on packed experts included."""
+    _check_name(self, adapter_name)
+    type(self).add_adapter(self, adapt_lora_config(self, adapter_config), adapter_name)
+
+
+def load_adapter(
+    self: Any,
+    peft_model_id: str | None = None,
+    adapter_name: str | None = None,
+    peft_config: Any = None,
+    *args: Any,
+    adapter_kwargs: dict[str, Any] | None = None,
+    load_config: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Load an adapter as `PreTrainedModel.load_adapter` does, LoRA on packed experts included."""
+    _check_name(self, adapter_name)
+    if peft_config is None and peft_model_id is not None:
+        # transformers looks these up only where it is given no config.
+        download = load_config.download_kwargs if load_config is not None else {}
+        download = {**download, **kwargs.get("download_kwargs", {}), **(adapter_kwargs or {})}
+        kwargs["download_kwargs"] = download
+        check_folder(peft_model_id, download.get("subfolder"))
+        with reading(peft_model_id):
+            peft_config = PeftConfig.from_pretrained(peft_model_id, **download)
+    if peft_model_id is not None:
+        check_base(self, peft_model_id, kwargs.get("download_kwargs", {}).get("subfolder"))
+    if peft_config is not None:
+        peft_config = adapt(self, peft_config)
+    info = type(self).load_adapter(
+        self,
+        peft_model_id,
+        adapter_name,
+        peft_config,
+        *args,
+        adapter_kwargs=adapter_kwargs,
+        load_config=load_config,
+        **kwargs,
+    )
+    # transformers lists other adapters' tensors as missing too.
+    own = re.compile(rf"\.{re.escape(adapter_name or 'default')}(\.|$)")
+    missing = sorted(name for name in info.missing_keys if own.search(name))
+    unexpected = sorted(info.unexpected_keys)
+    if missing or unexpected:
+        advice = ", and one from transformers v4 with moe_qlora.load_adapter"
+        raise misfit(peft_model_id, missing, unexpected, advice)
+    return info
+
+
+def _check_name(model: Any, adapter_name: str | None) -> None:
+    check_adapter_names(model, {*getattr(model, "peft_config", ()), adapter_name or "default"})

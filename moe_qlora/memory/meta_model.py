@@ -33,7 +33,7 @@ from ..errors import ConfigError, UnsupportedWeightError, did_you_mean
 from ..experts import forward
 from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout, dtype_name, unwrapped
-from ..lora import left_out
+from ..lora import targets
 from ..lora.config import top_k_of
 from ..lora.model import make_peft_model
 from ..models.trainer.file import AskedLora
@@ -245,7 +245,7 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
         )
     except ValueError as error:
         if isinstance(error, ConfigError):
-            said = left_out.for_target_names(str(error))
+            said = targets.for_target_names(str(error))
             if lora_config is None and said != str(error):
                 raise ConfigError(said) from error
             raise
@@ -338,7 +338,7 @@ def _check_name(word: str, model: nn.Module, experts: Sequence[str]) -> None:
     if any(name == word or name.endswith(f".{word}") for name in names):
         return
     probe = peft.LoraConfig(target_modules=[word])
-    if any(left_out.names_expert(probe, name) for name in experts):
+    if any(targets.names_expert(probe, name) for name in experts):
         return
     leaves = {name.rpartition(".")[2] for name in names}
     near = did_you_mean(word, [ATTENTION, EXPERTS, ALL_LINEAR, *sorted(leaves)])

@@ -19,7 +19,7 @@ from ..errors import ConfigError, MoeQloraError
 from ..experts.rebinding import is_ligers
 from ..kernels.limits import WORKSPACE_PART, cdiv
 from ..kernels.weights import PackedWeight
-from ..lora import left_out
+from ..lora import targets
 from ..models import named
 from ..packing.format import ABSMAX, packed_tensors
 from ..packing.settings import CodecSettings
@@ -264,7 +264,7 @@ class Planner:
                 kept=source.kept,
             )
             with warnings.catch_warnings(record=True) as said:
-                warnings.filterwarnings("always", left_out.WARNING, UserWarning)
+                warnings.filterwarnings("always", targets.WARNING, UserWarning)
                 meta_model.adapt(meta, self.settings, self.lora_config)
             notes = [f"{warning.message}" for warning in said]
             if skeleton is not None:
@@ -272,7 +272,7 @@ class Planner:
                     raise _NeedsWholeError  # since they count what they name
                 meta.skeleton, meta.blocks = skeleton, filled(skeleton, meta.blocks)
             by_name = self.lora_config is None
-            self.notes += map(left_out.for_target_names, notes) if by_name else notes
+            self.notes += map(targets.for_target_names, notes) if by_name else notes
             meta_model.fake_packed(meta, dispatched=expert_ranks > 1)
             meta.model.train()
             if self.settings.checkpointing and not meta_step.enable_checkpointing(meta.base):

@@ -2,5 +2,5 @@
 
 In goes an adapter folder and its base; out comes a folder in the layout that vLLM, SGLang or
 llama.cpp takes, and a comparison of what the server answers with what was trained. Open `export.py`
-first; `layouts.py` reads the table of what each server takes (`servers.json`).
+first, which reads the table of what each server takes (`servers.json`).
 """

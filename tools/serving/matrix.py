@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import moe_qlora
 from moe_qlora.errors import MoeQloraError
 from moe_qlora.serving import check
-from moe_qlora.serving.layouts import layout_for
+from moe_qlora.serving.export import layout_for
 from moe_qlora.testing import tiny_model
 
 RESULTS = Path(__file__).with_name("results.json")

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.lora.rewrite import ExactName
+from moe_qlora.lora.names import ExactName
 from moe_qlora.lora.targets import resolve_targets
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import moe_qlora
 from moe_qlora.checkpoint import per_expert
 from moe_qlora.errors import AdapterError, ConfigError
-from moe_qlora.serving.layouts import layout_for, servers
+from moe_qlora.serving.export import layout_for, servers
 from moe_qlora.testing import tiny_model
 
 pytestmark = [
