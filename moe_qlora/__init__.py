@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from .hf.switch import disable as disable
     from .hf.switch import enable as enable
     from .hf.switch import enabled as enabled
-    from .kernels.workspace import set_scratch_cap as set_scratch_cap
     from .kernels.workspace import set_workspace_cap as set_workspace_cap
     from .layout import ExpertParam as ExpertParam
     from .layout import ModelLayout as ModelLayout
@@ -103,7 +102,6 @@ _HOME = {
     "quantize_checkpoint": "checkpoint.quantize",
     "quantize_experts": "quantize",
     "serve_check": "serving.check",
-    "set_scratch_cap": "kernels.workspace",  # the earlier name of set_workspace_cap
     "set_workspace_cap": "kernels.workspace",
     "shards_integers": "distributed.fsdp",
     "target_parameters": "lora.targets",

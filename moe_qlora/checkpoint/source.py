@@ -19,10 +19,8 @@ from .manifest import CONFIG, Source, SourceFile
 from .prequantized.plain_config import MODELOPT_CONFIG
 from .reader import INDEX_SUFFIX, header_bytes
 
-_PIECES, _PIECE = (
-    64,
-    1 << 16,
-)  # what is sampled of a file: pieces at even distances, of so many bytes
+_Facts = tuple[int, str, str, int, int, int]
+_PIECES, _PIECE = 64, 1 << 16  # sampled of a file: pieces at even distances, of so many bytes
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Identity:
     """
 
     folder: Path
-    files: dict[str, tuple[int, str, str, int, int, int]]
+    files: dict[str, _Facts]
 
     def source(self, names: Iterable[str]) -> Source:
         """Return what a manifest says of the checkpoint, given the files that were read."""
@@ -43,9 +41,9 @@ class Identity:
 
     def check_again(self) -> None:
         """Raise where the folder holds another checkpoint by now."""
-        now = identify(self.folder).files
-        names = sorted({*self.files, *now})
-        changed = [name for name in names if self.files.get(name) != now.get(name)]
+        # A file's inode and the time of its change tell, and its content need not be read again.
+        seen, now = (_without_samples(files) for files in (self.files, _files(self.folder, False)))
+        changed = sorted(name for name in {*seen, *now} if seen.get(name) != now.get(name))
         if changed:
             raise CheckpointError(
                 f"{self.folder / changed[0]} changed while the folder was read, and two "
@@ -64,6 +62,14 @@ def file_facts(folder: Path) -> dict[str, str]:
 
 def identify(folder: Path) -> Identity:
     """Identify the checkpoint in a folder."""
+    return Identity(folder, _files(folder, True))
+
+
+def _without_samples(files: dict[str, _Facts]) -> dict[str, tuple[object, ...]]:
+    return {name: (size, header, *times) for name, (size, header, _, *times) in files.items()}
+
+
+def _files(folder: Path, samples: bool) -> dict[str, _Facts]:
     files = {}
     with reading(folder):
         for file in sorted(folder.glob("*")):  # none where there is no folder
@@ -74,9 +80,9 @@ def identify(folder: Path) -> Identity:
                 with suppress(CheckpointError):  # not every file has one, and need be read at all
                     header = hashlib.sha256(header_bytes(file)).hexdigest()
                 times = (status.st_mtime_ns, status.st_ctime_ns)
-                sample = _sample(file, status.st_size)
+                sample = _sample(file, status.st_size) if samples else ""
                 files[file.name] = (status.st_size, header, sample, status.st_ino, *times)
-    return Identity(folder, files)
+    return files
 
 
 def _sample(file: Path, size: int) -> str:

@@ -55,10 +55,6 @@ def set_workspace_cap(nbytes: int | None) -> None:
     release_workspace()
 
 
-set_scratch_cap = set_workspace_cap
-"""The earlier name of `set_workspace_cap`."""
-
-
 @cache
 def _default(device: torch.device) -> int:
     if device.type != "cuda":

@@ -10,8 +10,8 @@ Nothing of PEFT is patched. Where PEFT comes to walk the model in another order,
 found, and adapters without effect are refused as they are loaded, or at the first forward
 (experts/checks.py).
 
-transformers' own `add_adapter` and `load_adapter` hand PEFT the config as it lies in the folder too;
-the two methods of these names, which `hf/model.py` binds to the model, adapt it first.
+transformers' own `add_adapter` and `load_adapter` hand PEFT the config as it lies in the folder
+too; the two methods of these names, which `hf/model.py` binds to the model, adapt it first.
 """
 
 from __future__ import annotations
