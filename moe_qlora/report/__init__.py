@@ -3,12 +3,13 @@
 What goes in is anything a person can name: a checkpoint, an adapter, a Trainer's run, a live model.
 What comes out is one HTML file without scripts and without links to elsewhere. Open write.py first.
 
-    write.py        the public function: what is measured, in which order
-    subject.py      what was named -> model, weights, adapter, log
-    pieces.py       the records in between, each measured or `Missing` with the reason
-    model.py        layout, bytes, a rehearsed step;  error.py, lora.py, training.py: one piece each
-    routing.py      which experts a text goes to;  text.py: JSONL and text files as token ids
-    arguments.py    what training_args.bin says of a run, read without running its pickle
-    charts.py       numbers -> places and paths
-    page.py         records -> HTML, with the templates beside it
+    write.py      the public function: what is measured, in which order
+    subject.py    what was named -> model, weights, adapter, log; what training_args.bin says of a
+                  run, read without running its pickle
+    pieces.py     the records in between, each measured or `Missing` with the reason
+    model.py      layout, bytes, a rehearsed step, the error of quantization
+    lora.py       what LoRA covers;  training.py: a run's log
+    routing.py    which experts a text goes to: JSONL and text files as token ids
+    charts.py     numbers -> places and paths
+    page.py       records -> HTML, with the templates beside it
 """

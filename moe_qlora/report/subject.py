@@ -11,7 +11,9 @@ Its parts are found in what was named:
 
 from __future__ import annotations
 
+import pickletools
 import re
+import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,10 @@ _SAYS_NOTHING = re.compile(
 )
 """Names of folders that any model may have."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+FILE = "training_args.bin"
+_LARGEST = 1 << 24  # bytes; a real one has some 5,000
+_LENGTHS = ("max_length", "max_seq_length")
+"""What TRL calls the most tokens of a row, now and before."""
 
 
 @dataclass(frozen=True)
@@ -149,3 +155,43 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _has(folder: Path, name: str) -> bool:
     return (folder / name).is_file()
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What a run was started with; None where the file does not say."""
+
+    length: int | None = None  # Most tokens of a row
+    accumulation: int | None = None  # Batches in a step
+
+
+def read_settings(folder: Path) -> RunSettings:
+    """Return the settings in a folder; what cannot be read is None."""
+    try:
+        numbers = _numbers(_instructions(folder / FILE))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return RunSettings()
+    length = next((numbers[name] for name in _LENGTHS if numbers.get(name, 0) > 0), None)
+    return RunSettings(length, numbers.get("gradient_accumulation_steps"))
+
+
+def _instructions(file: Path) -> bytes:
+    """Return the pickle in what `torch.save` wrote; a ValueError where it is too large."""
+    with zipfile.ZipFile(file) as archive:
+        name = next((n for n in archive.namelist() if n.endswith("/data.pkl")), None)
+        if name is None or archive.getinfo(name).file_size > _LARGEST:
+            raise ValueError(f"{file} holds no settings.")
+        return archive.read(name)
+
+
+def _numbers(pickled: bytes) -> dict[str, int]:
+    """Return whole numbers by the string that comes right before each, as in a dict's items."""
+    found: dict[str, int] = {}
+    name: str | None = None
+    for code, value, _ in pickletools.genops(pickled):
+        if "PUT" in code.name or code.name == "MEMOIZE":
+            continue
+        if name is not None and isinstance(value, int) and code.name.startswith(("BININT", "INT")):
+            found.setdefault(name, value)
+        name = value if isinstance(value, str) and "UNICODE" in code.name else None
+    return found

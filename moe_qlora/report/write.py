@@ -20,9 +20,7 @@ from ..memory.rehearsal import Inventory, take_inventory
 from ..memory.source import bnb_config, source_of
 from ..progress import Progress, reporting
 from ..versions import installed_version
-from . import error as errors
 from . import lora, model, page, routing, training
-from .arguments import RunSettings, read_settings
 from .pieces import (
     LoraPiece,
     MemoryPiece,
@@ -30,8 +28,8 @@ from .pieces import (
     Report,
     TrainingPiece,
 )
-from .subject import Subject, subject_of
-from .text import file_of
+from .routing import file_of
+from .subject import RunSettings, Subject, read_settings, subject_of
 
 _Piece = TypeVar("_Piece")
 
@@ -138,7 +136,7 @@ class _Collector:
         done = read() if subject.model is None else _unless(read)
         run = done if isinstance(done, TrainingPiece) else None
         self.tell(1, _STEPS, "quantization error")
-        error = errors.measure(
+        error = model.measure(
             subject.weights,
             against,
             trust_remote_code=self.remote,

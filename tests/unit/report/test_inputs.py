@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from transformers import TrainingArguments
 
 from moe_qlora.errors import CheckpointError, ConfigError, MoeQloraError
-from moe_qlora.report import text as texts
-from moe_qlora.report.arguments import RunSettings, read_settings
+from moe_qlora.report import routing as texts
 from moe_qlora.report.pieces import Missing
-from moe_qlora.report.subject import subject_of
+from moe_qlora.report.subject import RunSettings, read_settings, subject_of
 from moe_qlora.report.training import read_log
 
 
