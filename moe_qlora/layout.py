@@ -100,7 +100,7 @@ class ExpertParam:
             statistics).
         evidence: Why this is an expert tensor, in words that a person can check.
         aliases: Other full names of the very same tensor (tied experts).
-        packed: None for plain weights, else the packed type: "nf4", "fp4", "int8".
+        packed: None for plain weights, else the packed type, such as nf4.
         orientation_evidence: How `transposed` was found, or why it could not be.
     """
 

@@ -250,7 +250,7 @@ def _check_codec(model: nn.Module, settings: CodecSettings) -> None:
         if parametrize.is_foreign(module, leaf):
             continue
         own, asked = CodecSettings.of(parametrize.read_packed(module, leaf)), settings.describe()
-        if not own.is_kept and own.describe() != asked:
+        if not own.codec.is_kept and own.describe() != asked:
             raise ConfigError(
                 f"{unwrapped_name(f'{module_name}.{leaf}'.lstrip('.'))} is packed as "
                 f"{own.describe()}, and the quantization config asks for {asked}: packing again "

@@ -194,7 +194,7 @@ class PackedWeights:
         shape, entry = self.shape(name), self._manifest.experts.get(name)
         settings = self._manifest.settings_of(name)
         dtype = getattr(torch, entry.dtype) if entry else None
-        if settings.kind == "int8" and dtype is None:
+        if dtype is None and not settings.codec.has_record:
             dtype = self._plain[name].dtype
         try:
             parts = parts_of(name, self.keys[name], self._checkpoint.read)

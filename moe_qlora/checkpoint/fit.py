@@ -14,22 +14,15 @@ import torch
 from torch import Tensor
 
 from ..layout import dtype_name
-from ..packing.format import (
-    ABSMAX,
-    EXPONENTS,
-    NESTED_ABSMAX,
-    NESTED_TABLE,
-    RECORD,
-    SCALES,
-    TABLE,
-    problems,
-)
+from ..packing.bnb4bit import RECORD
+from ..packing.codecs import codecs
+from ..packing.format import problems
+from ..packing.int8 import SCALES
 from ..packing.settings import CodecSettings
 from .manifest import Manifest
 from .reader import DTYPES
 
 INT8_FORMAT = ".weight_format"  # of bitsandbytes' Linear layers, beside their weight
-_ENDS = (ABSMAX, EXPONENTS, NESTED_ABSMAX, TABLE, NESTED_TABLE, SCALES, INT8_FORMAT)
 
 
 def own_name(model: Any, name: str, names: Container[str]) -> str | None:
@@ -104,12 +97,13 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
     linears = {name for name, module in owners.items() if is_packed_linear(module)}
     owned = {key for keys in packed.values() for key in keys}
     stored = set()
+    ends = (INT8_FORMAT, *(end for codec in codecs() for end in codec.ends))
     for name, entry in manifest.tensors.items():
         if name in owned and name not in packed:
             continue
         own = own_name(model, name, shapes)
         if own is None:
-            if name.endswith(_ENDS) or RECORD in name:
+            if name.endswith(ends) or RECORD in name:
                 yield f"{name} belongs to no packed weight"
             continue
         stored.add(own)

@@ -172,7 +172,7 @@ def reload_spec(
     spec.recasts = bool(dtype and own_dtype) and dtype != getattr(torch, str(own_dtype), None)
     for name in manifest.experts:
         own, how = own_name(model, name, by_name), manifest.settings_of(name)
-        if own is not None and how.is_kept:
+        if own is not None and how.codec.is_kept:
             spec.kept |= dict.fromkeys(by_name[own].names, how)
     return spec
 

@@ -78,7 +78,7 @@ def _check_codec(codec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_kept_codec(codec: dict[str, Any] | None) -> dict[str, Any] | None:
-    if codec is not None and not CodecSettings.from_dict(_check_codec(codec)).is_kept:
+    if codec is not None and not CodecSettings.from_dict(_check_codec(codec)).codec.is_kept:
         raise ValueError("expected one that keeps a checkpoint's own codes")
     return codec
 

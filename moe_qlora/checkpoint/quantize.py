@@ -32,8 +32,9 @@ from ..layout import dtype_name, listed
 from ..models import named
 from ..models.files import read_json
 from ..packing.codec import LARGEST, Packer, first_nonfinite
-from ..packing.format import SCALES, key_ends, packed_nbytes
-from ..packing.quant_state import state_dict_entries
+from ..packing.codecs import codec_of
+from ..packing.format import key_ends, packed_nbytes
+from ..packing.int8 import SCALES
 from ..progress import Progress, reporting
 from . import save
 from .base import PlainBase, resolve_plain
@@ -329,12 +330,11 @@ class PackingJob:
     def _packed(self, name: str, weight: PackedWeight) -> Iterator[tuple[str, Tensor]]:
         """Yield what a state dict holds for a packed weight of experts or a Linear layer."""
         yield name, weight.codes
-        if weight.kind != "int8":
+        codec = codec_of(weight.kind)
+        if name in self.spec.params or not codec.loads_in_8bit:
             weight = replace(weight, dtype=self.dtype(name))
-            for end, value in state_dict_entries(weight).items():
+            for end, value in codec.entries(weight).items():
                 yield f"{name}{end}", value
-        elif name in self.spec.params:
-            yield f"{name}{SCALES}", weight.absmax
         else:
             module = name.rpartition(".")[0]
             yield f"{module}{SCALES}", weight.absmax

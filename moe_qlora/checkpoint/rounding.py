@@ -27,7 +27,9 @@ from ..errors import CheckpointError, ConfigError
 from ..layout import dtype_name, unwrapped_name
 from ..models.files import read_json
 from ..packing import parametrize
+from ..packing.bnb4bit import NF4
 from ..packing.codec import Packer
+from ..packing.linear import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from .fingerprint import Fingerprint, check_base, of_model
@@ -65,16 +67,15 @@ class Rounding:
         known.
         """
         dtype = self.dtype or dtype
-        if self._as_int8_layer(name):
-            dtype = torch.float16  # what bitsandbytes' own 8-bit Linear layers are cast to
-        return Packer(shape, dtype, device, self.settings)
+        return Packer(shape, self._linear_dtype(name) or dtype, device, self.settings)
 
     def decoded_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return what the packed parameter is decoded to; `dtype` is the parameter's here."""
-        return dtype if self._as_int8_layer(name) else self.dtype or dtype
+        return dtype if self._linear_dtype(name) else self.dtype or dtype
 
-    def _as_int8_layer(self, name: str) -> bool:
-        return self.settings.kind == "int8" and name in self.linears
+    def _linear_dtype(self, name: str) -> torch.dtype | None:
+        """Return what bitsandbytes casts this parameter to, if it is a Linear layer's."""
+        return self.settings.codec.linear_dtype if name in self.linears else None
 
 
 def from_config(model: nn.Module, config: Any) -> Rounding:
@@ -90,6 +91,7 @@ def from_config(model: nn.Module, config: Any) -> Rounding:
     quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
     base = of_model(model)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
+    check_linears(model, settings)
     return Rounding(settings, experts, _packed_linears(model), base)
 
 
@@ -103,8 +105,8 @@ def from_packed(model: nn.Module) -> Rounding | None:
         for owner, module, name in packed
     }
     how = {name: CodecSettings.of(weight) for name, weight in weights.items()}
-    kept = {name: settings for name, settings in how.items() if settings.is_kept}
-    rounded = (settings for settings in how.values() if not settings.is_kept)
+    kept = {name: settings for name, settings in how.items() if settings.codec.is_kept}
+    rounded = (settings for settings in how.values() if not settings.codec.is_kept)
     settings = next(rounded, None) or _of_linears(model)
     linears = _packed_linears(model)
     dtypes = {weight.dtype for weight in weights.values()} | set(_linear_dtypes(model))
@@ -129,9 +131,9 @@ def _of_linears(model: nn.Module) -> CodecSettings:
             host: Any = module
             state = getattr(host.weight, "quant_state", None)
             if state is None:
-                return CodecSettings("int8")
+                return CodecSettings(linear_kind(module))
             return CodecSettings(state.quant_type, state.nested, blocksize=state.blocksize)
-    return CodecSettings("nf4")
+    return CodecSettings(NF4.kind)
 
 
 def _packed_linears(model: nn.Module) -> frozenset[str]:

@@ -379,7 +379,7 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
         weights[key] = parametrize.read_packed(module, leaf)
         shapes[key] = whole_shape(module, weights[key].shape)
         own = CodecSettings.of(weights[key])
-        if not own.is_kept:
+        if not own.codec.is_kept:
             settings.setdefault(own, name)
     if not settings:
         settings[_config_settings(model)] = ""
@@ -395,7 +395,7 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
         dtype, own = dtype_name(weights[key].dtype), CodecSettings.of(weights[key])
         for name in tied:
             aliases = tuple(other for other in tied if other != name)
-            codec = own.to_dict() if own.is_kept else None
+            codec = own.to_dict() if own.codec.is_kept else None
             entries[name] = PackedEntry(shapes[key], dtype, aliases, codec)
     return entries, first
 

@@ -29,7 +29,9 @@ from ..layout import listed
 from ..models import named
 from ..models.files import read_json
 from ..packing import codec
-from ..packing.format import CODES, RECORD, problems, read_record
+from ..packing.bnb4bit import RECORD, read_record
+from ..packing.codecs import CODES
+from ..packing.format import problems
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from ..progress import Progress
 from .base import PackedWeights, PlainBase, resolve_plain
@@ -65,7 +67,7 @@ class VerifyReport:
     """What `verify` found."""
 
     folder: Path
-    kind: str = "plain"  # or experts': "nf4", "fp4", "int8", "mxfp4"; "unknown"
+    kind: str = "plain"  # or experts' packed type; "unknown"
     files: int = 0  # safetensors files that belong to the checkpoint
     tensors: int = 0
     experts: int = 0  # packed expert weights

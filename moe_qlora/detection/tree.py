@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layout import dtype_name
+
 _ORIGINAL = re.compile(r"\bparametrizations\.([^.]+)\.original$")  # the name of a packed weight
 
 LOOKUP_TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -110,7 +112,7 @@ def _leaf(node: Node, attribute: str, tensor: torch.Tensor, kind: str) -> Leaf:
         # A packed Linear's weight has lost its shape; the module still knows it.
         shape = (node.module.out_features, node.module.in_features)
         if not dtype.is_floating_point or state is not None:
-            packed = str(getattr(state, "quant_type", "int8"))
+            packed = str(getattr(state, "quant_type", dtype_name(dtype)))
             dtype = getattr(state, "dtype", torch.get_default_dtype())
     return Leaf(
         name=join(node.name, attribute),
@@ -140,9 +142,9 @@ def _own_leaves(node: Node) -> Iterator[Leaf]:
             for step in steps.children():  # those that decode show shape, dtype and packed type
                 state: Any = getattr(step, "quant_state", None)
                 shape, dtype = getattr(state, "shape", None), getattr(state, "dtype", None)
-                if hasattr(step, "weight_shape"):  # of this package's 8-bit weights
+                if hasattr(step, "weight_shape"):  # of this package's decoders
                     leaf.shape, leaf.dtype = tuple(step.weight_shape), step.weight_dtype
-                    leaf.packed = "int8"
+                    leaf.packed = step.kind
                 elif shape is not None and dtype is not None:
                     leaf.shape, leaf.dtype = tuple(shape), dtype
                     leaf.packed = str(getattr(state, "quant_type", "packed"))

@@ -14,6 +14,7 @@ from torch import Tensor, distributed, nn
 
 from ..errors import ConfigError, MoeQloraError
 from ..layout import dtype_name
+from ..packing.linear import linear_kind
 from ..packing.parametrize import is_packed_linear, iter_packed, read_packed
 from ..packing.settings import CodecSettings
 
@@ -124,7 +125,8 @@ def _linear_codecs(model: nn.Module) -> Iterator[str]:
         if is_packed_linear(module):
             host: Any = module
             state = getattr(host.weight, "quant_state", None)
-            kind = "int8" if state is None else f"{state.quant_type}, nested {state.nested}"
+            nested = "" if state is None else f", nested {state.nested}"
+            kind = f"{linear_kind(module)}{nested}"
             yield f"{kind}, computed in {getattr(host, 'compute_dtype', None)}"
 
 

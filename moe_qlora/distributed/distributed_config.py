@@ -31,7 +31,6 @@ from ..checkpoint.prequantized import PrequantizedCheckpoint
 from ..errors import ConfigError, UnsupportedWeightError
 from ..hf.prequantized import COMPANION
 from ..packing import parametrize
-from ..packing.cut import why_not_cut
 from . import expert_parallel
 from .agreement import Facts, check_agreement
 from .filling import CheckpointRows, ShardedWeights, targets_of
@@ -140,7 +139,8 @@ def load_shares(model: Any, spec: LoadSpec, mesh: Any) -> dict[str, ExpertShare]
     for entry in expert_parallel.modules_to_divide(model, spec.layout, ranks):
         share = expert_parallel.make_share(entry.num_experts, mesh, mesh.size())
         for param in entry.parameters:
-            reason = why_not_cut(param.shape, ranks, spec.settings_of(param.name))
+            settings = spec.settings_of(param.name)
+            reason = settings.codec.why_not_cut(param.shape, ranks, settings)
             if reason is not None and param.name in spec.params:
                 raise UnsupportedWeightError(f"{param.name} {reason}. Nothing was loaded.")
             found |= dict.fromkeys(param.names, share)

@@ -2,7 +2,7 @@
 
     expert_parallel(model, mesh)
       |  every experts module: the weights' experts [first, last) in place of all of them
-      |                        (packing/cut.py)
+      |                        (`Codec.cut`)
       v
     transformers' own dispatch    EpDispatchExpertsParallel: all-to-all in training, on local
       |                           expert ids, around the module's forward
@@ -29,7 +29,7 @@ from ..errors import ConfigError, UnsupportedWeightError
 from ..experts.forward import can_serve
 from ..experts.rebinding import mark_as_calling
 from ..layout import ExpertsModule, ModelLayout, listed, name_pattern
-from ..packing import cut, parametrize
+from ..packing import parametrize
 from ..packing.settings import CodecSettings
 from ..world import first_share
 from .agreement import check_agreement, model_facts
@@ -240,7 +240,8 @@ def _check_cut(model: nn.Module, name: str, mesh: Any) -> None:
     if not parametrize.is_packed(module, leaf):
         return
     packed = parametrize.read_packed(module, leaf)
-    reason = cut.why_not_cut(packed.shape, mesh.size(mesh.ndim - 1), CodecSettings.of(packed))
+    settings = CodecSettings.of(packed)
+    reason = settings.codec.why_not_cut(packed.shape, mesh.size(mesh.ndim - 1), settings)
     if reason is not None:
         raise UnsupportedWeightError(f"{name} {reason}.")
 
@@ -260,13 +261,13 @@ def _keep_share(
             continue
         whole = parametrize.original_of(module, name)
         packed = parametrize.read_packed(module, name)
-        shape = (share.experts, *packed.shape[1:])
-        if not cut.is_exact(shape, 0, share.count, CodecSettings.of(packed)):
+        settings, shape = CodecSettings.of(packed), (share.experts, *packed.shape[1:])
+        if not settings.codec.is_exact(shape, 0, share.count, settings):
             inexact.append(f"{entry.name}.{name}")
         if packed.shape[0] == share.count:
             continue  # loaded so
         if id(whole) not in kept:  # else tied to one that is cut already
-            kept[id(whole)] = whole, cut.cut(packed, first, last)
+            kept[id(whole)] = whole, settings.codec.cut(packed, first, last)
         parametrize.detach(module, name, torch.empty(0, device=whole.device))
         module._parameters.pop(name)
         parametrize.attach(module, name, kept[id(whole)][1])

@@ -22,18 +22,9 @@ from ..checkpoint.base import PlainBase
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError, MoeQloraError, NonFiniteWeightError
 from ..packing import parametrize
+from ..packing.bnb4bit import ABSMAX, NESTED_ABSMAX, NESTED_TABLE, RECORD, TABLE, read_record
 from ..packing.codec import LARGEST, are_below
-from ..packing.format import (
-    ABSMAX,
-    CODES,
-    NESTED_ABSMAX,
-    NESTED_TABLE,
-    RECORD,
-    SCALES,
-    TABLE,
-    read_record,
-    value_problems,
-)
+from ..packing.codecs import CODES
 from ..packing.settings import CodecSettings
 from .share_packer import SharePacker, ranks_of
 
@@ -257,17 +248,18 @@ def fill_stored(target: PackedTarget, keys: Mapping[str, str], checkpoint: Check
     first, last = ranks_of(codes).span(target.codes_shape[0])
     share = checkpoint.read_bytes(keys[CODES], first * row, last * row)
     share = share.view(codes.dtype).view(-1, *target.codes_shape[1:])
-    if target.settings.kind == "int8":
+    codec = target.settings.codec
+    if not codec.in_quant_state:
         bits: Any = target.statistics.scale_bits
-        first, last = ranks_of(bits).span(len(bits))
-        scales = checkpoint.read_bytes(keys[SCALES], 4 * first, 4 * last).view(torch.int32)
+        first, last = (bits.itemsize * row for row in ranks_of(bits).span(len(bits)))
+        scales = checkpoint.read_bytes(keys[codec.scales], first, last).view(bits.dtype)
         target.put(share, {"scale_bits": scales}, None)
         return
     record = RECORD + target.settings.kind
     small = {end: checkpoint.read(keys[end]) for end in (record, TABLE)}
     if target.settings.double_quant:
         small[NESTED_TABLE] = checkpoint.read(keys[NESTED_TABLE])
-    problem = next(value_problems(small, target.shape, target.settings, None), None)
+    problem = next(codec.value_problems(small, target.shape, target.settings, None), None)
     if problem is not None:
         raise CheckpointError(f"{target.name} {problem}.")
     statistics = {}

@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import CheckpointError, MoeQloraError, first_line
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
-from ..packing.cut import join
-from ..packing.decoders import PackedInt8, read
-from ..packing.format import CODES, RECORD, packed_tensors
-from ..packing.quant_state import state_dict_entries
+from ..packing.bnb4bit import RECORD
+from ..packing.codecs import CODES, codec_of
+from ..packing.decoders import PackedScales, read
+from ..packing.format import packed_tensors
 from ..packing.settings import CodecSettings
 from ..world import NOT_GIVEN, WholeTensor, first_share, whole_shape
 from .shares import ExpertShare, expert_share
@@ -197,7 +197,7 @@ def _replace_linear(
         return
     parameters = {part: state_dict[key] for part, key in keys.items()}
     first, *others = keys.values()
-    if isinstance(decoder, PackedInt8):
+    if isinstance(decoder, PackedScales):
         bits = parameters["scale_bits"]
         scales = WholeTensor(
             torch.float32, _shape(bits), bits, lambda: whole(bits).view(torch.float32),
@@ -242,24 +242,25 @@ class _Weight:
         }
 
     def _statistic(self, end: str) -> Tensor:
-        return state_dict_entries(self.statistics())[end]
+        return codec_of(self.packed.kind).entries(self.statistics())[end]
 
 
 def _sharded_weight(
     name: str, packed: PackedWeight, decoder: Any, codes: Any, parameters: Mapping[str, Any]
 ) -> _Weight:
     """Return a weight whose codes, and the decoder's parameters, are DTensors or whole."""
+    codec = codec_of(packed.kind)
 
     def whole_codes() -> Tensor:
         flat = whole(codes).view(-1)
-        if packed.kind == "int8":
-            return flat.view(packed.shape)
+        if isinstance(decoder, PackedScales):
+            return flat.view(codec.codes_shape(packed.shape))
         return flat.view(torch.uint8).view(decoder.storage_dtype).unsqueeze(1)
 
     def statistics() -> PackedWeight:
         gathered = {part: whole(tensor) for part, tensor in parameters.items()}
-        if packed.kind == "int8":
-            return replace(packed, absmax=gathered["scale_bits"].view(torch.float32))
+        if isinstance(decoder, PackedScales):
+            return replace(packed, absmax=gathered["scale_bits"].view(codec.scale_dtype))
         other = copy.copy(decoder)
         other._parameters = {
             part: nn.Parameter(tensor, requires_grad=False) for part, tensor in gathered.items()
@@ -297,7 +298,7 @@ def _joined(packed: PackedWeight, share: ExpertShare) -> PackedWeight:
             nested = nested._replace(absmax=outer[rank])
         part = replace(packed, codes=codes[rank], absmax=absmax[rank], nested=nested, owner=None)
         parts.append(part)
-    return join(parts)
+    return codec_of(packed.kind).join(parts)
 
 
 def _of_each_rank(tensor: Tensor, share: ExpertShare) -> list[Tensor]:

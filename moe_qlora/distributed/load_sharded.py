@@ -44,7 +44,8 @@ from ..hf.kept import refuse_to_shard
 from ..hf.model import finish_packing
 from ..layout import ExpertParam, ModelLayout
 from ..models import named
-from ..packing.format import RECORD, SCALES, read_record
+from ..packing.bnb4bit import RECORD, read_record
+from ..packing.int8 import SCALES
 from ..packing.meta import pack_blank, pack_blank_linear
 from ..packing.parametrize import is_packed_linear
 from ..packing.selection import weights_to_pack
@@ -216,8 +217,8 @@ def pack_blanks(blank: BlankModel) -> None:
     for name, module in model.named_modules():
         if is_packed_linear(module) and f"{name}.weight" not in packed:
             pack_blank_linear(module, blank.dtypes[f"{name}.weight"], settings)
-            if settings.kind == "int8":  # what bitsandbytes casts weights of these layers to
-                blank.dtypes[f"{name}.weight"] = torch.float16
+            cast = settings.codec.linear_dtype
+            blank.dtypes[f"{name}.weight"] = cast or blank.dtypes[f"{name}.weight"]
     model.config.quantization_config = blank.config
     finish_packing(model, blank.layout, blank.config, settings)
     prepare_sharding(model)

@@ -22,7 +22,7 @@ from ..packing import parametrize
 from ..packing.codec import require_whole, unpack
 from ..packing.decoders import (
     PackedCodes,
-    PackedInt8,
+    PackedScales,
     Shardable4bit,
     ShardableStatistics,
     bnb,
@@ -83,7 +83,7 @@ def _describe_share(module: ShardableLinear4bit) -> None:
 
 def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Module]:
     """Return the codes' parameter and the decoder of a packed weight in the shardable layout."""
-    if isinstance(decoder, PackedInt8):
+    if isinstance(decoder, PackedScales):
         _scales_as_parameter(decoder)
         return nn.Parameter(packed.codes.view(-1, 1), requires_grad=False), decoder
     statistics = Shardable4bit(packed)
@@ -140,7 +140,7 @@ class ShardableLinear4bit(bnb.Linear4bit):
 class ShardableLinear8bit(bnb.Linear8bitLt):
     """A bitsandbytes 8-bit Linear layer whose row scales are a parameter, of its submodule."""
 
-    statistics: PackedInt8
+    statistics: PackedScales
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute `x` `(..., in)` times the dequantized weight, plus the bias."""
@@ -216,14 +216,14 @@ def _prepare_8bit(module: Any) -> None:
     if module.weight.CB is None and module.state.CB is None:
         return
     packed = read_linear(module)
-    statistics = PackedInt8(packed)
+    statistics = PackedScales(packed)
     _scales_as_parameter(statistics)
     module.__class__ = ShardableLinear8bit
     module.weight, module.statistics = nn.Parameter(packed.codes, requires_grad=False), statistics
     module.state.CB = module.state.SCB = None
 
 
-def _scales_as_parameter(decoder: PackedInt8) -> None:
+def _scales_as_parameter(decoder: PackedScales) -> None:
     bits = cast(Tensor, decoder._buffers.pop("scale_bits"))
     decoder._non_persistent_buffers_set.discard("scale_bits")
     decoder.register_parameter("scale_bits", nn.Parameter(bits, requires_grad=False))

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ..errors import MoeQloraError, QuantizationError
 from ..kernels.limits import cdiv
-from ..kernels.weights import NestedAbsmax, PackedWeight
-from ..packing.codec import Packer, bnb, nest_absmax
-from ..packing.decoders import ShardableStatistics
+from ..packing.codec import Packer
+from ..packing.decoders import ShardableStatistics, as_bits
 from ..packing.settings import CodecSettings
 from .shares import gather_absmax
 
@@ -77,8 +76,9 @@ class SharePacker:
         self.name = name
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
         self.settings, self.ranks, self._codes_shape = settings, ranks, torch.Size(codes_shape)
-        self._int8 = settings.kind == "int8"
-        in_byte, unit = (1, self.shape[-1]) if self._int8 else (2, settings.blocksize)
+        self._plain = replace(settings, double_quant=False, storage_dtype=torch.uint8)
+        codec = settings.codec
+        in_byte, unit = 8 // codec.bits, codec.unit(self.shape, settings)
         weights, blocks = self.shape.numel(), cdiv(self.shape.numel(), unit)
         row = self._codes_shape.numel() // self._codes_shape[0]  # bytes
         spans = [ranks.span(self._codes_shape[0], rank) for rank in range(ranks.count)]
@@ -100,9 +100,8 @@ class SharePacker:
         self._packer: Packer | None = None
         if self._begin < self._end:
             count = self._end - self._begin
-            part = (count // unit, unit) if self._int8 else (count,)
-            plain = replace(settings, double_quant=False, storage_dtype=torch.uint8)
-            self._packer = Packer(part, dtype, self.device, plain)
+            part = (count,) if count % unit else (count // unit, unit)
+            self._packer = Packer(part, dtype, self.device, self._plain)
 
     def add(self, start: int, piece: Tensor) -> None:
         """Pack the needed ones of these rows of the first dimension, which begin at `start`."""
@@ -125,25 +124,19 @@ class SharePacker:
         codes, scales = self._packed()
         scales = self._gathered(scales)
         codes = codes.view(-1, *self._codes_shape[1:])
-        if self._int8:
-            bits = scales.view(torch.int32)
+        codec = self.settings.codec
+        if not codec.in_quant_state:
+            bits = as_bits(scales.to(codec.scale_dtype))
             return codes, {"scale_bits": self._share(bits)}, None
-        nested: NestedAbsmax | None = None
-        if self.settings.double_quant:
-            scales, nested = nest_absmax(scales, torch.mean(scales))
-        whole = ShardableStatistics(
-            PackedWeight(
-                codes, scales, bnb.get_4bit_type(self.settings.kind, device=self.device),
-                self.settings.blocksize, nested, self.shape, self.settings.kind, self.dtype,
-            )
-        )  # fmt: skip
+        none = torch.empty(0, dtype=torch.uint8, device=self.device)
+        packed = codec.finish(none, scales, self.shape, self.dtype, self.settings)
+        whole = ShardableStatistics(packed)
         shares = {name: self._share(value.data) for name, value in whole.named_parameters()}
         return codes, shares, whole.tables
 
     def _packed(self) -> tuple[Tensor, Tensor]:
         """Return this rank's codes, flat, and the scales of its blocks; none where it failed."""
-        kind = torch.int8 if self._int8 else torch.uint8
-        nothing = torch.empty(0, dtype=kind, device=self.device)
+        nothing = torch.empty(0, dtype=self._plain.storage_dtype, device=self.device)
         scales = torch.empty(0, dtype=torch.float32, device=self.device)
         if self._packer is None or self._error is not None:
             return nothing, scales

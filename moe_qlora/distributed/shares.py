@@ -1,7 +1,7 @@
 """One rank's share of a layer's experts, under expert parallelism: which ones it holds.
 
 A rank holds the experts `[first, last)` of each layer as a packed weight of their own
-(packing/cut.py), and as LoRA factors of their own (divided.py).
+(`Codec.cut`), and as LoRA factors of their own (divided.py).
 """
 
 from __future__ import annotations

@@ -210,6 +210,8 @@ def _weight_obstacle(
         plain, supports = type(codes) is Tensor and codes.device == device, _supports
     if not plain:
         return "{} is sharded, or not on {}", (name, device)
+    if not weight.spec.is_known:
+        return "{} is packed as {}, which no kernel decodes", (name, weight.spec.kind)
     if not supports(weight.spec):
         return "{} of shape {} is not all groups of {}, or has over {} experts", (
             name, tuple(weight.shape), GROUP, MAX_EXPERTS,
@@ -220,7 +222,7 @@ def _weight_obstacle(
 @lru_cache(maxsize=256)
 def _supports(spec: WeightSpec) -> bool:
     experts, *sizes = spec.shape
-    return supports_fused(experts, tuple(sizes), kind=spec.kind, blocksize=spec.blocksize)
+    return supports_fused(experts, tuple(sizes), blocksize=spec.blocksize)
 
 
 def runs_grouped(

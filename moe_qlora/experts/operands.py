@@ -16,16 +16,15 @@ from torch import Tensor
 
 from ..kernels.weights import NestedAbsmax, PackedWeight, WeightSpec
 from ..packing import parametrize
+from ..packing.codecs import codec_of, kinds
 from ..packing.decoders import ShardableStatistics
-
-_KINDS = ("nf4", "fp4", "int8", "mxfp4")
 
 
 class PackedOperand(NamedTuple):
     """A packed weight as tensors and constants."""
 
-    # Codes and the bits of the row scales for int8; else codes, absmax, table and, with a second
-    # level of statistics, offset, nested absmax and nested table
+    # Codes and the bits of the scales where these are all; else codes, absmax, table and, with a
+    # second level of statistics, offset, nested absmax and nested table
     tensors: list[Tensor]
     spec: WeightSpec  # What kernels are chosen by; its device is not told here
     dtype: torch.dtype  # Dtype of the weight that was packed
@@ -41,7 +40,7 @@ class PackedOperand(NamedTuple):
     def numbers(self) -> list[int]:
         """`spec` as a custom operator takes it: kind, block sizes and shape."""
         shape, kind, blocksize, nested, _ = self.spec
-        return [_KINDS.index(kind), blocksize, nested, *shape]
+        return [kinds().index(kind), blocksize, nested, *shape]
 
     def lies_on(self, device: torch.device) -> bool:
         """Whether every part is a plain tensor on this device."""
@@ -65,8 +64,9 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
         tensors = [part for part in (codes, *parts) if part is not None]
         return PackedOperand(tensors, spec, first.weight_dtype, first.compute_dtype, swapped)
     if hasattr(first, "scale_bits"):
-        spec = WeightSpec(tuple(first.weight_shape), "int8", 0, 0, -1)
-        return PackedOperand([codes, first.scale_bits], spec, first.weight_dtype, None)
+        spec = WeightSpec(tuple(first.weight_shape), first.kind, first.blocksize, 0, -1)
+        tensors = [codes, first.scale_bits]
+        return PackedOperand(tensors, spec, first.weight_dtype, first.compute_dtype)
     state = first.quant_state
     tensors = [codes, state.absmax, state.code]
     nested = 0
@@ -92,10 +92,11 @@ def packed_weight(
 ) -> PackedWeight:
     """Return the packed weight of a `PackedOperand`: its numbers, and its tensors, taken."""
     code, blocksize, nested, *sizes = numbers
-    kind, shape, codes = _KINDS[code], torch.Size(sizes), next(tensors).detach()
-    if kind == "int8":
-        codes, scales = codes.view(shape), next(tensors).view(torch.float32)
-        return PackedWeight(codes, scales, None, 0, None, shape, kind, dtype)
+    kind, shape, codes = kinds()[code], torch.Size(sizes), next(tensors).detach()
+    codec = codec_of(kind)
+    if not codec.in_quant_state:
+        codes, scales = codes.view(codec.codes_shape(shape)), next(tensors).view(codec.scale_dtype)
+        return PackedWeight(codes, scales, None, blocksize, None, shape, kind, dtype)
     absmax, table = islice(tensors, 2)
     second = None
     if nested:

@@ -31,9 +31,9 @@ from ..errors import CheckpointError, NonFiniteWeightError
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
 from ..packing.codec import LARGEST, Packer, are_below, restore
-from ..packing.cut import cut_tensors
 from ..packing.decoders import hold
-from ..packing.format import SCALES, key_ends, problems
+from ..packing.format import key_ends, problems
+from ..packing.int8 import SCALES
 from ..world import absmax_mean
 from .kept import SLICE_BYTES, keep_codes
 
@@ -229,7 +229,8 @@ class PackedConverter(WeightConverter):
             raise CheckpointError(f"{layer_name}: the checkpoint has statistics, but no codes.")
         shape, dtype = spec.kept_shape(layer_name), spec.dtypes[layer_name]
         settings, recorded = spec.settings_of(layer_name), dtype
-        if spec.manifest is not None and settings.kind != "int8":
+        codec = settings.codec
+        if spec.manifest is not None and (codec.has_record or codec.is_kept):
             recorded = getattr(torch, spec.manifest.experts[self.keys[layer_name]].dtype)
         dtype = dtype if spec.recasts else recorded
         stored = settings.storage_dtype
@@ -237,7 +238,7 @@ class PackedConverter(WeightConverter):
             # transformers before 5.22 casts codes that are stored as floats: read them again
             codes = spec.files.read(self.keys[layer_name]).to(codes.device)
         try:
-            known = recorded if settings.has_record else dtype
+            known = recorded if codec.has_record else dtype
             packed = restore({"": codes, **tensors}, shape, known, settings)
         except ValueError as error:
             raise CheckpointError(f"{layer_name} {error}.") from error
@@ -258,8 +259,8 @@ class PackedConverter(WeightConverter):
         def read(end: str, start: int, stop: int | None) -> Tensor:
             return files.read(items[end].key, start, stop).to(device)
 
-        whole = tuple(self.spec.params[name].shape)
-        return cut_tensors(read, whole, *self.spec.rows(name), self.spec.settings_of(name))
+        whole, settings = tuple(self.spec.params[name].shape), self.spec.settings_of(name)
+        return settings.codec.cut_tensors(read, whole, *self.spec.rows(name), settings)
 
 
 class WeightPacker:

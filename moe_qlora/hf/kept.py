@@ -1,6 +1,6 @@
 """Loads of folders whose experts' own codes are kept: nothing is dequantized and packed anew.
 
-Kept is what packing/kept.py can compute with: MXFP4 as gpt-oss has it, `N_blocks` and `N_scales`
+Kept is what packing/mxfp4.py can compute with: MXFP4 as gpt-oss has it, `N_blocks` and `N_scales`
 for the whole of a fused parameter N. Experts that the folder holds in another form are dequantized
 and packed as those of any other folder.
 """
@@ -15,12 +15,13 @@ from torch import nn
 
 from ..checkpoint.fit import own_name
 from ..checkpoint.load_spec import LoadSpec
+from ..checkpoint.prequantized.config import MXFP4
 from ..checkpoint.prequantized.decode import CODES, SCALE
 from ..errors import CheckpointError, UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK
 from ..layout import ExpertParam
 from ..packing.decoders import hold
-from ..packing.kept import KeptPacker, kept_settings
+from ..packing.mxfp4 import KeptPacker, kept_settings
 from ..packing.settings import CodecSettings
 
 # Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this.
@@ -30,7 +31,7 @@ SLICE_BYTES = 8 << 20
 def weights_to_keep(model: Any, spec: LoadSpec) -> dict[str, CodecSettings]:
     """Return how the expert weights of a load are packed whose codes can be kept, by name."""
     files, kept = spec.prequantized, {}
-    if files is not None and files.method == "mxfp4":
+    if files is not None and files.method == MXFP4:
         settings = kept_settings(spec.settings)
         kept = {
             name: settings

@@ -8,6 +8,7 @@ on the instance, as bound methods in its `__dict__`, so that deepcopy binds the 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -22,7 +23,8 @@ from ..layout import ModelLayout
 from ..lora.coverage import announce
 from ..lora.stock_calls import add_adapter, load_adapter, named_modules
 from ..packing import parametrize
-from ..packing.decoders import PackedCodes, is_shardable
+from ..packing.codecs import codec_of
+from ..packing.decoders import PackedCodes, PackedScales, is_shardable
 from ..packing.linear import keep_layout
 from ..packing.quant_state import state_tensors
 from ..packing.settings import CodecSettings
@@ -35,7 +37,7 @@ def check_method(model: nn.Module, settings: CodecSettings) -> str | None:
     name = str(getattr(method, "value", method))
     if method is not None and not name.startswith("bitsandbytes"):
         return f"the model is already quantized with {name!r}"
-    asked, other = ("8bit", "4bit") if settings.kind == "int8" else ("4bit", "8bit")
+    asked, other = ("8bit", "4bit") if settings.codec.loads_in_8bit else ("4bit", "8bit")
     if getattr(model, f"is_loaded_in_{other}", False):
         return f"it asks for load_in_{asked}, and the model is already loaded in {other}"
     return None
@@ -68,8 +70,8 @@ def mark_quantized(model: nn.Module, config: Any, settings: CodecSettings) -> No
     from transformers.utils.quantization_config import QuantizationMethod
 
     host: Any = model
-    host.is_loaded_in_8bit = settings.kind == "int8"
-    host.is_loaded_in_4bit = settings.kind != "int8"
+    host.is_loaded_in_8bit = settings.codec.loads_in_8bit
+    host.is_loaded_in_4bit = not settings.codec.loads_in_8bit
     if getattr(host, "quantization_method", None) is None:
         host.quantization_method = QuantizationMethod.BITS_AND_BYTES
     host.is_quantized = True
@@ -109,10 +111,11 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
         if isinstance(scale, torch.Tensor):
             scales[scale.data_ptr()] = scale
     for _, module, name in parametrize.iter_packed(self):
-        if is_shardable(parametrize.decoder_of(module, name)):
+        decoder = parametrize.decoder_of(module, name)
+        if is_shardable(decoder):
             continue
         packed = parametrize.read_packed(module, name)
-        if packed.kind == "int8":
+        if isinstance(decoder, PackedScales):
             if not return_buffers:
                 scales[packed.absmax.data_ptr()] = packed.absmax
         else:
@@ -123,7 +126,7 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
 def num_parameters(
     self: Any, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """Return the number of weights; statistics that are parameters are none."""
+    """Return the number of weights, however many a code's byte holds; statistics are none."""
     count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
     if only_trainable:
         return count
@@ -133,6 +136,15 @@ def num_parameters(
         if is_shardable(module)
         for parameter in module._parameters.values()
     }
+    # Stock counts 4-bit codes twice, which are `Params4bit`, and others once.
+    decoders = {
+        id(parametrize.original_of(module, name)): parametrize.decoder_of(module, name)
+        for _, module, name in parametrize.iter_packed(self)
+    }
+    for decoder in decoders.values():
+        if isinstance(decoder, PackedScales):
+            shape = decoder.weight_shape
+            count += math.prod(shape) - math.prod(codec_of(decoder.kind).codes_shape(shape))
     return count - sum(statistics.values())
 
 

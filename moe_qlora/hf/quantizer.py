@@ -30,8 +30,9 @@ from ..errors import CheckpointError, NonFiniteWeightError
 from ..layout import listed
 from ..packing import parametrize
 from ..packing.codec import LARGEST, are_below, pack
+from ..packing.codecs import codecs
 from ..packing.decoders import hold
-from ..packing.format import ABSMAX, SCALES
+from ..packing.linear import check_linears
 from ..world import absmax_mean, many_ranks, world
 from .converters import LinearConverter, PackedConverter, PackingConverter
 from .kept import refuse_to_shard, weights_to_keep
@@ -130,6 +131,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         self._spec = self._make_spec(model, dtype, files, kwargs.get("device_map"))
         self._spec.device_map = self._device_map
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
+        check_linears(model, self._spec.settings)
         if self._checked is not None:
             problem = next(model_problems(self._checked.manifest, model), None)
             if problem is not None:
@@ -216,7 +218,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 if floating & {key, prefix + key, key.removeprefix(prefix)}:
                     check_plain(key, stored.info(key).dtype)
         if self._mark is None and self.pre_quantized and folder and has_manifest(folder):
-            ends = (ABSMAX, SCALES)
+            ends = [codec.scales for codec in codecs()]
             if any(f"{name}{end}" in (spec.files or ()) for name in spec.params for end in ends):
                 raise CheckpointError(
                     f"{folder} holds a manifest of moe_qlora, but its config.json does not say so: "

@@ -172,7 +172,7 @@ def decoding(
         0 if right is None else right.shape[2], 0 if below is None else below.shape[1],
     )  # fmt: skip
     return sizes, (
-        out, packed.flat_codes if packed.kind == "int8" else packed.flat_codes.view(torch.int32),
+        out, packed.flat_codes if packed.spec.is_int8 else packed.flat_codes.view(torch.int32),
         packed.absmax, none if packed.table is None else packed.table,
         table2, absmax2, offset, none if expert_offsets is None else expert_offsets,
         out if right is None else right, out if below is None else below,
@@ -195,7 +195,7 @@ def launch_decode(
     return (pieces + extra, experts), {
         "ROWS": rows, "COLS": cols, "ALL_ROWS": spec.shape[1], "ALL_COLS": spec.shape[2],
         "RANK_R": rank_r, "RANK_B": rank_b, "STRIDE": stride, "BLOCKSIZE": spec.blocksize,
-        "NESTED": spec.nested, "INT8": spec.kind == "int8", "SKIP": skips, "BLOCK": BLOCK,
+        "NESTED": spec.nested, "INT8": spec.is_int8, "SKIP": skips, "BLOCK": BLOCK,
         "UNROLL": UNROLL, "num_warps": WARPS, "enable_fp_fusion": False,
     }  # fmt: skip
 

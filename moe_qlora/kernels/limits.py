@@ -94,46 +94,49 @@ def supports_fused(
     experts: int,
     sizes: tuple[int, ...],
     *,
-    kind: str = "nf4",
     blocksize: int = 64,
     rank: int = 0,
     itemsize: int = 2,
 ) -> bool:
     """Whether the fused layer's kernels take a weight of these sizes (rows and columns).
 
-    `rank` is that of all active adapters together, `itemsize` the bytes of an activation.
+    `blocksize` is 0 for int8, `rank` that of all active adapters together, `itemsize` the bytes of
+    an activation.
     """
     return (
         itemsize == 2
         and rank <= MAX_LORA_RANK
         and experts <= MAX_EXPERTS
-        and (kind == "int8" or whole_blocks(blocksize))
+        and (blocksize == 0 or whole_blocks(blocksize))
         and all(size % GROUP == 0 for size in sizes)
     )
 
 
-def supports_quantized(kind: str, columns: int, blocksize: int) -> bool:
-    """Whether the quantized matmul takes a weight: its blocks lie within rows of `columns`."""
-    return kind == "int8" or (blocksize % 32 == 0 and columns % blocksize == 0)
+def supports_quantized(columns: int, blocksize: int) -> bool:
+    """Whether the quantized matmul takes a weight: its blocks lie within rows of `columns`.
+
+    `blocksize` is 0 for int8.
+    """
+    return blocksize == 0 or (blocksize % 32 == 0 and columns % blocksize == 0)
 
 
-def supports_hopper(kind: str, inner: int, columns: int) -> bool:
+def supports_hopper(blocksize: int, inner: int, columns: int) -> bool:
     """Whether Hopper's own kernel sums over so many features, in rows of so many columns.
 
     Both are whole steps of 64: a thread looks up 64 weights of a row.
     """
     # two at least: Triton 3.6 fails on the loop of a single step
-    return kind != "int8" and inner % 64 == 0 and inner >= 128 and columns % 64 == 0
+    return blocksize > 0 and inner % 64 == 0 and inner >= 128 and columns % 64 == 0
 
 
-def supports_registers(kind: str, blocksize: int, columns: int) -> bool:
+def supports_registers(blocksize: int, columns: int) -> bool:
     """Whether Hopper's kernel that holds weights in registers sums over rows of these columns.
 
     Four threads have a group of 64 columns each, which is one block or part of one.
     """
     # two groups at least: Triton 3.6 fails on the loop of a single one
     whole = columns % REGISTERS_GROUP == 0 and columns > REGISTERS_GROUP
-    return whole and kind != "int8" and blocksize % 64 == 0
+    return whole and blocksize > 0 and blocksize % 64 == 0
 
 
 def suits_rs(rows: int, experts: int) -> bool:

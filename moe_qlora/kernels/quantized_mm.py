@@ -87,7 +87,7 @@ def fits(config: Config, problem: Problem, tile: int) -> bool:
     sums = 128 if card.runs_on else 64
     if tile * config.features > sums * 32 * config.warps:
         return False
-    codes = config.features * config.step // (1 if problem.spec.kind == "int8" else 2)
+    codes = config.features * config.step // (1 if problem.spec.is_int8 else 2)
     return (config.stages - 1) * (2 * tile * config.step + codes) <= card.shared
 
 
@@ -268,7 +268,7 @@ def quantized_kernel(
 def supports(problem: Problem) -> bool:
     """Whether blocks lie within rows, and rows are few enough."""
     spec = problem.spec
-    if not supports_quantized(spec.kind, spec.shape[2], spec.blocksize):
+    if not supports_quantized(spec.shape[2], spec.blocksize):
         return False
     # Up to 256 rows an expert it beats dequantizing (`limits.ROWS_ON_QUANTIZED`).
     return prefers_quantized(problem.rows, problem.experts)
@@ -315,7 +315,7 @@ class Operands(NamedTuple):
         """
         packed, factor = matmul.packed, matmul.factor
         spec = packed.spec
-        strides = 1 if spec.kind == "int8" else spec.shape[2] // spec.blocksize, 1
+        strides = 1 if spec.is_int8 else spec.shape[2] // spec.blocksize, 1
         if absmax is not packed.absmax:
             strides = 1, spec.shape[1]
         y = torch.empty(routing.count, span[1] - span[0], dtype=x.dtype, device=x.device)
@@ -388,7 +388,7 @@ def _launch_quantized(
     spec: WeightSpec, stride: int, top_k: int, rank: int, nested: int, back: bool, tile: int,
     tiles: int, config: Config, numbers: tuple[int, ...],
 ) -> Geometry:  # fmt: skip
-    int8 = spec.kind == "int8"
+    int8 = spec.is_int8
     where = torch.device("cpu") if spec.device < 0 else torch.device("cuda", spec.device)
     plain = int8 or triton.knobs.runtime.interpret or not cards.takes_ptx(where)
     return (cdiv(numbers[3] - numbers[2], config.features), tiles), {
@@ -407,7 +407,7 @@ KERNEL = Kernel(
     prepare,
     launch,
     # int8 codes are a way of their own through the kernel.
-    tried=lambda spec: "int8" if spec.kind == "int8" and spec.device >= 0 else None,
+    tried=lambda spec: spec.kind if spec.is_int8 and spec.device >= 0 else None,
     tuned="codes",
     cuts=CANDIDATES,
     default=default,

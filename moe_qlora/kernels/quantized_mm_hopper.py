@@ -36,7 +36,7 @@ from .limits import (
 )
 from .quantized_mm import FAILURES, Operands, fall_back, prepare
 from .routing import Routing, Tiled
-from .weights import MX_BLOCK, TABLES, WeightSpec
+from .weights import MX_BLOCK, MXFP4, NF4, TABLES, WeightSpec
 
 # Of a program's threads, so named up to Triton 3.6 and from 3.7 on.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -363,9 +363,9 @@ def supports(problem: Problem) -> bool:
     spec = problem.spec
     if problem.dtype not in cards.HALVES or not cards.allows_hopper() or problem.tile < TILE:
         return False
-    if not supports_quantized(spec.kind, spec.shape[2], spec.blocksize):
+    if not supports_quantized(spec.shape[2], spec.blocksize):
         return False
-    if not supports_hopper(spec.kind, problem.inner, spec.shape[2]):
+    if not supports_hopper(spec.blocksize, problem.inner, spec.shape[2]):
         return False
     # Up to 512 rows an expert, half of that where dequantizing would serve two products
     # (`limits.ROWS_ON_QUANTIZED_HOPPER`).
@@ -414,7 +414,7 @@ KERNEL = Kernel(
     gathers=True,
     capable=lambda card: card.capability == cards.HOPPER,
     # Blocks of 32 are a way of their own through the kernel.
-    tried=lambda spec: "mxfp4" if spec.blocksize == MX_BLOCK else "nf4",
+    tried=lambda spec: MXFP4 if spec.blocksize == MX_BLOCK else NF4,
     tried_tiles=(128,),
     tuned="codes",
 )

@@ -50,7 +50,7 @@ from .quantized_mm_hopper import (
     table_asm,
 )
 from .routing import Routing, Tiled
-from .weights import WeightSpec
+from .weights import NF4, WeightSpec
 
 UNPACK: gl.constexpr = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
@@ -309,8 +309,8 @@ def supports(problem: Problem) -> bool:
     # 128 to 1,024 rows an expert (`limits.ROWS_IN_REGISTERS`).
     if not suits_rs(problem.rows, problem.experts):
         return False
-    return supports_quantized(spec.kind, spec.shape[2], spec.blocksize) and supports_registers(
-        spec.kind, spec.blocksize, spec.shape[2]
+    return supports_quantized(spec.shape[2], spec.blocksize) and supports_registers(
+        spec.blocksize, spec.shape[2]
     )
 
 
@@ -356,7 +356,7 @@ KERNEL = Kernel(
     order=ORDER,
     reorder=reorder,
     capable=lambda card: card.capability == cards.HOPPER,
-    tried=lambda spec: "nf4",
+    tried=lambda spec: NF4,
     tried_tiles=(WIDEST_TILE,),
     both_ways=False,
 )

@@ -32,7 +32,7 @@ from .quantized_mm import FAILURES, Operands, fall_back, second_level
 from .quantized_mm_hopper import block_values, lookup_asm, table_asm
 from .quantized_mm_rs import feature, quarters, weights, words_layout
 from .routing import Routing, Tiled
-from .weights import WeightSpec
+from .weights import NF4, WeightSpec
 
 SLOTS: gl.constexpr = gl.constexpr(4)
 """Tiles of codes in shared memory: one being multiplied, three on their way."""
@@ -196,8 +196,8 @@ def supports(problem: Problem) -> bool:
     if not problem.by_rows or problem.dtype not in cards.HALVES or problem.tile != FEW_TILE:
         return False
     # 0.69 of the portable kernel's time at a row an expert (H200): it reads codes as they come.
-    return supports_quantized(spec.kind, spec.shape[2], spec.blocksize) and supports_registers(
-        spec.kind, spec.blocksize, spec.shape[2]
+    return supports_quantized(spec.shape[2], spec.blocksize) and supports_registers(
+        spec.blocksize, spec.shape[2]
     )
 
 
@@ -240,7 +240,7 @@ KERNEL = Kernel(
     lambda matmul, routing, span, name: matmul.packed.absmax,  # each program decodes its own
     launch,
     capable=lambda card: card.maker == "nvidia" and card.capability >= (8, 0),
-    tried=lambda spec: "nf4",
+    tried=lambda spec: NF4,
     tried_tiles=(FEW_TILE,),
     both_ways=False,
     tuned="codes",

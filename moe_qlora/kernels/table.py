@@ -34,7 +34,7 @@ from .factors import Factors
 from .grouped_mm import decode
 from .limits import supports_quantized
 from .routing import Routing, Tiled, tabulate
-from .weights import MX_BLOCK, TABLES, PackedWeight, WeightSpec
+from .weights import MX_BLOCK, MXFP4, NF4, TABLES, PackedWeight, WeightSpec
 
 
 def _in_gluon() -> list[Kernel]:
@@ -175,14 +175,14 @@ def works(kernel: Kernel, spec: WeightSpec) -> bool:
 
 def prepare(device: torch.device) -> None:
     """Find out now which kernels work for ordinary codes on a CUDA device."""
-    spec = WeightSpec((1, 64, 64), "nf4", 64, 0, device.index or 0)
+    spec = WeightSpec((1, 64, 64), NF4, 64, 0, device.index or 0)
     for kernel in KERNELS:
         works(kernel, spec)
 
 
 def is_right_untested(device: torch.device) -> bool:
     """Whether small products are right on a device that no test has seen, of few rows and many."""
-    return is_right(quantized_mm.KERNEL, device, "nf4")
+    return is_right(quantized_mm.KERNEL, device, NF4)
 
 
 def is_right(kernel: Kernel, device: torch.device, kind: str) -> bool:
@@ -221,10 +221,10 @@ def _random_weight(
 ) -> PackedWeight:
     numel = math.prod(shape)
     codes = torch.randint(256, (numel,), device=device, generator=generator).to(torch.uint8)
-    blocksize = MX_BLOCK if kind == "mxfp4" else 64
+    blocksize = {MXFP4: MX_BLOCK}.get(kind, 64)
     absmax = torch.rand(numel // blocksize, device=device, generator=generator)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if kind == "int8":
+    if kind not in TABLES:
         codes, absmax = codes.view(torch.int8), absmax[: shape[0] * shape[1]].clone()
         return PackedWeight(codes, absmax, None, 0, None, shape, kind, dtype)
     codes, table = codes[: numel // 2].clone(), torch.tensor(TABLES[kind], device=device)
@@ -242,8 +242,7 @@ _MANY = 128
 
 def can_tune(packed: PackedWeight) -> bool:
     """Whether there is something to measure for a weight."""
-    kind, columns, blocksize = packed.kind, packed.spec.shape[2], packed.blocksize
-    return packed.dequantizes() and supports_quantized(kind, columns, blocksize)
+    return packed.dequantizes() and supports_quantized(packed.spec.shape[2], packed.blocksize)
 
 
 def candidates(section: str) -> list[tuple[Kernel, Any]]:

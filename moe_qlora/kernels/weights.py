@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from .limits import whole_blocks
 
-TABLES = {
-    "nf4": (
+NF4, MXFP4 = "nf4", "mxfp4"
+
+TABLES: dict[str, tuple[float, ...]] = {
+    NF4: (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
         -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
         0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -26,12 +28,15 @@ TABLES = {
         0.0, -0.0052083334885537624, -0.6666666865348816, -1.0,
         -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
     ),
-    "mxfp4": (
+    MXFP4: (
         0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0,
         -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
     ),
 }  # fmt: skip
-"""The codes' values: nf4 and fp4 as bitsandbytes' `get_4bit_type` gives them, mxfp4 is E2M1."""
+"""The 4-bit codes' values: nf4 and fp4 as bitsandbytes' `get_4bit_type` gives them, mxfp4 is E2M1.
+
+`packing.codecs.register` adds those of other codecs. int8 has none; codecs that are not here
+otherwise are decoded by no kernel."""
 
 MX_BLOCK = 32
 """Weights in a block of MXFP4, which share one scale."""
@@ -44,10 +49,20 @@ class WeightSpec(NamedTuple):
     """What the choice and the compiled form of a kernel depend on of a packed weight."""
 
     shape: tuple[int, ...]  # `(E, rows, cols)`, of the weight as it is stored
-    kind: str  # "nf4", "fp4", "mxfp4" or "int8"
-    blocksize: int  # Weights in a block
+    kind: str  # Of the codec, such as "nf4"
+    blocksize: int  # Weights in a block; 0 for int8, whose rows have one scale each
     nested: int  # Block size of the second level, 0 without one
     device: int  # Index of the CUDA device, -1 for the CPU
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether the codes are int8 with a scale for each row, rather than of 4 bits."""
+        return self.blocksize == 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether kernels can decode the codes."""
+        return self.is_int8 or self.kind in TABLES
 
 
 class NestedAbsmax(NamedTuple):
@@ -86,7 +101,7 @@ class PackedWeight:
     # The second level; None without double quantization; mxfp4: `power_scales`
     nested: NestedAbsmax | None
     shape: tuple[int, ...]  # Shape of the decoded weight: `(E, rows, cols)` for experts
-    kind: str  # "nf4", "fp4", "mxfp4" or "int8"
+    kind: str  # Of the codec, such as "nf4"
     dtype: torch.dtype  # Dtype of the weight that was packed, which `unpack` gives again
     # What the user's config asks to compute in; None leaves it to activations
     compute_dtype: torch.dtype | None = None
@@ -147,7 +162,7 @@ class PackedWeight:
     def flat_codes(self) -> Tensor:
         """`(bytes,)`: the codes as the kernels read them, uint8, or int8 for int8."""
         flat = self.codes.detach().view(-1)
-        return flat if self.kind == "int8" else flat.view(torch.uint8)
+        return flat.view(torch.uint8) if self.blocksize else flat
 
     @cached_property
     def spec(self) -> WeightSpec:
@@ -186,7 +201,8 @@ class PackedWeight:
         nested = self.spec.nested
         return (
             self.spec.shape[2] % 8 == 0
-            and (self.kind == "int8" or whole_blocks(self.blocksize))
+            and self.spec.is_known
+            and (self.spec.is_int8 or whole_blocks(self.blocksize))
             and self.codes.data_ptr() % 8 == 0
             and nested & (nested - 1) == 0
             and self.numel > 0

@@ -134,7 +134,7 @@ def _check_loaded(name: str, base: nn.Module, config: Any) -> None:
             f"are: {advice}"
         )
     loaded, expected = CodecSettings.of(read_packed(base, leaf)), config._packed.settings
-    if loaded.is_kept:
+    if loaded.codec.is_kept:
         return  # the checkpoint decides how, and not the quantization_config
     for field in ("kind", "double_quant", "blocksize"):
         seen, asked = getattr(loaded, field), getattr(expected, field)

@@ -40,9 +40,10 @@ from ..kernels.weights import PackedWeight
 from ..layout import unwrapped, unwrapped_name
 from ..packing import codec, parametrize
 from ..packing.codec import first_nonfinite, require_whole
+from ..packing.codecs import codec_of
 from ..packing.decoders import PackedCodes
 from ..packing.parametrize import decoded_by, is_packed, packed_names, read_packed
-from ..packing.settings import KEPT_KINDS, CodecSettings
+from ..packing.settings import CodecSettings
 from ..world import Share, share_of
 from .chosen import ChosenFactor, whole_factor
 from .supported import check_dropout
@@ -369,7 +370,7 @@ def check_repack(model: nn.Module) -> None:
     """Raise where merged weights could not be packed the way that the model's are."""
     for module_name, module, leaf in parametrize.iter_packed(model):
         kind = parametrize.read_packed(module, leaf).kind
-        if kind in KEPT_KINDS:
+        if codec_of(kind).is_kept:
             raise AdapterError(
                 f"{unwrapped_name(f'{module_name}.{leaf}')} keeps the {kind} codes of its "
                 "checkpoint, in which most of an adapter would be rounded away: merge it without "

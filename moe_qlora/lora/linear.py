@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..kernels.weights import PackedWeight
 from ..packing.codec import unpack
+from ..packing.codecs import codec_of
 from ..packing.linear import read_linear, restore_linear, write_linear
 
 
@@ -58,7 +59,7 @@ class _ExactMerge:
         layer, packed, bias = self._unmerged
         every = [*self.merged_adapters, *names]
         with torch.no_grad():
-            if packed.kind == "int8":  # which bitsandbytes dequantizes in fp32
+            if codec_of(packed.kind).loads_in_8bit:  # which bitsandbytes dequantizes in fp32
                 packed = replace(packed, dtype=torch.float32)
             weight = unpack(packed).to(torch.promote_types(packed.dtype, torch.float32))
             for name in every:

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import bitsandbytes.nn
 import torch
 from torch import Tensor, nn
 
 from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
+from ..packing.codecs import codec_of
 from ..packing.decoders import ShardableStatistics
+from ..packing.linear import linear_kind
 from ..packing.quant_state import from_quant_state
 from .budget import Block, BlockTensor
 
@@ -63,10 +64,10 @@ def _linear_weight(layer: Any) -> PackedWeight:
     state = getattr(weight, "quant_state", None)
     if state is not None:
         return from_quant_state(weight, state, owner=weight)
-    kind = "int8" if isinstance(layer, bitsandbytes.nn.Linear8bitLt) else weight.quant_type
     scales: Any = getattr(weight, "SCB", None)  # None before it is packed
     shape = (layer.out_features, layer.in_features)
-    return PackedWeight(weight, scales, None, 0, None, shape, kind, torch.float16, owner=weight)
+    kind, dtype = linear_kind(layer), torch.float16
+    return PackedWeight(weight, scales, None, 0, None, shape, kind, dtype, owner=weight)
 
 
 def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
@@ -125,11 +126,13 @@ def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
     """Yield codes and statistics as distributed runs have them (`distributed.sharding`)."""
     weight, experts = part.weight, not part.linear
     kind = "experts" if experts else "linear"
-    if weight.kind == "int8":
-        rows = weight.numel if experts else weight.shape[0]
-        yield BlockTensor(kind, rows, weight.numel // rows, 1, of_experts=experts)
+    if not codec_of(weight.kind).in_quant_state:
+        numel = weight.codes.numel()
+        rows = numel if experts else weight.shape[0]
+        yield BlockTensor(kind, rows, numel // rows, 1, of_experts=experts)
         for scales in weight.statistics:  # none before it is packed
-            yield BlockTensor("statistics", scales.numel(), 1, _FLOAT32, of_experts=experts)
+            size = scales.itemsize
+            yield BlockTensor("statistics", scales.numel(), 1, size, of_experts=experts)
         return
     yield BlockTensor(kind, weight.codes.nbytes, 1, 1, of_experts=experts)
     yield BlockTensor("statistics", weight.absmax.nbytes, 1, 1, of_experts=experts)

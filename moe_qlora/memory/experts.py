@@ -58,17 +58,16 @@ class ExpertsCall:
     first: tuple[Adapter, ...] = ()  # Active LoRA on the first projection
     second: tuple[Adapter, ...] = ()  # Active LoRA on the second
     transposed: bool = False  # Whether the weights are stored `(E, in, out)`
-    kind: str = "nf4"
-    blocksize: int = 64
+    known: bool = True  # Whether kernels can decode the codes
+    blocksize: int = 64  # 0 for int8
     nested: bool = True
 
     @property
     def fused(self) -> bool:
         """Whether both projections run as one fused layer."""
-        return supports_fused(
+        return self.known and supports_fused(
             self.experts,
             (self.hidden, self.intermediate),
-            kind=self.kind,
             blocksize=self.blocksize,
             rank=max(self.ranks),
             itemsize=self.itemsize,
@@ -82,7 +81,7 @@ class ExpertsCall:
         expert. On Hopper some are up to 1,024: in between, a plan is more than is used there.
         """
         columns = (self.width if self.transposed else self.intermediate, self.hidden)
-        supported = (supports_quantized(self.kind, size, self.blocksize) for size in columns)
+        supported = (supports_quantized(size, self.blocksize) for size in columns)
         return prefers_quantized(self.rows, self.experts) and all(supported)
 
     @property
@@ -148,8 +147,8 @@ def _in_registers(call: ExpertsCall) -> tuple[bool, bool]:
     suits = suits and not prefers_quantized(call.rows, call.experts, hopper=True)
     first, second = (
         suits
-        and supports_quantized(call.kind, columns, call.blocksize)
-        and supports_registers(call.kind, call.blocksize, columns)
+        and supports_quantized(columns, call.blocksize)
+        and supports_registers(call.blocksize, columns)
         for columns in (call.hidden, call.intermediate)
     )
     return first, second

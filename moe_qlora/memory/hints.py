@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import MoeQloraError
 from ..layout import human_bytes
+from ..packing.codecs import codec_of
 from .attention import FLEX
 from .budget import Engine
 from .devices import CONTEXT_BYTES, exact_size
@@ -99,12 +100,13 @@ def _changes(planner: Planner, report: MemoryPlan) -> Iterable[_Change]:
         yield _training_change("compute attention without holding its scores", attention=FLEX)
     if not settings.checkpointing:
         yield _training_change("compute layers again in backward", checkpointing=True)
-    if source.free and report.kind in ("nf4", "fp4") and not report.double_quant:
+    codec = None if report.kind is None else codec_of(report.kind)
+    if source.free and codec and codec.nests and not report.double_quant:
         setting = "bnb_4bit_use_double_quant=True"
         double = copy.deepcopy(source.quantization)
         double.bnb_4bit_use_double_quant = True
         yield _Change("quantize the statistics too", setting, {}, double)
-    if source.free and report.kind == "int8":
+    if source.free and codec and codec.loads_in_8bit:
         yield _Change("pack to 4 bit", "load_in_4bit=True", {}, bnb_config(None))
     tokens = settings.batch * settings.seq
     if tokens > _CHUNK and not settings.liger:

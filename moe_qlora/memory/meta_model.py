@@ -38,8 +38,9 @@ from ..lora.config import top_k_of
 from ..lora.model import make_peft_model
 from ..models.trainer.file import AskedLora
 from ..packing import parametrize
-from ..packing.cut import why_not_cut
+from ..packing.codecs import codec_of
 from ..packing.decoders import PackedCodes, ShardableStatistics, hold, packed_codes
+from ..packing.linear import check_linears
 from ..packing.meta import blank_weight, pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
@@ -100,7 +101,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     alive: list[Any] = []  # the memo goes by id: nothing in it may die
     for part in packed_parts(model):
         packed = part.weight
-        if packed.table is not None:  # 4-bit
+        if packed.table is not None:  # else of codes and scales, or not packed yet
             memo[id(packed.owner)] = _blank_codes(packed)
     for module in model.modules():
         int8_state = getattr(module, "state", None)
@@ -166,8 +167,9 @@ def pack(
         _keep_share(model, layout, expert_ranks)
     parts = tuple(packed_parts(model))
     meta = MetaModel(model, model, layout, parts, blocks_of(model, parts))
-    model.is_loaded_in_8bit = meta.kind == "int8"
-    model.is_loaded_in_4bit = meta.kind in ("nf4", "fp4", "mxfp4")
+    codec = None if meta.kind is None else codec_of(meta.kind)
+    model.is_loaded_in_8bit = codec is not None and codec.loads_in_8bit
+    model.is_loaded_in_4bit = codec is not None and not codec.loads_in_8bit
     return meta
 
 
@@ -180,7 +182,7 @@ def _keep_share(model: Any, layout: ModelLayout, ranks: int) -> None:
         for name in filter(partial(parametrize.is_packed, module), names):
             whole = parametrize.read_packed(module, name)
             settings = CodecSettings.of(whole)
-            reason = why_not_cut(whole.shape, ranks, settings)
+            reason = settings.codec.why_not_cut(whole.shape, ranks, settings)
             if reason is not None:
                 raise UnsupportedWeightError(f"{entry.name}.{name} {reason}.")
             shape = (share, *whole.shape[1:])
@@ -214,6 +216,7 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
     if not any(should_convert_module(name, skips) for name in linears):
         return  # where transformers would warn that a model "using eetq" has none
     replace_with_bnb_linear(model, modules_to_not_convert=skips, quantization_config=config)
+    check_linears(model, settings)
     for name, module in model.named_modules():
         if not parametrize.is_packed_linear(module):
             continue

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..experts.backend import stored_transposed
 from ..experts.lora_source import active_lora
 from ..kernels.weights import PackedWeight
+from ..packing.codecs import codec_of
 from .experts import Adapter, ExpertsCall, kept_nbytes, working_nbytes
 
 _CALL, _SHAPE = "_moe_qlora_planned_call", "_moe_qlora_planned_shape"
@@ -78,7 +79,7 @@ def fake_linear(module: nn.Module, weight: PackedWeight, compute: Any) -> None:
     shape = tuple(weight.shape)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if weight.kind == "int8":
+        if codec_of(weight.kind).loads_in_8bit:
             return _Linear8bit.apply(x, shape)
         return _Linear4bit.apply(x.to(compute or x.dtype), shape, weight.dtype).to(x.dtype)
 
@@ -165,7 +166,7 @@ def fake_experts(module: Any, down: PackedWeight, *, dispatched_rows: bool = Fal
         "gated": bool(module.has_gate),
         "transposed": stored_transposed(module, down),
         "weight_itemsize": down.dtype.itemsize,
-        "kind": down.kind,
+        "known": down.spec.is_known,
         "blocksize": down.blocksize,
         "nested": down.nested is not None,
     }

@@ -21,7 +21,7 @@ from ..kernels.limits import WORKSPACE_PART, cdiv
 from ..kernels.weights import PackedWeight
 from ..lora import targets
 from ..models import named
-from ..packing.format import ABSMAX, packed_tensors
+from ..packing.format import packed_tensors
 from ..packing.settings import CodecSettings
 from . import attention, blocks, meta_model, meta_step
 from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget, StepMoment
@@ -369,7 +369,9 @@ def load_extra_nbytes(
     extra = itemsize * max(prod(shape[1:] if len(shape) > 2 else shape) for shape in shapes)
     extra *= 3 if dequantizes else 1
     if settings.double_quant:
-        blocks = (packed_tensors(shape, settings)[ABSMAX].numel or 0 for shape in shapes)
+        blocks = (
+            packed_tensors(shape, settings)[settings.codec.scales].numel or 0 for shape in shapes
+        )
         extra += torch.float32.itemsize * sum(blocks)
     return extra
 

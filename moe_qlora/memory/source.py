@@ -19,18 +19,20 @@ from ..checkpoint.prequantized import (
     describe_plain,
     described_method,
 )
+from ..checkpoint.prequantized.config import MXFP4
 from ..detection.detect import detect
 from ..errors import ConfigError
 from ..layout import dtype_name
 from ..models import named
+from ..packing.bnb4bit import NF4
 from ..packing.format import why_not_packed
-from ..packing.kept import kept_settings
+from ..packing.mxfp4 import kept_settings
 from ..packing.settings import CodecSettings
 from . import attention, meta_model
 from .blocks import packed_parts
 from .meta_model import Skeleton, nbytes_of, skeleton_of
 
-_DEFAULT = CodecSettings("nf4", True, compute_dtype=torch.bfloat16)
+_DEFAULT = CodecSettings(NF4.kind, True, compute_dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def source_of(
     asked = bnb_config(resolved.settings if quantization is None else quantization)
     manifest = None if resolved.folder is None else read_manifest(resolved.folder)
     kept = {} if manifest is None else manifest.kept()
-    if keep_codes and manifest is None and method == "mxfp4":
+    if keep_codes and manifest is None and method == MXFP4:
         kept = _kept(build_model(), CodecSettings.from_config(asked))
     return ModelSource(
         resolved.label,

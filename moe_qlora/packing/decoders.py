@@ -2,9 +2,11 @@
 
     layout       codes (`.original`)             decoder (`[0]`)     statistics
     compact      4-bit: bnb.nn.Params4bit        Packed4bit          a QuantState on the codes
-                 int8: nn.Parameter, as weight   PackedInt8          buffer: row scales' bits
+                 others: nn.Parameter            PackedScales        buffer: the scales' bits
     shardable    4-bit: PackedCodes, uint8       Shardable4bit       uint8 parameters
-                 int8: nn.Parameter, flat        PackedInt8          int32 parameter: the bits
+                 others: nn.Parameter, flat      PackedScales        parameter: the scales' bits
+
+"4-bit" are codecs whose `in_quant_state` holds; the others are int8 and what users register.
 
 A single process uses the compact layout, a distributed one the shardable layout (sharding.py): each
 tensor is a parameter that FSDP2, DeepSpeed and checkpoints shard, and none is a floating-point one,
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from ..errors import QuantizationError
 from ..kernels.weights import NestedAbsmax, PackedWeight
 from .codec import unpack
+from .codecs import codec_of
 from .quant_state import from_quant_state, to_quant_state
 
 bnb: Any = bitsandbytes.nn  # no type annotations to check against
@@ -82,26 +85,49 @@ class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
         return unpack(read(quantized_param, self))
 
 
-class PackedInt8(nn.Module):
-    """Dequantizes an int8 weight on access; `scale_bits` are its fp32 row scales as int32.
+class PackedScales(nn.Module):
+    """Dequantizes a weight of codes and scales on access; `scale_bits` are the scales as integers.
 
-    They are a buffer in the compact layout and a parameter in the shardable one.
+    They are a buffer in the compact layout and a parameter in the shardable one: int32 for the fp32
+    scales of int8.
     """
 
     scale_bits: Tensor
 
     def __init__(self, packed: PackedWeight) -> None:
         super().__init__()
-        self.register_buffer("scale_bits", packed.absmax.view(torch.int32), persistent=False)
+        self.register_buffer("scale_bits", as_bits(packed.absmax), persistent=False)
         self.weight_shape, self.weight_dtype = packed.shape, packed.dtype
+        self.kind, self.blocksize = packed.kind, packed.blocksize
+        self.compute_dtype = packed.compute_dtype
         self._serial = next(_serials)
+
+    def packed(self, codes: Tensor) -> PackedWeight:
+        """Return the packed weight of these codes; where an engine holds a share, its tensors are.
+
+        A share tells shape, dtype and settings only.
+        """
+        owner = codes if isinstance(codes, nn.Parameter) else None
+        raw, scales, shape = codes.detach(), self.scale_bits.detach(), torch.Size(self.weight_shape)
+        if not is_share(codes) and not is_share(self.scale_bits):
+            codec = codec_of(self.kind)
+            raw, scales = raw.view(codec.codes_shape(shape)), scales.view(codec.scale_dtype)
+        return PackedWeight(
+            raw, scales, None, self.blocksize, None, shape, self.kind, self.weight_dtype,
+            self.compute_dtype, owner,
+        )  # fmt: skip
 
     @torch.no_grad()
     def forward(self, codes: Tensor) -> Tensor:
-        """Dequantize int8 codes to the weight's dtype; of a share, the result is on meta."""
+        """Dequantize codes to the weight's dtype; of a share, the result is on meta."""
         if is_share(codes):
             return torch.empty(self.weight_shape, dtype=self.weight_dtype, device="meta")
         return unpack(read(codes, self))
+
+
+def as_bits(scales: Tensor) -> Tensor:
+    """Return scales as integers of their size, which nothing casts."""
+    return scales.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scales.itemsize])
 
 
 class Statistics(NamedTuple):
@@ -259,12 +285,12 @@ def is_share(tensor: Tensor) -> bool:
 
 def is_shardable(decoder: Any) -> bool:
     """Whether all that belongs to a packed weight is a parameter."""
-    if isinstance(decoder, PackedInt8):
+    if isinstance(decoder, PackedScales):
         return "scale_bits" in decoder._parameters
     return isinstance(decoder, ShardableStatistics)
 
 
-OWN_DECODERS = (Packed4bit, Shardable4bit, PackedInt8)
+OWN_DECODERS = (Packed4bit, Shardable4bit, PackedScales)
 
 
 def read(codes: Tensor, decoder: Any) -> PackedWeight:
@@ -272,8 +298,8 @@ def read(codes: Tensor, decoder: Any) -> PackedWeight:
 
     Codes that were cast to another dtype, which destroys them, are an error.
     """
-    if isinstance(decoder, PackedInt8):
-        packed = _read_int8(codes, decoder)
+    if isinstance(decoder, PackedScales):
+        packed = decoder.packed(codes)
     elif isinstance(decoder, ShardableStatistics):
         if isinstance(codes, PackedCodes):
             codes.belong_to(decoder)
@@ -300,15 +326,6 @@ def _read_compact(codes: Tensor, decoder: Any) -> PackedWeight:
     compute = getattr(decoder, "compute_dtype", None)
     owner = codes if isinstance(codes, nn.Parameter) else None
     return from_quant_state(codes.data, state, compute, owner)
-
-
-def _read_int8(codes: Tensor, decoder: PackedInt8) -> PackedWeight:
-    owner = codes if isinstance(codes, nn.Parameter) else None
-    shape, bits = torch.Size(decoder.weight_shape), decoder.scale_bits.detach()
-    raw = codes.detach()
-    if not is_share(codes) and not is_share(decoder.scale_bits):
-        raw, bits = raw.view(shape), bits.view(torch.float32)
-    return PackedWeight(raw, bits, None, 0, None, shape, "int8", decoder.weight_dtype, None, owner)
 
 
 def params4bit(codes: Tensor, state: Any) -> nn.Parameter:
@@ -344,9 +361,9 @@ def packed_codes(packed: PackedWeight, statistics: ShardableStatistics) -> nn.Pa
 def hold(packed: PackedWeight) -> nn.Parameter:
     """Return the one parameter that holds this weight's codes, made on first use."""
     if packed.owner is None:
-        if packed.kind == "int8":
-            packed.owner = nn.Parameter(packed.codes, requires_grad=False)
-        else:
+        if codec_of(packed.kind).in_quant_state:
             packed.owner = params4bit(packed.codes, to_quant_state(packed))
+        else:
+            packed.owner = nn.Parameter(packed.codes, requires_grad=False)
         packed.codes = packed.owner.data
     return packed.owner

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
+from .codecs import CODES
 from .decoders import bnb, params4bit
+from .int8 import INT8, SCALES
 from .quant_state import from_quant_state, to_quant_state
+from .settings import CodecSettings
 
 
 def read_linear(layer: Any) -> PackedWeight:
@@ -19,8 +23,8 @@ def read_linear(layer: Any) -> PackedWeight:
         weight, state = layer.weight, layer.state
         codes = state.CB if weight.CB is None else weight.CB
         scales = state.SCB if weight.SCB is None else weight.SCB
-        shape = tuple(codes.shape)
-        return PackedWeight(codes, scales, None, 0, None, shape, "int8", torch.float16)
+        tensors, shape = {CODES: codes, SCALES: scales}, tuple(codes.shape)
+        return INT8.assemble(tensors, shape, torch.float16, CodecSettings(INT8.kind))
     codes, state = layer.weight.data, layer.weight.quant_state
     if _is_converted(layer):
         import bitsandbytes.nn.modules as bnb_modules
@@ -30,6 +34,28 @@ def read_linear(layer: Any) -> PackedWeight:
         if not state.nested:  # and leaves in the columns' order
             state.absmax = absmax.T.reshape(-1).float()
     return from_quant_state(codes, state)
+
+
+def check_linears(model: nn.Module, settings: CodecSettings) -> None:
+    """Raise where bitsandbytes' Linear layers of a model are to be packed by another's codec."""
+    for name, module in model.named_modules():
+        if not settings.codec.packs_linears and isinstance(module, bnb.Linear4bit):
+            raise ConfigError(
+                f"{name} would be packed by bitsandbytes, which does not know "
+                f"bnb_4bit_quant_type={settings.kind!r}: name it, and all other Linear layers, in "
+                "llm_int8_skip_modules."
+            )
+
+
+def linear_kind(layer: Any) -> str:
+    """Return the packed type of a bitsandbytes Linear layer, in either layout."""
+    if isinstance(layer, bnb.Linear8bitLt):
+        return INT8.kind
+    statistics = layer._modules.get("statistics")
+    if statistics is not None:  # of the shardable layout, whose codes may be a share
+        return str(statistics.kind)
+    state = getattr(layer.weight, "quant_state", None)
+    return str((layer.weight if state is None else state).quant_type)
 
 
 def keep_layout(model: nn.Module) -> None:
@@ -54,7 +80,7 @@ def _is_converted(layer: Any) -> bool:
 
 def write_linear(layer: Any, packed: PackedWeight) -> None:
     """Give a stock bitsandbytes Linear layer this packed weight, as one that was just loaded."""
-    if packed.kind == "int8":
+    if isinstance(layer, bnb.Linear8bitLt):
         codes, scales = packed.codes, packed.absmax
         layer.weight = bnb.Int8Params(codes, requires_grad=False, CB=codes, SCB=scales)
         layer.state.CB = layer.state.SCB = None

@@ -7,7 +7,7 @@ that code which reads `module.<name>` gets the dequantized weight and need not k
         .original    4-bit: bnb.nn.Params4bit, the codes; the QuantState travels with it
                      int8:  nn.Parameter of int8 codes, in the weight's own shape
         [0]          Packed4bit (a Bnb4bitParametrization) with the same QuantState object,
-                     or PackedInt8 with the row scales (decoders.py)
+                     or PackedScales with the row scales (decoders.py)
 
 That is the layout of a single process; for engines of many GPUs sharding.py changes it.
 
@@ -39,24 +39,26 @@ from ..errors import QuantizationError
 from ..kernels.weights import PackedWeight
 from ..layout import human_bytes
 from .codec import unpack
+from .codecs import codec_of
 from .decoders import (
     OWN_DECODERS,
     Packed4bit,
-    PackedInt8,
+    PackedScales,
     Params4bit,
+    as_bits,
     bnb,
     hold,
     is_shardable,
     params4bit,
     read,
 )
-from .quant_state import from_quant_state, state_dict_entries, to_quant_state
+from .quant_state import from_quant_state, to_quant_state
 from .settings import CodecSettings
 from .state_dict import is_shardable_entry, put_shardable, take, take_shardable
 
 # All parameters of a module as they were registered, and its hooks; its copies have it too.
 _RECORD = "_moe_qlora_storage"
-_SHARED = "_moe_qlora_int8"
+_SHARED = "_moe_qlora_scales"
 _MOVED = "_moe_qlora_moved"
 _MEMBERS = "_moe_qlora_class_members"
 _shared_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
@@ -124,12 +126,12 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
         module.__dict__[_RECORD] = tuple(module._parameters), hooks
     owner = hold(packed)
     parametrization: nn.Module
-    if packed.kind == "int8":
-        # Tied weights share the module that holds their scales, so that one move moves all.
-        parametrization = getattr(owner, _SHARED, None) or PackedInt8(packed)
-        setattr(owner, _SHARED, parametrization)
-    else:
+    if codec_of(packed.kind).in_quant_state:
         parametrization = Packed4bit(owner, packed.compute_dtype)
+    else:
+        # Tied weights share the module that holds their scales, so that one move moves all.
+        parametrization = getattr(owner, _SHARED, None) or PackedScales(packed)
+        setattr(owner, _SHARED, parametrization)
     plain = module._parameters.get(name)
     try:
         module._parameters.pop(name, None)
@@ -280,7 +282,7 @@ def decoder_of(module: nn.Module, name: str) -> Any:
     if lists is None or name not in lists._modules:
         return None
     first = lists._modules[name]._modules.get("0")  # type: ignore[union-attr]
-    known = (bnb_parametrize.Bnb4bitParametrization, PackedInt8)
+    known = (bnb_parametrize.Bnb4bitParametrization, PackedScales)
     return first if isinstance(first, known) else None
 
 
@@ -406,7 +408,8 @@ def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: 
         if key not in state_dict or shardable or is_foreign(module, name):
             continue
         state_dict[f"{prefix}{name}"] = state_dict.pop(key)
-        for suffix, value in state_dict_entries(read_packed(module, name)).items():
+        packed = read_packed(module, name)
+        for suffix, value in codec_of(packed.kind).entries(packed).items():
             state_dict[f"{prefix}{name}{suffix}"] = value
 
 
@@ -430,7 +433,7 @@ def _load(
         packed = read_packed(module, name)
         if state_dict.get(key) is not None:
             settings = CodecSettings.of(packed)
-            dtype = None if settings.has_record else packed.dtype
+            dtype = None if settings.codec.has_record else packed.dtype
             loaded = take(state_dict, key, packed.shape, dtype, settings, errors)
         elif not is_shardable(decoder) and is_shardable_entry(state_dict, own):
             loaded = take_shardable(state_dict, own, packed)
@@ -445,10 +448,10 @@ def _load(
             continue  # torch says of meta what to do
         loaded = loaded if assign else loaded.to(original.device)
         codes = state_dict[own + "original"] = loaded.codes
-        if packed.kind == "int8" and assign:
-            decoder.scale_bits = loaded.absmax.view(torch.int32)
+        if isinstance(decoder, PackedScales) and assign:
+            decoder.scale_bits = as_bits(loaded.absmax)
             state_dict[own + "original"] = nn.Parameter(codes, requires_grad=False)
-        elif packed.kind == "int8":
+        elif isinstance(decoder, PackedScales):
             packed.absmax.copy_(loaded.absmax)
         else:  # in place: tied modules see the same statistics
             decoder.quant_state.__dict__.update(to_quant_state(loaded).__dict__)

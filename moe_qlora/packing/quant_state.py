@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.weights import NestedAbsmax, PackedWeight
-from .format import EXPONENTS, SCALES
 
 # bitsandbytes has no type annotations to check against.
 QuantState: Any = cast(Any, bitsandbytes.functional).QuantState
@@ -65,14 +64,3 @@ def state_tensors(state: Any) -> list[Tensor]:
     if state.nested:
         tensors += [state.offset, state.state2.absmax, state.state2.code]
     return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
-
-
-def state_dict_entries(packed: PackedWeight) -> dict[str, Tensor]:
-    """Return what a state dict holds beside the codes, by the end of its key, such as ".absmax"."""
-    if packed.kind == "int8":
-        return {SCALES: packed.absmax}
-    if packed.kind == "mxfp4":
-        return {EXPONENTS: packed.absmax}
-    return {
-        f".{part}": value for part, value in to_quant_state(packed).as_dict(packed=True).items()
-    }

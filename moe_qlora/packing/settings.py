@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..kernels.weights import MX_BLOCK, PackedWeight
+from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
+from .codecs import Codec, PackingFormat, codec_of, codecs, kinds
 
-KINDS = ("nf4", "fp4", "int8")  # that bitsandbytes packs
-KEPT_KINDS = ("mxfp4",)  # of checkpoints whose own codes are kept
 BLOCKSIZES = tuple(2**power for power in range(5, 13))  # those of bitsandbytes' kernels
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
@@ -27,29 +26,17 @@ _STORAGE_NAMES = {dtype_name(dtype): dtype for dtype in (torch.int8, *STORAGE_DT
 
 
 @dataclass(frozen=True)
-class CodecSettings:
-    """How a weight is packed: what of a `BitsAndBytesConfig` decides it, or a checkpoint's codes.
+class CodecSettings(PackingFormat):
+    """How weights are packed, and which are not: what of a `BitsAndBytesConfig` decides it.
 
-    `storage_dtype` is what the 4-bit codes are viewed in; it holds bytes, not numbers, and is
-    always torch.int8 for int8. `compute_dtype` is what this package computes in; None leaves it to
-    the activations, and it never changes the dtype of a decoded tensor. `blocksize` counts the
-    weights of a first-level block; `double_quant` quantizes the 4-bit statistics as well.
-    `stored_transposed`, of kinds that a checkpoint brings along, says that codes and blocks run
-    along the columns of the decoded weight; its last two dimensions are swapped in storage.
+    `skip_modules` are its `llm_int8_skip_modules`. What a codec forces is set, whatever is given.
     """
 
-    kind: str
-    double_quant: bool = False
-    storage_dtype: torch.dtype = torch.uint8
-    compute_dtype: torch.dtype | None = None
-    blocksize: int = 64
     skip_modules: tuple[str, ...] = ()
-    stored_transposed: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS + KEPT_KINDS:
-            known = ", ".join(KINDS + KEPT_KINDS)
-            raise ValueError(f"kind is {self.kind!r}; expected one of {known}")
+        if self.kind not in kinds():
+            raise ValueError(f"kind is {self.kind!r}; expected one of {', '.join(kinds())}")
         for pattern in self.skip_modules:
             try:
                 re.compile(f"(?:{pattern})")
@@ -57,23 +44,13 @@ class CodecSettings:
                 raise ConfigError(
                     f"llm_int8_skip_modules holds {pattern!r}, which is no valid pattern: {error}."
                 ) from error
-        if self.kind == "int8":
-            object.__setattr__(self, "double_quant", False)
-            object.__setattr__(self, "storage_dtype", torch.int8)
-        if self.kind == "mxfp4":
-            object.__setattr__(self, "double_quant", False)
-            object.__setattr__(self, "storage_dtype", torch.uint8)
-            object.__setattr__(self, "blocksize", MX_BLOCK)
+        for name, value in self.codec.settle(self).items():
+            object.__setattr__(self, name, value)
 
     @property
-    def is_kept(self) -> bool:
-        """Whether the codes are a checkpoint's own, and not packed by bitsandbytes."""
-        return self.kind in KEPT_KINDS
-
-    @property
-    def has_record(self) -> bool:
-        """Whether a stored weight has bitsandbytes' record, which tells the decoded dtype."""
-        return self.kind in ("nf4", "fp4")
+    def codec(self) -> Codec:
+        """What packs and decodes."""
+        return codec_of(self.kind)
 
     @classmethod
     def from_config(cls, config: Any) -> CodecSettings:
@@ -118,13 +95,14 @@ class CodecSettings:
                 "llm_int8_has_fp16_weight=True keeps 8-bit weights in 16 bit, so that nothing "
                 "would be packed: set it to False."
             )
+        by_config = [c for c in codecs() if c.loads_in_8bit == eight and not c.is_kept]
         if eight:
-            return cls("int8", skip_modules=skips)
-        kind = get("bnb_4bit_quant_type", "fp4")
-        if kind not in ("nf4", "fp4"):
-            raise ConfigError(
-                f"bnb_4bit_quant_type is {kind!r}: bitsandbytes knows 'nf4' and 'fp4'."
-            )
+            return cls(by_config[0].kind, skip_modules=skips)
+        kind = get("bnb_4bit_quant_type", next(c.kind for c in by_config if c.is_default))
+        names = [repr(codec.kind) for codec in by_config]
+        if repr(kind) not in names:
+            both = f"{', '.join(names[:-1])} and {names[-1]}"
+            raise ConfigError(f"bnb_4bit_quant_type is {kind!r}: bitsandbytes knows {both}.")
         storage = _dtype(get, "bnb_4bit_quant_storage", STORAGE_DTYPES)
         compute = _dtype(get, "bnb_4bit_compute_dtype", FLOAT_DTYPES)
         double_quant = bool(get("bnb_4bit_use_double_quant", False))
@@ -133,22 +111,7 @@ class CodecSettings:
     @classmethod
     def of(cls, packed: PackedWeight) -> CodecSettings:
         """Return how this weight was packed, so that another can be packed the same way."""
-        if packed.kind == "int8":
-            return cls("int8", compute_dtype=packed.compute_dtype)
-        if packed.kind in KEPT_KINDS:
-            return cls(
-                packed.kind,
-                compute_dtype=packed.compute_dtype,
-                blocksize=packed.blocksize,
-                stored_transposed=packed.stored_transposed,
-            )
-        return cls(
-            packed.kind,
-            double_quant=packed.nested is not None,
-            storage_dtype=packed.codes.dtype,
-            compute_dtype=packed.compute_dtype,
-            blocksize=packed.blocksize,
-        )
+        return cls(packed.kind, **codec_of(packed.kind).fields_of(packed))
 
     def describe(self) -> str:
         """Return the codec in words, such as "nf4 with double quantization"."""
@@ -160,7 +123,7 @@ class CodecSettings:
     def bnb_fields(self) -> dict[str, Any]:
         """Return the arguments of the `BitsAndBytesConfig` that asks for this."""
         skips = {"llm_int8_skip_modules": list(self.skip_modules)} if self.skip_modules else {}
-        if self.kind == "int8":
+        if self.codec.loads_in_8bit:
             return {"load_in_8bit": True, **skips}
         return skips | {
             "load_in_4bit": True,
@@ -182,14 +145,14 @@ class CodecSettings:
             "blocksize": self.blocksize,
             "storage_dtype": dtype_name(self.storage_dtype),
             "compute_dtype": None if compute is None else dtype_name(compute),
-            **({"stored_transposed": self.stored_transposed} if self.is_kept else {}),
+            **({"stored_transposed": self.stored_transposed} if self.codec.is_kept else {}),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CodecSettings:
         """Read what `to_dict` gave, or raise ValueError; the two dtypes may be left out."""
         options: dict[str, tuple[Any, ...]] = {
-            "kind": KINDS + KEPT_KINDS,
+            "kind": kinds(),
             "double_quant": (False, True),
             "storage_dtype": tuple(_STORAGE_NAMES),
             "compute_dtype": (None, *_FLOAT_NAMES),

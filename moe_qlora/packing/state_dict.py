@@ -4,7 +4,7 @@
     compact     <module>.<name>, and as format.py has them                  likewise
     shardable   <module>.parametrizations.<name>.original                   <module>.weight
                 <module>.parametrizations.<name>.0.absmax, .nested          <module>.statistics.*
-                (int8: .0.scale_bits)
+                (int8 and users' codecs: .0.scale_bits)
 
 Both can be loaded into both. Files of a packed folder always have the compact layout's keys.
 """
@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.weights import PackedWeight
+from .bnb4bit import NESTED_ABSMAX, RECORD
 from .codec import restore
-from .decoders import PackedInt8, Params4bit, ShardableStatistics, bnb, hold
-from .format import CODES, NESTED_ABSMAX, RECORD
+from .codecs import CODES, codec_of, kinds
+from .decoders import PackedScales, Params4bit, ShardableStatistics, as_bits, bnb, hold
 from .quant_state import from_quant_state
-from .settings import KINDS, STORAGE_DTYPES, CodecSettings
+from .settings import STORAGE_DTYPES, CodecSettings
 
 
 def take(
@@ -58,9 +59,9 @@ def take(
 
 def shardable_entries(packed: PackedWeight) -> dict[str, Tensor]:
     """Return the parameters of a whole weight in the shardable layout, by the end of their key."""
-    if packed.kind == "int8":
+    if not codec_of(packed.kind).in_quant_state:
         codes = packed.codes.detach().reshape(-1, 1)
-        return {"original": codes, "0.scale_bits": packed.absmax.view(torch.int32)}
+        return {"original": codes, "0.scale_bits": as_bits(packed.absmax)}
     statistics = ShardableStatistics(packed)
     codes = packed.codes.detach().view(-1).view(torch.uint8).unsqueeze(1)
     entries = {f"0.{name}": value.data for name, value in statistics.named_parameters()}
@@ -78,10 +79,11 @@ def take_shardable(state_dict: dict[str, Any], prefix: str, like: PackedWeight) 
     `like` is the weight that it replaces, whose shape and settings it must have.
     """
     codes = state_dict.pop(prefix + "original")
-    if like.kind == "int8":
-        bits = state_dict.pop(prefix + "0.scale_bits").clone()
-        scales = bits.view(torch.float32)
-        return replace(like, codes=codes.view(like.shape), absmax=scales, owner=None)
+    codec = codec_of(like.kind)
+    if not codec.in_quant_state:
+        scales = state_dict.pop(prefix + "0.scale_bits").clone().view(codec.scale_dtype)
+        codes = codes.view(codec.codes_shape(like.shape))
+        return replace(like, codes=codes, absmax=scales, owner=None)
     statistics = ShardableStatistics(like)
     for name, parameter in statistics.named_parameters():
         parameter.data = state_dict.pop(f"{prefix}0.{name}").clone()
@@ -134,7 +136,7 @@ def _load_4bit(
 ) -> None:
     weight, statistics = module._parameters.get("weight"), module._modules.get("statistics")
     key, own = f"{prefix}weight", f"{prefix}statistics."
-    if any(f"{key}{RECORD}{kind}" in state_dict for kind in KINDS):
+    if any(f"{key}{RECORD}{kind}" in state_dict for kind in kinds()):
         if isinstance(statistics, ShardableStatistics):
             form = statistics.kind, statistics.storage_dtype, statistics.blocksize
         elif isinstance(weight, Params4bit):
@@ -174,7 +176,7 @@ def _load_4bit(
 def _load_8bit(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     scales, bits = f"{prefix}SCB", f"{prefix}statistics.scale_bits"
     statistics = module._modules.get("statistics")
-    if isinstance(statistics, PackedInt8) and scales in state_dict:
+    if isinstance(statistics, PackedScales) and scales in state_dict:
         state_dict.pop(f"{prefix}weight_format", None)
         entry = state_dict.pop(scales).view(torch.int32)
         own: Any = statistics.scale_bits

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_qlora.kernels.weights import PackedWeight
-from moe_qlora.packing.kept import KeptPacker
+from moe_qlora.packing.mxfp4 import KeptPacker
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_model
 

@@ -259,6 +259,22 @@ def test_detection_names_no_model():
     assert not bad, bad
 
 
+def test_codecs_are_asked_and_not_named():
+    """A codec's name stands in its own file, in the kernels' tables and where users type it."""
+    named, compared = set(), []
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and node.value in {"nf4", "fp4", "int8", "mxfp4"}:
+                named.add(str(file.relative_to(PACKAGE)))
+            elif isinstance(node, ast.Compare):
+                terms = [ast.unparse(term) for term in (node.left, *node.comparators)]
+                kinds = [term for term in terms if re.search(r"\bkind$", term)]
+                if kinds and any(re.search(r"\b(NF4|FP4|INT8|MXFP4)\b", term) for term in terms):
+                    compared.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert len(named) <= 6, sorted(named)
+    assert not compared, compared
+
+
 def test_every_folder_is_shipped():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     shipped = set(project["tool"]["setuptools"]["packages"])

@@ -261,7 +261,7 @@ def _ep(config: Any, options: argparse.Namespace, device: torch.device) -> tuple
     from torch.distributed.device_mesh import init_device_mesh
 
     from moe_qlora.distributed import expert_parallel
-    from moe_qlora.packing import cut, parametrize
+    from moe_qlora.packing import codecs, parametrize
 
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     packer = building.Packer("ours", config)
@@ -271,7 +271,7 @@ def _ep(config: Any, options: argparse.Namespace, device: torch.device) -> tuple
         for leaf in packer.stacks.get(name, ()):
             packed = parametrize.read_packed(module, leaf)
             share = expert_parallel.make_share(packed.shape[0], mesh, mesh.size())
-            part = cut.cut(packed, share.first, share.last)
+            part = codecs.codec_of(packed.kind).cut(packed, share.first, share.last)
             parametrize.detach(module, leaf, torch.empty(0, device=device))
             module._parameters.pop(leaf)
             parametrize.attach(module, leaf, part)

@@ -20,13 +20,13 @@ def random_mxfp4(shape: Sequence[int], transposed: bool, device: torch.device) -
         transposed: Whether that is `(E, in, out)`: codes run along `in`, whatever it is.
         device: Where the weight is to be.
     """
-    from moe_qlora.packing.codec import microscaled
+    from moe_qlora.packing.mxfp4 import MXFP4
     from moe_qlora.packing.settings import CodecSettings
 
     numel = torch.Size(shape).numel()
     if shape[1 if transposed else 2] % BLOCK:
         return None
-    codes = torch.randint(256, (numel // 2, 1), device=device, dtype=torch.uint8)
+    codes = torch.randint(256, (numel // 2,), device=device, dtype=torch.uint8)
     exponents = torch.randint(*SCALES, (numel // BLOCK,), device=device, dtype=torch.uint8)
     settings = CodecSettings("mxfp4", stored_transposed=transposed)
-    return microscaled(codes, exponents, shape, torch.bfloat16, settings)
+    return MXFP4.finish(codes, exponents, shape, torch.bfloat16, settings)

@@ -11,7 +11,7 @@ from torch import Tensor
 import moe_qlora
 from moe_qlora.experts import forward
 from moe_qlora.packing import parametrize
-from moe_qlora.packing.kept import KeptPacker
+from moe_qlora.packing.mxfp4 import KeptPacker
 from moe_qlora.packing.settings import CodecSettings
 
 from .grid import CODECS

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...kernels.weights import MX_BLOCK, TABLES
 from ..reader import TensorInfo
-from .config import Scheme
+from .config import MXFP4, Scheme
 from .decode import CODES, DIVISOR, FACTOR, SCALE, Quantized
 from .fp8 import FLOAT_SCALES, check_dims, described, find_block
 from .nibbles import unpack_nibbles
@@ -34,7 +34,7 @@ NVFP4_SCALES = (torch.float8_e4m3fn,)
 
 def unpack_e2m1(codes: Tensor) -> Tensor:
     """Return the fp32 values (r, 2 w) of bytes (r, w)."""
-    return unpack_nibbles(codes, TABLES["mxfp4"])
+    return unpack_nibbles(codes, TABLES[MXFP4])
 
 
 def plan_mxfp4(name: str, stored: Mapping[str, TensorInfo]) -> Quantized:

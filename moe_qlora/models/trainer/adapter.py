@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ConfigError
+from ...packing.bnb4bit import NF4
 from ...packing.settings import CodecSettings
 from . import checks
 from .block import BLOCK, ExpertsSettings
@@ -82,7 +83,7 @@ def read_packing(reader: Reader, model_type: str, dtype: Any) -> CodecSettings |
         plain = model_type in _FLOAT32_STORAGE and not sharded
         asked = {
             "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_quant_type": NF4.kind,
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": dtype,
             "bnb_4bit_quant_storage": "float32" if plain else "bfloat16",

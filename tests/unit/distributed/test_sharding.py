@@ -113,6 +113,15 @@ def test_the_layout_changes_parameters_and_nothing_else(settings: str) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
+def test_the_layout_does_not_hide_the_packed_type(settings: str) -> None:
+    model = packed(settings)
+    kinds = [param.packed for param in moe_qlora.detect(model).experts]
+    moe_qlora.prepare_sharding(model)
+    assert [param.packed for param in moe_qlora.detect(model).experts] == kinds
+    assert set(kinds) == {settings.split(maxsplit=1)[0]}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("assign", [False, True])
 def test_either_layout_loads_the_state_dict_of_the_other(settings: str, assign: bool) -> None:
     model = packed(settings)

@@ -67,7 +67,7 @@ def contents(model):
     for _, module, name in parametrize.iter_packed(model):
         first = module.parametrizations[name][0]
         held = [parametrize.original_of(module, name).data]
-        if isinstance(first, decoders.PackedInt8):
+        if isinstance(first, decoders.PackedScales):
             held.append(first.scale_bits.view(torch.float32))
         else:
             held += state_tensors(first.quant_state)

@@ -18,9 +18,10 @@ import moe_qlora
 from moe_qlora.checkpoint.manifest import read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import AdapterError, CheckpointError
-from moe_qlora.packing import codec, cut, parametrize
-from moe_qlora.packing.kept import mxfp4_blocks
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing.codecs import codec_of
 from moe_qlora.packing.linear import keep_layout
+from moe_qlora.packing.mxfp4 import mxfp4_blocks
 from moe_qlora.testing import tiny_inputs
 from tests.helpers.mxfp4 import expert_keys, write_gpt_oss
 
@@ -206,7 +207,7 @@ def test_each_rank_reads_its_own_experts(folders, kept, monkeypatch):
     monkeypatch.setattr(converters, "keep_codes", of_a_rank)
     load(folders / "maker", config=BitsAndBytesConfig(**NF4))
     [part] = parts
-    expected = cut.cut(packed_of(kept)[name], 1, 3)
+    expected = codec_of("mxfp4").cut(packed_of(kept)[name], 1, 3)
     assert part.shape == expected.shape
     assert torch.equal(part.codes, expected.codes) and torch.equal(part.absmax, expected.absmax)
 

@@ -327,7 +327,7 @@ def packed_like(shape: tuple[int, int, int], kind: str, nested: bool) -> Any:
     import torch
 
     from moe_qlora.kernels.weights import NestedAbsmax, PackedWeight
-    from moe_qlora.packing.codec import microscaled
+    from moe_qlora.packing.mxfp4 import MXFP4
     from moe_qlora.packing.settings import CodecSettings
 
     numel = shape[0] * shape[1] * shape[2]
@@ -338,7 +338,7 @@ def packed_like(shape: tuple[int, int, int], kind: str, nested: bool) -> Any:
     if kind == "mxfp4":
         codes = torch.empty(numel // 2, dtype=torch.uint8)
         exponents = torch.empty(numel // 32, dtype=torch.uint8)
-        return microscaled(codes, exponents, shape, torch.bfloat16, CodecSettings(kind))
+        return MXFP4.finish(codes, exponents, shape, torch.bfloat16, CodecSettings(kind))
     outer = torch.empty(numel // 2**14 + 1)
     second = NestedAbsmax(torch.empty(256), outer, torch.empty(()), 256) if nested else None
     absmax = torch.empty(numel // 64, dtype=torch.uint8 if nested else torch.float32)

@@ -214,7 +214,7 @@ def test_fused_layers_by_hand():
 def test_rows_up_to_which_nothing_is_dequantized(kind, transposed):
     """A plan does not know the card: it counts the limit of all of them, which Hopper's exceeds."""
     at_limit = experts.ExpertsCall(
-        limits.ROWS_ON_QUANTIZED * 128 // 8, 8, 128, 2048, 768, kind=kind, transposed=transposed,
+        limits.ROWS_ON_QUANTIZED * 128 // 8, 8, 128, 2048, 768, transposed=transposed,
         nested=kind != "int8", blocksize=0 if kind == "int8" else 64,
     )  # fmt: skip
     over = replace(at_limit, tokens=at_limit.tokens + 1)

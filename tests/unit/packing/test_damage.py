@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_qlora.packing import parametrize
+from moe_qlora.packing.bnb4bit import RECORD, read_record
 from moe_qlora.packing.codec import pack, restore
-from moe_qlora.packing.format import RECORD, problems, read_record
+from moe_qlora.packing.format import problems
 from moe_qlora.packing.settings import CodecSettings
 
 SHAPE = (8, 40, 72)  # 360 blocks: two of the second level, the last not full

@@ -10,10 +10,11 @@ from torch import nn
 
 from moe_qlora.distributed.sharding import prepare_sharding
 from moe_qlora.errors import UnsupportedWeightError
-from moe_qlora.packing import codec, cut, parametrize
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing.codecs import codec_of
 from moe_qlora.packing.format import packed_nbytes
-from moe_qlora.packing.kept import KeptPacker, mxfp4_blocks
 from moe_qlora.packing.meta import blank_weight
+from moe_qlora.packing.mxfp4 import KeptPacker, mxfp4_blocks
 from moe_qlora.packing.settings import CodecSettings
 from tests.helpers.mxfp4 import keep, mxfp4_weight, random_mxfp4, slow_decode
 
@@ -187,15 +188,15 @@ def test_shares_are_cut_and_joined_exactly(transposed):
     packed = mxfp4_weight(6, 5, 64, transposed=transposed)
     expected = codec.unpack(packed)
     settings = CodecSettings.of(packed)
-    parts = [cut.cut(packed, first, first + 2) for first in (0, 2, 4)]
-    assert cut.is_exact(packed.shape, 2, 4, settings)
+    parts = [codec_of(packed.kind).cut(packed, first, first + 2) for first in (0, 2, 4)]
+    assert settings.codec.is_exact(packed.shape, 2, 4, settings)
     for first, part in zip((0, 2, 4), parts, strict=True):
         assert torch.equal(codec.unpack(part), expected[first : first + 2])
-    joined = cut.join(parts)
+    joined = codec_of(parts[0].kind).join(parts)
     assert torch.equal(codec.unpack(joined), expected)
     assert torch.equal(joined.absmax, packed.absmax) and joined.nbytes == packed.nbytes
     stored = {"": packed.codes, ".exponents": packed.absmax}
     read = lambda end, start, stop: stored[end][start:stop]  # noqa: E731
-    tensors = cut.cut_tensors(read, packed.shape, 2, 4, settings)
+    tensors = settings.codec.cut_tensors(read, packed.shape, 2, 4, settings)
     part = codec.restore(tensors, parts[1].shape, torch.float32, settings)
     assert torch.equal(codec.unpack(part), expected[2:4])

@@ -10,13 +10,13 @@ from moe_qlora.memory.devices import exact_size
 from moe_qlora.memory.planner import load_extra_nbytes
 from moe_qlora.packing.codec import pack
 from moe_qlora.packing.format import packed_nbytes
-from moe_qlora.packing.settings import KINDS, CodecSettings
+from moe_qlora.packing.settings import CodecSettings
 
 
 @pytest.mark.parametrize(
     "shape", [(1, 1, 2), (3, 5, 64), (4, 33, 31), (2, 1408, 130), (7, 3, 4, 10)]
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
 @pytest.mark.parametrize("double_quant", [False, True])
 def test_equals_a_packed_weight(shape, kind, double_quant):
     weight = torch.randn(shape, dtype=torch.bfloat16)

@@ -1,0 +1,340 @@
+"""nf4 and fp4, as bitsandbytes packs them: two codes in a byte, one absmax a block.
+
+For n weights under the key `<name>`, where a block is 64 weights:
+
+    <name>              storage dtype (n / 2 / itemsize, 1)   two codes in a byte
+    .absmax             float32   (n / 64,)                   one a block
+    .quant_map          float32   (16,)                       what the codes stand for
+    .quant_state.bitsandbytes__<kind>   uint8   any length    record: JSON of the rest
+    and with double quantization, which cuts the absmax into blocks of 256:
+    .absmax             uint8     (n / 64,)
+    .nested_absmax      float32   (n / 64 / 256,)
+    .nested_quant_map   float32   (256,)
+    and in the record, the offset (float32) that was taken off the absmax
+
+The value of a weight is table[code] * absmax. Cut by experts, a block of the first level must not
+belong to two ranks. 256 blocks are coded together on the second level; where these straddle the
+end of a share, the share's absmax are coded anew in blocks of their own, and `is_exact` says so.
+The offset is the whole weight's either way, so that shares join again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..kernels.limits import cdiv
+from ..kernels.weights import TABLES, NestedAbsmax, PackedWeight
+from ..layout import dtype_name
+from .codecs import CODES, Codec, Mean, PackingFormat, Read, Shape, Tensors, TensorSpec, bad_scales
+
+ABSMAX = ".absmax"
+NESTED_ABSMAX = ".nested_absmax"
+TABLE = ".quant_map"
+NESTED_TABLE = ".nested_quant_map"
+RECORD = ".quant_state.bitsandbytes__"  # and the kind
+NESTED_BLOCK = 256
+"""Blocks whose absmax share one second-level absmax in double quantization."""
+
+
+class Bnb4bit(Codec):
+    """A 4-bit type of bitsandbytes."""
+
+    bits = 4
+    scales = ABSMAX
+    ends = (ABSMAX, NESTED_ABSMAX, TABLE, NESTED_TABLE)
+    packs_linears = has_record = nests = in_quant_state = decodes_whole = True
+
+    def __init__(self, kind: str, *, is_default: bool = False) -> None:
+        self.kind, self.table, self.is_default = kind, TABLES[kind], is_default
+
+    def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
+        return {}
+
+    def fields_of(self, packed: PackedWeight) -> Mapping[str, Any]:
+        return {
+            "double_quant": packed.nested is not None,
+            "storage_dtype": packed.codes.dtype,
+            "compute_dtype": packed.compute_dtype,
+            "blocksize": packed.blocksize,
+        }
+
+    def tensors(self, shape: Shape, settings: PackingFormat) -> dict[str, TensorSpec]:
+        numel = math.prod(shape)
+        blocks = cdiv(numel, settings.blocksize)
+        storage, double = settings.storage_dtype, settings.double_quant
+        tensors = {
+            CODES: TensorSpec(storage, (cdiv(cdiv(numel, 2), storage.itemsize), 1)),
+            ABSMAX: TensorSpec(torch.uint8 if double else torch.float32, (blocks,)),
+            TABLE: TensorSpec(torch.float32, (16,)),
+            RECORD + self.kind: TensorSpec(torch.uint8, None),
+        }
+        if double:
+            tensors[NESTED_ABSMAX] = TensorSpec(torch.float32, (cdiv(blocks, NESTED_BLOCK),))
+            tensors[NESTED_TABLE] = TensorSpec(torch.float32, (256,))
+        return tensors
+
+    def constant_nbytes(self, settings: PackingFormat) -> int:
+        return torch.float32.itemsize if settings.double_quant else 0  # the offset
+
+    def why_not(self, shape: Shape, settings: PackingFormat) -> str | None:
+        numel, nbytes = math.prod(shape), cdiv(math.prod(shape), 2)
+        if nbytes % settings.storage_dtype.itemsize:
+            return (
+                f"has {numel} weights, whose {nbytes} bytes of codes do not fill whole "
+                f"{dtype_name(settings.storage_dtype)} numbers: set "
+                "bnb_4bit_quant_storage=torch.uint8"
+            )
+        return None
+
+    def value_problems(
+        self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
+    ) -> Iterator[str]:
+        for end, name in ((ABSMAX, "absmax"), (NESTED_ABSMAX, "nested absmax")):
+            yield from bad_scales(tensors.get(end), name)
+        tables = (TABLE, torch.tensor(self.table)), (NESTED_TABLE, _dynamic())
+        for end, table in tables:
+            # Computed anew by each version and machine: the last bit may differ, and does no harm.
+            if end in tensors and not torch.allclose(tensors[end].cpu(), table, rtol=0, atol=1e-6):
+                yield f"has values as its {end} that are not the code table of bitsandbytes"
+        try:
+            said = read_record(tensors[RECORD + self.kind])
+            floats = (torch.float32, torch.float16, torch.bfloat16)
+            dtypes = [dtype_name(one) for one in ((dtype,) if dtype else floats)]
+            right = {"quant_type": self.kind, "blocksize": settings.blocksize, "shape": [*shape]}
+            right["dtype"] = said["dtype"] if said["dtype"] in dtypes else " or ".join(dtypes)
+            if settings.double_quant:
+                offset = said["nested_offset"]
+                if type(offset) is not float or not bool(torch.tensor(offset).isfinite()):
+                    yield f"has the nested offset {offset!r:.80}, which is no finite number"
+                right |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
+                right["nested_offset"] = offset
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            yield f"has a record of its settings that cannot be read ({reason:.80})"
+        else:
+            # As text, in which 64, 64.0 and True differ.
+            if json.dumps(said, sort_keys=True) != json.dumps(right, sort_keys=True):
+                yield f"says of itself {said!r:.400}, and it must be {right!r:.400}"
+
+    def quantize(self, weights: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+        import bitsandbytes  # noqa: F401 - defines torch.ops.bitsandbytes
+
+        codes, absmax = torch.ops.bitsandbytes.quantize_4bit.default(
+            weights, unit, self.kind, torch.uint8
+        )
+        return codes, absmax
+
+    def finish(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        shape: Shape,
+        dtype: torch.dtype,
+        settings: PackingFormat,
+        mean: Mean = torch.mean,
+    ) -> PackedWeight:
+        import bitsandbytes.functional
+
+        bnb: Any = bitsandbytes.functional
+        nested = None
+        if settings.double_quant:
+            scales, nested = nest_absmax(scales, mean(scales))
+        codes = codes.view(settings.storage_dtype).unsqueeze(1)
+        table = bnb.get_4bit_type(self.kind, device=codes.device)
+        return PackedWeight(
+            codes, scales, table, settings.blocksize, nested, torch.Size(shape), self.kind, dtype,
+            settings.compute_dtype,
+        )  # fmt: skip
+
+    def assemble(
+        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
+    ) -> PackedWeight:
+        codes, record, nested = tensors[CODES], tensors.get(RECORD + self.kind), None
+        said = {} if record is None else read_record(record)
+        if settings.double_quant:
+            offset = torch.empty((), dtype=torch.float32, device=codes.device)
+            if record is not None:
+                offset.fill_(said["nested_offset"])
+            nested = NestedAbsmax(
+                tensors[NESTED_TABLE], tensors[NESTED_ABSMAX], offset, NESTED_BLOCK
+            )
+        return PackedWeight(
+            codes, tensors[ABSMAX], tensors[TABLE], settings.blocksize, nested, torch.Size(shape),
+            self.kind, getattr(torch, said["dtype"]) if said else cast(torch.dtype, dtype),
+            settings.compute_dtype,
+        )  # fmt: skip
+
+    def decode(self, packed: PackedWeight, first: int, last: int) -> Tensor:
+        block = packed.blocksize
+        begin, blocks = first // block, cdiv(last, block)
+        end = min(blocks * block, packed.numel)
+        flat = packed.codes.detach().view(-1).view(torch.uint8)
+        codes = flat[begin * block // 2 : (end + 1) // 2]
+        absmax = first_level_absmax(packed, begin, blocks)
+        if packed.device.type != "cpu":
+            flat = _kernel(packed, codes, absmax, (end - begin * block,))
+        else:
+            # One block as one row (codec.py says why). A last block that is not full is a separate
+            # row of even length, since the kernel falls back to a compiled path for odd ones.
+            full = (end - begin * block) // block
+            rest, bytes_ = end - begin * block - full * block, full * block // 2
+            flat = _kernel(packed, codes[:bytes_], absmax[:full], (full, block)).view(-1)
+            if rest:
+                tail = _kernel(packed, codes[bytes_:], absmax[full:], (1, rest + rest % 2))
+                flat = torch.cat([flat, tail.view(-1)[:rest]]) if full else tail.view(-1)[:rest]
+        return flat[first - begin * block : last - begin * block]
+
+    def entries(self, packed: PackedWeight) -> dict[str, Tensor]:
+        from .quant_state import to_quant_state
+
+        entries = to_quant_state(packed).as_dict(packed=True)
+        return {f".{part}": value for part, value in entries.items()}
+
+    def is_exact(self, shape: Shape, first: int, last: int, settings: PackingFormat) -> bool:
+        """Whether the experts `[first, last)` are whole second-level blocks."""
+        if not settings.double_quant:
+            return True
+        blocks = math.prod(shape) // shape[0] // settings.blocksize
+        return first * blocks % NESTED_BLOCK == 0 and (
+            last == shape[0] or last * blocks % NESTED_BLOCK == 0
+        )
+
+    def cut(self, packed: PackedWeight, first: int, last: int) -> PackedWeight:
+        # Bytes, whatever dtype they are viewed in: an odd number of codes may end in one.
+        raw = packed.flat_codes.unsqueeze(1)
+        part = super().cut(replace(packed, codes=raw), first, last)
+        part.codes = part.codes.view(-1).view(packed.codes.dtype).unsqueeze(1)
+        nested = packed.nested
+        if nested is None:
+            return part
+        blocks = packed.numel // packed.shape[0] // packed.blocksize
+        begin, end = first * blocks, last * blocks
+        settings = PackingFormat(self.kind, True, blocksize=packed.blocksize)
+        if self.is_exact(packed.shape, first, last, settings):
+            size = nested.blocksize
+            outer = nested.absmax[begin // size : cdiv(end, size)].clone()
+            part.nested = nested._replace(absmax=outer)
+        else:
+            absmax = first_level_absmax(packed, begin, end)
+            part.absmax, part.nested = nest_absmax(absmax, nested.offset)
+        return part
+
+    def cut_tensors(
+        self, read: Read, shape: Shape, first: int, last: int, settings: PackingFormat
+    ) -> dict[str, Tensor]:
+        weights = math.prod(shape) // shape[0]
+        blocks, size = weights // settings.blocksize, 2 * settings.storage_dtype.itemsize
+        begin, end = first * blocks, last * blocks
+        record = RECORD + self.kind
+        tensors = {
+            CODES: read(CODES, first * weights // size, cdiv(last * weights, size)),
+            TABLE: read(TABLE, 0, None),
+            record: _record_of_share(read(record, 0, None), shape, last - first),
+        }
+        if not settings.double_quant:
+            return tensors | {ABSMAX: read(ABSMAX, begin, end)}
+        outer = begin // NESTED_BLOCK, cdiv(end, NESTED_BLOCK)
+        nested = read(NESTED_ABSMAX, *outer)
+        table = read(NESTED_TABLE, 0, None)
+        if self.is_exact(shape, first, last, settings):
+            absmax = read(ABSMAX, begin, end)
+        else:
+            start = outer[0] * NESTED_BLOCK
+            stored = read(ABSMAX, start, min(outer[1] * NESTED_BLOCK, shape[0] * blocks))
+            offset = torch.tensor(0.0, device=stored.device)
+            around = NestedAbsmax(table, nested, offset, NESTED_BLOCK)
+            scales = decode_absmax(stored, around, begin - start, end - start)
+            absmax, again = nest_absmax(scales, offset)
+            nested, table = again.absmax, again.table
+        return tensors | {ABSMAX: absmax, NESTED_ABSMAX: nested, NESTED_TABLE: table}
+
+    def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
+        whole, nested = super().join(parts), parts[0].nested
+        if nested is None:
+            return whole
+        if parts[0].absmax.numel() % NESTED_BLOCK == 0:
+            outer = torch.cat([part.nested.absmax for part in parts if part.nested])
+            whole.nested = nested._replace(absmax=outer)
+        else:
+            scales = [first_level_absmax(part, 0, part.absmax.numel()) for part in parts]
+            whole.absmax, whole.nested = nest_absmax(torch.cat(scales), nested.offset)
+        return whole
+
+
+NF4, FP4 = Bnb4bit("nf4"), Bnb4bit("fp4", is_default=True)
+
+
+def nest_absmax(absmax: Tensor, offset: Tensor) -> tuple[Tensor, NestedAbsmax]:
+    """Return the uint8 codes of fp32 absmax, which are overwritten, and their second level."""
+    import bitsandbytes.functional
+
+    bnb: Any = bitsandbytes.functional  # no type annotations to check against
+    codes, state = bnb.quantize_blockwise(absmax.sub_(offset), blocksize=NESTED_BLOCK)
+    return codes, NestedAbsmax(state.code, state.absmax, offset, state.blocksize)
+
+
+def first_level_absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
+    """Return the fp32 absmax of the first-level blocks [begin, end)."""
+    if packed.nested is None:
+        return packed.absmax[begin:end].float()
+    return decode_absmax(packed.absmax, packed.nested, begin, end)
+
+
+def decode_absmax(codes: Tensor, nested: NestedAbsmax, begin: int, end: int) -> Tensor:
+    """Return the fp32 absmax [begin, end) of uint8 ones, decoded by their second level."""
+    import bitsandbytes  # noqa: F401 - defines torch.ops.bitsandbytes
+
+    first, last = begin // nested.blocksize, cdiv(end, nested.blocksize)
+    start = first * nested.blocksize
+    absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
+        codes[start : last * nested.blocksize],
+        nested.absmax[first:last],
+        nested.table,
+        nested.blocksize,
+        torch.float32,
+    )
+    absmax += nested.offset
+    return cast(Tensor, absmax[begin - start : end - start])
+
+
+def _kernel(packed: PackedWeight, codes: Tensor, absmax: Tensor, shape: tuple[int, ...]) -> Tensor:
+    decoded = torch.ops.bitsandbytes.dequantize_4bit.default(
+        codes, absmax, packed.blocksize, packed.kind, shape, packed.dtype
+    )
+    return cast(Tensor, decoded)
+
+
+def read_record(record: Tensor) -> dict[str, Any]:
+    """Return bitsandbytes' record of a packed weight; a ValueError or TypeError if it is none."""
+    value = json.loads(bytes(record.flatten().tolist()).decode())
+    if not isinstance(value, dict):
+        raise TypeError("it is no JSON object")
+    return value
+
+
+def _record_of_share(record: Tensor, shape: Sequence[int], experts: int) -> Tensor:
+    """Return a stored record with a share's shape in place of the whole weight's."""
+    try:
+        said = read_record(record)
+    except (ValueError, TypeError):
+        return record  # restore says what is wrong with it
+    if said.get("shape") != [*shape]:
+        return record
+    text = json.dumps(said | {"shape": [experts, *shape[1:]]})
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device=record.device)
+
+
+@cache
+def _dynamic() -> Tensor:
+    """Return the values of the codes that absmax are held in with double quantization."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    return torch.as_tensor(create_dynamic_map(), dtype=torch.float32)

@@ -1,0 +1,325 @@
+"""Codecs: everything that differs between the ways of packing a weight, one object each.
+
+    bnb4bit.py   nf4, fp4   as bitsandbytes packs them
+    int8.py      int8       as bitsandbytes packs it
+    mxfp4.py     mxfp4      codes and scales of the checkpoint that a weight came from
+
+A codec of your own is a class that derives from `Codec`, made known by `register(YourCodec())`.
+`bnb_4bit_quant_type` of a `BitsAndBytesConfig` then names it for expert weights. Its codes are
+decoded by its own `decode`, and experts are computed by the backends for plain decoded weights;
+bitsandbytes' Linear layers it does not pack, so that `llm_int8_skip_modules` must name them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedWeightError
+from ..kernels.limits import cdiv
+from ..kernels.weights import TABLES, PackedWeight
+
+Shape = Sequence[int]
+Tensors = Mapping[str, Tensor]
+Read = Callable[[str, int, int | None], Tensor]
+Mean = Callable[[Tensor], Tensor]
+
+CODES = ""
+"""End of the key of a packed weight's codes, which is the weight's name."""
+
+
+class TensorSpec(NamedTuple):
+    """Dtype and shape of one tensor; the shape is None for a record, whose length is open."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+
+    @property
+    def numel(self) -> int | None:
+        """Number of elements, None where it is open."""
+        return None if self.shape is None else math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes; the record, which no packed weight in memory has, counts none."""
+        return self.dtype.itemsize * (self.numel or 0)
+
+
+@dataclass(frozen=True)
+class PackingFormat:
+    """How a weight is packed.
+
+    `storage_dtype` is what the 4-bit codes are viewed in; it holds bytes, not numbers, and is
+    always torch.int8 for int8. `compute_dtype` is what this package computes in; None leaves it to
+    the activations, and it never changes the dtype of a decoded tensor. `blocksize` counts the
+    weights of a first-level block; `double_quant` quantizes the 4-bit statistics as well.
+    `stored_transposed`, of kinds that a checkpoint brings along, says that codes and blocks run
+    along the columns of the decoded weight; its last two dimensions are swapped in storage.
+    """
+
+    kind: str
+    double_quant: bool = False
+    storage_dtype: torch.dtype = torch.uint8
+    compute_dtype: torch.dtype | None = None
+    blocksize: int = 64
+    stored_transposed: bool = field(default=False, kw_only=True)
+
+
+class Codec:
+    """One way to pack weights: their codes and, for each unit of weights, one scale.
+
+    The methods here serve any codec that packs a weight in row-major order, unit by unit, into
+    `bits` a weight and one scale a unit. `kind`, `quantize` and `decode` are what it must define.
+    Shapes are `(..., rows, columns)` of the whole decoded weight, `(E, rows, columns)` for experts;
+    `settings` are a weight's, as `settle` has left them.
+    """
+
+    kind: str
+    """Its name in `bnb_4bit_quant_type`, manifests, reports and messages."""
+    bits: int = 8
+    """Bits of a code: 8, or fewer of which whole codes fill a byte."""
+    blocksize: int = 64
+    """Weights in a unit, a power of two from 32 to 4096, where settings do not say it."""
+    scales: str = ".scales"
+    """End of the key of the scales."""
+    scale_dtype: torch.dtype = torch.float32
+    """Of the scales."""
+    table: Sequence[float] | None = None
+    """16 values of 4-bit codes, two in a byte, the first in the high half, whose weights are value
+    times scale: the package's own kernels then compute with them. None: `decode` serves."""
+
+    is_kept = False
+    """Whether the codes are a checkpoint's own, which nothing packs anew."""
+    is_default = False
+    """Whether a config that asks for 4 bit, and names no type, means it."""
+    loads_in_8bit = False
+    """Whether `load_in_8bit=True` asks for it, rather than `load_in_4bit` and its type."""
+    packs_linears = False
+    """Whether bitsandbytes' Linear layers know it."""
+    has_record = False
+    """Whether a stored weight has bitsandbytes' record, which tells the decoded dtype."""
+    nests = False
+    """Whether double quantization is to be had."""
+    in_quant_state = False
+    """Whether codes sit on a module as a `Params4bit`, statistics in a `QuantState` (and a table
+    among them); else as a plain parameter, the scales beside it (decoders.py)."""
+    decodes_whole = False
+    """Whether `decode` takes any number of weights without temporaries of their size."""
+    linear_dtype: torch.dtype | None = None
+    """What bitsandbytes casts weights of its Linear layers to before it packs them; None: nothing.
+    """
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The ends of all keys but the codes' and a record's."""
+        return (self.scales,)
+
+    def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
+        """Return the fields of settings that are not free to choose."""
+        return {
+            "double_quant": False,
+            "storage_dtype": torch.uint8,
+            "blocksize": self.blocksize,
+        }
+
+    def fields_of(self, packed: PackedWeight) -> Mapping[str, Any]:
+        """Return the fields of the settings that a weight was packed with, but for the kind."""
+        return {"compute_dtype": packed.compute_dtype}
+
+    def unit(self, shape: Shape, settings: PackingFormat) -> int:
+        """Return how many weights, one after the other, share a scale."""
+        return settings.blocksize
+
+    def codes_shape(self, shape: Shape) -> tuple[int, ...]:
+        """Return the shape of a weight's codes."""
+        return (cdiv(math.prod(shape) * self.bits, 8), 1)
+
+    def tensors(self, shape: Shape, settings: PackingFormat) -> dict[str, TensorSpec]:
+        """Return the tensors of a packed weight in a state dict, by the end of their key."""
+        units = cdiv(math.prod(shape), self.unit(shape, settings))
+        return {
+            CODES: TensorSpec(settings.storage_dtype, self.codes_shape(shape)),
+            self.scales: TensorSpec(self.scale_dtype, (units,)),
+        }
+
+    def constant_nbytes(self, settings: PackingFormat) -> int:
+        """Return the bytes that a weight in memory has beside these tensors."""
+        return 0
+
+    def why_not(self, shape: Shape, settings: PackingFormat) -> str | None:
+        """Return why no weight of this shape can be packed, to follow its name; None if it can."""
+        return None
+
+    def value_problems(
+        self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
+    ) -> Iterator[str]:
+        """Yield what a packer would not have written, of tensors of which some may be absent.
+
+        Their dtypes and shapes are right. `dtype` is the decoded weight's, None where it is open.
+        """
+        yield from bad_scales(tensors.get(self.scales), "scale")
+
+    def quantize(self, weights: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of weights `(n,)`, which are whole units.
+
+        Codes are whole bytes, uint8 or int8. Only a weight's last unit may have fewer weights.
+        """
+        raise UnsupportedWeightError(
+            f"{self.kind} keeps the codes of a checkpoint: weights are not packed to it."
+        )
+
+    def finish(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        shape: Shape,
+        dtype: torch.dtype,
+        settings: PackingFormat,
+        mean: Mean = torch.mean,
+    ) -> PackedWeight:
+        """Return the weight of all that `quantize` gave: uint8 `(bytes,)` and scales `(units,)`.
+
+        `mean` gives the mean of the scales of the weight that this is, or is a part of.
+        """
+        tensors = {
+            CODES: codes.view(settings.storage_dtype).view(self.codes_shape(shape)),
+            self.scales: scales,
+        }
+        return self.assemble(tensors, shape, dtype, settings)
+
+    def assemble(
+        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
+    ) -> PackedWeight:
+        """Return the weight of a state dict's tensors, which `problems` found none in, uncopied.
+
+        A record among them tells the dtype; without one, as on meta, `dtype` does.
+        """
+        assert dtype is not None
+        return PackedWeight(
+            tensors[CODES], tensors[self.scales], None, settings.blocksize, None, torch.Size(shape),
+            self.kind, dtype, settings.compute_dtype,
+        )  # fmt: skip
+
+    def decode(self, packed: PackedWeight, first: int, last: int) -> Tensor:
+        """Return the weights `[first, last)` of the flattened stored weight, in its own dtype."""
+        raise NotImplementedError
+
+    def entries(self, packed: PackedWeight) -> dict[str, Tensor]:
+        """Return what a state dict holds beside the codes, by the end of its key."""
+        return {self.scales: packed.absmax}
+
+    # Cutting by experts. A share's tensors are the bytes that the whole packed weight has there.
+
+    def why_not_cut(self, shape: Shape, ranks: int, settings: PackingFormat) -> str | None:
+        """Return why ranks cannot divide a weight, to follow its name; None if they can."""
+        if shape[0] % ranks:
+            return f"has {shape[0]} experts, which {ranks} ranks cannot hold in equal numbers"
+        weights, unit = math.prod(shape) // ranks, self.unit(shape, settings)
+        if weights % unit or weights * self.bits // 8 % settings.storage_dtype.itemsize:
+            return (
+                f"has {weights} weights for each of {ranks} ranks, which are no whole blocks of "
+                f"{unit}: quantization would mix experts of two ranks"
+            )
+        return None
+
+    def is_exact(self, shape: Shape, first: int, last: int, settings: PackingFormat) -> bool:
+        """Whether the experts `[first, last)` cut out decode to the bits that they had."""
+        return True
+
+    def cut(self, packed: PackedWeight, first: int, last: int) -> PackedWeight:
+        """Return the experts `[first, last)` of a packed weight as one of their own, copied."""
+        experts, weights = packed.shape[0], packed.numel // packed.shape[0]
+        unit = packed.blocksize or packed.shape[-1]
+        if weights % unit and (first, last) != (0, experts):
+            raise UnsupportedWeightError(
+                f"A weight of shape {tuple(packed.shape)} has {weights} weights an expert, which "
+                f"are no whole blocks of {unit}: its experts cannot be told apart."
+            )
+        codes = _rows(packed.codes.detach(), first, last, experts).clone()
+        scales = _rows(packed.absmax, first, last, experts).clone()
+        shape = torch.Size((last - first, *packed.shape[1:]))
+        return replace(packed, codes=codes, absmax=scales, shape=shape, owner=None)
+
+    def cut_tensors(
+        self, read: Read, shape: Shape, first: int, last: int, settings: PackingFormat
+    ) -> dict[str, Tensor]:
+        """Return the state-dict tensors of the experts `[first, last)` of a stored weight.
+
+        `read` gives the rows `[start, stop)` of the tensor whose key ends so; only a share's own
+        are read. They are what `restore` takes for the share's shape.
+        """
+        return {
+            end: read(end, *_span(spec.shape[0], first, last, shape[0]))
+            for end, spec in self.tensors(shape, settings).items()
+            if spec.shape is not None
+        }
+
+    def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
+        """Return shares of one weight, in the order of their experts, as the whole: undo `cut`."""
+        shape = torch.Size((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
+        codes = torch.cat([part.codes.detach() for part in parts])
+        scales = torch.cat([part.absmax for part in parts])
+        return replace(parts[0], codes=codes, absmax=scales, shape=shape, owner=None)
+
+
+def _span(length: int, first: int, last: int, experts: int) -> tuple[int, int]:
+    """Return the rows of `length` in which the experts `[first, last)` lie."""
+    return first * length // experts, cdiv(last * length, experts)
+
+
+def _rows(tensor: Tensor, first: int, last: int, experts: int) -> Tensor:
+    return tensor[slice(*_span(len(tensor), first, last, experts))]
+
+
+def bad_scales(scales: Tensor | None, name: str) -> Iterator[str]:
+    """Yield which floating-point scale is not finite or below 0, if there is one."""
+    if scales is None or not scales.is_floating_point():
+        return
+    wrong = ~(scales.isfinite() & (scales >= 0))
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0])
+        yield f"has the {name} {float(scales[first])} at {first}, not finite and 0 or more"
+
+
+_codecs: dict[str, Codec] = {}
+
+
+def register(codec: Codec) -> None:
+    """Make a codec known by its kind.
+
+    Raises:
+        ValueError: Another codec has this kind, or a code's bits fill no byte.
+    """
+    if codec.kind in _codecs:
+        raise ValueError(f"a codec of the kind {codec.kind!r} is registered already")
+    if codec.bits not in (1, 2, 4, 8):
+        raise ValueError(f"{codec.kind}.bits is {codec.bits}; expected 1, 2, 4 or 8")
+    _codecs[codec.kind] = codec
+    if codec.table is not None:
+        TABLES[codec.kind] = tuple(codec.table)
+
+
+def unregister(kind: str) -> None:
+    """Forget a codec that `register` made known; weights packed by it cannot be read any more."""
+    del _codecs[kind]
+    TABLES.pop(kind, None)
+
+
+def codecs() -> tuple[Codec, ...]:
+    """Return all codecs that are known, in the order in which they were registered."""
+    return tuple(_codecs.values())
+
+
+def kinds() -> tuple[str, ...]:
+    """Return the kinds of all codecs, in the same order."""
+    return tuple(_codecs)
+
+
+def codec_of(kind: str) -> Codec:
+    """Return the codec of a kind, which is known."""
+    return _codecs[kind]

@@ -1,0 +1,223 @@
+"""MXFP4, as gpt-oss is published: a checkpoint's own codes, kept as they are.
+
+Nothing is dequantized on the way, so that nothing is rounded. On disk in the checkpoint, for a
+matrix of `rows` features that come out and `cols` that go in:
+
+    blocks   `(..., rows, cols / 32, 16)` uint8   two E2M1 codes a byte, the first in the low half
+    scales   `(..., rows, cols / 32)` uint8       e8m0: byte i stands for 2**(i - 127)
+
+A packed weight of n weights has the halves of each byte swapped, as bitsandbytes and all kernels
+here have it. Under the key `<name>`:
+
+    <name>       uint8   (n / 2, 1)   two codes in a byte
+    .exponents   uint8   (n / 32,)    one a block of 32 of a row: e8m0
+
+The value of a weight is table[code] * 2**(exponent - 127). Stored transposed, blocks lie along the
+columns of the decoded weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedWeightError
+from ..kernels.weights import MX_BLOCK, TABLES, NestedAbsmax, PackedWeight, power_scales
+from ..layout import dtype_name
+from .codecs import CODES, Codec, PackingFormat, Shape, Tensors
+from .format import packed_tensors, why_not_packed
+from .settings import CodecSettings
+
+EXPONENTS = ".exponents"  # e8m0: byte i stands for 2**(i - 127), and 255 is NaN
+
+
+class Mxfp4(Codec):
+    """E2M1 codes with an e8m0 scale for each block of 32."""
+
+    kind = "mxfp4"
+    bits = 4
+    blocksize = MX_BLOCK
+    scales = EXPONENTS
+    scale_dtype = torch.uint8
+    table = TABLES[kind]
+    is_kept = True
+    in_quant_state = True
+
+    def fields_of(self, packed: PackedWeight) -> Mapping[str, Any]:
+        transposed = packed.stored_transposed
+        return {"compute_dtype": packed.compute_dtype, "stored_transposed": transposed}
+
+    def constant_nbytes(self, settings: PackingFormat) -> int:
+        # both tables, the second level's scale and its offset
+        return (16 + 256 + 2) * torch.float32.itemsize
+
+    def why_not(self, shape: Shape, settings: PackingFormat) -> str | None:
+        row = shape[-2] if settings.stored_transposed else shape[-1]
+        if row % MX_BLOCK:
+            return f"has stored rows of {row} weights, which are no whole blocks of {MX_BLOCK}"
+        return None
+
+    def value_problems(
+        self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
+    ) -> Iterator[str]:
+        if EXPONENTS in tensors:
+            bad = overflowing_block(tensors[CODES], tensors[EXPONENTS], dtype or torch.float32)
+            if bad is not None:
+                value = bad.value
+                yield f"has the exponent {bad.exponent}, which decodes to {value}, at {bad.block}"
+
+    def assemble(
+        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
+    ) -> PackedWeight:
+        packed = super().assemble(tensors, shape, dtype, settings)
+        device = packed.codes.device
+        return replace(
+            packed,
+            table=torch.tensor(self.table, device=device),
+            nested=power_scales(device),
+            stored_transposed=settings.stored_transposed,
+        )
+
+    def decode(self, packed: PackedWeight, first: int, last: int) -> Tensor:
+        """Decode the weights [first, last) of the flattened weight, rounded once."""
+        begin, end = first // MX_BLOCK, -(-last // MX_BLOCK)
+        half = MX_BLOCK // 2
+        codes = packed.codes.detach().view(-1)[begin * half : end * half]
+        table = cast(Tensor, packed.table)
+        pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], 1)  # of each byte
+        values = pairs[codes.int()].view(-1, MX_BLOCK)
+        powers = cast(NestedAbsmax, packed.nested).table
+        values *= powers[packed.absmax[begin:end].int()][:, None]
+        flat = values.to(packed.dtype).view(-1)
+        return flat[first - begin * MX_BLOCK : last - begin * MX_BLOCK]
+
+
+MXFP4 = Mxfp4()
+
+
+class BadBlock(NamedTuple):
+    """A block of MXFP4 codes that does not decode to numbers."""
+
+    block: int  # its number
+    exponent: int
+    value: str  # what it decodes to
+
+
+def overflowing_block(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> BadBlock | None:
+    """Return the first block of MXFP4 codes that holds NaN, or inf once it is decoded to `dtype`.
+
+    Args:
+        codes: Two in a byte, 16 bytes a block, any shape.
+        exponents: uint8 (blocks,), e8m0.
+        dtype: Of the decoded weight.
+    """
+    largest = torch.finfo(dtype).max
+    safe = 127 + math.floor(math.log2(largest / max(TABLES[MXFP4.kind])))
+    suspects = (exponents > safe).nonzero().flatten()  # blocks of small codes may be finite still
+    pairs = codes.detach().view(torch.uint8).view(-1, MX_BLOCK // 2)[suspects]
+    table = torch.tensor(TABLES[MXFP4.kind], dtype=torch.float64, device=codes.device).abs()
+    values = torch.stack([table[(pairs >> 4).int()], table[(pairs & 15).int()]]).amax((0, 2))
+    values *= 2.0 ** (exponents[suspects].double() - 127)
+    bad = (values > largest) | (exponents[suspects] == 255)
+    if not bool(bad.any()):
+        return None
+    index = int(suspects[int(bad.nonzero()[0])])
+    exponent = int(exponents[index])
+    return BadBlock(index, exponent, "NaN" if exponent == 255 else f"inf in {dtype_name(dtype)}")
+
+
+def kept_settings(settings: CodecSettings) -> CodecSettings:
+    """Return how a weight is packed that keeps its MXFP4 codes, beside weights of `settings`."""
+    return replace(settings, kind=MXFP4.kind, skip_modules=(), stored_transposed=True)
+
+
+class KeptPacker:
+    """Puts a weight together from the codes and scales of its experts, which arrive in order."""
+
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, device: torch.device | str, settings: CodecSettings
+    ) -> None:
+        """Make room for a weight that decodes to `shape` and `dtype`.
+
+        Raises:
+            UnsupportedWeightError: Rows of this shape are no whole blocks.
+        """
+        reason = why_not_packed(shape, dtype, settings)
+        if reason is not None:
+            raise UnsupportedWeightError(f"The weight {reason}.")
+        self.shape, self.dtype, self.settings = torch.Size(shape), dtype, settings
+        specs = packed_tensors(shape, settings)
+        self._codes = torch.empty(specs[CODES].nbytes, dtype=torch.uint8, device=device)
+        self._exponents = torch.empty(specs[EXPONENTS].nbytes, dtype=torch.uint8, device=device)
+        self._experts = 0
+
+    @property
+    def experts(self) -> int:
+        """Number of experts that came."""
+        return self._experts
+
+    def add(self, blocks: Tensor, scales: Tensor) -> None:
+        """Take the next experts: codes `(n, rows, cols / 32, 16)`, scales `(n, rows, cols / 32)`.
+
+        Raises:
+            UnsupportedWeightError: They are of another dtype or shape than this weight's.
+        """
+        *_, first, second = self.shape
+        rows, cols = (second, first) if self.settings.stored_transposed else (first, second)
+        grid = (len(scales), *self.shape[1:-2], rows, cols // MX_BLOCK)
+        for name, tensor, shape in (
+            ("blocks", blocks, (*grid, MX_BLOCK // 2)),
+            ("scales", scales, grid),
+        ):
+            if tensor.element_size() != 1 or tuple(tensor.shape) != shape:
+                raise UnsupportedWeightError(
+                    f"MXFP4 {name} are {tensor.dtype} of shape {tuple(tensor.shape)}; a weight of "
+                    f"shape {tuple(self.shape)} has bytes of shape {shape} there."
+                )
+        if self._experts + len(scales) > self.shape[0]:
+            raise UnsupportedWeightError(
+                f"MXFP4 blocks came for {self._experts + len(scales)} experts or more; a weight of "
+                f"shape {tuple(self.shape)} has {self.shape[0]}."
+            )
+        blocks, scales = (
+            tensor.detach().view(torch.uint8).to(self._codes.device).reshape(-1)
+            for tensor in (blocks, scales)
+        )
+        weights = math.prod(self.shape[1:])
+        at, end = self._experts * weights, (self._experts + grid[0]) * weights
+        self._codes[at // 2 : end // 2] = (blocks << 4) | (blocks >> 4)
+        self._exponents[at // MX_BLOCK : end // MX_BLOCK] = scales
+        self._experts += grid[0]
+
+    def finish(self) -> PackedWeight:
+        """Return the packed weight.
+
+        Raises:
+            UnsupportedWeightError: Experts are missing, or a block decodes to NaN or inf.
+        """
+        if self._experts != self.shape[0]:
+            raise UnsupportedWeightError(
+                f"MXFP4 blocks came for {self._experts} experts; a weight of shape "
+                f"{tuple(self.shape)} has {self.shape[0]}."
+            )
+        bad = overflowing_block(self._codes, self._exponents, self.dtype)
+        if bad is not None:
+            expert = bad.block * MX_BLOCK // math.prod(self.shape[1:])
+            raise UnsupportedWeightError(
+                f"Expert {expert} has an MXFP4 scale, {bad.exponent}, that decodes to {bad.value}."
+            )
+        codes, exponents = self._codes, self._exponents
+        return MXFP4.finish(codes, exponents, self.shape, self.dtype, self.settings)
+
+
+def mxfp4_blocks(packed: PackedWeight) -> tuple[Tensor, Tensor]:
+    """Return an MXFP4 weight's blocks and scales as its checkpoint had them."""
+    *lead, rows, cols = packed.stored_shape
+    codes = packed.flat_codes
+    blocks = ((codes << 4) | (codes >> 4)).view(*lead, rows, cols // MX_BLOCK, MX_BLOCK // 2)
+    return blocks, packed.absmax.view(*lead, rows, cols // MX_BLOCK)

@@ -1,0 +1,352 @@
+"""A codec from outside the package: two bits a weight, registered by one call, in every use."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import get_peft_model, quantize_experts
+from moe_qlora.checkpoint.verify import verify
+from moe_qlora.distributed import share_packer
+from moe_qlora.distributed.share_packer import Ranks, SharePacker
+from moe_qlora.errors import ConfigError, MoeQloraError
+from moe_qlora.experts.backend import choose_backend, read_call
+from moe_qlora.experts.operands import PackedOperand, packed_weight
+from moe_qlora.kernels.weights import PackedWeight
+from moe_qlora.packing import parametrize
+from moe_qlora.packing.codec import Packer, pack, unpack, unpack_range
+from moe_qlora.packing.codecs import Codec, codec_of, register, unregister
+from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.testing import tiny_inputs, tiny_model
+
+BLOCK, KIND = 32, "two_bits"
+
+
+class TwoBits(Codec):
+    """Codes 0 to 3 stand for -1, -1/3, 1/3 and 1 times the absmax of a block of 32."""
+
+    kind, bits, blocksize, scales = KIND, 2, BLOCK, ".block_absmax"
+
+    def quantize(self, weights: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+        blocks = F.pad(weights.float(), (0, -len(weights) % unit)).view(-1, unit)
+        absmax = blocks.abs().amax(1)
+        levels = blocks / absmax.clamp_min(1e-30)[:, None] * 1.5 + 1.5
+        codes = levels.round().clamp(0, 3).to(torch.uint8).view(-1, 4)
+        packed = codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6
+        return packed[: -(-len(weights) // 4)], absmax
+
+    def decode(self, packed: PackedWeight, first: int, last: int) -> Tensor:
+        begin, end = first // BLOCK, -(-last // BLOCK)
+        raw = packed.codes.detach().view(-1)[begin * BLOCK // 4 : end * BLOCK // 4]
+        codes = torch.stack([(raw >> shift) & 3 for shift in (0, 2, 4, 6)], 1).view(-1)
+        scales = packed.absmax[begin:end].repeat_interleave(BLOCK)[: len(codes)]
+        flat = (codes.float() - 1.5) / 1.5 * scales
+        return flat[first - begin * BLOCK : last - begin * BLOCK].to(packed.dtype)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """What a weight is after packing, number by number."""
+    values = weight.double().flatten().tolist()
+    out = []
+    for start in range(0, len(values), BLOCK):
+        block = values[start : start + BLOCK]
+        absmax = max(map(abs, block))
+        levels = [absmax * level for level in (-1, -1 / 3, 1 / 3, 1)]
+        out += [min(levels, key=lambda level, v=value: abs(level - v)) for value in block]
+    return torch.tensor(out, dtype=torch.float64).view(weight.shape).to(weight.dtype)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register(TwoBits())
+    yield
+    unregister(KIND)
+
+
+def config(**settings: Any) -> BitsAndBytesConfig:
+    """Experts in two bits; Linear layers, which bitsandbytes packs, are left plain."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=KIND,
+        llm_int8_skip_modules=["lm_head", r".*\.self_attn"],
+        **settings,
+    )
+
+
+def plain_model() -> Any:
+    return tiny_model("qwen3_moe", dtype=torch.float32)
+
+
+def packed_model() -> Any:
+    model = plain_model()
+    quantize_experts(model, config())
+    return model
+
+
+def reference_model() -> Any:
+    """The plain model, whose expert weights are what packing makes of them."""
+    model = plain_model()
+    for param in moe_qlora.detect(model).experts:
+        weight = model.get_parameter(param.name)
+        weight.data = rounded(weight.data)
+    return model
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    return {
+        f"{owner}.{name}": getattr(module, name).detach()
+        for owner, module, name in parametrize.iter_packed(model)
+    }
+
+
+def assert_equals_reference(model: Any) -> None:
+    found, expected = weights(model), reference_model()
+    assert found.keys() == {param.name for param in moe_qlora.detect(expected).experts}
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected.get_parameter(name).data)
+
+
+def lora(model: Any) -> Any:
+    names = ["gate_up_proj", "down_proj"]
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names)
+    torch.manual_seed(7)
+    adapted = get_peft_model(model, adapter, unpacked_ok=True)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.manual_seed(sum(map(ord, name)))
+            parameter.data = torch.randn(parameter.shape) * 0.1
+    return adapted
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 32), (2, 5, 7), (4, 3, 130), (6, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_packed_whole_and_in_pieces(shape, dtype):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    settings = CodecSettings(KIND, True, torch.bfloat16, None, 64)
+    assert not settings.double_quant and settings.blocksize == BLOCK
+    whole, expected = pack(weight, settings), rounded(weight)
+    torch.testing.assert_close(unpack(whole), expected, rtol=1e-2, atol=0)
+    assert whole.codes.nbytes == -(-weight.numel() // 4)
+    for start in range(shape[0]):
+        part = unpack_range(whole, start, start + 1)
+        assert torch.equal(part, unpack(whole)[start : start + 1])
+    packer = Packer(weight.shape, dtype, weight.device, settings)
+    for row in weight:
+        packer.add(row[None])
+    again = packer.finish()
+    assert torch.equal(again.codes, whole.codes) and torch.equal(again.absmax, whole.absmax)
+
+
+def test_shares_are_cut_and_joined():
+    weight = torch.randn(4, 8, 32)
+    settings, codec = CodecSettings(KIND), codec_of(KIND)
+    whole = pack(weight, settings)
+    parts = [codec.cut(whole, first, first + 2) for first in (0, 2)]
+    assert torch.equal(torch.cat([unpack(part) for part in parts]), unpack(whole))
+    joined = codec.join(parts)
+    assert torch.equal(joined.codes, whole.codes) and torch.equal(joined.absmax, whole.absmax)
+    assert codec.why_not_cut((4, 8, 32), 2, settings) is None
+    assert "no whole blocks of 32" in str(codec.why_not_cut((4, 3, 7), 4, settings))
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 32), (2, 5, 14), (4, 3, 130)])
+def test_ranks_pack_their_shares_from_the_rows_that_they_need(monkeypatch, shape):
+    weight, settings = torch.randn(shape), CodecSettings(KIND)
+    whole, ranks = pack(weight, settings), (0, 1, 2)
+    told: dict[int, Tensor] = {}
+    barrier = threading.Barrier(len(ranks), timeout=60)
+
+    def gather(name: str, parts: list[Tensor], own: Tensor, rank: int) -> None:
+        told[rank] = own.clone()
+        barrier.wait()
+        for part, one in zip(parts, ranks, strict=True):
+            part.copy_(told[one])
+
+    def share(rank: int) -> tuple[Tensor, Tensor]:
+        held = Ranks(rank, len(ranks), group=rank)
+        args = weight.dtype, weight.device, settings, tuple(whole.codes.shape), held
+        packer = SharePacker("weight", shape, *args)
+        first, last = packer.rows
+        if first < last:
+            packer.add(first, weight[first:last])
+        codes, statistics, _ = packer.finish()
+        return codes, statistics["scale_bits"]
+
+    monkeypatch.setattr(share_packer, "gather_absmax", gather)
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        codes, bits = zip(*pool.map(share, ranks), strict=True)
+    assert torch.equal(torch.cat(codes), whole.codes)
+    assert torch.equal(torch.cat(bits).view(torch.float32), whole.absmax)
+
+
+def test_a_built_model_is_packed_and_seen_as_packed():
+    model = packed_model()
+    assert_equals_reference(model)
+    experts = moe_qlora.detect(model).experts
+    assert {param.packed for param in experts} == {KIND}
+    assert model.is_loaded_in_4bit and not model.is_loaded_in_8bit
+    assert model.num_parameters() == plain_model().num_parameters()
+    saved = sum(param.numel for param in experts) * (4 - (1 / 4 + 4 / BLOCK))
+    assert model.get_memory_footprint() == plain_model().get_memory_footprint() - saved
+    assert f"Packed({KIND}, " in str(model)
+    assert not quantize_experts(model, config()).quantized
+    with pytest.raises(ConfigError, match=f"packed as {KIND}"):
+        quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
+    copied = deepcopy(model)
+    assert_equals_reference(copied.to("meta").to_empty(device="cpu") and model)
+
+
+def test_lora_trains_as_on_the_decoded_weights():
+    ours, reference = lora(packed_model()), lora(reference_model())
+    inputs = tiny_inputs(ours.base_model.model)
+    losses: list[list[float]] = []
+    for model in (ours, reference):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.5)
+        losses.append([])
+        for _ in range(3):
+            loss = model(**inputs, labels=inputs["input_ids"]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(loss.detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][0] != losses[0][2]
+    expected = {n: p for n, p in reference.named_parameters() if p.requires_grad}
+    found = {n: p for n, p in ours.named_parameters() if p.requires_grad}
+    assert len(found) == len(expected) > 0
+    for (_, one), (_, other) in zip(found.items(), expected.items(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_experts_run_and_no_kernel_is_chosen():
+    model = packed_model()
+    module = model.model.layers[0].mlp.experts
+    x = torch.randn(5, module.hidden_dim)
+    assert choose_backend(module, read_call(module, x)).name == "reference loop"
+    packed = parametrize.read_packed(module, "down_proj")
+    assert not packed.spec.is_known and not packed.dequantizes()
+    tensors = [packed.codes.reshape(-1, 1), module.parametrizations["down_proj"][0].scale_bits]
+    operand = PackedOperand(tensors, packed.spec, packed.dtype, None)
+    again = packed_weight(iter(tensors), operand.numbers, packed.dtype)
+    assert torch.equal(unpack(again), unpack(packed))
+
+
+def test_state_dicts_come_back_also_from_the_shardable_layout():
+    model, other = packed_model(), plain_model()
+    for param in moe_qlora.detect(other).experts:
+        other.get_parameter(param.name).data.zero_()
+    quantize_experts(other, config())
+    state = model.state_dict()
+    assert any(key.endswith(".block_absmax") for key in state)
+    other.load_state_dict(state)
+    assert_equals_reference(other)
+    sharded = moe_qlora.prepare_sharding(deepcopy(model))
+    assert_equals_reference(sharded)
+    assert not any(p.is_floating_point() for n, p in sharded.named_parameters() if "scale" in n)
+    for source, target in ((sharded, packed_model()), (model, sharded)):
+        target.load_state_dict(source.state_dict())
+        assert_equals_reference(target)
+
+
+def test_folders_are_saved_reloaded_and_verified(tmp_path: Path):
+    plain_model().save_pretrained(tmp_path / "plain")
+    model = packed_model()
+    inputs = tiny_inputs(model)
+    expected = reference_model()(**inputs).logits
+    model.save_pretrained(tmp_path / "built")
+    with moe_qlora.enabled():
+        loaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "plain", quantization_config=config(), dtype=torch.float32
+        )
+    loaded.save_pretrained(tmp_path / "loaded")
+    moe_qlora.quantize_checkpoint(tmp_path / "plain", tmp_path / "packed", config())
+    for folder in ("built", "loaded", "packed"):
+        report = verify(tmp_path / folder, tmp_path / "plain")
+        assert report.good and report.kind == KIND and report.experts == len(report.errors) > 0
+        for error in report.errors:
+            weight = plain_model().get_parameter(error.name).data
+            norm = (rounded(weight) - weight).norm() / weight.norm()
+            assert error.relative == pytest.approx(float(norm), rel=1e-4)
+        with moe_qlora.enabled():
+            again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert_equals_reference(again)
+        torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+    [manifest] = (tmp_path / "built").glob("moe_qlora-*.json")
+    assert json.loads(manifest.read_text())["codec"]["kind"] == KIND
+    unregister(KIND)
+    try:
+        with moe_qlora.enabled(), pytest.raises(MoeQloraError, match="two_bits"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "built")
+    finally:
+        register(TwoBits())
+
+
+def test_adapters_merge_into_the_packed_base_and_as_trained(tmp_path: Path):
+    plain_model().save_pretrained(tmp_path / "plain")
+    model = packed_model()
+    model.save_pretrained(tmp_path / "packed")
+    adapted = lora(model)
+    adapted.save_pretrained(tmp_path / "adapter")
+    moe_qlora.merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "one")
+    moe_qlora.merge_adapter(
+        tmp_path / "plain", tmp_path / "adapter", tmp_path / "two", like_training=True
+    )
+    reference = lora(reference_model()).merge_and_unload()
+    reference.save_pretrained(tmp_path / "expected")
+    expected = load_file(tmp_path / "expected/model.safetensors")
+    for name in ("one", "two"):
+        merged = load_file(tmp_path / name / "model.safetensors")
+        assert merged.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(merged[key], tensor, rtol=1e-4, atol=1e-5)
+    unloaded = adapted.merge_and_unload()
+    for key, tensor in reference.state_dict().items():
+        torch.testing.assert_close(unloaded.state_dict()[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_plans_count_its_bytes(tmp_path: Path):
+    plain_model().save_pretrained(tmp_path / "plain")
+    planned = moe_qlora.plan(tmp_path / "plain", config())
+    assert planned.kind == KIND
+    packed_model().save_pretrained(tmp_path / "packed")
+    of_folder = moe_qlora.plan(tmp_path / "packed")
+    assert planned.resident == of_folder.resident == packed_model().get_memory_footprint()
+
+
+def test_linear_layers_are_not_left_to_bitsandbytes(tmp_path: Path):
+    plain_model().save_pretrained(tmp_path)
+    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=KIND)
+    wanted = r"q_proj would be packed by bitsandbytes, which does not know .*'two_bits'"
+    with pytest.raises(ConfigError, match=wanted):
+        moe_qlora.plan(tmp_path, asked)
+    with pytest.raises(ConfigError, match=wanted):
+        moe_qlora.quantize_checkpoint(tmp_path, tmp_path / "out", asked)
+    with moe_qlora.enabled(), pytest.raises(ConfigError, match=wanted):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked)
+
+
+def test_what_is_not_registered_is_refused():
+    with pytest.raises(ValueError, match="registered already"):
+        register(TwoBits())
+    with pytest.raises(ConfigError, match=r"knows 'nf4', 'fp4' and 'two_bits'"):
+        CodecSettings.from_config({"load_in_4bit": True, "bnb_4bit_quant_type": "three_bits"})
+    unregister(KIND)
+    try:
+        with pytest.raises(ConfigError, match=r"knows 'nf4' and 'fp4'\."):
+            CodecSettings.from_config(config())
+    finally:
+        register(TwoBits())
