@@ -45,8 +45,11 @@ SECONDS = 10.0
 MAX_LENGTH = 100_000
 """Characters of a pattern. PEFT joins the names of all modules into one."""
 
+# The alarm ends it where its parent was killed meanwhile: nothing else would.
 _MATCH = """
-import json, re, sys
+import json, re, signal, sys
+if hasattr(signal, "alarm"):
+    signal.alarm(int(sys.argv[1]))
 patterns, names = json.load(sys.stdin)
 for number, pattern in enumerate(patterns):
     print(number, flush=True)
@@ -186,7 +189,7 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str], where: str) ->
     if not doubtful:
         return
     task = json.dumps([doubtful, sorted(set(names))])
-    command = [sys.executable, "-I", "-c", _MATCH]
+    command = [sys.executable, "-I", "-c", _MATCH, str(int(2 * SECONDS))]
     try:
         subprocess.run(
             command, input=task, timeout=SECONDS, capture_output=True, text=True, check=False

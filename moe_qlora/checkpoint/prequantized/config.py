@@ -257,6 +257,8 @@ def _compressed_scheme(weights: Mapping[str, Any], place: str) -> Scheme:
     group, strategy = weights.get("group_size"), weights.get("strategy")
     if strategy is None:
         strategy = "tensor" if group is None else "channel" if group == -1 else "group"
+    if strategy == "tensor_group" and (kind, bits) != (FLOAT, 4):  # NVFP4's, whose scales nest
+        raise _unread(f"{place}.strategy", f"{strategy} of {bits} bits of type {kind}")
     if strategy == "block":
         size = weights.get("block_structure")
         if isinstance(size, str):

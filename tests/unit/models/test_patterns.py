@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -142,3 +145,11 @@ def test_of_a_packed_folder(folders, tmp_path):
     bad = changed(folders / "packed", tmp_path / "bad", "config.json", **{place: [ENDLESS]})
     with moe_qlora.enabled(), pytest.raises(CheckpointError, match="llm_int8_skip_modules has"):
         AutoModelForCausalLM.from_pretrained(bad)
+
+
+@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="an alarm is POSIX's")
+def test_the_matching_process_ends_by_itself_where_its_parent_is_killed():
+    task = json.dumps([[ENDLESS], ["k" * 200]])
+    command = [sys.executable, "-I", "-c", files._MATCH, "1"]  # at most a second
+    done = subprocess.run(command, input=task, text=True, capture_output=True, timeout=60)
+    assert done.returncode == -signal.SIGALRM

@@ -169,6 +169,7 @@ def with_group(**weights):
         (with_group(actorder="group"), r"group_0\.weights\.actorder 'group'"),
         (with_group(actorder="random"), r"group_0\.weights\.actorder 'random'"),
         (with_group(num_bits=3), r"group_0\.weights\.num_bits '3 of type int'"),
+        (with_group(strategy="tensor_group"), "'tensor_group of 4 bits of type int'"),
         (with_group(strategy="token"), r"group_0\.weights\.strategy 'token'"),
         (with_group(group_size=0), "group_size 0"),
         (with_group(strategy="block", block_structure="16xa"), "block_structure 'a'"),
