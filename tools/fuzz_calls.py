@@ -34,7 +34,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from tools import fuzz_oracle
-from tools.fuzz_machine import ALLOWED, EXPERTS, OUTSIDE_THE_INTERFACE, Machine, call
+from tools.fuzz_machine import ALLOWED, EXPERTS, OUTSIDE_THE_INTERFACE, Machine, call, forward
 from tools.fuzz_oracle import Adapter, Contradiction
 
 # --- adapters -----------------------------------------------------------------------------------
@@ -365,7 +365,9 @@ def merge_folders(m: Machine) -> Any:
     base = {n: w.bfloat16().float() for n, w in m.oracle.base.items()}
     wanted = m.oracle.logits(["/"], base if packed else m.oracle.original)
     del m.oracle.adapters["/"]
-    m.check("merged folder", m.names["other"], wanted)
+    tolerance = 4e-3 if packed else fuzz_oracle.TOLERANCE  # of ties that bitsandbytes rounds up
+    logits = forward(m.names["other"], m.oracle.inputs)
+    fuzz_oracle.check_close("merged folder", logits, wanted, tolerance)
     return None
 
 

@@ -113,7 +113,7 @@ def write_folder(
     Returns:
         The folder, and by its plain key each tensor that it stands for.
     """
-    model = tiny_model(model_type, seed=seed, **(overrides or {})).to(dtype)
+    model: Any = tiny_model(model_type, seed=seed, **(overrides or {})).to(dtype)
     model.save_pretrained(path, save_original_format=True)
     plain = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
@@ -239,7 +239,8 @@ def encode_int(weight: Tensor, bits: int, group: int | None) -> Encoded:
     per = 32 // bits
     room = torch.zeros(rows, -(-columns // per) * per, dtype=torch.int64)
     room[:, :columns] = codes.long() + top
-    words = sum(room[:, place::per] << (bits * place) for place in range(per))
+    parts = [room[:, place::per] << (bits * place) for place in range(per)]
+    words = torch.stack(parts).sum(0)
     words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
     shape = torch.tensor([rows, columns])
     return {"_packed": words, "_scale": scale, "_shape": shape}, codes * grid
@@ -419,7 +420,7 @@ def _modelopt(algorithm: str) -> Callable[[dict[str, Any]], Maker]:
             if algorithm == "NVFP4":
                 parts, values = encode_nvfp4(weight, "_scale_2", "", divide=False)
             else:
-                parts, values = encode_fp8(weight, tuple(weight.shape), "_scale")
+                parts, values = encode_fp8(weight, (len(weight), weight.shape[1]), "_scale")
                 parts["_scale"] = parts["_scale"].reshape(())
             return parts, values
 
