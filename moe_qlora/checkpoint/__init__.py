@@ -7,12 +7,12 @@ a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit fold
     reader, writer    safetensors and JSON files
     staging           folders that appear whole or not at all; one process at a time
     manifest          the manifest of a packed folder, named by config.json
-    fit               a packed folder's parts, against each other and against its model
-    integrity         a packed folder against its manifest; any folder as a `Checkpoint`
+    integrity         a packed folder against its manifest, its parts against each other and against
+                      its model; any folder as a `Checkpoint`
     conversion        tensors on disk <-> a model's parameters, by transformers' own conversions
     load_spec         what one load packs
     save, quantize    write a packed folder: from a packed model, from a 16-bit folder
-    source            which checkpoint a folder holds, by content
+    source            which checkpoint a folder holds, and which base an adapter has, by content
     adapter, tied_weights    an adapter as deltas to weights; tied weights
     base, rounding, merge    the base's weights; rounding as in training; the merged folder
     verify            is a folder whole, and what did packing cost its weights

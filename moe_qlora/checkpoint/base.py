@@ -24,9 +24,14 @@ from ..kernels.weights import PackedWeight
 from ..models import named
 from ..packing import codec
 from .conversion import Disk, DiskLayout, Group, blank, revert, same_bits
-from .fingerprint import SAMPLED_ROWS
-from .fit import model_problems, packed_names, parts_of
-from .integrity import check_folder, open_shards, warn_of_changes
+from .integrity import (
+    check_folder,
+    model_problems,
+    open_shards,
+    packed_names,
+    parts_of,
+    warn_of_changes,
+)
 from .manifest import Manifest
 from .prequantized import (
     PrequantizedCheckpoint,
@@ -35,6 +40,7 @@ from .prequantized import (
     open_plain,
 )
 from .reader import SINGLE, Checkpoint, header_bytes
+from .source import SAMPLED_ROWS
 from .writer import plan_shards
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -16,8 +16,8 @@ from typing import Any
 from ..errors import visible
 from ..layout import name_pattern
 from ..versions import installed_version
-from .fingerprint import Fingerprint
 from .rounding import Rounding
+from .source import Fingerprint
 from .staging import replace_file
 
 CARD = "README.md"

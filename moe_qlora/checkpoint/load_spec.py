@@ -23,7 +23,7 @@ from ..packing.format import packed_nbytes, why_not_packed
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from ..world import Share
-from .fit import own_name, settings_problem
+from .integrity import own_name, settings_problem
 from .manifest import Manifest
 from .prequantized import PrequantizedCheckpoint
 from .reader import DTYPES, Checkpoint

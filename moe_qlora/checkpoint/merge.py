@@ -40,14 +40,13 @@ from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import Adapter, LoraDelta, Resolver, Updates, check_adapter_patterns, open_adapter
 from .base import FLOATS, Base, PackedBase, PlainBase, resolve_plain
 from .conversion import Group
-from .fingerprint import take
 from .load_spec import kept_dtypes
 from .manifest import CONFIG, CONFIG_KEY, is_packed
 from .prequantized import plain_json
 from .reader import INDEX, check_plain, index_of
 from .rounding import Rounding
 from .save import auxiliary_files, copy_auxiliary_files
-from .source import identify
+from .source import identify, take
 from .staging import absolute, check_new, new_folder
 from .tied_weights import move_to_stored_names
 from .writer import ShardWriter

@@ -39,7 +39,7 @@ from ..progress import Progress, reporting
 from . import save
 from .base import PlainBase, resolve_plain
 from .conversion import Group
-from .fit import INT8_FORMAT
+from .integrity import INT8_FORMAT
 from .load_spec import LoadSpec, kept_dtypes, packing_spec
 from .manifest import CONFIG, Manifest, PackedEntry, is_packed
 from .reader import check_plain, read_header

@@ -32,8 +32,8 @@ from ..packing.codec import Packer
 from ..packing.linear import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
-from .fingerprint import Fingerprint, check_base, of_model
 from .reader import inside, parse_fields
+from .source import Fingerprint, check_base, of_model
 from .staging import replace_file
 
 NOTE = "moe_qlora_adapter.json"

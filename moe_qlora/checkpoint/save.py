@@ -47,7 +47,7 @@ from .manifest import (
     is_packed,
     read_manifest,
 )
-from .prequantized.plain_config import MODELOPT_CONFIG
+from .prequantized.open import MODELOPT_CONFIG
 from .reader import INDEX_SUFFIX, SINGLE, check_link, plain_weights
 from .staging import absolute, discard, flush, rename_new, staging
 from .writer import ShardWriter, plan_shards

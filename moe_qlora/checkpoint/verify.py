@@ -36,8 +36,15 @@ from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from ..progress import Progress
 from .base import PackedWeights, PlainBase, resolve_plain
 from .conversion import Group
-from .fit import model_problems, packed_names, parts_of, settings_problem
-from .integrity import check_folder, open_checkpoint, open_shards
+from .integrity import (
+    check_folder,
+    model_problems,
+    open_checkpoint,
+    open_shards,
+    packed_names,
+    parts_of,
+    settings_problem,
+)
 from .manifest import CONFIG, EARLIER_SENTENCES, SENTENCE, Manifest, has_manifest, is_packed
 from .prequantized import PrequantizedCheckpoint, maker_method, open_plain, unread_method
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside

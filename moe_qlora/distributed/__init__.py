@@ -13,8 +13,7 @@ filling.py             gives a sharded model its values, each rank its own share
 share_packer.py        packs a rank's shares of one weight from the rows alone that they need
 adapters.py            adapters on a model that has no values yet, or that is sharded already
 expert_parallel.py     each rank holds some experts of every layer, and tokens travel to them
-shares.py              which experts those are
-divided.py             LoRA factors of experts that are divided over ranks
+shares.py              which experts those are, and their LoRA factors
 dispatch.py            how tokens travel between few ranks, and checks of each forward
 agreement.py           whether all ranks were given the same
 gather.py              a model's whole state dict, gathered from all ranks

@@ -8,7 +8,7 @@
       |                           expert ids, around the module's forward
       v
     get_peft_model                LoRA of the experts: DTensors sharded over the mesh, so that
-                                  clipping, optimizers and files see the whole (divided.py)
+                                  clipping, optimizers and files see the whole (shares.py)
 
 Each rank runs its own batch, and an expert sees the tokens of all. What else is trained is
 replicated, and is the work of DDP or FSDP2, which leave the experts alone.

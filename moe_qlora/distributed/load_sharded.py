@@ -29,8 +29,14 @@ from torch import distributed, nn
 from transformers import GenerationConfig
 from transformers import initialization as init
 
-from ..checkpoint.fit import model_problems, own_name, packed_names
-from ..checkpoint.integrity import FolderCheck, open_shards, warn_of_changes
+from ..checkpoint.integrity import (
+    FolderCheck,
+    model_problems,
+    open_shards,
+    own_name,
+    packed_names,
+    warn_of_changes,
+)
 from ..checkpoint.load_spec import reload_spec
 from ..checkpoint.manifest import Manifest, is_packed
 from ..checkpoint.quantize import PackingJob, build_model, own_config

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoint.fit import own_name
+from ..checkpoint.integrity import own_name
 from ..checkpoint.load_spec import LoadSpec
 from ..checkpoint.prequantized.config import MXFP4
 from ..checkpoint.prequantized.decode import CODES, SCALE

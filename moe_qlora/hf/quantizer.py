@@ -19,8 +19,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.accelerate import get_max_memory
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from ..checkpoint.fit import model_problems
-from ..checkpoint.integrity import FolderCheck, warn_of_changes
+from ..checkpoint.integrity import FolderCheck, model_problems, warn_of_changes
 from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec, safetensors_files
 from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
 from ..checkpoint.prequantized import describe_plain

@@ -17,8 +17,8 @@ from transformers import PretrainedConfig
 
 from ..checkpoint import rounding
 from ..checkpoint.card import facts_of, write_card
-from ..checkpoint.fingerprint import TOP_K_FIELDS
 from ..checkpoint.manifest import read_manifest
+from ..checkpoint.source import TOP_K_FIELDS
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import name_pattern

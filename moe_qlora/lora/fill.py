@@ -21,8 +21,8 @@ from torch import nn
 
 from ..checkpoint import rounding
 from ..checkpoint.adapter import LoraSettings
-from ..checkpoint.fingerprint import of_model
 from ..checkpoint.reader import parse_fields
+from ..checkpoint.source import of_model
 from ..errors import AdapterError, CheckpointError, MoeQloraError, first_line
 from ..layout import listed, unwrapped_name
 from ..models.files import read_json

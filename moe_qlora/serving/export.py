@@ -37,7 +37,6 @@ from ..checkpoint.adapter import (
 )
 from ..checkpoint.base import Base, PackedBase, PlainBase
 from ..checkpoint.card import CARD, facts_of, write_card
-from ..checkpoint.fingerprint import take
 from ..checkpoint.manifest import is_packed
 from ..checkpoint.merge import check_roles, model_builder
 from ..checkpoint.per_expert import (
@@ -51,6 +50,7 @@ from ..checkpoint.per_expert import (
     uniform,
 )
 from ..checkpoint.reader import inside
+from ..checkpoint.source import take
 from ..checkpoint.staging import absolute, check_new, new_folder
 from ..detection.detect import detect
 from ..errors import AdapterError, ConfigError

@@ -1,18 +1,25 @@
 """Folders that their makers quantized, read as the 16-bit folders that they stand for.
 
-open            any folder as a `Checkpoint` of plain tensors
+open            any folder as a `Checkpoint` of plain tensors; config.json, as that of the
+                16-bit folder
 reader          `PrequantizedCheckpoint`: plain keys, shapes and dtypes; rows decoded when read
 config          what a quantization_config says: schemes, targets, modules not converted
 plan            which stored tensors make which plain ones
 fp8, fp4, int4  the formats: codes of 8 bits, E2M1 floats, packed integers
 decode          codes times scales, in pieces, for all of them
 nibbles         two codes in a byte
-plain_config    config.json, as that of the 16-bit folder
 """
 
 from .config import maker_method
-from .open import codes_of_source, open_plain, stored_codes, unread_method
-from .plain_config import describe_plain, described_method, plain_json
+from .open import (
+    codes_of_source,
+    describe_plain,
+    described_method,
+    open_plain,
+    plain_json,
+    stored_codes,
+    unread_method,
+)
 from .reader import PrequantizedCheckpoint
 
 __all__ = [
