@@ -240,15 +240,15 @@ def error_of(call: Callable[[], Any]) -> str:
 
 def unprepared() -> Any:
     """Pack a model as a process does that joins a group later."""
-    from moe_qlora.hf import model as marking
+    from moe_qlora import world
 
-    asked, marking.runs_distributed = marking.runs_distributed, lambda: False
+    asked, world.runs_distributed = world.runs_distributed, lambda: False
     try:
         model = tiny_model("qwen3_moe")
         settings = SETTINGS["bf16 storage"]
         moe_qlora.quantize_experts(model, BitsAndBytesConfig(**settings))
     finally:
-        marking.runs_distributed = asked
+        world.runs_distributed = asked
     return model.requires_grad_(False)
 
 
