@@ -26,6 +26,7 @@ NOT_GIVEN: Final[Any] = object()
 """Stands for a `state_dict` that a caller left out, which is not the same as None."""
 
 SHARE = "_moe_qlora_share"  # the attribute of an experts module that notes its share
+CHECKED = "_moe_qlora_checked"  # that of a model which notes what `before_forward` has checked
 
 
 class Share(Protocol):
@@ -98,16 +99,12 @@ class World:
     def lay_out(self, model: nn.Module) -> None:
         """Give packed weights the layout that engines of many GPUs shard."""
 
-    def load(self, distributed_config: Any, expert_mesh: Any) -> Any:
-        """Return how `from_pretrained` gives each rank its part; None for a whole model."""
-        return None
-
     def device(self) -> int | None:
         """Return the index of this rank's CUDA device, None where the current one is right."""
         return None
 
-    def check_lora_config(self, model: nn.Module, config: Any) -> None:
-        """Raise where a LoRA config asks for what a model cannot have once it is sharded."""
+    def prepare_adapters(self, model: nn.Module, config: Any) -> None:
+        """Lay a model out before it gets adapters; raise where it cannot have them any more."""
 
     def check_adapters(self, model: nn.Module, configs: Mapping[str, Any]) -> None:
         """Raise where ranks give adapters of one model other settings."""
@@ -115,11 +112,11 @@ class World:
     def follow_adapters(self, model: nn.Module, peft_model: nn.Module | None = None) -> None:
         """Keep the factors of new adapters as engines and ranks need them."""
 
-    def check_whole(self, model: nn.Module, action: str, advice: str | None = None) -> None:
-        """Raise an `AdapterError` where ranks hold parts of the model, and `action` needs all.
+    def check_undivided(self, model: nn.Module, action: str) -> None:
+        """Raise an `AdapterError` where experts are divided over ranks, and `action` needs all."""
 
-        Without advice, only experts that are divided over ranks are meant.
-        """
+    def check_unsharded(self, model: nn.Module, action: str, advice: str) -> None:
+        """Raise an `AdapterError` where weights are sharded, and `action` needs them whole."""
 
     def before_forward(self, model: nn.Module) -> None:
         """Check what engines have made of a packed model, once, before its first forward."""

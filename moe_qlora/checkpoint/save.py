@@ -32,7 +32,7 @@ from ..packing.decoders import Params4bit
 from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
-from ..world import NOT_GIVEN, WholeTensor, whole_shape, world, world_of
+from ..world import NOT_GIVEN, WholeTensor, World, whole_shape, world, world_of
 from . import manifest as manifests
 from .integrity import check_packed_weight
 from .load_spec import kept_dtypes
@@ -114,7 +114,7 @@ def save_pretrained(
         return
     if not ranks.is_divided(self, state_dict) and not (ranks.first and is_main_process):
         return
-    tensors = _tensors_to_save(self, state_dict)
+    tensors = _tensors_to_save(self, state_dict, ranks)
     folder = absolute(os.fspath(save_directory))
     stock_kwargs = {key: kwargs[key] for key in ("save_peft_format",) if key in kwargs}
 
@@ -131,7 +131,9 @@ def save_pretrained(
     ranks.gather_to_first(tensors, write, f"Saving to {folder}")
 
 
-def _tensors_to_save(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, WholeTensor]:
+def _tensors_to_save(
+    model: nn.Module, state_dict: Mapping[str, Any], ranks: World
+) -> dict[str, WholeTensor]:
     """Return the state dict without tied names and what the model's class does not save."""
     host: Any = model
     tied: Mapping[str, str] = getattr(host, "all_tied_weights_keys", None) or {}
@@ -139,7 +141,7 @@ def _tensors_to_save(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
     packed = {f"{module}.{name}".lstrip(".") for module, _, name in parametrize.iter_packed(model)}
     aliases = {name for name in packed if tied.get(name) in packed}
     kept: dict[str, WholeTensor] = {}
-    for key, tensor in world_of(model).whole_tensors(model, state_dict).items():
+    for key, tensor in ranks.whole_tensors(model, state_dict).items():
         if ".lora_" in key or ".base_layer." in key or ".modules_to_save." in key:
             raise AdapterError(
                 f"The model holds adapters of PEFT ({key}): save these with the PeftModel's "

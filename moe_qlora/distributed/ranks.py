@@ -12,11 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import AdapterError
-from ..experts.checks import COPIES, LAYOUT
 from ..layout import ExpertsModule, ModelLayout, unwrapped_name
 from ..packing.decoders import is_shardable, is_share
 from ..packing.parametrize import decoder_of, iter_packed, original_of
-from ..world import WholeTensor, World, first_share
+from ..world import CHECKED, WholeTensor, World, first_share
 from . import gather
 from .adapters import check_copies, equal_copies, replicate_adapters
 from .agreement import check_agreement, model_facts
@@ -66,7 +65,8 @@ class ManyRanks(World):
         # Where each rank sees one device only, that is its own.
         return rank if 0 < rank < torch.cuda.device_count() else None
 
-    def check_lora_config(self, model: nn.Module, config: Any) -> None:
+    def prepare_adapters(self, model: nn.Module, config: Any) -> None:
+        prepare_sharding(model)
         check_copies(model, config)
 
     def check_adapters(self, model: nn.Module, configs: Mapping[str, Any]) -> None:
@@ -83,14 +83,14 @@ class ManyRanks(World):
                 keep_from_ddp(peft_model)
         replicate_adapters(model)
 
-    def check_whole(self, model: nn.Module, action: str, advice: str | None = None) -> None:
-        if first_share(model) is not None and advice is None:
+    def check_undivided(self, model: nn.Module, action: str) -> None:
+        if first_share(model) is not None:
             raise AdapterError(
                 f"{action} needs all experts, and this model's are divided over ranks: save the "
                 "adapter on all ranks, and go on from its folder, such as with moe-qlora merge."
             )
-        if advice is None:
-            return
+
+    def check_unsharded(self, model: nn.Module, action: str, advice: str) -> None:
         engine = any(isinstance(module, FSDPModule) for module in model.modules())
         for name, parameter in model.named_parameters():
             # expert parallelism has factors of LoRA as DTensors, and no other parameter
@@ -131,9 +131,15 @@ class ManyRanks(World):
         return gather.gather_to_first(tensors, use, what)
 
 
+def _checked(model: nn.Module) -> set[str]:
+    """Return what was checked of a model, to be asked and added to."""
+    names: set[str] = model.__dict__.setdefault(CHECKED, set())
+    return names
+
+
 def _warn_of_whole_statistics(model: nn.Module) -> None:
     """Warn once where FSDP2 has sharded codes whose statistics it cannot shard."""
-    if model.__dict__.get(LAYOUT):
+    if "layout" in _checked(model):
         return
     for name, module, leaf in iter_packed(model):
         if not hasattr(original_of(module, leaf), "device_mesh"):
@@ -147,7 +153,7 @@ def _warn_of_whole_statistics(model: nn.Module) -> None:
                 stacklevel=2,
             )
             break
-    model.__dict__[LAYOUT] = True
+    _checked(model).add("layout")
 
 
 def _check_ddp_copies(model: nn.Module) -> None:
@@ -155,7 +161,7 @@ def _check_ddp_copies(model: nn.Module) -> None:
 
     DDP writes the first rank's parameters over all others', and leaves statistics and settings.
     """
-    if model.__dict__.get(COPIES) or not torch.is_grad_enabled():
+    if "copies" in _checked(model) or not torch.is_grad_enabled():
         return
     # within DDP's forward with gradients all ranks take part
     ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
@@ -164,4 +170,4 @@ def _check_ddp_copies(model: nn.Module) -> None:
     if first_share(model) is None:
         group = ddp.process_group
         check_agreement("DistributedDataParallel", lambda: model_facts(model), group=group)
-    model.__dict__[COPIES] = True
+    _checked(model).add("copies")

@@ -20,14 +20,12 @@ from ..layout import unwrapped_name
 from ..packing.decoders import Params4bit
 from ..packing.parametrize import iter_packed
 from ..packing.state_dict import load_linears
-from ..world import world
+from ..world import CHECKED, world
 from .lora_source import lora_source
 from .rebinding import set_aside
 
-LAYOUT = "_moe_qlora_layout_checked"
 _SEEN = "_moe_qlora_adapters_seen"
 _HANDLE = "_moe_qlora_adapter_guard"
-COPIES = "_moe_qlora_copies_compared"
 _WATCH = "_moe_qlora_codes_watched"
 
 
@@ -63,9 +61,8 @@ def remove(model: nn.Module) -> None:
     """Undo `install`."""
     for handle in model.__dict__.pop(_HANDLE, ()):
         handle.remove()
-    model.__dict__.pop(LAYOUT, None)
+    model.__dict__.pop(CHECKED, None)
     model.__dict__.pop(_SEEN, None)
-    model.__dict__.pop(COPIES, None)
     model.__dict__.pop(_WATCH, None)
 
 

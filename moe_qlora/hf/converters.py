@@ -211,7 +211,6 @@ class PackedConverter(WeightConverter):
     def convert(self, layer_name: str, **rest: Any) -> Any:
         """Return the packed parameter, under its full name."""
         spec = self.spec
-        tensors: dict[str, Tensor]
         if layer_name in spec.shares:
             tensors = self._read_share(layer_name)
         else:
@@ -237,8 +236,8 @@ class PackedConverter(WeightConverter):
         if codes.dtype != stored and spec.files is not None and layer_name not in spec.shares:
             # transformers before 5.22 casts codes that are stored as floats: read them again
             codes = spec.files.read(self.keys[layer_name]).to(codes.device)
+        known = recorded if codec.has_record else dtype
         try:
-            known = recorded if codec.has_record else dtype
             packed = restore({"": codes, **tensors}, shape, known, settings)
         except ValueError as error:
             raise CheckpointError(f"{layer_name} {error}.") from error

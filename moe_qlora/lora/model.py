@@ -126,8 +126,7 @@ def make_peft_model(
         raise ConfigError(
             "mixed=True combines adapter types, which packed experts cannot take; leave it out."
         )
-    world().lay_out(model)
-    world().check_lora_config(model, config)
+    world().prepare_adapters(model, config)
     with without_false_warning(model, config):
         peft_model = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
     return connect_adapters(peft_model)
@@ -200,7 +199,7 @@ class LoraModel(StockLoraModel):
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
         check_adapter_names(model, self.peft_config)
-        world().check_whole(model, f"Adding the adapter {adapter_name!r}", _BEFORE_SHARDING)
+        world().check_unsharded(model, f"Adding the adapter {adapter_name!r}", _BEFORE_SHARDING)
         world().check_adapters(model, {adapter_name: self.peft_config[adapter_name]})
         config = adapt_lora_config(model, self.peft_config[adapter_name])
         self.peft_config[adapter_name] = config
@@ -249,14 +248,14 @@ class LoraModel(StockLoraModel):
 
     def unmerge_adapter(self) -> None:
         """Undo `merge_adapter`."""
-        world().check_whole(self.model, "Unmerging", _OFFLINE)
+        world().check_unsharded(self.model, "Unmerging", _OFFLINE)
         with self._stock_linears():
             super().unmerge_adapter()
 
     @contextmanager
     def _merging(self, dtype: torch.dtype | None, repack: bool) -> Iterator[None]:
-        world().check_whole(self.model, "Merging")
-        world().check_whole(self.model, "Merging", _OFFLINE)
+        world().check_undivided(self.model, "Merging")
+        world().check_unsharded(self.model, "Merging", _OFFLINE)
         if repack:
             check_repack(self.model)
         layers = list(self.model.modules())
@@ -296,14 +295,14 @@ class LoraModel(StockLoraModel):
         if adapter_name in self.peft_config:
             return
         check_adapter_names(self.model, {*self.peft_config, adapter_name})
-        world().check_whole(self.model, "add_weighted_adapter")
+        world().check_undivided(self.model, "add_weighted_adapter")
         for adapter in adapters:
             if getattr(self.peft_config.get(adapter), "_chosen", None):
                 raise AdapterError(
                     f"add_weighted_adapter needs LoRA on all experts, and {adapter!r} is on chosen "
                     "ones: load its folder with stock PEFT on the 16-bit model, or merge it."
                 )
-        world().check_whole(self.model, "add_weighted_adapter", _OFFLINE)
+        world().check_unsharded(self.model, "add_weighted_adapter", _OFFLINE)
         for adapter in adapters:
             if adapter not in self.peft_config:
                 raise AdapterError(

@@ -89,8 +89,7 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
         config = rewritten(model, config) or config
     config = adapt(model, config, warns=not loads and not config.inference_mode)
     tuner.peft_config[name] = config
-    world().lay_out(model)
-    world().check_lora_config(model, config)
+    world().prepare_adapters(model, config)
     made = _caller(frame, PeftModel.__init__.__code__, _FAR)
     if made is not None:
         peft_model = made.f_locals["self"]
