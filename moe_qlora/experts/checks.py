@@ -30,27 +30,50 @@ _WATCH = "_moe_qlora_codes_watched"
 
 
 class _Watch:
-    """Packed parameters that a cast could hit, by name, and packed experts modules.
+    """A model's packed parameters that a cast could hit, by name, and its packed experts modules.
 
-    Collected anew for a model's copy.
+    Collected anew for the model's copy, which `copy` and `pickle` make before they come here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
         self.codes: tuple[tuple[str, weakref.ref[Any]], ...] | None = None
         self.experts: tuple[weakref.ref[nn.Module], ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
-        return type(self)()
+        model: Any = self.model()
+        return type(self)(memo.get(id(model), model))
 
     def __reduce__(self) -> Any:
-        return type(self), ()
+        return type(self), (self.model(),)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def override_forwards(self) -> None:
+        """Set aside what Liger has bound to packed experts, also while a graph of them is made.
+
+        torch.compile runs this as it is, before it comes to the experts. It is a method without
+        arguments because torch 2.11 takes no module as an argument of such a function.
+        """
+        model = self.model()
+        if self.experts is None and model is not None:
+            self.experts = tuple(
+                weakref.ref(module)
+                for module in dict.fromkeys(module for _, module, _ in iter_packed(model))
+            )
+        for ref in self.experts or ():
+            module: Any = ref()
+            if module is None:
+                continue
+            set_aside(module)
+            for wrapper in getattr(lora_source(module), "wrappers", {}).values():
+                set_aside(wrapper)
 
 
 def install(model: nn.Module) -> None:
     """Check codes and adapters before each forward of `model`; does nothing a second time."""
     if _HANDLE in model.__dict__:
         return
-    model.__dict__[_WATCH] = _Watch()
+    model.__dict__[_WATCH] = _Watch(model)
     model.__dict__[_HANDLE] = (
         model.register_forward_pre_hook(_before_forward),
         model.register_load_state_dict_pre_hook(_before_load),
@@ -84,7 +107,11 @@ def _before_load(
 
 
 def _before_forward(model: nn.Module, args: Any) -> None:
-    _set_forwards_aside(model)
+    watch: _Watch | None = model.__dict__.get(_WATCH)
+    if watch is not None:
+        if not torch.compiler.is_compiling():
+            watch.model = weakref.ref(model)  # copy.copy has the watch of the model it copied
+        watch.override_forwards()
     if torch.compiler.is_compiling():
         return
     check_codes(model)
@@ -97,29 +124,6 @@ def _before_forward(model: nn.Module, args: Any) -> None:
     if model.__dict__.get(_SEEN) != seen:
         check(model, configs)
         model.__dict__[_SEEN] = seen
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _set_forwards_aside(model: nn.Module) -> None:
-    """Set aside what Liger has bound to packed experts, also while a graph of them is made.
-
-    torch.compile runs this as it is, before it comes to the experts.
-    """
-    watch: _Watch | None = model.__dict__.get(_WATCH)
-    if watch is None:
-        return
-    if watch.experts is None:
-        watch.experts = tuple(
-            weakref.ref(module)
-            for module in dict.fromkeys(module for _, module, _ in iter_packed(model))
-        )
-    for ref in watch.experts:
-        module: Any = ref()
-        if module is None:
-            continue
-        set_aside(module)
-        for wrapper in getattr(lora_source(module), "wrappers", {}).values():
-            set_aside(wrapper)
 
 
 def check_codes(model: nn.Module) -> None:

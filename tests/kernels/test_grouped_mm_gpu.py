@@ -91,7 +91,7 @@ def test_outer_products(dtype, p, q):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_layers_as_on_other_cards(dtype, kind, double, tokens, transposed, monkeypatch):
     """Forward and backward of both ways, on codes and dequantized, beside the usual way."""
-    from moe_qlora.kernels import cards, moe_layer, workspace
+    from moe_qlora.kernels import cards, moe_layer, table, workspace
     from moe_qlora.kernels.row_kernels import Gate
 
     torch.manual_seed(tokens)
@@ -128,7 +128,7 @@ def test_layers_as_on_other_cards(dtype, kind, double, tokens, transposed, monke
     for few in (True, False):
         with monkeypatch.context() as patch, cards.acting_as(cards.PORTABLE):
             if not few:
-                patch.setattr(moe_layer, "runs_quantized", lambda *args, **kwargs: False)
+                patch.setattr(table, "KERNELS", [k for k in table.KERNELS if not k.on_codes])
             patch.setattr(torch.nn.functional, "grouped_mm", forbidden)
             run()  # what is found out once, such as whether int8 is multiplied rightly, may wait
             try:
