@@ -4,8 +4,8 @@ Open app.py first, which holds the program and how errors end it. Each subcomman
 name (doctor, dump, export, merge, ...) that reads options and calls the library:
 
     options.py      options that several subcommands take
-    messages.py     stderr: errors, warnings, interruptions
-    render*.py      how they print; render.py is common to them
+    render.py       what they print: tables, sentences, messages on stderr
+    render_*.py     the output of one subcommand where it is long
     moe_experts.py  dump as a subcommand of axolotl
 """
 

@@ -1,8 +1,8 @@
 """The program itself: its subcommands, `--version`, and how errors end it.
 
 A new subcommand is a file with a function of its name and `EXAMPLES`, command lines that `--help`
-shows; add it to `SUBCOMMANDS`. It prints with what render.py has: `console`, `say`, `FittedTable`,
-and `working` around what takes over two seconds.
+shows; add it to `SUBCOMMANDS`. It prints with what render.py has: `console`, `say`,
+`show_table`, and `working` around what takes over two seconds.
 
 Exit codes: 0 for success, 2 for bad input with one line on stderr, 130 for Ctrl-C, 141 where the
 output's reader has closed it (`| head`); a subcommand names any others.
@@ -23,10 +23,10 @@ from .doctor import doctor
 from .dump import dump
 from .export import export
 from .merge import merge
-from .messages import Interrupted, streams, usage_message
 from .options import Subcommand
 from .plan import PlanCommand, plan
 from .quantize import quantize
+from .render import Interrupted, streams, usage_message
 from .report import report
 from .serve_check import serve_check
 from .verify import verify

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
+from ..layout import human_bytes
+from . import render
 from .options import (
     Color,
     Colored,
@@ -17,6 +21,9 @@ from .options import (
     packed_as,
     trust_remote_code_of,
 )
+
+if TYPE_CHECKING:
+    from ..diagnosis.report import Diagnosis
 
 HAS_PROBLEMS = 1
 EXAMPLES = (
@@ -55,14 +62,12 @@ def doctor(
     found (a warning is none), and with 2 where MODEL or a setting cannot be read.
     """
     from ..models.files import place_of
-    from . import render
 
     if model is not None:
         place_of(model)
     with render.working(f"Examining {model or 'this environment'}"):
         from ..diagnosis.doctor import doctor as examine
         from ..models import named
-        from . import render_doctor
 
         source = settings = None
         if model is not None:
@@ -74,6 +79,71 @@ def doctor(
     if as_json:
         render.print_json(diagnosis.as_dict())
     else:
-        render_doctor.show(diagnosis, render.console(color.value))
+        _show(diagnosis, render.console(color.value))
     if not diagnosis.good:
         raise typer.Exit(HAS_PROBLEMS)
+
+
+_STATUS = {"tested": "green", "untested": "yellow", "too old": "red", "missing": "red"}
+
+
+def _show(diagnosis: Diagnosis, out: Console) -> None:
+    """Print versions, devices, the model's layers and, last, the findings."""
+    for note in diagnosis.notes:
+        render.say(out, f"[yellow]note:[/] {escape(note)}")
+    if diagnosis.notes:
+        out.line()
+    rows = [
+        (
+            row.name, escape(row.installed or "-"), row.tested,
+            f"[{_STATUS[row.status]}]{row.status}[/]",
+        )
+        for row in diagnosis.packages
+        if row.status != "not installed"
+    ]  # fmt: skip
+    render.show_table(out, "Versions", ("package", "installed", "tested with", ""), rows)
+    headings = ("device", ">memory", "capability", "few tokens an expert", "many")
+    rows = [
+        (
+            escape(device.name),
+            "-" if device.nbytes is None else human_bytes(device.nbytes),
+            device.capability or "-",
+            device.few_tokens,
+            device.many_tokens,
+        )
+        for device in diagnosis.devices
+    ]
+    render.show_table(out, "Devices, and their matrix products", headings, rows)
+    if diagnosis.layers:
+        _show_layers(diagnosis, out)
+    colors = {"problem": "red", "warning": "yellow"}
+    counts = dict.fromkeys(colors, 0)
+    for finding in diagnosis.findings:
+        counts[finding.severity] += 1
+        mark = f"[{colors[finding.severity]}]{finding.severity}:[/]"
+        render.say(out, f"{mark} {escape(finding.what)} {escape(finding.cure)}")
+    if diagnosis.findings:
+        out.line()
+    problems, warnings = (f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts.items())
+    render.say(out, f"[{'green' if diagnosis.good else 'red'}]{problems}[/], {warnings}.")
+
+
+def _show_layers(diagnosis: Diagnosis, out: Console) -> None:
+    label, device = escape(diagnosis.model), escape(diagnosis.device.name)
+    rows = [
+        (
+            escape(layer.pattern),
+            str(layer.count),
+            escape(layer.class_name),
+            f"[{'green' if layer.fast else 'yellow'}]{layer.backend}[/]",
+            escape(layer.reason),
+        )
+        for layer in diagnosis.layers
+    ]
+    title = f"{label}: expert layers in training, on {device}"
+    headings = ("experts", ">count", "class", "computed by", "why")
+    render.show_table(out, title, headings, rows)
+    costs = {layer.cost: layer.backend for layer in reversed(diagnosis.layers) if layer.cost}
+    for cost, backend in reversed(costs.items()):
+        render.say(out, f"{backend}: {escape(cost)}")
+        out.line()

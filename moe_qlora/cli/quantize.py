@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from ..layout import human_bytes
-from .messages import Interrupted
 from .options import Float, Quant, Quiet, trust_remote_code_of
+from .render import Interrupted
 
 EXAMPLES = (
     "moe-qlora quantize ./model ./model-nf4",

@@ -1,36 +1,46 @@
-"""What every subcommand prints with: a console, tables that fit it, prose, a spinner.
+"""What the command line writes: tables, sentences, JSON, a spinner, and messages on stderr.
 
 `console` is as wide as the terminal, or as COLUMNS says; into a pipe without either 160 columns.
-A `FittedTable` is told what its columns may suffer: names lose their middle, sentences are wrapped
-at spaces, and columns that matter least are left out, which a line under the table says.
+Messages are one line each:
+
+    error: ...          a `MoeQloraError`, or arguments that the program does not have
+    warning: ...        a warning, or a log record of WARNING, of this package
+    interrupted: ...    Ctrl-C
+
+Warnings and log records of other libraries are left out, but for log records of ERROR: they are
+about imports and models that are only looked at. `python -W default -m moe_qlora.cli` shows them.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from rich import box
-from rich.cells import cell_len, set_cell_size
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import visible
+from ..errors import did_you_mean, one_line, visible
 from ..progress import VisibleConsole
 
 _PIPE_SIZE = (160, 24)
-_SHORTEST_NAME = 26  # columns, of one whose middle is left out
-_SHORTEST_PROSE = 16  # columns, of a cell that is wrapped
-_GAP = 2  # columns between two of a table
 _LINES = box.Box("    \n    \n \u2500\u2500 \n    \n \u2500\u2500 \n    \n    \n    \n")
-"""Lines under headings and sections, and none elsewhere."""
+"""Lines under headings and between sections."""
+_PACKAGE = __name__.partition(".")[0]
 
 
 def console(color: str) -> Console:
@@ -77,121 +87,138 @@ def working(doing: str, *, quiet: bool = False) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of a `FittedTable`.
+def show_table(
+    out: Console,
+    title: str,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str] | None],
+) -> None:
+    """Print a table in which everything is readable at any width: what has no room is wrapped.
 
-    Attributes:
-        heading: What stands over it.
-        kind: "name" for what loses its middle where it is too long, "prose" for what is wrapped at
-            spaces, "number" for what stands to the right, "word" for what is left as it is.
-        rank: How early it is left out: 0 never, else the highest first.
+    Args:
+        out: The console.
+        title: Printed in bold over the table, in rich's markup.
+        headings: One for each column; `>` before it aligns numbers to the right, on one line each.
+        rows: Cells in rich's markup; None draws a line.
     """
-
-    heading: str
-    kind: str = "word"
-    rank: int = 0
-
-
-@dataclass
-class FittedTable:
-    """A table that fits the console it is printed on; cells are rich's markup.
-
-    `instead` is what else shows the columns that were left out, for the line that says so.
-    """
-
-    title: str
-    columns: Sequence[Column]
-    instead: str = "--json"
-    rows: list[tuple[str, ...] | None] = field(default_factory=list)
-
-    def add_row(self, *cells: str) -> None:
-        """Add a row with a cell for each column."""
-        if len(cells) != len(self.columns):
-            raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
-        self.rows.append(cells)
-
-    def add_section(self) -> None:
-        """Draw a line under the last row."""
-        self.rows.append(None)
-
-    def show(self, out: Console) -> None:
-        """Print the table, with its title over it and what has no room named under it."""
-        shown = self._fitted(out.width)
-        widths = self._widths(shown, out.width)
-        mark = "..." if out.options.ascii_only else "\u2026"
-        table = Table(box=_LINES, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for index in shown:
-            column = self.columns[index]
-            table.add_column(
-                column.heading,
-                justify="right" if column.kind == "number" else "left",
-                width=widths[index],
-                no_wrap=column.kind != "prose",
-            )
-        for row in self.rows:
-            if row is None:
-                table.add_section()
-            else:
-                table.add_row(*(self._cell(row[i], i, widths[i], mark) for i in shown))
-        say(out, self.title, "bold")
-        out.print(table)
-        hidden = [c.heading for i, c in enumerate(self.columns) if i not in shown and c.heading]
-        if hidden:
-            more = f"(no room for: {', '.join(hidden)}; a wider terminal or {self.instead} has it)"
-            say(out, escape(more), "dim")
-        out.line()
-
-    def _fitted(self, width: int) -> list[int]:
-        """Return the columns that are shown in a console of so many characters."""
-        shown = list(range(len(self.columns)))
-        while sum(self._least(i) for i in shown) + _GAP * (len(shown) - 1) > width:
-            ranked = [i for i in shown if self.columns[i].rank]
-            if not ranked:
-                break
-            shown.remove(max(ranked, key=lambda i: self.columns[i].rank))
-        return shown
-
-    def _natural(self, index: int) -> int:
-        cells = [row[index] for row in self.rows if row is not None]
-        return max(
-            Text.from_markup(text).cell_len for text in (self.columns[index].heading, *cells)
+    table = Table(box=_LINES, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        number = heading.startswith(">")
+        table.add_column(
+            heading.removeprefix(">"),
+            justify="right" if number else "left",
+            overflow="fold",
+            no_wrap=number,
         )
-
-    def _least(self, index: int) -> int:
-        kind, natural = self.columns[index].kind, self._natural(index)
-        if kind == "name":
-            return min(natural, _SHORTEST_NAME)
-        if kind == "prose":
-            cells = [row[index] for row in self.rows if row is not None]
-            words = " ".join(Text.from_markup(text).plain for text in cells).split()
-            return min(natural, max(_SHORTEST_PROSE, *map(cell_len, words)))
-        return natural
-
-    def _widths(self, shown: list[int], width: int) -> dict[int, int]:
-        """Return each shown column's width: what is over goes to names, then to prose."""
-        widths = {i: self._least(i) for i in shown}
-        spare = width - sum(widths.values()) - _GAP * (len(shown) - 1)
-        for kind in ("name", "prose"):
-            for index in (i for i in shown if self.columns[i].kind == kind):
-                more = max(min(spare, self._natural(index) - widths[index]), 0)
-                widths[index] += more
-                spare -= more
-        return widths
-
-    def _cell(self, markup: str, index: int, width: int, mark: str) -> Text:
-        text = Text.from_markup(markup)
-        if self.columns[index].kind != "name" or text.cell_len <= width:
-            return text
-        return Text(elided(text.plain, width, mark))
+    for row in rows:
+        if row is None:
+            table.add_section()
+        else:
+            table.add_row(*(cell if "[" in cell else _Words(cell) for cell in row))
+    say(out, title, "bold")
+    out.print(table)
+    out.line()
 
 
-def elided(name: str, width: int, mark: str = "\u2026") -> str:
-    """Return a name without its middle, so that it takes at most `width` columns; its end stays."""
-    if cell_len(name) <= width:
-        return name
-    room = max(width - cell_len(mark), 2)
-    # A wide character that would be cut is left out.
-    head = set_cell_size(name, room * 2 // 5).rstrip()
-    tail = set_cell_size(name[::-1], room - cell_len(head))[::-1].lstrip()
-    return head + mark + tail
+class _Words:
+    """Text in a table that is wrapped at spaces and, in dotted names, after dots."""
+
+    def __init__(self, text: str) -> None:
+        self.parts = re.split(r"(?<=\.)(?=[A-Za-z_*])|(?<=\s)", text)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        sizes = [*map(cell_len, self.parts)]
+        return Measurement(max(sizes), sum(sizes))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [""]
+        for part in self.parts:
+            if lines[-1] and cell_len((lines[-1] + part).rstrip()) > options.max_width:
+                lines.append("")
+            lines[-1] += part
+        yield Text("\n".join(line.rstrip() for line in lines), overflow="fold")
+
+
+class Interrupted(Exception):  # noqa: N818 - no error
+    """Ctrl-C, where more is to be said than that nothing was left."""
+
+
+@contextmanager
+def streams() -> Iterator[None]:
+    """Filter both streams, and what libraries say on stderr, as long as this lasts.
+
+    What goes to a stream that whoever started the program had closed goes nowhere.
+    """
+    root, handler = logging.getLogger(), _OneLine()
+    with (
+        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
+        redirect_stdout(_Filtered(sys.stdout or nowhere)),
+        redirect_stderr(_Filtered(sys.stderr or nowhere)),
+        warnings.catch_warnings(),
+    ):
+        if not sys.warnoptions:
+            warnings.showwarning = _show_warning
+        root.addHandler(handler)
+        try:
+            yield
+        finally:
+            root.removeHandler(handler)
+
+
+def usage_message(error: Any) -> str:
+    """Return the sentence for arguments that the program does not have, from typer's exception."""
+    name, near = getattr(error, "option_name", ""), getattr(error, "possibilities", None)
+    message = str(error.format_message()).rstrip(".").replace("Value error, ", "")
+    message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", message)
+    if near is not None:
+        message = f"There is no option {name}{did_you_mean(name, near)}"
+    elif name:
+        message = str(error.message).rstrip(".")
+    if error.ctx is None:
+        return f"{message}."
+    return f"{message}; {error.ctx.command_path} --help says what there is."
+
+
+class _Filtered:
+    """A stream of text in which control characters are seen, whoever writes them.
+
+    A carriage return may lead, as it does in tqdm's bars.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.unfiltered = stream
+
+    def write(self, text: str) -> int:
+        head = text[: text.startswith("\r")]
+        self.unfiltered.write(head + visible(text[len(head) :], keep="\n\t"))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unfiltered, name)
+
+
+class _OneLine(logging.Handler):
+    """Writes our own log records from WARNING on, and others' from ERROR on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        own = record.name.partition(".")[0] == _PACKAGE
+        if record.levelno >= (logging.WARNING if own else logging.ERROR):
+            kind = "warning" if record.levelno < logging.ERROR else "error"
+            source = "" if own else f" ({record.name})"
+            sys.stderr.write(one_line(f"{kind}{source}", record.getMessage()))
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any
+) -> None:
+    """Write a warning of this package on one line; what others warn of is left out."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") == "warnings":
+        frame = frame.f_back
+    caller = "" if frame is None else str(frame.f_globals.get("__name__"))
+    if caller.partition(".")[0] == _PACKAGE:
+        sys.stderr.write(one_line("warning", message))

@@ -26,7 +26,7 @@ from ..packing.format import packed_nbytes
 from ..packing.selection import skipping_pattern
 from ..packing.settings import CodecSettings
 from .options import Quant, codec_settings
-from .render import Column, FittedTable, say
+from .render import say, show_table
 
 _LISTS = ("target_parameters", "exclude_modules")
 _PLAIN = re.compile(r"[\w.]+")  # a name that YAML and f-strings take as it is
@@ -53,7 +53,7 @@ def show(findings: Findings, out: Console, *, why: bool = False) -> None:
         return
     if findings.source.notes:
         out.line()
-    _table(findings).show(out)
+    _show_table(findings, out)
     nbytes, packed_nbytes = findings.layout.nbytes, findings.packed_nbytes
     say(
         out,
@@ -125,7 +125,7 @@ def as_dict(findings: Findings) -> dict[str, Any]:
 
 
 def _group_as_dict(group: ParamGroup) -> dict[str, Any]:
-    first = group.params[0]
+    first = group.first
     return {
         "pattern": group.pattern,
         "count": len(group.params),
@@ -188,36 +188,26 @@ def _folded(names: tuple[str, ...]) -> list[str]:
     return items
 
 
-_COLUMNS = (
-    Column("parameter", "name"),
-    Column("count", "number", rank=1),
-    Column("shape", rank=2),
-    Column("layout", rank=5),
-    Column("role", rank=4),
-    Column("dtype", rank=3),
-    Column("now", "number"),
-    Column("packed", "number"),
-)
-
-
-def _table(findings: Findings) -> FittedTable:
-    nested = ", double quantization" if findings.settings.double_quant else ""
+def _show_table(findings: Findings, out: Console) -> None:
+    settings = findings.settings
+    nested = ", double quantization" if settings.double_quant else ""
     label = escape(findings.source.label)
-    title = f"{label}: experts packed as {findings.settings.kind}{nested}"
-    rows = FittedTable(title, _COLUMNS)
+    title = f"{label}: experts packed as {settings.kind}{nested}"
+    rows = []
     for group in findings.groups:
-        param = group.params[0]
-        rows.add_row(
-            escape(group.pattern),
-            str(len(group.params)),
-            "x".join(map(str, param.shape)),
-            orientation(param),
-            param.role,
-            param.packed or param.dtype_name,
-            human_bytes(group.nbytes),
-            "skipped" if group.skipped else human_bytes(group.packed_nbytes),
+        param = group.first
+        rows.append(
+            (
+                escape(group.pattern),
+                str(len(group.params)),
+                f"{'x'.join(map(str, param.shape))} {param.packed or param.dtype_name}",
+                f"{param.role} {orientation(param)}",
+                human_bytes(group.nbytes),
+                "skipped" if group.skipped else human_bytes(group.packed_nbytes),
+            )
         )
-    return rows
+    headings = ("parameter", ">count", "shape, dtype", "role, layout", ">now", ">packed")
+    show_table(out, title, headings, rows)
 
 
 def _linear_experts(findings: Findings, out: Console) -> None:
@@ -239,7 +229,7 @@ def _patterns(names: Iterable[str]) -> str:
 def _why(findings: Findings, out: Console) -> None:
     blocks = []
     for group in findings.groups:
-        param = group.params[0]
+        param = group.first
         blocks.append(f"[green]{escape(group.pattern)}[/]")
         blocks.append(f"    an expert weight: {escape(param.evidence)}")
         if param.orientation_evidence:
@@ -269,6 +259,11 @@ class ParamGroup:
     params: tuple[ExpertParam, ...]
     packed_nbytes: int
     skipped: str | None = None
+
+    @property
+    def first(self) -> ExpertParam:
+        """One of the parameters, for all that they have in common."""
+        return self.params[0]
 
     @property
     def nbytes(self) -> int:

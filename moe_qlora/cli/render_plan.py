@@ -15,7 +15,7 @@ from ..memory.engines import ENGINES
 from ..memory.plan import OWN_DEFAULT
 from ..memory.report import MemoryPlan
 from ..models.trainer.file import DEFAULT as AXOLOTL_DEFAULT
-from .render import Column, FittedTable, say
+from .render import say, show_table
 
 _BAR = 24
 
@@ -26,7 +26,7 @@ def show(report: MemoryPlan, out: Console) -> None:
         say(out, f"[yellow]note:[/] {escape(note)}")
     if report.notes:
         out.line()
-    _table(report).show(out)
+    _show_table(report, out)
     _origins(report, out)
     settings = report.settings
     nested = ", double quantization" if report.double_quant else ""
@@ -80,51 +80,43 @@ def _origins(report: MemoryPlan, out: Console) -> None:
             say(out, f"{escape(title)}: {escape(', '.join(said[origin]))}.")
 
 
-def _table(report: MemoryPlan) -> FittedTable:
+def _show_table(report: MemoryPlan, out: Console) -> None:
     where, engine = "one device", report.settings.engine
     if engine is not None:
         where = f"each of {engine.ranks} ranks ({ENGINES[engine.name]})"
-    columns = (
-        Column("component"),
-        Column("at most", "number", rank=1),
-        Column("at the peak", "number"),
-        Column("", rank=2),
-    )
-    rows = FittedTable(f"{escape(report.label)}: memory in training, on {where}", columns)
-    for name, most, now in report.rows():
-        share = "#" * round(_BAR * now / report.peak.nbytes)
-        rows.add_row(name, human_bytes(most), human_bytes(now) if now else "-", share)
-    rows.add_section()
-    rows.add_row("sum", "", human_bytes(report.peak.nbytes), "")
-    return rows
+    bar = min(_BAR, max(out.width - 54, 4))
+    rows: list[tuple[str, ...] | None] = [
+        (
+            name, human_bytes(most), human_bytes(now) if now else "-",
+            "#" * round(bar * now / report.peak.nbytes),
+        )
+        for name, most, now in report.rows()
+    ]  # fmt: skip
+    rows += [None, ("sum", "", human_bytes(report.peak.nbytes), "")]
+    title = f"{escape(report.label)}: memory in training, on {where}"
+    show_table(out, title, ("component", ">at most", ">at the peak", ""), rows)
 
 
 def _devices(report: MemoryPlan, out: Console) -> None:
     out.line()
-    columns = [
-        Column("device" if report.settings.engine is None else "devices"),
-        Column("size", "number", rank=1),
-        Column("weights", "number", rank=3),
-        Column("at the peak", "number", rank=2),
-        Column("with reserve", "number"),
-        Column("fits"),
-    ]
-    if report.settings.engine is None:
-        rows = FittedTable("Devices", [*columns, Column("blocks", "prose", rank=4)])
-    else:
-        rows = FittedTable("Devices, one rank each", columns)
-    for names, use in _rows_of(report):
-        full = f"{use.needed / use.capacity:.0%}"
-        rows.add_row(
+    alone = report.settings.engine is None
+    rows = [
+        (
             names,
             human_bytes(use.capacity),
             human_bytes(use.weights),
             human_bytes(0 if use.peak is None else use.peak.nbytes),
-            f"{human_bytes(use.needed)} ({full})",
+            f"{human_bytes(use.needed)} ({use.needed / use.capacity:.0%})",
             "[green]yes[/]" if use.fits else "[red]no[/]",
-            *([] if report.settings.engine else [escape(_blocks(use))]),
+            *([escape(_blocks(use))] if alone else []),
         )
-    rows.show(out)
+        for names, use in _rows_of(report)
+    ]
+    headings = (">size", ">weights", ">at the peak", ">with reserve", "fits")
+    if alone:
+        show_table(out, "Devices", ("device", *headings, "blocks"), rows)
+    else:
+        show_table(out, "Devices, one rank each", ("devices", *headings), rows)
     if report.fits:
         say(out, "[green]It fits.[/]")
     elif all(use.fits for use in report.devices):
@@ -143,15 +135,14 @@ def _devices(report: MemoryPlan, out: Console) -> None:
     if report.hints:
         out.line()
         title = "What to change, each by itself; what costs least first"
-        columns = [Column("change", "prose"), Column("option", "prose")]
-        more = [Column("saves", "number", rank=1), Column("then fits", rank=2)]
-        rows = FittedTable(title, [*columns, *more])
-        for hint in report.hints:
-            fits = "[green]yes[/]" if hint.fits else "no"
-            rows.add_row(
-                hint.what, escape(_as_options(hint.setting)), human_bytes(hint.saves), fits
+        rows = [
+            (
+                hint.what, escape(_as_options(hint.setting)), human_bytes(hint.saves),
+                "[green]yes[/]" if hint.fits else "no",
             )
-        rows.show(out)
+            for hint in report.hints
+        ]  # fmt: skip
+        show_table(out, title, ("change", "option", ">saves", "then fits"), rows)
 
 
 def _as_options(settings: str) -> str:

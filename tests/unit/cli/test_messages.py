@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 
 import moe_qlora
-from moe_qlora.cli import app, messages
+from moe_qlora.cli import app, render
 from moe_qlora.errors import did_you_mean
 from moe_qlora.testing import tiny_model
 
@@ -65,7 +65,7 @@ def test_our_warnings_are_a_line_and_others_none(capsys, monkeypatch):
 
     modules = {"__name__": "moe_qlora.lora.somewhere"}, {"__name__": "torch.somewhere"}
     ours, theirs = (FunctionType(warn.__code__, {"warnings": warnings} | m) for m in modules)
-    with messages.streams():
+    with render.streams():
         warnings.simplefilter("always")
         ours("of ours\nin two lines", UserWarning)
         theirs("of theirs", FutureWarning)
@@ -79,7 +79,7 @@ def test_our_warnings_are_a_line_and_others_none(capsys, monkeypatch):
         "error (peft.x): broken",
         "warning: slow",
     ]
-    assert not [h for h in logging.getLogger().handlers if type(h).__module__ == messages.__name__]
+    assert not [h for h in logging.getLogger().handlers if type(h).__module__ == render.__name__]
 
 
 def test_linear_layers_that_stay_in_16_bit_are_no_warning(tmp_path, monkeypatch):
