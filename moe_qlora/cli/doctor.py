@@ -103,7 +103,7 @@ def _show(diagnosis: Diagnosis, out: Console) -> None:
     ]  # fmt: skip
     render.show_table(out, "Versions", ("package", "installed", "tested with", ""), rows)
     headings = ("device", ">memory", "capability", "few tokens an expert", "many")
-    rows = [
+    devices = [
         (
             escape(device.name),
             "-" if device.nbytes is None else human_bytes(device.nbytes),
@@ -113,7 +113,7 @@ def _show(diagnosis: Diagnosis, out: Console) -> None:
         )
         for device in diagnosis.devices
     ]
-    render.show_table(out, "Devices, and their matrix products", headings, rows)
+    render.show_table(out, "Devices, and their matrix products", headings, devices)
     if diagnosis.layers:
         _show_layers(diagnosis, out)
     colors = {"problem": "red", "warning": "yellow"}
