@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from .distributed.expert_parallel import (
         expert_parallel_parameters as expert_parallel_parameters,
     )
-    from .distributed.fsdp import shards_integers as shards_integers
     from .distributed.gather import full_state_dict as full_state_dict
     from .distributed.load_sharded import load_sharded as load_sharded
     from .distributed.sharding import prepare_sharding as prepare_sharding
+    from .distributed.sharding import shards_integers as shards_integers
     from .errors import AdapterError as AdapterError
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .errors import NonFiniteWeightError as NonFiniteWeightError
     from .errors import QuantizationError as QuantizationError
     from .errors import UnsupportedWeightError as UnsupportedWeightError
-    from .experts.tune import tune_kernels as tune_kernels
+    from .experts.backend import tune_kernels as tune_kernels
     from .experts.use import expert_use as expert_use
     from .experts.use import hot_experts as hot_experts
     from .hf.switch import disable as disable
@@ -103,9 +103,9 @@ _HOME = {
     "quantize_experts": "quantize",
     "serve_check": "serving.check",
     "set_workspace_cap": "kernels.workspace",
-    "shards_integers": "distributed.fsdp",
+    "shards_integers": "distributed.sharding",
     "target_parameters": "lora.targets",
-    "tune_kernels": "experts.tune",
+    "tune_kernels": "experts.backend",
     "write_report": "report.write",
 }
 

@@ -34,7 +34,6 @@ from .layout import (
 )
 from .packing import parametrize
 from .packing.codec import LARGEST, first_nonfinite, pack
-from .packing.format import why_not
 from .packing.selection import (
     ALREADY_QUANTIZED,
     QUANTIZED,
@@ -42,7 +41,7 @@ from .packing.selection import (
     WeightSelection,
     select_weights,
 )
-from .packing.settings import CodecSettings
+from .packing.settings import CodecSettings, why_not
 from .progress import Progress, reporting
 from .world import absmax_mean, share_of
 

@@ -62,7 +62,7 @@ from moe_qlora.checkpoint.manifest import (  # noqa: E402
 from moe_qlora.checkpoint.verify import verify  # noqa: E402
 from moe_qlora.errors import MoeQloraError  # noqa: E402
 from moe_qlora.packing import codec, parametrize  # noqa: E402
-from moe_qlora.packing.quant_state import from_quant_state  # noqa: E402
+from moe_qlora.packing.decoders import from_quant_state  # noqa: E402
 from moe_qlora.testing import tiny_model  # noqa: E402
 from tools.fuzz_shared import (  # noqa: E402
     FAILED,

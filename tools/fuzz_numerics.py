@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.integrations.moe import use_experts_implementation
 
-from moe_qlora.experts import backend, forward, lora_source
+from moe_qlora.experts import backend, forward, operands
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.settings import CodecSettings
 from tools.fuzz_oracle import decode_parameter
@@ -183,7 +183,7 @@ class Adapters:
     """LoRA of a module's projections, as leaves."""
 
     def __init__(self, case: Case, module: Any, g: torch.Generator, device: str) -> None:
-        self.all: dict[str, tuple[lora_source.LoraFactors, ...]] = {}
+        self.all: dict[str, tuple[operands.LoraFactors, ...]] = {}
         for name, ranks in zip(names(case), case.ranks, strict=True):
             shape = getattr(module, name).shape[1:]
             out, into = reversed(shape) if case.transposed else shape
@@ -197,10 +197,10 @@ class Adapters:
                     for size, scale in zip(sizes, (into**-0.5, 0.5), strict=True)
                 )
                 scaling = 0.7 if case.same_scaling else 0.5 + 0.3 * i
-                factors.append(lora_source.LoraFactors(a, b, scaling))
+                factors.append(operands.LoraFactors(a, b, scaling))
             self.all[name] = tuple(factors)
 
-    def active_lora(self, name: str) -> tuple[lora_source.LoraFactors, ...]:
+    def active_lora(self, name: str) -> tuple[operands.LoraFactors, ...]:
         """Return what the experts forward asks for."""
         return self.all[name]
 
@@ -272,7 +272,7 @@ def run(number: int, device: str) -> tuple[list[float], Case, str]:
     host = nn.Module()
     host.experts = module.to(device)
     forward.activate(host, ["experts"])
-    lora_source.set_lora_source(module, adapters)
+    operands.set_lora_source(module, adapters)
     module._is_expert_parallel = case.sentinels
     used = max(1, case.experts // 3) if case.skewed else case.experts
     index = torch.stack([

@@ -462,7 +462,7 @@ def _storage(module: Any, name: str) -> str:
 
 def _nbytes(model: nn.Module) -> int:
     """Bytes of every storage that a parameter, a buffer or the statistics of one lie in."""
-    from moe_qlora.packing.quant_state import state_tensors
+    from moe_qlora.packing.decoders import state_tensors
 
     tensors: list[Tensor] = [*model.buffers()]
     for parameter in model.parameters():

@@ -23,9 +23,8 @@ from ..layout import dtype_name, listed
 from ..models.files import read_json, reading
 from ..packing.bnb4bit import RECORD
 from ..packing.codecs import codecs
-from ..packing.format import problems
 from ..packing.int8 import SCALES
-from ..packing.settings import CodecSettings
+from ..packing.settings import CodecSettings, problems
 from .cpus import usable_cpus
 from .manifest import (
     CONFIG,

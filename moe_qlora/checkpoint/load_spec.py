@@ -19,9 +19,8 @@ from ..errors import CheckpointError, UnsupportedWeightError
 from ..kernels.weights import PackedWeight
 from ..layout import ExpertParam, ModelLayout
 from ..models.files import check_patterns
-from ..packing.format import packed_nbytes, why_not_packed
 from ..packing.selection import weights_to_pack
-from ..packing.settings import CodecSettings
+from ..packing.settings import CodecSettings, packed_nbytes, why_not_packed
 from ..world import Share
 from .integrity import own_name, settings_problem
 from .manifest import Manifest

@@ -33,8 +33,8 @@ from ..models import named
 from ..models.files import read_json
 from ..packing.codec import LARGEST, Packer, first_nonfinite
 from ..packing.codecs import codec_of
-from ..packing.format import key_ends, packed_nbytes
 from ..packing.int8 import SCALES
+from ..packing.settings import key_ends, packed_nbytes
 from ..progress import Progress, reporting
 from . import save
 from .base import PlainBase, resolve_plain

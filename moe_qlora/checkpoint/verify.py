@@ -31,8 +31,7 @@ from ..models.files import read_json
 from ..packing import codec
 from ..packing.bnb4bit import RECORD, read_record
 from ..packing.codecs import CODES
-from ..packing.format import problems
-from ..packing.settings import FLOAT_DTYPES, CodecSettings
+from ..packing.settings import FLOAT_DTYPES, CodecSettings, problems
 from ..progress import Progress
 from .base import PackedWeights, PlainBase, resolve_plain
 from .conversion import Group

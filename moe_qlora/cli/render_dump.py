@@ -22,9 +22,8 @@ from ..checkpoint.prequantized import (
 from ..detection.detect import detect
 from ..layout import ExpertParam, ModelLayout, human_bytes, name_pattern
 from ..models import named
-from ..packing.format import packed_nbytes
 from ..packing.selection import skipping_pattern
-from ..packing.settings import CodecSettings
+from ..packing.settings import CodecSettings, packed_nbytes
 from .options import Quant, codec_settings
 from .render import say, show_table
 

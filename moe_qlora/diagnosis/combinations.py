@@ -29,7 +29,7 @@ from ..experts.backend import (
     suits,
 )
 from ..experts.forward import can_serve
-from ..experts.lora_source import LoraFactors
+from ..experts.operands import LoraFactors
 from ..kernels.cards import Card
 from ..layout import ExpertsModule, ModelLayout, name_pattern, unwrapped_name
 from ..lora.names import base_model

@@ -5,16 +5,15 @@ side is ranks.py. Engines are torch.distributed's and transformers' own; what is
 what a packed weight is. Open expert_parallel.py or load_sharded.py first.
 
 ranks.py               what several ranks do where a single process does nothing
-sharding.py            makes every tensor of a packed weight a parameter, which engines shard
-fsdp.py                which modules FSDP2 shards, and integers on every torch
+sharding.py            makes every tensor of a packed weight a parameter, which engines shard;
+                       which modules FSDP2 shards
 load_sharded.py        loads that FSDP2 shards, without transformers' loader
 distributed_config.py  from_pretrained with transformers' `DistributedConfig`
 filling.py             gives a sharded model its values, each rank its own shares
 share_packer.py        packs a rank's shares of one weight from the rows alone that they need
 adapters.py            adapters on a model that has no values yet, or that is sharded already
-expert_parallel.py     each rank holds some experts of every layer, and tokens travel to them
+expert_parallel.py     each rank holds some experts of every layer; how tokens travel to them
 shares.py              which experts those are, and their LoRA factors
-dispatch.py            how tokens travel between few ranks, and checks of each forward
 agreement.py           whether all ranks were given the same
 gather.py              a model's whole state dict, gathered from all ranks
 """

@@ -34,8 +34,8 @@ from ..packing import parametrize
 from . import expert_parallel
 from .agreement import Facts, check_agreement
 from .filling import CheckpointRows, ShardedWeights, targets_of
-from .fsdp import allocate, shards_integers
 from .load_sharded import BlankModel, StoredWeights, aliases_of, device_of, pack_blanks
+from .sharding import allocate, shards_integers
 from .shares import ExpertShare
 
 _UNEXPECTED = "_keys_to_ignore_on_load_unexpected"

@@ -28,8 +28,7 @@ from ..packing import parametrize
 from ..packing.bnb4bit import RECORD
 from ..packing.codecs import CODES, codec_of
 from ..packing.decoders import PackedScales, read
-from ..packing.format import packed_tensors
-from ..packing.settings import CodecSettings
+from ..packing.settings import CodecSettings, packed_tensors
 from ..world import NOT_GIVEN, WholeTensor, first_share, whole_shape
 from .shares import ExpertShare, expert_share
 

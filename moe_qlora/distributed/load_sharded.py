@@ -4,10 +4,10 @@ load_sharded(folder, config, mesh)
   |
   v
 the model on meta, as its config.json says          models/named.py
-  |   packed with blank weights                     packing/meta.py
+  |   packed with blank weights                     packing/parametrize.py
   |   adapters, their values kept back              distributed/adapters.py
   v
-fully_shard of each decoder layer and the rest      distributed/fsdp.py
+fully_shard of each decoder layer and the rest      distributed/sharding.py
   v
 empty shares on this rank's device
   |   16-bit checkpoint: packs the rows it needs    share_packer.py
@@ -52,15 +52,13 @@ from ..layout import ExpertParam, ModelLayout
 from ..models import named
 from ..packing.bnb4bit import RECORD, read_record
 from ..packing.int8 import SCALES
-from ..packing.meta import pack_blank, pack_blank_linear
-from ..packing.parametrize import is_packed_linear
+from ..packing.parametrize import is_packed_linear, pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from .adapters import BlankAdapters
 from .agreement import check_agreement
 from .filling import CheckpointRows, Rows, ShardedWeights, fill_plain, fill_stored, targets_of
-from .fsdp import Wrap, allocate, shard_model
-from .sharding import prepare_sharding
+from .sharding import Wrap, allocate, prepare_sharding, shard_model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

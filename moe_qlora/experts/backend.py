@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import warnings
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from ..errors import QuantizationError
 from ..kernels.cards import HALVES, Card
 from ..kernels.limits import GROUP, MAX_EXPERTS, MAX_LORA_RANK, dequantizes_whole, supports_fused
 from ..kernels.weights import PackedWeight, WeightSpec
 from ..layout import dtype_name
-from .activation import find_gate
-from .lora_source import LoraFactors, active_lora
-from .operands import PackedOperand, read_operand
+from ..packing import parametrize
+from .operands import LoraFactors, PackedOperand, active_lora, read_operand
 
 _LEAST_CAPABILITY = (8, 0)
 _kernels_run: dict[int, bool] = {}
 """By CUDA device: whether the fused layer's kernels run there; found out in eager calls."""
+_GATE = "_moe_qlora_gate"
+_log = logging.getLogger(__name__)
 
 
 class Backend(NamedTuple):
@@ -321,3 +327,113 @@ def _runs_on_rocm(kernels: Any, device: torch.device) -> bool:
             stacklevel=2,
         )
     return right
+
+
+def find_gate(module: Any) -> tuple[Any, ...] | None:
+    """Return the fields of `row_kernels.Gate` that compute the module's gate; None if none do.
+
+    The gate is tried once, on the CPU in fp64, against every combination of the activations that
+    the kernels know and the numbers that the module has. The result is kept on the module.
+    """
+    if torch.compiler.is_compiling():
+        return module.__dict__.get(_GATE)
+    if _GATE not in module.__dict__:
+        module.__dict__[_GATE] = _find_gate(module)
+    return module.__dict__[_GATE]
+
+
+@torch.no_grad()
+def _find_gate(module: Any) -> tuple[Any, ...] | None:
+    gated = bool(module.has_gate)
+    gate = module._apply_gate if gated else module.act_fn
+    numbers = sorted({
+        float(value) for value in vars(module).values()
+        if isinstance(value, float) and math.isfinite(value) and value > 0
+    })  # fmt: skip
+    spread = max([3.0, *(3 * n for n in numbers if n < 100)])
+    probe = torch.linspace(-spread, spread, 4 * 257, dtype=torch.float64)
+    probe = probe[torch.randperm(len(probe), generator=torch.Generator().manual_seed(0))]
+    probe = probe.view(4, -1)[:, :256].contiguous()
+    try:
+        expected = gate(probe.clone())
+    except Exception:  # noqa: BLE001 - whatever it is, the module's own gate stays in use
+        return None
+    limits = [None, *numbers] if gated else [None]
+    combinations = product(
+        ("silu", "gelu_tanh", "gelu", "relu", "relu2"),
+        (False, True) if gated else (False,),
+        limits,
+        [1.0, *(n for n in numbers if n != 1.0)],
+        (0.0, 1.0) if gated else (0.0,),
+    )
+    for act, interleaved, limit, alpha, shift in combinations:
+        if act != "silu" and alpha != 1.0:
+            continue
+        fields = (act, gated, interleaved, limit, alpha, shift)
+        out = plain_gate(probe, *fields)
+        if expected.shape == out.shape and torch.allclose(expected, out, rtol=1e-6, atol=1e-9):
+            return fields
+    return None
+
+
+def plain_gate(pre: Tensor, *fields: Any) -> Tensor:
+    """Compute what the kernels do for a `Gate` of these fields: `(R, P)` -> `(R, I)`."""
+    act, gated, interleaved, limit, alpha, shift = fields
+    acts = {
+        "silu": lambda z: z * torch.sigmoid(alpha * z),
+        "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+        "gelu": F.gelu,
+        "relu": F.relu,
+        "relu2": lambda z: F.relu(z).square(),
+    }
+    if not gated:
+        return acts[act](pre)
+    gate, up = (pre[..., ::2], pre[..., 1::2]) if interleaved else pre.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + shift) * acts[act](gate)
+
+
+def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Find the fastest configuration of the quantized matmul for a model's packed experts.
+
+    One weight of each shape and kind is measured, every configuration's result being checked first;
+    the fastest go into Triton's cache folder, for this device and these versions, and hold for
+    later processes. Takes some seconds a shape, once.
+
+    Args:
+        model: A model with packed experts on a CUDA device.
+        dtype: Of the activations: bf16 or fp16.
+
+    Returns:
+        How many shapes were measured; 0 on a device that the kernels do not run on.
+
+    Raises:
+        QuantizationError: No experts of the model are packed.
+    """
+    by_shape: dict[tuple[str, tuple[int, ...]], PackedWeight] = {}
+    for _, module, name in parametrize.iter_packed(model):
+        weight = parametrize.read_packed(module, name)
+        if len(weight.shape) == 3:
+            by_shape.setdefault((weight.kind, tuple(weight.shape[1:])), weight)
+    if not by_shape:
+        raise QuantizationError(
+            f"tune_kernels: {type(model).__name__} has no packed experts; quantize_experts(model) "
+            "or loading under moe_qlora.enabled() packs them."
+        )
+    measured = 0
+    for weight in by_shape.values():
+        if not kernels_run(weight.device):
+            continue
+        from ..kernels import table
+
+        packed = weight.aligned()
+        if table.can_tune(packed):
+            _log.warning(
+                "tune_kernels: compiling and measuring kernels for experts of %d x %d (%s); "
+                "this takes seconds to minutes, once for this GPU",
+                *packed.shape[1:], packed.kind,
+            )  # fmt: skip
+            table.tune(packed, dtype)
+            measured += 1
+    return measured

@@ -21,7 +21,7 @@ from ..packing.decoders import Params4bit
 from ..packing.parametrize import iter_packed
 from ..packing.state_dict import load_linears
 from ..world import CHECKED, world
-from .lora_source import lora_source
+from .operands import lora_source
 from .rebinding import set_aside
 
 _SEEN = "_moe_qlora_adapters_seen"

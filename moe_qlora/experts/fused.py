@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.weights import PackedWeight
-from .activation import find_gate
-from .backend import Call, layer_kernels, stored_transposed
-from .derivatives import first_order
-from .lora_source import LoraFactors
-from .projection import no_autocast
+from .backend import Call, find_gate, layer_kernels, stored_transposed
+from .operands import LoraFactors
+from .projection import first_order, no_autocast
 
 
 def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tensor:

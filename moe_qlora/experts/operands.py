@@ -8,16 +8,19 @@ takes tensors and plain numbers only: there a weight is a `PackedOperand`, and t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.weights import NestedAbsmax, PackedWeight, WeightSpec
 from ..packing import parametrize
 from ..packing.codecs import codec_of, kinds
 from ..packing.decoders import ShardableStatistics
+
+_SOURCE = "_moe_qlora_lora"
 
 
 class PackedOperand(NamedTuple):
@@ -103,3 +106,49 @@ def packed_weight(
         offset, outer, outer_table = islice(tensors, 3)
         second = NestedAbsmax(outer_table, outer, offset, nested)
     return PackedWeight(codes, absmax, table, blocksize, second, shape, kind, dtype)
+
+
+@dataclass(frozen=True)
+class LoraFactors:
+    """One adapter's factors for one expert parameter, as PEFT stores them.
+
+    `in` and `out` are of the matrix as it is applied, whichever way round the parameter is stored.
+    """
+
+    a: Tensor  # `(E r, in)`, `lora_A.weight`, expert slowest: `a.reshape(E, r, in)`
+    b: Tensor  # `(out, r E)`, `lora_B.weight`, expert fastest: `b.reshape(out, r, E)`
+    scaling: float  # Factor of the product
+    dropout: nn.Module | None = None  # Module applied to the projection's input, or None
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout changes the input now."""
+        return self.dropout is not None and self.dropout.training
+
+
+class LoraSource(Protocol):
+    """What the forward asks for LoRA factors, at each call."""
+
+    def active_lora(self, parameter_name: str) -> tuple[LoraFactors, ...]:
+        """Return the factors of the adapters that are active now; empty where there are none."""
+
+
+def set_lora_source(module: nn.Module, source: LoraSource) -> None:
+    """Let the module's forward ask `source` for LoRA factors; a copy of the module keeps it."""
+    module.__dict__[_SOURCE] = source
+
+
+def clear_lora_source(module: nn.Module) -> None:
+    """Undo `set_lora_source`; do nothing where none is set."""
+    module.__dict__.pop(_SOURCE, None)
+
+
+def lora_source(module: nn.Module) -> LoraSource | None:
+    """Return the module's source of LoRA factors, None where none is set."""
+    return cast("LoraSource | None", module.__dict__.get(_SOURCE))
+
+
+def active_lora(module: nn.Module, name: str) -> tuple[LoraFactors, ...]:
+    """Return the LoRA factors of one expert parameter that are active now."""
+    source = lora_source(module)
+    return source.active_lora(name) if source is not None else ()

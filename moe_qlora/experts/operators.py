@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ..kernels.limits import padded
 from .backend import layer_kernels
-from .derivatives import first_order
 from .fused import check_devices, layer_backward, make_layer, make_operands
 from .operands import packed_weight
-from .projection import Inputs, Projection, no_autocast
+from .projection import Inputs, Projection, first_order, no_autocast
 
 # The fused layer: `_LAYER_CONSTANTS` follow the tensors of forward and backward alike.
 

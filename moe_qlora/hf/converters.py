@@ -32,8 +32,8 @@ from ..kernels.weights import PackedWeight
 from ..packing import parametrize
 from ..packing.codec import LARGEST, Packer, are_below, restore
 from ..packing.decoders import hold
-from ..packing.format import key_ends, problems
 from ..packing.int8 import SCALES
+from ..packing.settings import key_ends, problems
 from ..world import absmax_mean
 from .kept import SLICE_BYTES, keep_codes
 

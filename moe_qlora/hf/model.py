@@ -18,15 +18,14 @@ from torch import nn
 
 from ..checkpoint.save import save_pretrained
 from ..experts import checks, forward
-from ..experts.restore import BOUND_METHODS, dequantize
+from ..experts.forward import BOUND_METHODS, dequantize
 from ..layout import ModelLayout
-from ..lora.coverage import announce
+from ..lora.inject import announce
 from ..lora.stock_calls import add_adapter, load_adapter, named_modules
 from ..packing import parametrize
 from ..packing.codecs import codec_of
-from ..packing.decoders import PackedCodes, PackedScales, is_shardable
+from ..packing.decoders import PackedCodes, PackedScales, is_shardable, state_tensors
 from ..packing.linear import keep_layout
-from ..packing.quant_state import state_tensors
 from ..packing.settings import CodecSettings
 from ..world import world
 

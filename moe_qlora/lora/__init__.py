@@ -11,13 +11,12 @@ config is never changed.
                     that target_modules names in vain
     names.py        which parameters are packed, how PEFT matches names, and how it rewrites those
                     of transformers v4
-    coverage.py     what got LoRA, in one line for the log
     supported.py    what LoRA on packed experts cannot have
-    inject.py       how the wrappers get into the model
-    layer.py        the wrapper: one expert parameter and its adapters, merged and unmerged
-    chosen.py       LoRA on some experts of a weight: factors of these alone
-    linear.py       PEFT's layers over packed Linear layers, merged exactly
-    combine.py      weighted sums of adapters
+    inject.py       puts the wrappers into the model, and logs what got LoRA
+    layer.py        the wrapper: one expert parameter and its adapters, merged and unmerged; LoRA
+                    on some experts of a weight
+    merging.py      PEFT's layers over packed Linear layers, merged exactly; weighted sums of
+                    adapters
     load.py         load_adapter, for saved adapters
     fill.py         the same for an adapter that the model has, and what a folder must hold
     save.py         save_pretrained of the PEFT model, on one rank or many

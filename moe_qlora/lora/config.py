@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from peft import LoraConfig, PeftConfig
 from torch import nn
@@ -24,9 +25,7 @@ from ..kernels.weights import PackedWeight
 from ..layout import name_pattern
 from ..models import named
 from ..packing import parametrize
-from ..packing.meta import blank_weight
-from ..packing.parametrize import read_packed
-from .chosen import Chosen, choose_experts
+from ..packing.parametrize import blank_weight, read_packed
 from .inject import wrap_parameter
 from .names import (
     as_set,
@@ -38,6 +37,9 @@ from .names import (
 )
 from .supported import check_modules_to_save, check_supported, is_lora
 from .targets import Targets, check_named, resolve_targets
+
+Chosen: TypeAlias = Mapping[str, tuple[int, ...]]
+"""The experts with LoRA by the full name of the weight, ascending."""
 
 
 def adapt_lora_config(
@@ -345,3 +347,45 @@ def blank_packed_model(
             blank = blank_weight(tuple(weight.shape), weight.dtype, how)
             parametrize.attach(module, leaf, blanks.setdefault(weight, blank))
     return built, packed
+
+
+def choose_experts(
+    packed: Mapping[str, Sequence[int]], asked: Mapping[str, Collection[int]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the chosen experts of each expert weight.
+
+    `packed` are the shapes of the packed weights by full name; `asked` are indices of experts by
+    name of the experts module, as from `hot_experts`, or of one weight.
+
+    Raises:
+        ConfigError: A name is no experts module, an index no expert, or nothing is chosen.
+    """
+    modules = {name.rpartition(".")[0] for name in packed}
+    chosen: dict[str, tuple[int, ...]] = {}
+    for name, indices in asked.items():
+        if name not in modules and name not in packed:
+            near = get_close_matches(name, [*modules, *packed], n=1)
+            say = f"; did you mean {near[0]!r}" if near else ""
+            raise ConfigError(f"experts names {name!r}, which holds no packed experts{say}.")
+        value: Any = indices
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ConfigError(
+                f"experts[{name!r}] is {value!r}; give a list of experts' indices, as in [1, 2]."
+            )
+        for weight, shape in packed.items():
+            if name not in (weight, weight.rpartition(".")[0]):
+                continue
+            experts = sorted({int(index) for index in indices})
+            wrong = [index for index in experts if not 0 <= index < shape[0]]
+            if wrong or len(shape) != 3:
+                what = f"expert {wrong[0]}" if wrong else "single experts"
+                raise ConfigError(
+                    f"experts asks for {what} of {weight}, a weight of shape {tuple(shape)}; name "
+                    f"experts from 0 to {shape[0] - 1} of weights that have three dimensions."
+                )
+            if experts:
+                # The experts module may be named too: its experts and this weight's are joined.
+                chosen[weight] = tuple(sorted({*chosen.get(weight, ()), *experts}))
+    if not chosen:
+        raise ConfigError("experts chooses no expert of any layer; name some, or leave it out.")
+    return chosen

@@ -27,7 +27,7 @@ from ..errors import AdapterError, CheckpointError, MoeQloraError, first_line
 from ..layout import listed, unwrapped_name
 from ..models.files import read_json
 from . import targets
-from .chosen import ChosenFactor
+from .layer import ChosenFactor
 
 HUB_KEYS = ("revision", "subfolder", "cache_dir", "token")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from ..errors import AdapterError
 from ..experts.forward import asks_for_lora
-from ..experts.lora_source import LoraFactors, clear_lora_source, set_lora_source
+from ..experts.operands import LoraFactors, clear_lora_source, set_lora_source
 from ..experts.rebinding import bound_forward, forward_property
 from ..kernels.weights import PackedWeight
 from ..layout import unwrapped, unwrapped_name
@@ -45,7 +45,6 @@ from ..packing.decoders import PackedCodes
 from ..packing.parametrize import decoded_by, is_packed, packed_names, read_packed
 from ..packing.settings import CodecSettings
 from ..world import Share, share_of
-from .chosen import ChosenFactor, whole_factor
 from .supported import check_dropout
 
 _ADDS = "_moe_qlora_adds_on_read"
@@ -399,3 +398,87 @@ def restore_packed(module: nn.Module, name: str, packed: PackedWeight) -> None:
     if isinstance(moved.owner, PackedCodes):  # of the other layout, which is for sharding
         moved = replace(moved, owner=None)
     parametrize.attach(module, name, moved)
+
+
+class ChosenFactor(nn.Module):
+    """One LoRA factor of some of a weight's experts; in state dicts that of all, others zero.
+
+    So stock PEFT reads such a folder as it is, and computes the same; this package finds the choice
+    in the note beside the adapter. What computes with the factor gets `whole`.
+
+    `weight` is `(n r, in)` with the expert slowest for `lora_A`, `(out, r n)` with the expert
+    fastest for `lora_B`, of the n experts that are chosen.
+    """
+
+    index: Tensor
+
+    def __init__(
+        self, whole: nn.Parameter, experts: tuple[int, ...], num_experts: int, *, slowest: bool
+    ) -> None:
+        super().__init__()
+        self.experts, self.num_experts, self.slowest = experts, num_experts, slowest
+        index = torch.tensor(experts, device=whole.device)
+        self.register_buffer("index", index, persistent=False)
+        self.weight = nn.Parameter(self.select(whole.detach()), whole.requires_grad)
+
+    def whole(self) -> Tensor:
+        """Return the factor of all experts, `(E r, in)` or `(out, r E)`."""
+        weight, count = self.weight, len(self.experts)
+        if hasattr(weight, "full_tensor"):  # a state dict of a model that FSDP2 shards
+            weight = cast(Any, weight).full_tensor()
+        if self.slowest:
+            parts = weight.view(count, -1, weight.shape[-1])
+            others = parts.new_zeros(self.num_experts, *parts.shape[1:])
+            return others.index_copy(0, self.index, parts).flatten(0, 1)
+        parts = weight.view(len(weight), -1, count)
+        others = parts.new_zeros(*parts.shape[:2], self.num_experts)
+        return others.index_copy(2, self.index, parts).flatten(1)
+
+    def select(self, whole: Tensor) -> Tensor:
+        """Return the chosen experts' part of a factor of all experts, a copy."""
+        by_expert = self._by_expert(whole)
+        chosen = by_expert.index_select(0 if self.slowest else 2, self.index.to(whole.device))
+        return chosen.flatten(0, 1) if self.slowest else chosen.flatten(1)
+
+    def _by_expert(self, whole: Tensor) -> Tensor:
+        if self.slowest:
+            return whole.reshape(self.num_experts, -1, whole.shape[-1])
+        return whole.reshape(len(whole), -1, self.num_experts)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        whole = self.whole()
+        destination[f"{prefix}weight"] = whole if keep_vars else whole.detach()
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        key = f"{prefix}weight"
+        tensor = state_dict.get(key)
+        across = 0 if self.slowest else 1
+        wanted = list(self.weight.shape)
+        wanted[across] = wanted[across] // len(self.experts) * self.num_experts
+        if tensor is not None and list(tensor.shape) == wanted:
+            if self.index.is_meta:
+                self.index = torch.tensor(self.experts, device=tensor.device)
+            # The zero of lora_B alone makes an expert's product zero.
+            if not self.slowest and not tensor.is_meta and (others := self._trained(tensor)):
+                error_msgs.append(
+                    f"{key} has LoRA on expert {others[0]}, which is not one of the "
+                    f"{len(self.experts)} of {self.num_experts} that were chosen"
+                )
+                return
+            state_dict[key] = self.select(tensor)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _trained(self, b: Tensor) -> list[int]:
+        """Return the experts that are not chosen and whose part of a whole `lora_B` is not zero."""
+        held = self._by_expert(b).ne(0).any(0).any(0).nonzero().flatten().tolist()
+        return [expert for expert in held if expert not in self.experts]
+
+
+def whole_factor(factor: nn.Module) -> Tensor:
+    """Return a LoRA factor of all experts, `(E r, in)` or `(out, r E)`."""
+    return factor.whole() if isinstance(factor, ChosenFactor) else cast(Tensor, factor.weight)

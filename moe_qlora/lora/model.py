@@ -22,18 +22,24 @@ from torch.nn.functional import pad
 
 from ..checkpoint.load_spec import kept_dtypes
 from ..errors import AdapterError, ConfigError
-from ..experts import restore
+from ..experts import forward
 from ..layout import unwrapped, unwrapped_name
 from ..packing.linear import restore_linear
 from ..versions import REQUIRED, installed_version
 from ..world import world
-from .combine import SingleExpert, concatenate, stored_factors, summed_config
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
-from .coverage import log_coverage
 from .fill import load_adapter
-from .inject import check_connected, upgrade_wrappers
+from .inject import check_connected, log_coverage, upgrade_wrappers
 from .layer import ParamWrapper, check_repack
-from .linear import Linear4bit, Linear8bitLt, merge_exactly
+from .merging import (
+    Linear4bit,
+    Linear8bitLt,
+    SingleExpert,
+    concatenate,
+    merge_exactly,
+    stored_factors,
+    summed_config,
+)
 from .names import as_set, check_adapter_names, check_packed, packed_parameters, reached_modules
 from .save import save_pretrained
 
@@ -241,7 +247,7 @@ class LoraModel(StockLoraModel):
         with self._merging(dtype, repack):
             merged = cast(nn.Module, super().merge_and_unload(*args, **kwargs))
         if dtype is None or repack:
-            restore.clear_quantized(merged)
+            forward.clear_quantized(merged)
         else:
             make_plain(merged, dtype)
         return merged
@@ -358,7 +364,7 @@ def make_plain(model: nn.Module, dtype: torch.dtype) -> None:
     """
     for module in model.modules():
         restore_linear(module)
-    restore.dequantize(model, dtype)
+    forward.dequantize(model, dtype)
     kept = kept_dtypes(model, dtype)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not kept(name):

@@ -34,10 +34,9 @@ from ..detection.detect import detect
 from ..detection.tree import join
 from ..errors import AdapterError, ConfigError
 from ..layout import ExpertParam, ModelLayout, human_bytes, listed, name_pattern, unwrapped_name
-from ..packing.format import packed_nbytes
 from ..packing.parametrize import packed_names
 from ..packing.selection import weights_to_pack
-from ..packing.settings import CodecSettings
+from ..packing.settings import CodecSettings, packed_nbytes
 
 Names: TypeAlias = "list[str] | tuple[str, ...] | set[str] | frozenset[str]"
 

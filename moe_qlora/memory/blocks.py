@@ -17,9 +17,8 @@ from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
 from ..packing.codecs import codec_of
-from ..packing.decoders import ShardableStatistics
+from ..packing.decoders import ShardableStatistics, from_quant_state
 from ..packing.linear import linear_kind
-from ..packing.quant_state import from_quant_state
 from .budget import Block, BlockTensor
 
 _FLOAT32 = 4

@@ -41,7 +41,7 @@ from ..packing import parametrize
 from ..packing.codecs import codec_of
 from ..packing.decoders import PackedCodes, ShardableStatistics, hold, packed_codes
 from ..packing.linear import check_linears
-from ..packing.meta import blank_weight, pack_blank, pack_blank_linear
+from ..packing.parametrize import blank_weight, pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from ..world import many_ranks

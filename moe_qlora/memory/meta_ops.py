@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..experts.backend import stored_transposed
-from ..experts.lora_source import active_lora
+from ..experts.operands import active_lora
 from ..kernels.weights import PackedWeight
 from ..packing.codecs import codec_of
 from .experts import Adapter, ExpertsCall, kept_nbytes, working_nbytes

@@ -21,8 +21,7 @@ from ..kernels.limits import WORKSPACE_PART, cdiv
 from ..kernels.weights import PackedWeight
 from ..lora import targets
 from ..models import named
-from ..packing.format import packed_tensors
-from ..packing.settings import CodecSettings
+from ..packing.settings import CodecSettings, packed_tensors
 from . import attention, blocks, meta_model, meta_step
 from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget, StepMoment
 from .devices import reserve_nbytes

@@ -25,9 +25,8 @@ from ..errors import ConfigError
 from ..layout import dtype_name
 from ..models import named
 from ..packing.bnb4bit import NF4
-from ..packing.format import why_not_packed
 from ..packing.mxfp4 import kept_settings
-from ..packing.settings import CodecSettings
+from ..packing.settings import CodecSettings, why_not_packed
 from . import attention, meta_model
 from .blocks import packed_parts
 from .meta_model import Skeleton, nbytes_of, skeleton_of

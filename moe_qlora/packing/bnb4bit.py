@@ -193,7 +193,7 @@ class Bnb4bit(Codec):
         return flat[first - begin * block : last - begin * block]
 
     def entries(self, packed: PackedWeight) -> dict[str, Tensor]:
-        from .quant_state import to_quant_state
+        from .decoders import to_quant_state
 
         entries = to_quant_state(packed).as_dict(packed=True)
         return {f".{part}": value for part, value in entries.items()}

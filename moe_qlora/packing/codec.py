@@ -1,7 +1,7 @@
 """Packs weights into bitsandbytes' formats, and dequantizes any range of their experts.
 
 A weight of two or more dimensions, `(E, out, in)` or any other, is packed in row-major order as
-bitsandbytes packs one tensor (format.py has the format). Codes and statistics equal, bit for bit,
+bitsandbytes packs one tensor (the formats: settings.py). Codes and statistics equal, bit for bit,
 what `bitsandbytes.functional.quantize_4bit` and `int8_vectorwise_quant` give for the whole tensor.
 Weights that keep a checkpoint's own codes (mxfp4.py) are only decoded here, in plain torch. Unlike
 bitsandbytes, packing goes chunk by chunk, so that it costs little more than the packed form
@@ -30,8 +30,7 @@ from torch import Tensor
 from ..errors import QuantizationError, UnsupportedWeightError
 from ..kernels.weights import PackedWeight
 from .codecs import CODES, codec_of
-from .format import packed_tensors, problems, why_not
-from .settings import CodecSettings
+from .settings import CodecSettings, packed_tensors, problems, why_not
 
 MAX_ELEMENTS = 2**31 - 1
 """bitsandbytes' kernels take the number of weights as an int32."""

@@ -20,6 +20,7 @@ import itertools
 import weakref
 from typing import Any, NamedTuple, cast
 
+import bitsandbytes.functional
 import bitsandbytes.nn
 import torch
 from bitsandbytes.nn import parametrize as bnb_parametrize
@@ -29,12 +30,14 @@ from ..errors import QuantizationError
 from ..kernels.weights import NestedAbsmax, PackedWeight
 from .codec import unpack
 from .codecs import codec_of
-from .quant_state import from_quant_state, to_quant_state
 
 bnb: Any = bitsandbytes.nn  # no type annotations to check against
 Params4bit = bnb.Params4bit
 
 _serials = itertools.count(1)
+# bitsandbytes has no type annotations to check against.
+_QuantState: Any = cast(Any, bitsandbytes.functional).QuantState
+_TRANSPOSED = "stored_transposed"
 
 
 class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
@@ -367,3 +370,49 @@ def hold(packed: PackedWeight) -> nn.Parameter:
             packed.owner = nn.Parameter(packed.codes, requires_grad=False)
         packed.codes = packed.owner.data
     return packed.owner
+
+
+def from_quant_state(
+    codes: Tensor,
+    state: Any,
+    compute_dtype: torch.dtype | None = None,
+    owner: nn.Parameter | None = None,
+) -> PackedWeight:
+    """Return the packed weight of 4-bit codes and their `QuantState`; copies nothing."""
+    nested = None
+    if state.nested:
+        inner = state.state2
+        nested = NestedAbsmax(inner.code, inner.absmax, state.offset, inner.blocksize)
+    return PackedWeight(
+        codes, state.absmax, state.code, state.blocksize, nested, state.shape, state.quant_type,
+        state.dtype, compute_dtype, owner, stored_transposed=bool(state.__dict__.get(_TRANSPOSED)),
+    )  # fmt: skip
+
+
+def to_quant_state(packed: PackedWeight) -> Any:
+    """Return a `QuantState` of a 4-bit weight's statistics; copies nothing."""
+    offset = inner = None
+    if packed.nested is not None:
+        table, absmax, offset, blocksize = packed.nested
+        inner = _QuantState(absmax=absmax, code=table, blocksize=blocksize, dtype=torch.float32)
+    state = _QuantState(
+        absmax=packed.absmax,
+        shape=torch.Size(packed.shape),
+        code=packed.table,
+        blocksize=packed.blocksize,
+        quant_type=packed.kind,
+        dtype=packed.dtype,
+        offset=offset,
+        state2=inner,
+    )
+    if packed.stored_transposed:
+        setattr(state, _TRANSPOSED, True)
+    return state
+
+
+def state_tensors(state: Any) -> list[Tensor]:
+    """Return every tensor of a `QuantState`, nested ones included."""
+    tensors = [state.absmax, state.code]
+    if state.nested:
+        tensors += [state.offset, state.state2.absmax, state.state2.code]
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]

@@ -11,9 +11,8 @@ from torch import nn
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from .codecs import CODES
-from .decoders import bnb, params4bit
+from .decoders import bnb, from_quant_state, params4bit, to_quant_state
 from .int8 import INT8, SCALES
-from .quant_state import from_quant_state, to_quant_state
 from .settings import CodecSettings
 
 

@@ -30,8 +30,7 @@ from ..errors import UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK, TABLES, NestedAbsmax, PackedWeight, power_scales
 from ..layout import dtype_name
 from .codecs import CODES, Codec, PackingFormat, Shape, Tensors
-from .format import packed_tensors, why_not_packed
-from .settings import CodecSettings
+from .settings import CodecSettings, packed_tensors, why_not_packed
 
 EXPONENTS = ".exponents"  # e8m0: byte i stands for 2**(i - 127), and 255 is NaN
 

@@ -19,7 +19,7 @@ Statistics are never floating-point parameters, and the int8 scales are a buffer
 as int32: hosts cast every fp32 parameter or buffer that they find, and statistics must move with
 the model but keep their precision.
 
-A state dict has bitsandbytes' keys (format.py), and `load_state_dict` reads them back.
+A state dict has bitsandbytes' keys (settings.py), and `load_state_dict` reads them back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from ..errors import QuantizationError
 from ..kernels.weights import PackedWeight
-from ..layout import human_bytes
+from ..layout import ExpertParam, human_bytes
 from .codec import unpack
 from .codecs import codec_of
 from .decoders import (
@@ -47,13 +47,14 @@ from .decoders import (
     Params4bit,
     as_bits,
     bnb,
+    from_quant_state,
     hold,
     is_shardable,
     params4bit,
     read,
+    to_quant_state,
 )
-from .quant_state import from_quant_state, to_quant_state
-from .settings import CodecSettings
+from .settings import CodecSettings, packed_tensors
 from .state_dict import is_shardable_entry, put_shardable, take, take_shardable
 
 # All parameters of a module as they were registered, and its hooks; its copies have it too.
@@ -457,3 +458,35 @@ def _load(
             decoder.quant_state.__dict__.update(to_quant_state(loaded).__dict__)
             if assign:
                 state_dict[own + "original"] = params4bit(codes, decoder.quant_state)
+
+
+def blank_weight(
+    shape: tuple[int, ...], dtype: torch.dtype, settings: CodecSettings
+) -> PackedWeight:
+    """Return what `codec.pack` makes of a weight of this shape and dtype, on meta."""
+    blank = {
+        end: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        for end, spec in packed_tensors(shape, settings).items()
+        if spec.shape is not None
+    }
+    return settings.codec.assemble(blank, shape, dtype, settings)
+
+
+def pack_blank(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> None:
+    """Attach a blank packed weight for one expert weight of a model, under each of its names."""
+    weight = model.get_parameter(param.name)
+    blank = blank_weight(tuple(weight.shape), weight.dtype, settings)
+    for name in param.names:
+        module, leaf = owner_of(model, name)
+        if not is_packed(module, leaf):
+            attach(module, leaf, blank)
+
+
+def pack_blank_linear(module: Any, dtype: torch.dtype, settings: CodecSettings) -> None:
+    """Give one of bitsandbytes' Linear layers on meta a blank packed weight, decoded to `dtype`."""
+    blank = blank_weight((module.out_features, module.in_features), dtype, settings)
+    if not isinstance(module, bnb.Linear8bitLt):
+        module.weight = hold(blank)
+        return
+    module.weight = bnb.Int8Params(blank.codes, requires_grad=False, has_fp16_weights=False)
+    module.weight.CB, module.weight.SCB = module.weight.data, blank.absmax

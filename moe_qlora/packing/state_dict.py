@@ -1,7 +1,7 @@
 """Packed weights in state dicts: bitsandbytes' keys, and those of the shardable layout.
 
     layout      keys of a weight <module>.<name>                            a Linear4bit's weight
-    compact     <module>.<name>, and as format.py has them                  likewise
+    compact     <module>.<name>, and as settings.py has them                likewise
     shardable   <module>.parametrizations.<name>.original                   <module>.weight
                 <module>.parametrizations.<name>.0.absmax, .nested          <module>.statistics.*
                 (int8 and users' codecs: .0.scale_bits)
@@ -23,8 +23,15 @@ from ..kernels.weights import PackedWeight
 from .bnb4bit import NESTED_ABSMAX, RECORD
 from .codec import restore
 from .codecs import CODES, codec_of, kinds
-from .decoders import PackedScales, Params4bit, ShardableStatistics, as_bits, bnb, hold
-from .quant_state import from_quant_state
+from .decoders import (
+    PackedScales,
+    Params4bit,
+    ShardableStatistics,
+    as_bits,
+    bnb,
+    from_quant_state,
+    hold,
+)
 from .settings import STORAGE_DTYPES, CodecSettings
 
 

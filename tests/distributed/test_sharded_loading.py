@@ -24,7 +24,7 @@ from transformers.distributed import DistributedConfig
 
 import moe_qlora
 from moe_qlora.checkpoint.reader import Checkpoint
-from moe_qlora.distributed import fsdp
+from moe_qlora.distributed import sharding
 from moe_qlora.errors import ConfigError, NonFiniteWeightError, QuantizationError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import run_distributed, tiny_model
@@ -474,7 +474,7 @@ def test_integers_get_no_gradients_asked_on_an_older_torch(
     module: Any = fsdp_param
     with moe_qlora.shards_integers():
         assert module.nn is nn  # this torch is right
-    monkeypatch.setattr(fsdp, "_takes_integers", lambda: False)
+    monkeypatch.setattr(sharding, "_takes_integers", lambda: False)
     with pytest.raises(RuntimeError, match="gradients"):
         nn.Parameter(torch.zeros(2, dtype=torch.uint8))
     with moe_qlora.shards_integers():

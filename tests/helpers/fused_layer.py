@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_qlora.experts import activation
+from moe_qlora.experts import backend
 from moe_qlora.kernels import moe_layer
 from moe_qlora.kernels.moe_layer import Layer, Lora
 from moe_qlora.kernels.row_kernels import Gate
@@ -130,7 +130,7 @@ def slow(made, stacks, x, weights, index, biases, loras):
         pre = v @ w1[e].t() + lora(loras[0], e, v)
         if biases[0] is not None:
             pre = pre + biases[0][e]
-        h = activation.plain_gate(pre, *made.gate)
+        h = backend.plain_gate(pre, *made.gate)
         y = h @ w2[e].t() + lora(loras[1], e, h)
         if biases[1] is not None:
             y = y + biases[1][e]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moe_qlora.experts.lora_source import LoraFactors
+from moe_qlora.experts.operands import LoraFactors
 
 
 class Provider:

@@ -124,7 +124,7 @@ def adapter(model, name="default"):
 
 
 def announced(caplog):
-    return [one.getMessage() for one in caplog.records if one.name == "moe_qlora.lora.coverage"]
+    return [one.getMessage() for one in caplog.records if one.name == "moe_qlora.lora.inject"]
 
 
 def losses(trained):

@@ -105,19 +105,19 @@ def pack(holder):
 
 
 def connect(holder, factors):
-    from moe_qlora.experts import lora_source
+    from moe_qlora.experts import operands
 
     leaves = [f.clone().requires_grad_() for f in factors]
     terms = {
-        "gate_up_proj": (lora_source.LoraFactors(leaves[0], leaves[1], 2.0),),
-        "down_proj": (lora_source.LoraFactors(leaves[2], leaves[3], 2.0),),
+        "gate_up_proj": (operands.LoraFactors(leaves[0], leaves[1], 2.0),),
+        "down_proj": (operands.LoraFactors(leaves[2], leaves[3], 2.0),),
     }
 
     class Provider:
         def active_lora(self, name):
             return terms[name]
 
-    lora_source.set_lora_source(holder.experts, Provider())
+    operands.set_lora_source(holder.experts, Provider())
     return leaves
 
 

@@ -13,9 +13,8 @@ from torch import nn
 from moe_qlora.errors import UnsupportedWeightError
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.codec import pack, unpack, unpack_range
-from moe_qlora.packing.format import why_not
-from moe_qlora.packing.quant_state import from_quant_state
-from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.packing.decoders import from_quant_state
+from moe_qlora.packing.settings import CodecSettings, why_not
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_qlora.experts import backend, lora_source, operators
-from moe_qlora.experts.activation import plain_gate
+from moe_qlora.experts import backend, operands, operators
+from moe_qlora.experts.backend import plain_gate
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
 
@@ -85,7 +85,7 @@ def provider_of(tests, style, dtype, ranks):
     provider = tests.Provider(style, ranks=ranks, dtype=dtype)
     for name, terms in provider.all.items():
         provider.all[name] = tuple(
-            lora_source.LoraFactors(
+            operands.LoraFactors(
                 t.a.detach().cuda().requires_grad_(), t.b.detach().cuda().requires_grad_(), 0.5
             )
             for t in terms
@@ -143,7 +143,7 @@ def in_fp64(tests, style, module, provider, parts, dtype, limit=0.4):
         twin = tests.Provider(style, ranks=((1,), (1,)))
         for name, terms in provider.all.items():
             twin.all[name] = tuple(
-                lora_source.LoraFactors(
+                operands.LoraFactors(
                     t.a.detach().double().cpu().requires_grad_(),
                     t.b.detach().double().cpu().requires_grad_(),
                     t.scaling,
@@ -179,7 +179,7 @@ def test_module_is_as_exact_as_its_projections(tests, style, case, ranks, monkey
     module.requires_grad_(False)
     module._is_expert_parallel = "absent" in case
     provider = provider_of(tests, style, dtype, ranks)
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     parts = routed(tests, dtype, **case)
     fused, plain = both_ways(module, provider, parts, monkeypatch)
     exact = in_fp64(tests, style, module, provider, parts, dtype)
@@ -213,7 +213,7 @@ def test_repeats_to_the_bit(tests, rank, hidden, tokens, monkeypatch):
     style = tests.STYLES["concatenated"]
     module = on_gpu(tests, style, torch.bfloat16)
     provider = provider_of(tests, style, torch.bfloat16, ((rank,), (rank,)))
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     parts = routed(tests, torch.bfloat16, tokens=tokens)
     fused, plain = both_ways(module, provider, parts, monkeypatch)
     for mine, other in zip(fused, plain, strict=True):
@@ -233,7 +233,7 @@ def test_every_kind_and_dtype(tests, kind, dtype, style, tokens, monkeypatch):
     style = tests.STYLES[style]
     module = on_gpu(tests, style, dtype, kind=kind)
     provider = provider_of(tests, style, dtype, ((8,), (8,)))
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     parts = routed(tests, dtype, tokens=tokens)
     for mine, other in zip(*both_ways(module, provider, parts, monkeypatch), strict=True):
         assert (mine - other).double().norm() < 0.02 * other.double().norm()
@@ -244,7 +244,7 @@ def test_float32_adapters_take_the_kernels_and_get_float32_gradients(tests, toke
     style = tests.STYLES["concatenated"]
     module = on_gpu(tests, style, torch.bfloat16)
     provider = provider_of(tests, style, torch.float32, ((8,), (3, 5)))
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     parts = routed(tests, torch.bfloat16, tokens=tokens)
     fused, plain = both_ways(module, provider, parts, monkeypatch)
     assert [g.dtype for g in fused[3:]] == [torch.float32] * 6
@@ -274,7 +274,7 @@ def test_checkpointing_changes_nothing(tests, reentrant, tokens):
     modules = [on_gpu(tests, style, torch.bfloat16) for _ in range(3)]
     provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
     for module in modules:
-        lora_source.set_lora_source(module, provider)
+        operands.set_lora_source(module, provider)
     x, index, weights = routed(tests, torch.bfloat16, tokens=tokens)
 
     def chain(x, index, weights, wrap):
@@ -305,7 +305,7 @@ def test_compiles_whole(tests, style, monkeypatch):
     module = on_gpu(tests, style, torch.bfloat16)
     module.requires_grad_(False)
     provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     parts = routed(tests, torch.bfloat16)
     plain = gradients(module, provider, *parts)
     torch._dynamo.reset()
@@ -324,7 +324,7 @@ def test_a_capped_scratch_gives_the_same(tests, scratch, style, tokens, monkeypa
     style = tests.STYLES[style]
     module = on_gpu(tests, style, torch.bfloat16)
     provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     parts = routed(tests, torch.bfloat16, tokens=tokens)
     plain = gradients(module, provider, *parts)
     for cap in (1, 3 * 208 * 272 * 2):
@@ -340,7 +340,7 @@ def test_no_wait_for_the_device_and_graphs(tests):
     style = tests.STYLES["concatenated"]
     module = on_gpu(tests, style, torch.bfloat16)
     provider = provider_of(tests, style, torch.bfloat16, ((8,), (8,)))
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     parts = routed(tests, torch.bfloat16, tokens=300)
     plain = gradients(module, provider, *parts)
     torch.cuda.synchronize()

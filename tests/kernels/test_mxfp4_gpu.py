@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_qlora.experts import backend, lora_source
+from moe_qlora.experts import backend, operands
 from moe_qlora.experts import forward as experts
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.testing import tiny_config
@@ -134,7 +134,7 @@ class Provider:
             a = torch.randn(count * rank, into, device="cuda") * into**-0.5
             b = torch.randn(out, rank * count, device="cuda") * 0.1
             leaves = [t.to(dtype).requires_grad_() for t in (a, b)]
-            return lora_source.LoraFactors(*leaves, 0.5)
+            return operands.LoraFactors(*leaves, 0.5)
 
         first, second = term(5, 2 * inner, hidden), term(16, hidden, inner)
         self.all = {NAMES[0]: (first,), NAMES[1]: (second,)}
@@ -198,7 +198,7 @@ def test_a_layer_in_both_directions(hidden, inner, count, tokens, few, dtype, mo
 
     module, wide = layer(hidden, inner, count, dtype)
     provider = Provider(count, hidden, inner, dtype)
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     x = (torch.randn(tokens, hidden, device="cuda") * 0.3).to(dtype).requires_grad_()
     index = torch.rand(tokens, count, device="cuda").topk(2, -1).indices
     weights = torch.rand(tokens, 2, device="cuda").to(dtype).requires_grad_()

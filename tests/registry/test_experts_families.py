@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from moe_qlora import registry
 from moe_qlora.detection import detect
-from moe_qlora.experts import forward, lora_source
+from moe_qlora.experts import forward, operands
 from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
@@ -48,10 +48,10 @@ RUNS = [
 class Provider:
     """Factors for some parameters of one module."""
 
-    def __init__(self, terms: dict[str, lora_source.LoraFactors]) -> None:
+    def __init__(self, terms: dict[str, operands.LoraFactors]) -> None:
         self.by_name = terms
 
-    def active_lora(self, parameter_name: str) -> tuple[lora_source.LoraFactors, ...]:
+    def active_lora(self, parameter_name: str) -> tuple[operands.LoraFactors, ...]:
         term = self.by_name.get(parameter_name)
         return () if term is None else (term,)
 
@@ -110,7 +110,7 @@ def lora(model: nn.Module, which: str) -> dict[str, Provider]:
             a = torch.randn(count * RANK, inputs, generator=generator) * inputs**-0.5
             b = torch.randn(out, RANK * count, generator=generator) * RANK**-0.5
             a, b = a.requires_grad_(), b.requires_grad_()
-            terms[name] = lora_source.LoraFactors(a, b, SCALING)
+            terms[name] = operands.LoraFactors(a, b, SCALING)
         providers[module_name] = Provider(terms)
     return providers
 
@@ -190,7 +190,7 @@ def test_model_equals_plain_loops(twins: tuple[Any, Any, set[str]], which: str) 
     packed, plain, routers = twins
     providers = lora(packed, which)
     for name, module, _ in banks(packed):
-        lora_source.set_lora_source(module, providers[name])
+        operands.set_lora_source(module, providers[name])
     given = tiny_inputs(packed) | {"use_cache": False}
     leaves = factors(providers)
     if "inputs_embeds" in given:
@@ -219,7 +219,7 @@ def test_modules_equal_plain_loops(model_type: str, which: str) -> None:
     weights = folded(plain, providers)
     twins = {name: module for name, module, _ in banks(plain)}
     for module_name, module, names in banks(packed):
-        lora_source.set_lora_source(module, providers[module_name])
+        operands.set_lora_source(module, providers[module_name])
         count, *shape = parametrize.read_packed(module, names[0]).shape
         hidden = torch.randn(11, shape[0] if module.is_transposed else shape[1])
         index = torch.stack([torch.randperm(count)[:2] for _ in hidden])

@@ -189,7 +189,7 @@ QUESTIONS = {
     "How do I resume?": ("saving.md", "Resuming", ["resume_from_checkpoint=True"]),
     "How do I use axolotl?": ("axolotl.md", "axolotl", ["MoeQloraPlugin", "lora_experts"]),
     "The experts do not learn": (
-        "troubleshooting.md", "Experts do not learn", ["experts=True", "moe_qlora.lora.coverage"],
+        "troubleshooting.md", "Experts do not learn", ["experts=True", "moe_qlora.lora.inject"],
     ),
     "It is slow": ("speed.md", "Is it slow?", ["moe-qlora doctor", "compute_dtype"]),
 }  # fmt: skip

@@ -196,7 +196,7 @@ def test_imports_go_one_way():
         ("quantize", "import transformers", False),
         ("hf.model", "from ..memory import plan", True),
         ("cli.plan", "from ..distributed import gather", True),
-        ("distributed.fsdp", "from ..packing import codec", False),
+        ("distributed.sharding", "from ..packing import codec", False),
         ("detection.detect", "from ..packing import codec", True),
         ("detection.detect", "from .rules import x\nfrom ..layout import y", False),
         ("detection.detect", "import transformers", True),

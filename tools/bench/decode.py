@@ -14,7 +14,7 @@ from bitsandbytes import functional
 from common import RESULTS, Rows, environment, event_times
 
 from moe_qlora.packing import codec
-from moe_qlora.packing.quant_state import to_quant_state
+from moe_qlora.packing.decoders import to_quant_state
 from moe_qlora.packing.settings import CodecSettings
 
 

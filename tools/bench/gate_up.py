@@ -129,7 +129,7 @@ def _product(
 def _theirs(stack: Any) -> Tensor:
     from bitsandbytes import functional
 
-    from moe_qlora.packing.quant_state import to_quant_state
+    from moe_qlora.packing.decoders import to_quant_state
 
     out: Tensor = functional.dequantize_4bit(stack.codes, to_quant_state(stack))
     return out.view(stack.shape)

@@ -249,7 +249,7 @@ def _in_ddp(model: nn.Module, device: torch.device) -> Any:
 def _whole(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from moe_qlora.distributed.fsdp import shard_model
+    from moe_qlora.distributed.sharding import shard_model
 
     model = _adapt(_built(config, options, device), options)
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))

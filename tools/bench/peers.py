@@ -142,13 +142,13 @@ def _without_fused_layer(stack: ExitStack, *, grouped: bool) -> None:
 
 def _ours(peer: str, options: argparse.Namespace, holder: Any) -> list[Tensor]:
     from moe_qlora.experts import forward as forward_
-    from moe_qlora.experts import lora_source
+    from moe_qlora.experts import operands
     from moe_qlora.packing import codec, parametrize
     from moe_qlora.packing.settings import CodecSettings
 
     module = holder.experts
     count = module.num_experts
-    terms: dict[str, tuple[lora_source.LoraFactors, ...]] = {}
+    terms: dict[str, tuple[operands.LoraFactors, ...]] = {}
     for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
         weight = getattr(module, name)
         out, inp = (2, 1) if module.is_transposed else (1, 2)
@@ -166,14 +166,14 @@ def _ours(peer: str, options: argparse.Namespace, holder: Any) -> list[Tensor]:
         a = torch.randn(count * options.rank, shape[inp], device=device) * shape[inp] ** -0.5
         b = torch.randn(shape[out], options.rank * count, device=device) * 0.01
         a, b = a.bfloat16(), b.bfloat16()
-        terms[name] = (lora_source.LoraFactors(a.requires_grad_(), b.requires_grad_(), 2.0),)
+        terms[name] = (operands.LoraFactors(a.requires_grad_(), b.requires_grad_(), 2.0),)
     forward_.activate(holder, ["experts"])
 
     class Provider:
-        def active_lora(self, parameter_name: str) -> tuple[lora_source.LoraFactors, ...]:
+        def active_lora(self, parameter_name: str) -> tuple[operands.LoraFactors, ...]:
             return terms[parameter_name]
 
-    lora_source.set_lora_source(module, Provider())
+    operands.set_lora_source(module, Provider())
     if options.cap is not None:
         from moe_qlora.kernels import workspace
 

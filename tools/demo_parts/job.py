@@ -196,7 +196,7 @@ def _adapted(model: Any, screen: Screen, *, save_memory: bool) -> Any:
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights, with the statistics of packed ones, and of all buffers."""
-    from moe_qlora.packing.quant_state import state_tensors
+    from moe_qlora.packing.decoders import state_tensors
 
     tensors: list[Tensor] = [*model.buffers()]
     for parameter in model.parameters():

@@ -23,7 +23,7 @@ from moe_qlora.checkpoint.manifest import EARLIER_SENTENCES, read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import CheckpointError
 from moe_qlora.packing import codec, parametrize
-from moe_qlora.packing.quant_state import from_quant_state
+from moe_qlora.packing.decoders import from_quant_state
 from moe_qlora.testing import tiny_model
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfi
 
 import moe_qlora
 from moe_qlora.cli import render_dump
-from moe_qlora.packing.format import packed_nbytes
-from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.packing.settings import CodecSettings, packed_nbytes
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 3, 4, 64, 32
 GATE_UP = (EXPERTS, 2 * WIDTH, HIDDEN)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.distributed import fsdp
+from moe_qlora.distributed import sharding
 from moe_qlora.testing import tiny_model
 
 
@@ -39,7 +39,7 @@ def older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         self.orig_dtype, self.reduce_dtype = self.sharded_param.dtype, None
         self.param_dtype = policy.param_dtype  # integers' too
 
-    monkeypatch.setattr(fsdp, "_takes_integers", lambda: False)
+    monkeypatch.setattr(sharding, "_takes_integers", lambda: False)
     monkeypatch.setattr(fsdp_param, "nn", Older())
     monkeypatch.setattr(fsdp_param.FSDPParam, "init_dtype_attrs", init_dtype_attrs)
 
@@ -49,7 +49,7 @@ def logits(mesh: DeviceMesh) -> Tensor:
     model = tiny_model("qwen3_moe")
     moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
     moe_qlora.prepare_sharding(model)
-    fsdp.shard_model(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    sharding.shard_model(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     result: Tensor = model(input_ids=torch.arange(24).view(2, 12)).logits
     return result.detach()
 

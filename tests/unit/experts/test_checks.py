@@ -13,7 +13,7 @@ import moe_qlora
 from moe_qlora import testing
 from moe_qlora.experts import checks
 from moe_qlora.packing import decoders, parametrize
-from moe_qlora.packing.quant_state import state_tensors
+from moe_qlora.packing.decoders import state_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 

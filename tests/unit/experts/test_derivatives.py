@@ -10,7 +10,7 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import QuantizationError
-from moe_qlora.experts.derivatives import first_order
+from moe_qlora.experts.projection import first_order
 from moe_qlora.testing import tiny_model
 
 

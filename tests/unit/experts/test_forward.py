@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.integrations.moe import use_experts_implementation
 
 from moe_qlora.experts import forward as experts
-from moe_qlora.experts import lora_source
+from moe_qlora.experts import operands
 from moe_qlora.packing import codec, decoders, parametrize
 from moe_qlora.packing.settings import CodecSettings
 
@@ -129,7 +129,7 @@ class Provider:
         self.all = {}
         for name, (inp, out), rs in zip(names(style), sizes, ranks, strict=True):
             self.all[name] = tuple(
-                lora_source.LoraFactors(
+                operands.LoraFactors(
                     a=(torch.randn(E * r, inp, generator=g) * 0.3).to(dtype).requires_grad_(),
                     b=(torch.randn(out, r * E, generator=g) * 0.3).to(dtype).requires_grad_(),
                     scaling=0.5 + 0.25 * i,
@@ -206,7 +206,7 @@ def close(ours, theirs, tolerance=1e-5):
 
 def compare(module, style, provider, x, index, weights, tolerance=1e-5):
     if provider is not None:
-        lora_source.set_lora_source(module, provider)
+        operands.set_lora_source(module, provider)
     leaves = [x, weights, *(provider.leaves() if provider else [])]
     leaves += [p for p in module.parameters() if p.requires_grad]
     ours = module(x, index, weights)
@@ -237,7 +237,7 @@ def test_one_projection_packed_the_other_plain_and_trained(kind, which):
     plain = names(style)[1 - which[0]]
     assert getattr(module, plain).requires_grad
     provider = Provider(style)
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     x, index, weights = routing()
     out = module(x, index, weights)
     (grad,) = torch.autograd.grad(out.sum(), [getattr(module, plain)])
@@ -270,7 +270,7 @@ def test_odd_routings(case, style):
 def test_no_tokens_at_all():
     style = STYLES["concatenated"]
     module = pack(make(style), style)
-    lora_source.set_lora_source(module, Provider(style))
+    operands.set_lora_source(module, Provider(style))
     x = torch.zeros(0, H, requires_grad=True)
     out = module(x, torch.zeros(0, K, dtype=torch.long), torch.zeros(0, K))
     assert out.shape == (0, H)
@@ -283,7 +283,7 @@ def test_16_bit_within_rounding(dtype, compute):
     style = STYLES["concatenated"]
     module = pack(make(style, dtype), style, compute=compute)
     provider = Provider(style)
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     x, index, weights = routing(dtype)
     out = module(x, index, weights)
     assert out.dtype == dtype
@@ -296,7 +296,7 @@ def test_autocast_computes_in_its_dtype():
     style = STYLES["concatenated"]
     module = pack(make(style), style)
     provider = Provider(style)
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     x, index, weights = routing()
     plain = module(x, index, weights)
     with torch.autocast("cpu", torch.bfloat16):
@@ -313,7 +313,7 @@ def test_checkpointing_changes_nothing(reentrant):
     style = STYLES["concatenated"]
     module = pack(make(style), style)
     provider = Provider(style, dropout=0.3)
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     x, index, weights = routing()
     leaves = [x, *provider.leaves()]
     torch.manual_seed(5)
@@ -332,12 +332,12 @@ def test_dropout_is_the_mean_of_no_dropout():
     style = STYLES["concatenated"]
     module = pack(make(style), style)
     x, index, weights = routing()
-    lora_source.set_lora_source(module, Provider(style, ranks=((3,), ())))
+    operands.set_lora_source(module, Provider(style, ranks=((3,), ())))
     base = module(x, index, weights)
-    lora_source.set_lora_source(module, Provider(style, ranks=((3,), ()), dropout=0.5))
+    operands.set_lora_source(module, Provider(style, ranks=((3,), ()), dropout=0.5))
     dropped = module(x, index, weights)
     assert not torch.allclose(base, dropped)
-    for term in lora_source.lora_source(module).active_lora("gate_up_proj"):
+    for term in operands.lora_source(module).active_lora("gate_up_proj"):
         term.dropout.eval()
     assert torch.equal(base, module(x, index, weights))
 
@@ -350,7 +350,7 @@ def test_compiles_whole(style, kind):
     style = STYLES[style]
     module = pack(make(style), style, kind=kind)
     provider = Provider(style)
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     x, index, weights = routing()
     leaves = [x, weights, *provider.leaves()]
     plain = module(x, index, weights)
@@ -372,7 +372,7 @@ def kept_bytes(module, x, index, weights):
     """Bytes of storages that autograd holds, beside inputs and parameters, and the output."""
     known = {t.untyped_storage().data_ptr() for t in (x, index, weights)}
     known |= {p.untyped_storage().data_ptr() for p in module.parameters()}
-    provider = lora_source.lora_source(module)
+    provider = operands.lora_source(module)
     if provider is not None:
         known |= {t.untyped_storage().data_ptr() for t in provider.leaves()}
     held = {}
@@ -394,7 +394,7 @@ def test_kept_bytes_follow_the_formula_and_do_not_depend_on_experts(lora, count,
     style = STYLES["concatenated"]
     module = pack(make(style), style)
     if lora:
-        lora_source.set_lora_source(module, Provider(style))
+        operands.set_lora_source(module, Provider(style))
     x, index, weights = routing(tokens=64)
     rows, b = 64 * K, 4
     index_bytes = 3 * 8 * rows + 8 * (count + 1)
@@ -406,7 +406,7 @@ def test_steps_leak_nothing():
     style = STYLES["concatenated"]
     module = pack(make(style), style)
     provider = Provider(style)
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
 
     def tensors():
         gc.collect()
@@ -490,11 +490,11 @@ def test_the_provider_is_copied_with_the_module():
     style = STYLES["concatenated"]
     module = pack(make(style), style)
     provider = Provider(style)
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     twin = copy.deepcopy(module)
-    assert lora_source.lora_source(twin) is not provider
+    assert operands.lora_source(twin) is not provider
     x, index, weights = routing()
     assert torch.equal(twin(x, index, weights), module(x, index, weights))
-    lora_source.clear_lora_source(twin)
+    operands.clear_lora_source(twin)
     assert not torch.equal(twin(x, index, weights), module(x, index, weights))
-    assert lora_source.lora_source(twin) is None
+    assert operands.lora_source(twin) is None

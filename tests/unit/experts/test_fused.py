@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from moe_qlora.experts import backend, fused, lora_source, operators
+from moe_qlora.experts import backend, fused, operands, operators
 from moe_qlora.experts import forward as experts
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.settings import CodecSettings
@@ -54,7 +54,7 @@ def case(monkeypatch):
         parametrize.attach(host.experts, name, packed)
     experts.activate(host, ["experts"])
     provider = Provider({NAMES[0]: (2 * INNER, H), NAMES[1]: (H, INNER)}, E, torch.float16)
-    lora_source.set_lora_source(host.experts, provider)
+    operands.set_lora_source(host.experts, provider)
     monkeypatch.setattr(backend, "kernels_run", lambda device: True)
     x = torch.randn(T, H).half().requires_grad_()
     weights = torch.rand(T, K).half().requires_grad_()

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moe_qlora
-from moe_qlora.experts import backend, lora_source
+from moe_qlora.experts import backend, operands
 from moe_qlora.experts import forward as experts
 from moe_qlora.packing import codec, parametrize
 from tests.helpers.lora_layer import Provider, layer_gradients
@@ -131,7 +131,7 @@ def layer():
     module = kept_model(torch.float16).model.layers[0].mlp.experts
     torch.manual_seed(3)
     provider = Provider({NAMES[0]: (2 * INNER, H), NAMES[1]: (H, INNER)}, E, torch.float16)
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(T, H, generator=generator).half().requires_grad_()
     weights = torch.rand(T, K, generator=generator).half().requires_grad_()

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.integrations.moe import use_experts_implementation
 
 from moe_qlora.experts import forward as experts
-from moe_qlora.experts import lora_source
+from moe_qlora.experts import operands
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing import settings as settings_
 
@@ -36,10 +36,10 @@ class Ungated(nn.Module):
 
 
 class Provider:
-    def __init__(self, **by_name: list[lora_source.LoraFactors]) -> None:
+    def __init__(self, **by_name: list[operands.LoraFactors]) -> None:
         self.by_name = by_name
 
-    def active_lora(self, parameter_name: str) -> tuple[lora_source.LoraFactors, ...]:
+    def active_lora(self, parameter_name: str) -> tuple[operands.LoraFactors, ...]:
         return tuple(self.by_name.get(parameter_name, ()))
 
     def leaves(self) -> list[Tensor]:
@@ -74,17 +74,17 @@ def term(
     *,
     dtype: torch.dtype = torch.float32,
     dropout: nn.Module | None = None,
-) -> lora_source.LoraFactors:
+) -> operands.LoraFactors:
     count, out, inputs = parametrize.read_packed(module, name).shape
     a = torch.randn(count * rank, inputs, dtype=dtype) * 0.3
     b = torch.randn(out, rank * count, dtype=dtype) * 0.3
-    return lora_source.LoraFactors(a.requires_grad_(), b.requires_grad_(), scaling, dropout)
+    return operands.LoraFactors(a.requires_grad_(), b.requires_grad_(), scaling, dropout)
 
 
 def adapted(module: Any, **kwargs: Any) -> Provider:
     names = ("up_proj", "down_proj")
     provider = Provider(**{name: [term(module, name, 3, 0.7, **kwargs)] for name in names})
-    lora_source.set_lora_source(module, provider)
+    operands.set_lora_source(module, provider)
     return provider
 
 

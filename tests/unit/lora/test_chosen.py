@@ -19,8 +19,8 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import testing
 from moe_qlora.errors import AdapterError, ConfigError
-from moe_qlora.lora.chosen import ChosenFactor, choose_experts
-from moe_qlora.lora.layer import ParamWrapper
+from moe_qlora.lora.config import choose_experts
+from moe_qlora.lora.layer import ChosenFactor, ParamWrapper
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import requires_gpu
 

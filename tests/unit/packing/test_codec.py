@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_leaves
 from moe_qlora.errors import ConfigError, UnsupportedWeightError
 from moe_qlora.packing import codec
 from moe_qlora.packing.codec import pack, unpack, unpack_range
-from moe_qlora.packing.format import why_not
-from moe_qlora.packing.quant_state import to_quant_state
-from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.packing.decoders import to_quant_state
+from moe_qlora.packing.settings import CodecSettings, why_not
 
 INT8 = CodecSettings("int8")
 # Rows of whole blocks, of parts of blocks, of odd length; experts that straddle blocks of 64 and,

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.bnb4bit import RECORD, read_record
 from moe_qlora.packing.codec import pack, restore
-from moe_qlora.packing.format import problems
-from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.packing.settings import CodecSettings, problems
 
 SHAPE = (8, 40, 72)  # 360 blocks: two of the second level, the last not full
 SETTINGS = {

@@ -10,10 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from moe_qlora.packing import meta, parametrize
+from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import pack, restore
-from moe_qlora.packing.format import key_ends, packed_tensors
-from moe_qlora.packing.settings import FLOAT_DTYPES, STORAGE_DTYPES, CodecSettings
+from moe_qlora.packing.settings import (
+    FLOAT_DTYPES,
+    STORAGE_DTYPES,
+    CodecSettings,
+    key_ends,
+    packed_tensors,
+)
 
 SETTINGS = [
     CodecSettings("int8"),
@@ -52,7 +57,7 @@ def test_a_state_dict_holds_what_is_specified(
 def test_a_blank_weight_is_a_packed_one_without_values(settings: CodecSettings) -> None:
     shape = (4, 96, 64)
     packed = pack(torch.randn(shape).bfloat16(), settings)
-    blank = meta.blank_weight(shape, torch.bfloat16, settings)
+    blank = parametrize.blank_weight(shape, torch.bfloat16, settings)
     assert CodecSettings.of(blank) == CodecSettings.of(packed)
     assert (blank.shape, blank.dtype, blank.nbytes) == (packed.shape, packed.dtype, packed.nbytes)
     pairs = zip(

@@ -19,7 +19,7 @@ from moe_qlora.errors import QuantizationError
 from moe_qlora.packing import decoders
 from moe_qlora.packing import parametrize as storage
 from moe_qlora.packing.codec import pack, unpack
-from moe_qlora.packing.quant_state import state_tensors
+from moe_qlora.packing.decoders import state_tensors
 from moe_qlora.packing.settings import STORAGE_DTYPES, CodecSettings
 
 SETTINGS = {

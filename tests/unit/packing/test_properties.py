@@ -13,8 +13,7 @@ from torch import nn
 from moe_qlora import detect, quantize_experts
 from moe_qlora.packing import codec
 from moe_qlora.packing.codec import pack, unpack, unpack_range
-from moe_qlora.packing.format import why_not
-from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.packing.settings import CodecSettings, why_not
 
 KINDS = st.one_of(
     st.builds(

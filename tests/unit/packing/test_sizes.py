@@ -9,8 +9,7 @@ from moe_qlora.layout import parse_bytes
 from moe_qlora.memory.devices import exact_size
 from moe_qlora.memory.planner import load_extra_nbytes
 from moe_qlora.packing.codec import pack
-from moe_qlora.packing.format import packed_nbytes
-from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.packing.settings import CodecSettings, packed_nbytes
 
 
 @pytest.mark.parametrize(
