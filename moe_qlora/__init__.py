@@ -1,124 +1,34 @@
 """4-bit LoRA fine-tuning (QLoRA) of Mixture-of-Experts models on transformers v5.
 
-The public names below are loaded on first use: importing the package starts no accelerator and
-imports neither torch nor transformers.
+The public names stand in `__init__.pyi`, and each is imported on its first use: importing the
+package starts no accelerator and imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from . import world as _world
 
-if TYPE_CHECKING:
-    from .checkpoint.merge import merge_adapter as merge_adapter
-    from .checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
-    from .detection.detect import detect as detect
-    from .diagnosis.doctor import doctor as doctor
-    from .diagnosis.report import Diagnosis as Diagnosis
-    from .distributed.expert_parallel import expert_parallel as expert_parallel
-    from .distributed.expert_parallel import (
-        expert_parallel_parameters as expert_parallel_parameters,
-    )
-    from .distributed.gather import full_state_dict as full_state_dict
-    from .distributed.load_sharded import load_sharded as load_sharded
-    from .distributed.sharding import prepare_sharding as prepare_sharding
-    from .distributed.sharding import shards_integers as shards_integers
-    from .errors import AdapterError as AdapterError
-    from .errors import CheckpointError as CheckpointError
-    from .errors import ConfigError as ConfigError
-    from .errors import DetectionError as DetectionError
-    from .errors import MoeQloraError as MoeQloraError
-    from .errors import NonFiniteWeightError as NonFiniteWeightError
-    from .errors import QuantizationError as QuantizationError
-    from .errors import UnsupportedWeightError as UnsupportedWeightError
-    from .experts.backend import tune_kernels as tune_kernels
-    from .experts.use import expert_use as expert_use
-    from .experts.use import hot_experts as hot_experts
-    from .hf.switch import disable as disable
-    from .hf.switch import enable as enable
-    from .hf.switch import enabled as enabled
-    from .kernels.workspace import set_workspace_cap as set_workspace_cap
-    from .layout import ExpertParam as ExpertParam
-    from .layout import ModelLayout as ModelLayout
-    from .lora.config import adapt_lora_config as adapt_lora_config
-    from .lora.load import load_adapter as load_adapter
-    from .lora.model import connect_adapters as connect_adapters
-    from .lora.model import get_peft_model as get_peft_model
-    from .lora.targets import exclude_modules as exclude_modules
-    from .lora.targets import target_parameters as target_parameters
-    from .memory.plan import plan as plan
-    from .memory.report import MemoryPlan as MemoryPlan
-    from .quantize import QuantizationReport as QuantizationReport
-    from .quantize import quantize_experts as quantize_experts
-    from .report.write import write_report as write_report
-    from .serving.check import ServeReport as ServeReport
-    from .serving.check import serve_check as serve_check
-    from .serving.export import export_adapter as export_adapter
-    from .speed.graphs import LayerGraphs as LayerGraphs
-    from .speed.graphs import graph_layers as graph_layers
-
-
 __version__ = "0.2.0"
 
-_HOME = {
-    "AdapterError": "errors",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "DetectionError": "errors",
-    "Diagnosis": "diagnosis.report",
-    "ExpertParam": "layout",
-    "LayerGraphs": "speed.graphs",
-    "MemoryPlan": "memory.report",
-    "ModelLayout": "layout",
-    "MoeQloraError": "errors",
-    "NonFiniteWeightError": "errors",
-    "QuantizationError": "errors",
-    "QuantizationReport": "quantize",
-    "ServeReport": "serving.check",
-    "UnsupportedWeightError": "errors",
-    "adapt_lora_config": "lora.config",
-    "connect_adapters": "lora.model",
-    "detect": "detection.detect",
-    "disable": "hf.switch",
-    "doctor": "diagnosis.doctor",
-    "enable": "hf.switch",
-    "enabled": "hf.switch",
-    "exclude_modules": "lora.targets",
-    "expert_parallel": "distributed.expert_parallel",
-    "expert_parallel_parameters": "distributed.expert_parallel",
-    "expert_use": "experts.use",
-    "export_adapter": "serving.export",
-    "full_state_dict": "distributed.gather",
-    "get_peft_model": "lora.model",
-    "graph_layers": "speed.graphs",
-    "hot_experts": "experts.use",
-    "load_adapter": "lora.load",
-    "load_sharded": "distributed.load_sharded",
-    "merge_adapter": "checkpoint.merge",
-    "plan": "memory.plan",
-    "prepare_sharding": "distributed.sharding",
-    "quantize_checkpoint": "checkpoint.quantize",
-    "quantize_experts": "quantize",
-    "serve_check": "serving.check",
-    "set_workspace_cap": "kernels.workspace",
-    "shards_integers": "distributed.sharding",
-    "target_parameters": "lora.targets",
-    "tune_kernels": "experts.backend",
-    "write_report": "report.write",
-}
-
-__all__ = list(_HOME)
+_NAMES = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+_MODULES: dict[str, str] = dict(
+    sorted((line.names[0].name, line.module) for line in _NAMES.body if hasattr(line, "module"))
+)
+__all__ = list(_MODULES)
 
 
 _world.provide(lambda: import_module(".distributed.ranks", __name__).ManyRanks())
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value
     return value
 

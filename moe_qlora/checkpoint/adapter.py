@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,16 +50,12 @@ _PAIR = re.compile(
 _WRAPPED = ".base_layer"
 _LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
-# Settings under which W + s B A is not what was trained: field, the values that leave it off, why.
-_UNMERGEABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("use_dora", (False, None), "DoRA rescales each row by a norm of the merged weight"),
-    (
-        "init_lora_weights",
-        (True, False, None, "gaussian", "eva", "orthogonal"),
-        "this initialization changed the base weights, which the adapter's folder does not hold",
-    ),
+Variant = tuple[str, tuple[Any, ...], str]
+"""A setting of LoraConfig: its field, the values that leave it off, and why it is not supported."""
+
+LORA_VARIANTS: tuple[Variant, ...] = (
+    ("use_dora", (False, None), "DoRA rescales each row by a norm of the unpacked, merged weight"),
     ("layer_replication", (None,), "the adapted model has more layers than the base"),
-    ("trainable_token_indices", (None,), "single rows of the embedding were trained"),
     ("alora_invocation_tokens", (None,), "activated LoRA applies to some tokens only"),
     ("arrow_config", (None,), "Arrow routes between adapters by token"),
     ("use_qalora", (False, None), "QA-LoRA pools the inputs"),
@@ -69,6 +65,29 @@ _UNMERGEABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("monteclora_config", (None,), "MonteCLoRA samples its weights"),
     ("megatron_config", (None,), "Megatron layers are laid out differently"),
 )
+"""Variants of LoRA that compute something else than W + s B A, for merging and packed experts."""
+
+_UNMERGEABLE: tuple[Variant, ...] = (
+    *LORA_VARIANTS,
+    (
+        "init_lora_weights",
+        (True, False, None, "gaussian", "eva", "orthogonal"),
+        "this initialization changed the base weights, which the adapter's folder does not hold",
+    ),
+    ("trainable_token_indices", (None,), "single rows of the embedding were trained"),
+)
+
+
+def unsupported(
+    variants: Iterable[Variant], read: Callable[[str, Any], Any]
+) -> tuple[str, Any, str] | None:
+    """Return field, value and reason of the first variant that is on; `read(field, default)`."""
+    for name, off, why in variants:
+        value = read(name, off[0])
+        # By identity: 0 is not False here, and a config object need not compare with one.
+        if not any(value is one or (isinstance(value, str) and value == one) for one in off):
+            return name, value, why
+    return None
 
 
 @dataclass(frozen=True)
@@ -220,14 +239,13 @@ def _refuse_unmergeable(folder: Path, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise AdapterError(f"{folder} holds a {kind} adapter; only LORA adapters can be merged.")
-    for name, off, why in _UNMERGEABLE:
-        value = config.get(name)
-        if not any(value is one or (isinstance(one, str) and value == one) for one in off):
-            shown = value if isinstance(value, (bool, int, str)) else "set"
-            raise AdapterError(
-                f"{folder} was trained with {name}={shown}, which cannot be merged into plain "
-                f"weights here: {why}."
-            )
+    if found := unsupported(_UNMERGEABLE, config.get):
+        name, value, why = found
+        shown = value if isinstance(value, (bool, int, str)) else "set"
+        raise AdapterError(
+            f"{folder} was trained with {name}={shown}, which cannot be merged into plain "
+            f"weights here: {why}."
+        )
 
 
 _Pair = dict[str, str]

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from functools import partial
 
 from peft import LoraConfig, PeftConfig, PeftType
 from torch import nn
 
+from ..checkpoint.adapter import LORA_VARIANTS, Variant, unsupported
 from ..errors import ConfigError
 from ..experts.forward import can_serve
 from ..packing.parametrize import read_packed
 
-# Settings that PEFT cannot apply to an expert parameter, or that need the unpacked weight: field,
-# values that leave it off, and the reason.
-_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("use_dora", (False,), "DoRA needs the norm of each unpacked weight row"),
+_UNSUPPORTED: tuple[Variant, ...] = (
+    *LORA_VARIANTS,
     ("lora_bias", (False,), "an expert weight has no bias for LoRA to add to"),
     ("init_lora_weights", (True, False, "gaussian"), "it reads or changes the unpacked weights"),
     ("fan_in_fan_out", (False, None), "expert weights carry their own orientation"),
-    ("use_qalora", (False,), "QA-LoRA pools Linear inputs"),
-    ("use_bdlora", (None, False), "block-diagonal LoRA is defined for Linear layers"),
-    ("velora_config", (None,), "VeLoRA is defined for Linear layers"),
-    ("kasa_config", (None,), "KaSA rewrites the unpacked weights"),
-    ("monteclora_config", (None,), "MonteCLoRA is defined for Linear layers"),
-    ("arrow_config", (None,), "Arrow routes between Linear adapters"),
-    ("alora_invocation_tokens", (None,), "activated LoRA masks tokens by their order"),
-    ("layer_replication", (None,), "replicated layers would share packed storage"),
-    ("megatron_config", (None,), "Megatron layers are not packed"),
 )
 
 
@@ -63,15 +53,13 @@ def check_supported(
                 f"target_parameters names {name}, a weight of shape {shape}: PEFT adapts "
                 "parameters of two or three dimensions; leave it out."
             )
-    for field, off, reason in _UNSUPPORTED:
-        value = getattr(config, field, off[0])
-        # By identity: 0 is not False here, and a config object need not compare with one.
-        if not any(value is one or (isinstance(value, str) and value == one) for one in off):
-            shown = value if isinstance(value, (bool, int, str)) else type(value).__name__
-            raise ConfigError(
-                f"{field}={shown!r} does not work for LoRA on packed experts ({first}): {reason}; "
-                "unset it, or leave the experts out of target_parameters."
-            )
+    if found := unsupported(_UNSUPPORTED, partial(getattr, config)):
+        field, value, reason = found
+        shown = value if isinstance(value, (bool, int, str)) else type(value).__name__
+        raise ConfigError(
+            f"{field}={shown!r} does not work for LoRA on packed experts ({first}): {reason}; "
+            "unset it, or leave the experts out of target_parameters."
+        )
     if not is_lora(config):
         raise ConfigError(
             f"{type(config).__name__} does not work for packed experts ({first}); use a LoraConfig "
