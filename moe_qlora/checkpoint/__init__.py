@@ -14,7 +14,8 @@ a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit fold
     save, quantize    write a packed folder: from a packed model, from a 16-bit folder
     source            which checkpoint a folder holds, and which base an adapter has, by content
     adapter, tied_weights    an adapter as deltas to weights; tied weights
-    base, rounding, merge    the base's weights; rounding as in training; the merged folder
+    training_codec    the codec that an adapter was trained on, by its note; its model card
+    base, merge       the base's weights; the merged folder
     verify            is a folder whole, and what did packing cost its weights
     cpus              how many CPUs this process may use
 """

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from ..errors import AdapterError, CheckpointError
 from ..layout import listed, unwrapped_name
 from ..models.files import check_patterns, read_json
-from .integrity import own_name
+from .integrity import canonical_name
 from .reader import Checkpoint, inside, parse_fields
 
 CONFIG = "adapter_config.json"
@@ -260,7 +260,7 @@ class Resolver:
     ) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-        self._known = partial(own_name, model)
+        self._known = partial(canonical_name, model)
         self._disk = disk
         self._adapter = adapter
         wanted = adapter.settings.target_parameters or ()

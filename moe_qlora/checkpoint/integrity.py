@@ -242,8 +242,8 @@ def check_packed_weight(folder: Path, name: str, manifest: Manifest) -> None:
         raise CheckpointError(f"{folder}: the packed weight {name} {problem}.")
 
 
-def own_name(model: Any, name: str, names: Container[str]) -> str | None:
-    """Return a name as a model has it, with or without the prefix of the model's body, or None."""
+def canonical_name(model: Any, name: str, names: Container[str]) -> str | None:
+    """Return the name with or without `base_model_prefix`, whichever is in `names`, or None."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     candidates = (name, prefix + name, name.removeprefix(prefix))
     return next((candidate for candidate in candidates if candidate in names), None)
@@ -318,7 +318,7 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
     for name, entry in manifest.tensors.items():
         if name in owned and name not in packed:
             continue
-        own = own_name(model, name, shapes)
+        own = canonical_name(model, name, shapes)
         if own is None:
             if name.endswith(ends) or RECORD in name:
                 yield f"{name} belongs to no packed weight"

@@ -22,7 +22,7 @@ from ..models.files import check_patterns
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings, packed_nbytes, why_not_packed
 from ..world import Share
-from .integrity import own_name, settings_problem
+from .integrity import canonical_name, settings_problem
 from .manifest import Manifest
 from .prequantized import PrequantizedCheckpoint
 from .reader import DTYPES, Checkpoint
@@ -170,7 +170,7 @@ def reload_spec(
     own_dtype = manifest.config.get("dtype")
     spec.recasts = bool(dtype and own_dtype) and dtype != getattr(torch, str(own_dtype), None)
     for name in manifest.experts:
-        own, how = own_name(model, name, by_name), manifest.settings_of(name)
+        own, how = canonical_name(model, name, by_name), manifest.settings_of(name)
         if own is not None and how.codec.is_kept:
             spec.kept |= dict.fromkeys(by_name[own].names, how)
     return spec
@@ -182,7 +182,7 @@ def _packed_params(
     """Return the model's expert weights that a manifest says are packed, by all their names."""
     params: dict[str, ExpertParam] = {}
     for name, entry in manifest.experts.items():
-        own = own_name(model, name, by_name)
+        own = canonical_name(model, name, by_name)
         if own is None:
             raise CheckpointError(
                 f"{folder} holds the packed weight {name}, which a {type(model).__name__} does not "
@@ -195,7 +195,7 @@ def _packed_params(
                 f"config gives {tuple(param.shape)}: config.json is not the one it was saved with."
             )
         # Nothing is tied on the meta device yet: a weight's aliases are parameters by themselves.
-        for tied in (own, *(own_name(model, alias, by_name) for alias in entry.aliases)):
+        for tied in (own, *(canonical_name(model, alias, by_name) for alias in entry.aliases)):
             if tied is not None:
                 params |= dict.fromkeys(by_name[tied].names, by_name[tied])
     return params

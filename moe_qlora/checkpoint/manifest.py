@@ -1,6 +1,6 @@
-"""The manifest of a packed folder: which files belong to it, and what is packed in them and how.
+"""The manifest of a packed folder: its files, its packed weights and their codecs.
 
-FORMAT.md, beside this file, has every file and key. In short:
+FORMAT.md in this folder specifies every file and key. In short:
 
     config.json             names the manifest (the "mark", under `moe_qlora`)
     moe_qlora-<hash>.json   the manifest, named by a checksum of its content; names the shards
@@ -41,23 +41,23 @@ from .reader import (
 
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
-FORMAT_VERSION, KEPT_VERSION = 2, 3
-"""Of folders that bitsandbytes' codec alone has packed; of those with weights that keep their own.
+FORMAT_VERSION, NATIVE_VERSION = 2, 3
+"""Folders packed by one bitsandbytes codec, and folders that also have native (MXFP4) codes.
 
-A reader of version 2 would take the second for damaged ones.
+A reader of version 2 would call the latter damaged.
 """
 SENTENCE = (
     "The experts in this folder are packed by moe_qlora: install that package, and load the folder "
     "inside `with moe_qlora.enabled():`."
 )
-"""What stock transformers quotes when it is asked to load a packed folder."""
+"""Stock transformers quotes it in its error when it is asked to load a packed folder."""
 EARLIER_SENTENCES = (
     (
         f"The experts in this folder are packed by moe_qlora: {'pip install'} moe-qlora, and load "
         "it inside `with moe_qlora.enabled():`."
     ),
 )
-"""What it quotes of folders that earlier versions wrote; no registry has the package."""
+"""The sentence in folders of earlier versions, which must load; no registry has the package."""
 
 SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")
@@ -77,9 +77,9 @@ def _check_codec(codec: dict[str, Any]) -> dict[str, Any]:
     return codec
 
 
-def _check_kept_codec(codec: dict[str, Any] | None) -> dict[str, Any] | None:
+def _check_native_codec(codec: dict[str, Any] | None) -> dict[str, Any] | None:
     if codec is not None and not CodecSettings.from_dict(_check_codec(codec)).codec.is_kept:
-        raise ValueError("expected one that keeps a checkpoint's own codes")
+        raise ValueError("expected a codec of native codes")
     return codec
 
 
@@ -87,13 +87,13 @@ def _check_kept_codec(codec: dict[str, Any] | None) -> dict[str, Any] | None:
 class PackedEntry:
     """A packed expert weight: its decoded shape and dtype ("bfloat16"), and its tied names.
 
-    `codec` is of a weight that keeps its checkpoint's own codes; None for the manifest's codec.
+    `codec` is set for native codes; None stands for the manifest's codec.
     """
 
     shape: Annotated[tuple[_Positive, ...], Field(min_length=2, max_length=64)]
     dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
     aliases: tuple[str, ...] = ()
-    codec: Annotated[dict[str, Any] | None, AfterValidator(_check_kept_codec)] = None
+    codec: Annotated[dict[str, Any] | None, AfterValidator(_check_native_codec)] = None
 
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
@@ -152,21 +152,21 @@ class Manifest:
         return CodecSettings.from_dict(self.codec)
 
     def settings_of(self, name: str) -> CodecSettings:
-        """Return how a packed weight is packed, an expert's or a Linear layer's."""
+        """Return the codec of a packed weight, an expert's or a Linear layer's."""
         entry = self.experts.get(name)
         own = None if entry is None else entry.codec
         return self.settings if own is None else CodecSettings.from_dict(own)
 
-    def kept(self) -> dict[str, CodecSettings]:
-        """Return how weights are packed that keep their checkpoint's own codes, by name."""
+    def native_codecs(self) -> dict[str, CodecSettings]:
+        """Return the codecs of weights that have their checkpoint's native codes, by name."""
         names = [name for name, entry in self.experts.items() if entry.codec is not None]
         return {name: self.settings_of(name) for name in names}
 
     @property
     def version(self) -> int:
         """Return the version of the format that the folder needs."""
-        kept = any(entry.codec is not None for entry in self.experts.values())
-        return KEPT_VERSION if kept else FORMAT_VERSION
+        native = any(entry.codec is not None for entry in self.experts.values())
+        return NATIVE_VERSION if native else FORMAT_VERSION
 
     @property
     def entry(self) -> str:
@@ -189,7 +189,7 @@ class Manifest:
         return manifest_name(self.to_bytes())
 
     def config_bytes(self, sentence: str = SENTENCE) -> bytes:
-        """Return the content of config.json, which names this manifest."""
+        """Return the content of config.json, with the mark that names this manifest."""
         ours = {
             CONFIG_KEY: asdict(Mark(self.id, self.file_name, self.entry, self.version)),
             "transformers_weights": sentence,
@@ -199,7 +199,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
 class Mark:
-    """What config.json says under `moe_qlora`: of the manifest, and its first shard."""
+    """The entry `moe_qlora` of config.json: names the manifest and its first shard."""
 
     id: str
     manifest: Annotated[str, Field(pattern=f"^{MANIFEST_NAME.pattern}$")]
@@ -208,7 +208,7 @@ class Mark:
 
 
 def manifest_name(content: bytes) -> str:
-    """Return the name of a manifest's file, given what is in it."""
+    """Return the file name of a manifest with this content."""
     return f"moe_qlora-{hashlib.sha256(content).hexdigest()[:16]}.json"
 
 
@@ -217,21 +217,21 @@ def manifest_id(
     codec: Mapping[str, Any],
     experts: Mapping[str, PackedEntry] | None = None,
 ) -> str:
-    """Return the id of a save: equal for equal tensors under equal names that were packed alike."""
+    """Return the id of a save, a hash of tensors, their names and codecs."""
     table = {key: [t.dtype, list(t.shape), t.sha256] for key, t in tensors.items()}
     own = {name: entry.codec for name, entry in (experts or {}).items() if entry.codec is not None}
     return _digest({"tensors": table, "codec": dict(codec), **({"experts": own} if own else {})})
 
 
 def shard_names(identity: str, shards: Sequence[ShardEntry]) -> list[str]:
-    """Return the names of a save's shards: equal names for equal files, others for all others."""
+    """Return the names of a save's shards, which contain a hash of the files."""
     tag = _digest({"id": identity, "shards": [asdict(shard) for shard in shards]})[:8]
     of = len(shards)
     return [f"model-{tag}-{number:05d}-of-{of:05d}.safetensors" for number in range(1, of + 1)]
 
 
 def _digest(value: Mapping[str, Any]) -> str:
-    """Return the checksum of a JSON value; whitespace and the order of keys do not change it."""
+    """Return the checksum of a JSON value, whatever the order of its keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -248,7 +248,7 @@ def tensor_entries(files: Sequence[Path]) -> dict[str, TensorEntry]:
 
 
 def checksum(info: TensorInfo) -> str:
-    """Return the sha256 of a tensor's bytes, which are read a piece at a time."""
+    """Return the sha256 of a tensor's bytes, read in pieces."""
     digest = hashlib.sha256()
     with reading(info.file), info.file.open("rb") as file:
         left, offset = info.nbytes, info.offset
@@ -270,7 +270,7 @@ def shard_entry(file: Path) -> ShardEntry:
 
 
 def read_mark(folder: str | Path) -> Mark | None:
-    """Return what a folder's config.json says of a manifest; None where it is absent or plain."""
+    """Return the mark in a folder's config.json; None if there is no config.json or no mark."""
     if not os.path.lexists(Path(folder) / CONFIG):
         return None
     file = inside(Path(folder), CONFIG)
@@ -279,7 +279,7 @@ def read_mark(folder: str | Path) -> Mark | None:
 
 
 def parse_mark(value: Any, file: Path = Path(CONFIG)) -> Mark:
-    """Check what a config says under `moe_qlora`."""
+    """Check the entry `moe_qlora` of a config."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} is damaged: {CONFIG_KEY} is {value!r:.80}, and no object.")
     return _parse(Mark, value, file, f"{CONFIG_KEY}.")
@@ -311,22 +311,22 @@ def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | No
 
 
 def is_packed(folder: str | Path) -> bool:
-    """Whether a folder's config.json says that this package packed it."""
+    """True if the folder's config.json has the mark of a packed folder."""
     return read_mark(folder) is not None
 
 
 def has_manifest(folder: Path) -> bool:
-    """Whether a manifest lies in a folder, whatever config.json says."""
+    """True if the folder contains a manifest, whatever config.json says."""
     return any(MANIFEST_NAME.fullmatch(file.name) for file in folder.glob("moe_qlora-*.json"))
 
 
 def _parse(kind: type[_T], value: dict[str, Any], file: Path, prefix: str = "") -> _T:
-    """Build a mark or manifest from JSON, having checked its format version and every field."""
+    """Build a mark or manifest from JSON; check its format version and every field."""
     version = value.pop("format_version", None)
-    if version not in (FORMAT_VERSION, KEPT_VERSION) or isinstance(version, bool):
+    if version not in (FORMAT_VERSION, NATIVE_VERSION) or isinstance(version, bool):
         raise CheckpointError(
             f"{file} has {prefix}format_version {version!r:.80}, and this version of moe_qlora "
-            f"reads {FORMAT_VERSION} and {KEPT_VERSION}: pack the model again, or install the "
+            f"reads {FORMAT_VERSION} and {NATIVE_VERSION}: pack the model again, or install the "
             "version that wrote it."
         )
     if kind is Mark:
@@ -341,7 +341,7 @@ def _parse(kind: type[_T], value: dict[str, Any], file: Path, prefix: str = "") 
 
 
 def _check(folder: Path, file: Path, manifest: Manifest) -> None:
-    """Raise where the parts of a manifest contradict each other, or lead out of its folder."""
+    """Raise if parts of a manifest contradict each other, or name a file outside its folder."""
     for name in manifest.shards:
         inside(folder, name)
     for key, tensor in manifest.tensors.items():

@@ -35,7 +35,7 @@ from ..models import named as checkpoint_source
 from ..models.files import MAX_JSON, read_json
 from ..packing import codec
 from ..progress import Progress, reporting
-from . import rounding
+from . import training_codec
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import Adapter, LoraDelta, Resolver, Updates, check_adapter_patterns, open_adapter
 from .base import FLOATS, Base, PackedBase, PlainBase, resolve_plain
@@ -44,11 +44,11 @@ from .load_spec import kept_dtypes
 from .manifest import CONFIG, CONFIG_KEY, is_packed
 from .prequantized import plain_json
 from .reader import INDEX, check_plain, index_of
-from .rounding import Rounding
 from .save import auxiliary_files, copy_auxiliary_files
 from .source import identify, take
 from .staging import absolute, check_new, new_folder
 from .tied_weights import move_to_stored_names
+from .training_codec import TrainingCodec
 from .writer import ShardWriter
 
 # Keys of config.json that a plain folder does not have.
@@ -142,15 +142,15 @@ def merge_adapter(
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
         updates = Resolver(model, shapes, lora).resolve()
         if not any_base:
-            rounding.check_noted_base(
+            training_codec.check_noted_base(
                 lora.folder, lambda names: take(model, str(base), names, opened.first_rows)
             )
-        training: Rounding | None = None
+        training: TrainingCodec | None = None
         if like_training and not packed:
             asked = quantization_config
             if asked is not None:
-                asked = rounding.from_config(build_model(), asked)
-            training = rounding.choose(lora.folder, asked)
+                asked = training_codec.from_config(build_model(), asked)
+            training = training_codec.choose(lora.folder, asked)
         elif quantization_config is not None:
             raise ConfigError("The base is packed, so it says itself how; leave the codec out.")
         merge = _Merge(opened, lora, updates, model, training, dtype)
@@ -212,7 +212,7 @@ class _Merge:
         adapter: Adapter,
         updates: Updates,
         model: nn.Module,
-        training: Rounding | None,
+        training: TrainingCodec | None,
         dtype: torch.dtype | None,
     ) -> None:
         self._base, self._adapter, self._training = base, adapter, training

@@ -34,8 +34,8 @@ from ..layout import ExpertParam, unwrapped_name
 from ..models.files import MAX_CONFIG, read_json, read_raw
 from .adapter import CONFIG, WEIGHTS, LoraSettings
 from .reader import Checkpoint, inside, parse_fields
-from .rounding import NOTE
 from .staging import WRITE_ERRORS, not_written
+from .training_codec import NOTE
 
 PREFIX = "base_model.model."
 ROLE_OF_LEAF = {

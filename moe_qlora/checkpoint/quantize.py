@@ -43,11 +43,11 @@ from .integrity import INT8_FORMAT
 from .load_spec import LoadSpec, kept_dtypes, packing_spec
 from .manifest import CONFIG, Manifest, PackedEntry, is_packed
 from .reader import check_plain, read_header
-from .rounding import from_config
 from .save import copy_auxiliary_files
 from .source import Identity, identify
 from .staging import absolute, check_new, new_folder
 from .tied_weights import stored_apart
+from .training_codec import from_config
 from .writer import GrowingShard, plan_shards
 
 
@@ -98,7 +98,7 @@ def quantize_checkpoint(
             "huggingface_hub.snapshot_download)."
         )
     check_new(out)
-    config = own_config(quantization_config)
+    config = copy_config(quantization_config)
     identity = identify(folder)  # before anything of it is read
     save.auxiliary_files(folder)
     model = build_model(folder, dtype, trust_remote_code)
@@ -120,8 +120,8 @@ def quantize_checkpoint(
         return save.finish_packed(work, shards, job.experts(), job.spec.settings, source=origin)
 
 
-def own_config(config: Any) -> Any:
-    """Return a copy of the caller's config, as a `BitsAndBytesConfig`."""
+def copy_config(config: Any) -> Any:
+    """Return a copy of a `BitsAndBytesConfig` or of its dict, as the class."""
     from transformers import BitsAndBytesConfig
 
     if isinstance(config, Mapping):

@@ -1,19 +1,77 @@
-"""`doctor`: what of this environment runs packed experts fast, what falls back, what breaks."""
+"""`doctor`: examine this environment, and how a model's expert layers are computed in it.
+
+`layer_kinds` packs the model on meta, as a memory plan does, and asks `experts/backend.py` for the
+backend and the reason, as a forward with LoRA would. Each known problem is a function: its
+docstring says which versions it was seen with.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..detection.detect import detect
 from ..errors import ConfigError
+from ..experts.backend import (
+    FUSED,
+    UNPACKED,
+    Backend,
+    choose_backend,
+    layer_kernels,
+    read_call,
+    suits,
+)
+from ..experts.forward import can_serve
+from ..experts.operands import LoraFactors
+from ..kernels.cards import Card
+from ..layout import ExpertsModule, ModelLayout, name_pattern, unwrapped_name
 from ..lora.names import base_model
+from ..memory import meta_model
 from ..memory.attention import EagerAttention, eager_attention, set_attention
-from ..memory.source import source_of
+from ..memory.source import ModelSource, source_of
 from ..models import named
-from . import combinations, report
-from .report import PROBLEM, Diagnosis, Finding, LayerKind
+from ..packing import parametrize
+from . import report
+from .report import PROBLEM, WARNING, Device, Diagnosis, Finding, LayerKind, Versions
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_CURES = (
+    ("is to be computed in", "Set bnb_4bit_compute_dtype to the dtype of the model."),
+    ("ranks of the adapters", "Train with a lower rank."),
+    ("are torch.float32", "Load the model in bfloat16."),
+    ("is not packed", "Look at llm_int8_skip_modules."),
+    ("no expert weight is packed", "Look at llm_int8_skip_modules."),
+)
+"""What to do, by words of a backend's reason; the others are the model's own."""
+_NO_CURE = "Nothing to change: this model type has no faster path here."
+_LIGER_FAILS = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
+OWN_FORWARD = "own forward"
+LINEAR_LAYERS = "Linear layers"
+
+COSTS = {
+    OWN_FORWARD: (
+        "A layer's dequantized weights are kept for backward: 1,441 MiB, not 114 MiB, and 1.4 "
+        "times the time of a step without any LoRA on them (Qwen3-30B-A3B's layer, 4,096 tokens, "
+        "H200: peer=bnb beside peer=ours of commit 88efafc in tools/bench/results/layer.csv)."
+    ),
+    "projection by projection": (
+        "Two dequantized weights and a gate of their own, one after the other; how much slower "
+        "that is than the fused layer was not measured."
+    ),
+    "reference loop": (
+        "Expert by expert: on a GPU it waits for the device once a projection and starts some ten "
+        "kernels an expert (tools/bench/NOTES.md); its time was not measured."
+    ),
+    "unpacked": "16-bit experts, and no LoRA of this package on them.",
+}
+"""By backend, what it costs beside the fused layer, and where that was measured."""
+
+_TOKENS = 4096  # any number over 0: it decides nothing but within the fused layer
 
 
 def doctor(
@@ -67,7 +125,7 @@ def doctor(
         config: Any = getattr(model, "config", None)
         label = getattr(config, "name_or_path", "") or type(base_model(model)).__name__
         model_type = getattr(config, "model_type", None)
-        kinds, eager = combinations.adapted_kinds(model, card), eager_attention(base_model(model))
+        kinds, eager = adapted_kinds(model, card), eager_attention(base_model(model))
     elif model is not None:
         source = source_of(model, quantization_config, asked.get("dtype"), trust_remote_code)
         label, notes = source.label, source.notes
@@ -76,12 +134,12 @@ def doctor(
         if asked.get("attention") is not None:
             set_attention(built, asked["attention"])
         eager = eager_attention(built)
-        kinds = combinations.layer_kinds(built, source, card, rank)
+        kinds = layer_kinds(built, source, card, rank)
     if model is not None and not kinds:
         notes = (*notes, "The model has no experts.")
     found = report.findings(installed)
     releases = report.releases(installed)
-    found += combinations.findings(releases, device, card, model_type, kinds, eager)
+    found += known_problems(releases, device, card, model_type, kinds, eager)
     found += [Finding(PROBLEM, fault, "") for fault in (file.faults if file else ())]
     return Diagnosis(
         installed,
@@ -92,3 +150,213 @@ def doctor(
         tuple(sorted(found, key=lambda finding: finding.severity != PROBLEM)),
         notes,
     )
+
+
+def known_problems(
+    versions: Versions,
+    device: Device,
+    card: Card,
+    model_type: str | None,
+    layers: Iterable[LayerKind],
+    eager: EagerAttention | None = None,
+) -> list[Finding]:
+    """Return the known problems of this environment and model, with what to do about each."""
+    found = [
+        *_liger(versions, model_type),
+        *_sharding(versions),
+        *_llama_factory(versions),
+        *_ms_swift(versions),
+        *_torch_build(device),
+        *_kernels(device, card),
+        *_slow_layers(device, card, layers),
+        *_slow_attention(card, eager),
+    ]
+    return sorted(found, key=lambda finding: finding.severity != PROBLEM)
+
+
+def _liger(versions: Versions, model_type: str | None) -> Iterable[Finding]:
+    """Liger 0.8.5 imports classes of outputs that transformers 5.23 has no more: an ImportError."""
+    liger, host = versions.get("liger-kernel", ()), versions.get("transformers", ())
+    if not liger or liger > (0, 8, 5) or host < (5, 23):
+        return
+    if model_type in _LIGER_FAILS or model_type is None:
+        yield Finding(
+            WARNING if model_type is None else PROBLEM,
+            f"Liger {_text(liger)} raises an ImportError for {', '.join(_LIGER_FAILS)} under "
+            f"transformers {_text(host)}.",
+            "Leave use_liger_kernel out for these, or install a later liger-kernel.",
+        )
+
+
+def _sharding(versions: Versions) -> Iterable[Finding]:
+    """Before torch 2.13 FSDP2 asks gradients of integer shards, and mixed precision casts them."""
+    installed = versions.get("torch", ())
+    if installed and installed < (2, 13):
+        yield Finding(
+            WARNING,
+            f"fully_shard of torch {_text(installed)} asks gradients of packed codes, and casts "
+            "them in mixed precision.",
+            "On several GPUs use `with moe_qlora.shards_integers():` around it, or torch 2.13.",
+        )
+
+
+def _llama_factory(versions: Versions) -> Iterable[Finding]:
+    """LLaMA-Factory 0.9.5 was run under transformers 5.23."""
+    installed, host = versions.get("llamafactory", ()), versions.get("transformers", ())
+    if installed and installed <= (0, 9, 5) and host > (5, 6):
+        yield Finding(
+            WARNING,
+            f"The gradient checkpointing of LLaMA-Factory {_text(installed)} fails under "
+            f"transformers {_text(host)}, with any model.",
+            "Set disable_gradient_checkpointing: true and gradient_checkpointing: true.",
+        )
+
+
+def _ms_swift(versions: Versions) -> Iterable[Finding]:
+    """`swift rlhf` of 4.6.0 needs TRL below 1.0; `swift sft` was run beside 1.16."""
+    installed, trl = versions.get("ms-swift", ()), versions.get("trl", ())
+    if installed and installed <= (4, 6, 0) and trl >= (1, 0):
+        yield Finding(
+            WARNING,
+            f"`swift rlhf` of ms-swift {_text(installed)} needs TRL below 1.0, and {_text(trl)} "
+            "is installed; `swift sft` runs.",
+            "For rlhf install trl 0.29.",
+        )
+
+
+def _torch_build(device: Device) -> Iterable[Finding]:
+    """A driver of NVIDIA's is there, and torch does not see it."""
+    built = torch.version.cuda is not None or torch.version.hip is not None
+    if device.here and _DRIVER.exists() and not torch.cuda.is_available():
+        what = "sees no GPU" if built else "is built without CUDA"
+        yield Finding(
+            PROBLEM,
+            f"NVIDIA's driver is loaded, and torch {torch.__version__} {what}.",
+            "Look at CUDA_VISIBLE_DEVICES and the driver's version (nvidia-smi)."
+            if built
+            else "Install torch with CUDA (https://pytorch.org/get-started).",
+        )
+
+
+def _kernels(device: Device, card: Card) -> Iterable[Finding]:
+    """The fused kernels have no Triton, or too old a card."""
+    if card.maker == "nvidia" and card.capability < (8, 0):
+        yield Finding(
+            WARNING,
+            f"{device.name} has compute capability {device.capability}, and the fused kernels "
+            "need 8.0: experts are computed expert by expert.",
+            "Train on Ampere or later.",
+        )
+    elif card.maker in ("nvidia", "amd") and layer_kernels() is None:
+        yield Finding(
+            PROBLEM,
+            f"Triton is not installed, so that {device.name} computes without the fused kernels.",
+            "pip install triton",
+        )
+
+
+def _slow_layers(device: Device, card: Card, layers: Iterable[LayerKind]) -> Iterable[Finding]:
+    """Layers that fall back on a GPU that has the kernels for others."""
+    slow = [layer for layer in layers if not layer.fast] if suits(card) else []
+    for reason in dict.fromkeys(layer.reason for layer in slow):
+        count = sum(layer.count for layer in slow if layer.reason == reason)
+        yield Finding(
+            WARNING,
+            f"{count} expert layers are not computed by the fused layer on {device.name}: "
+            f"{reason}.",
+            next((cure for words, cure in _CURES if words in reason), _NO_CURE),
+        )
+
+
+def _slow_attention(card: Card, eager: EagerAttention | None) -> Iterable[Finding]:
+    """Attention is eager on a GPU that runs the kernels which the class supports."""
+    if eager is not None and suits(card):
+        yield Finding(WARNING, eager.what, eager.cure)
+
+
+def _text(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+def layer_kinds(
+    model: nn.Module, source: ModelSource, card: Card, rank: int
+) -> tuple[LayerKind, ...]:
+    """Return each kind of expert layer of a source's model, as it will be computed on a card."""
+    meta = meta_model.pack(
+        model,
+        source.quantization,
+        linears=source.linears,
+        experts=source.experts,
+        kept=source.kept,
+    )
+    return _count(meta.base, meta.layout, partial(_backend, card=card, rank=rank))
+
+
+def adapted_kinds(model: nn.Module, card: Card) -> tuple[LayerKind, ...]:
+    """Return the same of a model with adapters, for those that are active now."""
+    base = base_model(model)
+    return _count(base, detect(base), partial(_backend, card=card, rank=None))
+
+
+def _count(
+    model: nn.Module, layout: ModelLayout, backend: Callable[..., Backend]
+) -> tuple[LayerKind, ...]:
+    counted: dict[LayerKind, int] = {}
+    for entry in layout.modules:
+        kind = _kind(entry, backend(model.get_submodule(entry.name), entry))
+        counted[kind] = counted.get(kind, 0) + 1
+    for experts in layout.linear_experts:
+        why = "experts are lists of Linear layers, which bitsandbytes packs and computes"
+        kind = _row(name_pattern(experts.name), "nn.Linear", LINEAR_LAYERS, why, "")
+        counted[kind] = counted.get(kind, 0) + 1
+    return tuple(
+        LayerKind(k.pattern, n, k.class_name, k.backend, k.reason, k.fast, k.cost)
+        for k, n in counted.items()
+    )
+
+
+def _kind(entry: ExpertsModule, chosen: Backend) -> LayerKind:
+    cost = COSTS.get(chosen.name, "")
+    pattern = name_pattern(unwrapped_name(entry.name))
+    return _row(pattern, entry.class_name, chosen.name, chosen.reason, cost)
+
+
+def _row(pattern: str, class_name: str, name: str, reason: str, cost: str) -> LayerKind:
+    fast = name in (FUSED.name, LINEAR_LAYERS)
+    return LayerKind(pattern, 1, class_name, name, reason, fast, cost)
+
+
+def _backend(module: nn.Module, entry: ExpertsModule, card: Card, rank: int | None) -> Backend:
+    """Return what computes an experts module in training, with LoRA of this rank on all of it.
+
+    None is the LoRA that it has.
+    """
+    names = [param.parameter_name for param in entry.parameters]
+    if not any(parametrize.is_packed(module, name) for name in names):
+        return UNPACKED
+    if not can_serve(module):
+        why = "the class does not compute through transformers' experts interface"
+        return Backend(OWN_FORWARD, why)
+    host: Any = module
+    call = read_call(host, torch.empty(0))  # hidden states on meta have no autocast to ask for
+    if rank is not None:
+        first, second = (_factors(weight, rank) for weight in call.weights)
+        call = call._replace(lora=(first, second))
+    packed = next(name for name in names if parametrize.is_packed(module, name))
+    device = parametrize.read_packed(module, packed).device
+    return choose_backend(host, call._replace(x=_hidden_states(entry, device), card=card))
+
+
+def _hidden_states(entry: ExpertsModule, device: torch.device) -> torch.Tensor:
+    """Return `(tokens, hidden)`, in the dtype that the experts had before packing; no memory."""
+    first, dtype = entry.parameters[0], getattr(torch, entry.parameters[0].dtype_name)
+    return torch.empty((), dtype=dtype, device=device).expand(_TOKENS, first.in_features or 1)
+
+
+def _factors(weight: Any, rank: int) -> tuple[LoraFactors, ...]:
+    """Return an adapter's factors of a weight `(E, ...)` on meta, in float32 as PEFT's are."""
+    if weight is None or len(weight.shape) != 3:  # not packed, or refused for its shape
+        return ()
+    experts, rows, columns = weight.shape
+    a = torch.empty(experts * rank, columns, device="meta")
+    return (LoraFactors(a, torch.empty(rows, rank * experts, device="meta"), 1.0),)

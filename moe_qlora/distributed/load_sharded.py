@@ -31,19 +31,19 @@ from transformers import initialization as init
 
 from ..checkpoint.integrity import (
     FolderCheck,
+    canonical_name,
     model_problems,
     open_shards,
-    own_name,
     packed_names,
     warn_of_changes,
 )
 from ..checkpoint.load_spec import reload_spec
 from ..checkpoint.manifest import Manifest, is_packed
-from ..checkpoint.quantize import PackingJob, build_model, own_config
+from ..checkpoint.quantize import PackingJob, build_model, copy_config
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.rounding import from_config
 from ..checkpoint.source import file_facts
 from ..checkpoint.staging import absolute
+from ..checkpoint.training_codec import from_config
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
 from ..hf.kept import refuse_to_shard
@@ -116,7 +116,7 @@ def load_sharded(
     def facts() -> dict[str, Any]:
         nonlocal folder
         folder = _local_folder(source, download)
-        config = None if quantization_config is None else own_config(quantization_config)
+        config = None if quantization_config is None else copy_config(quantization_config)
         asked = {"dtype": dtype, "attn_implementation": attn_implementation}
         asked |= {"quantization_config": config, "lora_config": lora_config}
         return asked | file_facts(folder)
@@ -197,7 +197,7 @@ class ShardedModel:
 
 def blank_model(model: Any, config: Any) -> BlankModel:
     """Return a model on meta, as it was built in the dtype to load it in, as one to pack."""
-    config = own_config(config)
+    config = copy_config(config)
     settings = CodecSettings.from_config(config)
     layout = detect(model)
     params = tuple(weights_to_pack(model, layout, config, settings))
@@ -307,7 +307,7 @@ def _open(
         return _open_packed(folder, dtype, device, trust_remote_code)
     if config is None:
         raise ConfigError(f"{folder} is not packed: give a quantization_config.")
-    config = own_config(config)
+    config = copy_config(config)
     model = build_model(folder, dtype, trust_remote_code)
     compute_buffers(model, device)
     job = PackingJob(folder, model, config, device)
@@ -342,7 +342,7 @@ def _open_packed(
     with init.no_tie_weights():
         model: Any = named.build(source, trust_remote_code=trust_remote_code)
     compute_buffers(model, device)
-    config = own_config(source.config.quantization_config)
+    config = copy_config(source.config.quantization_config)
     spec = reload_spec(model, config, model.dtype, manifest, folder)
     from_config(model, config)
     problem = next(model_problems(manifest, model), None)
@@ -373,7 +373,7 @@ class StoredWeights:
         self._aliases, self._packed = aliases_of(model), _packed_keys(model, manifest)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        self._plain = {own_name(model, key, names) or key: key for key in files}
+        self._plain = {canonical_name(model, key, names) or key: key for key in files}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtypes that 4-bit weights are decoded to, by their names."""
@@ -413,5 +413,5 @@ def _packed_keys(model: nn.Module, manifest: Manifest) -> dict[str, dict[str, st
     keys = {}
     for stored, parts in packed_names(manifest).items():
         ends = {SCALES if key.endswith(SCALES) else key.removeprefix(stored): key for key in parts}
-        keys[own_name(model, stored, names) or stored] = ends
+        keys[canonical_name(model, stored, names) or stored] = ends
     return keys

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoint.integrity import own_name
+from ..checkpoint.integrity import canonical_name
 from ..checkpoint.load_spec import LoadSpec
 from ..checkpoint.prequantized.config import MXFP4
 from ..checkpoint.prequantized.decode import CODES, SCALE
@@ -51,7 +51,7 @@ def weights_to_keep(model: Any, spec: LoadSpec) -> dict[str, CodecSettings]:
 def _keys(model: Any, name: str, spec: LoadSpec) -> list[str]:
     """Return the plain key that a parameter has in the files, if they hold it as a whole."""
     files = spec.prequantized
-    key = None if files is None else own_name(model, name, files)
+    key = None if files is None else canonical_name(model, name, files)
     return [] if key is None else [key]
 
 

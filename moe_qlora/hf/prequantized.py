@@ -25,7 +25,7 @@ from transformers.core_model_loading import WeightRenaming
 from ..checkpoint.load_spec import LoadSpec, kept_dtypes
 from ..checkpoint.prequantized import PrequantizedCheckpoint, maker_method, open_plain
 from ..checkpoint.prequantized.config import MakerConfig
-from ..checkpoint.quantize import own_config
+from ..checkpoint.quantize import copy_config
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError
 from .converters import Keep, PackingConverter
@@ -49,7 +49,7 @@ def preferring_bitsandbytes(stock: Any, is_on: Callable[[], bool]) -> Any:
             makers = from_folder if isinstance(from_folder, Mapping) else from_folder.to_dict()
             if maker_method({"quantization_config": makers}) is not None:
                 MakerConfig(makers)  # refuses what is not read, before anything is downloaded
-                config = own_config(from_caller)
+                config = copy_config(from_caller)
                 setattr(config, _MAKERS_CONFIG, makers)
                 return config
         return stock.__get__(None, cls)(from_folder, from_caller)

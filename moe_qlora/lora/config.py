@@ -16,10 +16,10 @@ from peft import LoraConfig, PeftConfig
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..checkpoint import rounding
-from ..checkpoint.card import facts_of, write_card
+from ..checkpoint import training_codec
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.source import TOP_K_FIELDS
+from ..checkpoint.training_codec import facts_of, write_card
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import name_pattern
@@ -89,7 +89,7 @@ def adapt_lora_config(
             f"lora_config is a {type(lora_config).__name__}: give a peft.LoraConfig, or another "
             "PEFT config."
         )
-    packing: rounding.Rounding | None = None
+    packing: training_codec.TrainingCodec | None = None
     if not isinstance(model, nn.Module):
         model, packing = blank_packed_model(
             model, quantization_config, trust_remote_code=trust_remote_code
@@ -108,7 +108,9 @@ class AdaptedLoraConfig(LoraConfig):
 
     _edits: Mapping[str, tuple[Any, Any]] = {}  # changed field -> (value set here, the caller's)
     _notes: tuple[str, ...] = ()  # warnings for a save, where stock PEFT would not load the file
-    _packed: rounding.Rounding | None = None  # what was packed, for the note that a merge reads
+    _packed: training_codec.TrainingCodec | None = (
+        None  # what was packed, for the note that a merge reads
+    )
     _awaited: frozenset[str] = frozenset()  # packed parameters that are not loaded yet
     _chosen: Chosen = MappingProxyType({})  # experts with LoRA, where these are not all
     _router: bool = False  # the word "all-linear" means routers as well
@@ -141,7 +143,7 @@ class AdaptedLoraConfig(LoraConfig):
             self.__dict__.update(adapted)
         if self._packed is not None:
             folder = Path(save_directory)
-            rounding.write_note(folder, self._packed, self._chosen)
+            training_codec.write_note(folder, self._packed, self._chosen)
             write_card(folder, facts_of(self.to_dict(), self._packed))
 
 
@@ -151,7 +153,7 @@ def adapt(
     experts: bool | Collection[str] | Mapping[str, Collection[int]] = False,
     router: bool = False,
     scale_expert_rank: bool | int = False,
-    to_be_loaded: rounding.Rounding | None = None,
+    to_be_loaded: training_codec.TrainingCodec | None = None,
     *,
     warns: bool = False,
 ) -> PeftConfig:
@@ -195,7 +197,9 @@ def adapt(
     if scale_expert_rank and targets.experts:
         _scale_rank(model, cast(LoraConfig, asked), targets.experts, scale_expert_rank)
     awaited = frozenset(targets.experts) if to_be_loaded else frozenset[str]()
-    adapted = make_adapted(asked, targets, to_be_loaded or rounding.from_packed(model), awaited)
+    adapted = make_adapted(
+        asked, targets, to_be_loaded or training_codec.from_packed(model), awaited
+    )
     if isinstance(adapted, AdaptedLoraConfig):
         adapted._chosen, adapted._router = {**earlier, **newly}, router
     return adapted
@@ -222,7 +226,7 @@ def spell_exactly(model: nn.Module, config: PeftConfig) -> PeftConfig:
 def make_adapted(
     config: PeftConfig,
     targets: Targets,
-    packed: rounding.Rounding | None = None,
+    packed: training_codec.TrainingCodec | None = None,
     awaited: frozenset[str] = frozenset(),
 ) -> PeftConfig:
     """Turn a copy of the caller's config into what PEFT gets: for LoRA an `AdaptedLoraConfig`."""
@@ -251,7 +255,7 @@ def become_adapted(
     config: LoraConfig,
     edits: Mapping[str, tuple[Any, Any]],
     notes: tuple[str, ...],
-    packed: rounding.Rounding | None,
+    packed: training_codec.TrainingCodec | None,
 ) -> None:
     """Make a LoraConfig an `AdaptedLoraConfig` in place, a host's own class included."""
     adapted: Any = config
@@ -311,7 +315,7 @@ def _same(left: Any, right: Any) -> bool:
 
 def blank_packed_model(
     model: str | Path | PretrainedConfig, quantization_config: Any, *, trust_remote_code: bool
-) -> tuple[nn.Module, rounding.Rounding]:
+) -> tuple[nn.Module, training_codec.TrainingCodec]:
     """Build a model on meta, packed as a load would pack it, and say what is packed.
 
     A `quantization_config` of None stands for the one in the checkpoint's own config.json.
@@ -330,7 +334,7 @@ def blank_packed_model(
         )
     new = partial(named.build, source, trust_remote_code=trust_remote_code)
     with named.quiet():
-        packed = rounding.from_config(new(), asked)
+        packed = training_codec.from_config(new(), asked)
     names: Collection[str] = packed.experts
     manifest = None
     if not isinstance(model, PretrainedConfig) and Path(model).is_dir():

@@ -19,7 +19,7 @@ from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weight
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ..checkpoint import rounding
+from ..checkpoint import training_codec
 from ..checkpoint.adapter import LoraSettings
 from ..checkpoint.reader import parse_fields
 from ..checkpoint.source import of_model
@@ -86,7 +86,7 @@ def check_base(
     """Compare a model with the one in the adapter's note; what lies on a hub has none here."""
     folder = Path(adapter) / (subfolder or "")
     if folder.is_dir():
-        rounding.check_noted_base(folder, lambda names: of_model(model, names))
+        training_codec.check_noted_base(folder, lambda names: of_model(model, names))
 
 
 def misfit(

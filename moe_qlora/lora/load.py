@@ -15,7 +15,7 @@ from peft.utils.save_and_load import load_peft_weights
 from safetensors import safe_open
 from torch import nn
 
-from ..checkpoint import per_expert, rounding
+from ..checkpoint import per_expert, training_codec
 from ..checkpoint.adapter import check_adapter_patterns
 from ..errors import AdapterError
 from . import fill
@@ -124,7 +124,7 @@ def _chosen_experts(
     The file then has zeros for the others, which any reader may take as they are.
     """
     folder = Path(adapter) / (subfolder or "")
-    chosen = rounding.chosen_experts(folder) if folder.is_dir() else None
+    chosen = training_codec.chosen_experts(folder) if folder.is_dir() else None
     return chosen if chosen and packed_parameters(base) else False
 
 
@@ -134,7 +134,7 @@ def config_to_train(folder: Path) -> PeftConfig:
     with reading(folder):
         config: Any = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False  # as saved, it would train nothing
-    if chosen := rounding.chosen_experts(folder):
+    if chosen := training_codec.chosen_experts(folder):
         config._chosen = chosen
     return config
 

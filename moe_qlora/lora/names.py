@@ -29,7 +29,7 @@ from peft.tuners.tuners_utils import (
 )
 from torch import nn
 
-from ..checkpoint import rounding
+from ..checkpoint import training_codec
 from ..detection.detect import detect
 from ..detection.tree import join
 from ..errors import AdapterError, ConfigError
@@ -227,7 +227,7 @@ def check_packed(model: nn.Module, *, unpacked_ok: bool, stacklevel: int) -> lis
 
 def warn_of_unpacked(model: nn.Module, adapter: Path, *, stacklevel: int) -> None:
     """Warn where experts are plain, and the adapter's note says that it was trained on packed."""
-    noted = rounding.from_note(adapter)
+    noted = training_codec.from_note(adapter)
     if noted is None:
         return
     plain = {

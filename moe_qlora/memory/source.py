@@ -95,7 +95,7 @@ def source_of(
     plain = trainer is not None and resolved.settings is None
     asked = bnb_config(resolved.settings if quantization is None else quantization)
     manifest = None if resolved.folder is None else read_manifest(resolved.folder)
-    kept = {} if manifest is None else manifest.kept()
+    kept = {} if manifest is None else manifest.native_codecs()
     if keep_codes and manifest is None and method == MXFP4:
         kept = _kept(build_model(), CodecSettings.from_config(asked))
     return ModelSource(

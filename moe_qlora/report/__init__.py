@@ -6,10 +6,9 @@ What comes out is one HTML file without scripts and without links to elsewhere. 
     write.py      the public function: what is measured, in which order
     subject.py    what was named -> model, weights, adapter, log; what training_args.bin says of a
                   run, read without running its pickle
-    pieces.py     the records in between, each measured or `Missing` with the reason
-    model.py      layout, bytes, a rehearsed step, the error of quantization
-    lora.py       what LoRA covers;  training.py: a run's log
+    measure.py    layout, bytes, a rehearsed step, quantization error, LoRA, a run's log
     routing.py    which experts a text goes to: JSONL and text files as token ids
+    pieces.py     the records in between, each measured or `Missing` with the reason
     charts.py     numbers -> places and paths
     page.py       records -> HTML, with the templates beside it
 """

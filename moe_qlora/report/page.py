@@ -20,7 +20,7 @@ from ..errors import visible
 from ..layout import human_bytes, listed
 from . import charts
 from .charts import Bar, HeatMap, LineChart, Shade, StackedChart
-from .model import layer_label
+from .measure import layer_label
 from .pieces import (
     ErrorPiece,
     LayoutPiece,

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import transformers
 
 from ..checkpoint.manifest import is_packed
-from ..checkpoint.rounding import from_note
 from ..checkpoint.staging import replace_file, replaceable
+from ..checkpoint.training_codec import from_note
 from ..errors import ConfigError, MoeQloraError
 from ..layout import ModelLayout
 from ..lora.load import config_to_train
@@ -20,7 +20,7 @@ from ..memory.rehearsal import Inventory, take_inventory
 from ..memory.source import bnb_config, source_of
 from ..progress import Progress, reporting
 from ..versions import installed_version
-from . import lora, model, page, routing, training
+from . import measure, page, routing
 from .pieces import (
     LoraPiece,
     MemoryPiece,
@@ -132,11 +132,11 @@ class _Collector:
     ) -> Report:
         """Measure everything."""
         subject = self.subject
-        read = partial(training.read_log, subject.log)
+        read = partial(measure.read_log, subject.log)
         done = read() if subject.model is None else _unless(read)
         run = done if isinstance(done, TrainingPiece) else None
         self.tell(1, _STEPS, "quantization error")
-        error = model.measure(
+        error = measure.measure(
             subject.weights,
             against,
             trust_remote_code=self.remote,
@@ -156,7 +156,7 @@ class _Collector:
             progress=self._within(3, "routing"),
         )
         inventory = self.inventory
-        layout = inventory if isinstance(inventory, Missing) else model.describe(inventory)
+        layout = inventory if isinstance(inventory, Missing) else measure.describe(inventory)
         notes = () if isinstance(inventory, Missing) else inventory.notes
         if isinstance(memory, MemoryPiece):
             notes = (*notes, *memory.plan.notes)
@@ -200,7 +200,7 @@ class _Collector:
         if isinstance(self.inventory, Missing):
             return self.inventory
         return _unless(
-            lambda: model.rehearsed(
+            lambda: measure.rehearsed(
                 self.subject.model,
                 self.quantization,
                 self._lora_config(),
@@ -214,7 +214,7 @@ class _Collector:
     def _lora_config(self) -> Any:
         """Return the config of the adapter, None where there is none."""
         live, folder = self.subject.live, self.subject.adapter
-        if names := lora.active_adapters(live):
+        if names := measure.active_adapters(live):
             return live.peft_config[names[0]]
         return None if folder is None else config_to_train(folder)
 
@@ -224,8 +224,8 @@ class _Collector:
             return self.inventory
         layout: ModelLayout = self.inventory.layout
         total = sum(kind.weights for kind in self.inventory.kinds)
-        if lora.active_adapters(subject.live):
-            return _unless(lambda: lora.of_live(subject.live, layout, total))
+        if measure.active_adapters(subject.live):
+            return _unless(lambda: measure.of_live(subject.live, layout, total))
         if subject.adapter is None:
             return Missing(
                 "There is no adapter: name the folder that save_pretrained wrote one to."
@@ -234,7 +234,7 @@ class _Collector:
 
         def of_folder() -> LoraPiece:
             source = source_of(subject.model, self.quantization, None, self.remote)
-            return lora.of_folder(folder, source.build(), layout, total)
+            return measure.of_folder(folder, source.build(), layout, total)
 
         return _unless(of_folder, "What LoRA covers was not read: ")
 

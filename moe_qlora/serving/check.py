@@ -153,7 +153,7 @@ def serve_check(
             target = ENGINES[server]
             export_adapter(folder, served, base=source, target=target, any_base=any_base)
         ids = _token_ids(source, prompts)
-        ours = own_logprobs(source, folder, ids, dtype, any_base)
+        ours = local_logprobs(source, folder, ids, dtype, any_base)
         (work / "gguf").mkdir()
         job = {
             "model": str(source),
@@ -283,10 +283,10 @@ def _token_ids(
     return torch.randint(0, size, (4, 16), generator=generator).tolist()
 
 
-def own_logprobs(
+def local_logprobs(
     base: Path, adapter: Path | None, prompts: list[list[int]], dtype: torch.dtype, any_base: bool
 ) -> tuple[list[float], list[float]]:
-    """Return each token's logprob in the model here, without the adapter and with it, flat.
+    """Compute each token's logprob in this process, without the adapter and with it, flat.
 
     Without an adapter both are the base's.
     """

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..checkpoint import rounding
+from ..checkpoint import training_codec
 from ..checkpoint.adapter import (
     CONFIG,
     WEIGHTS,
@@ -36,7 +36,6 @@ from ..checkpoint.adapter import (
     open_adapter,
 )
 from ..checkpoint.base import Base, PackedBase, PlainBase
-from ..checkpoint.card import CARD, facts_of, write_card
 from ..checkpoint.manifest import is_packed
 from ..checkpoint.merge import check_roles, model_builder
 from ..checkpoint.per_expert import (
@@ -52,6 +51,7 @@ from ..checkpoint.per_expert import (
 from ..checkpoint.reader import inside
 from ..checkpoint.source import take
 from ..checkpoint.staging import absolute, check_new, new_folder
+from ..checkpoint.training_codec import CARD, facts_of, write_card
 from ..detection.detect import detect
 from ..errors import AdapterError, ConfigError
 from ..layout import ExpertParam, listed, name_pattern
@@ -125,7 +125,7 @@ def export_adapter(
         kind = PackedBase if is_packed(source) else PlainBase
         opened = stack.enter_context(closing(kind(source, model, max_shard_size="5GB")))
         if not any_base:
-            rounding.check_noted_base(
+            training_codec.check_noted_base(
                 folder, lambda names: take(model, str(base), names, opened.first_rows)
             )
         check_adapter_patterns(folder, model)
@@ -148,10 +148,10 @@ def export_adapter(
         else:
             export = _Export(folder, model, opened, lora, layout, updates)
             report = export.write(work, place)
-        for name in (rounding.NOTE, CARD):
+        for name in (training_codec.NOTE, CARD):
             if (folder / name).is_file():
                 shutil.copyfile(inside(folder, name), work / name)
-        facts = facts_of(read_json(inside(folder, CONFIG)), rounding.from_note(folder))
+        facts = facts_of(read_json(inside(folder, CONFIG)), training_codec.from_note(folder))
         layout_of = f"{target} {layout.tested}, {'fused' if report.fused else 'single'} experts"
         write_card(work, {**facts, "layout": layout_of}, str(base))
     return report

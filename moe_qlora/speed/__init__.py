@@ -1,8 +1,5 @@
-"""Speed: a model that trains goes in, and the same model comes out, with less waiting in its steps.
+"""Speed: a model that trains goes in; the same model, with less waiting in its steps, comes out.
 
-Open graphs.py first.
-
-graphs.py      decoder layers as CUDA graphs, for training that waits for the host
-recording.py   one call of a layer as two graphs, and their replay
-decoding.py    one step of generation as a graph
+graphs.py      decoder layers as CUDA graphs, for training and `generate`; open it first
+recording.py   one call of a layer as graphs, and their replay
 """

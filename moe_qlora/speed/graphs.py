@@ -16,7 +16,7 @@ layers of Qwen3-30B-A3B, 4,096 tokens, H200).
     LayerGraphs        the layers of one model, and what they share
       _GraphedLayer    one layer: its `forward` runs a call as before, records or replays it
         RecordedCall   one kind of call (shapes, active adapters, addresses): recording.py
-        RecordedDecode likewise, for one new token on a static cache: decoding.py
+        RecordedDecode likewise, for one new token on a static cache
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ConfigError, first_line
-from . import decoding
+from . import recording
 from .recording import ObstacleError, RecordedCall, end_recording
 
 _log = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class _GraphedLayer:
     def __init__(self, layer: nn.Module, shared: LayerGraphs, compiled: bool) -> None:
         self.layer, self.shared = layer, shared
         self.calls: dict[Hashable, RecordedCall | None] = {}
-        self.tokens: dict[Hashable, decoding.RecordedDecode | None] = {}
+        self.tokens: dict[Hashable, recording.RecordedDecode | None] = {}
         self.cache_index: int | None = None  # Of its layer in a cache, once it is known
         self.adapters: tuple[str, ...] | None = None
         self.tensors: list[Tensor] = []
@@ -265,18 +265,18 @@ class _GraphedLayer:
         """Run a call as before, or replay it where it is for one new token on a static cache."""
         layer = self.layer
         x = args[0] if args else kwargs.get("hidden_states")
-        if not (decoding.decodes(kwargs) and isinstance(x, Tensor) and x.shape[-2] == 1):
+        if not (recording.decodes(kwargs) and isinstance(x, Tensor) and x.shape[-2] == 1):
             return type(layer).forward(layer, *args, **kwargs)
         cache = kwargs["past_key_values"]
         if self.cache_index is None:
-            before = decoding.versions(cache)
+            before = recording.versions(cache)
             out = type(layer).forward(layer, *args, **kwargs)
-            pairs = zip(before, decoding.versions(cache), strict=True)
+            pairs = zip(before, recording.versions(cache), strict=True)
             written = [index for index, (old, new) in enumerate(pairs) if old != new]
             self.cache_index = written[0] if len(written) == 1 else -1
             return out
         cached = cache.layers[self.cache_index]
-        if self.cache_index < 0 or not decoding.is_recordable(cached):
+        if self.cache_index < 0 or not recording.is_recordable(cached):
             return type(layer).forward(layer, *args, **kwargs)
         try:
             leaves, spec, kind = self._describe(args, kwargs | {"past_key_values": None})
@@ -301,7 +301,7 @@ class _GraphedLayer:
 
     def _record_token(
         self, leaves: Sequence[Any], spec: TreeSpec, cache: Any
-    ) -> decoding.RecordedDecode:
+    ) -> recording.RecordedDecode:
         assert self.cache_index is not None
 
         def compute(arguments: Sequence[Any], cache: Any) -> Any:
@@ -310,7 +310,7 @@ class _GraphedLayer:
                 self.layer, *args, **(kwargs | {"past_key_values": cache})
             )
 
-        return decoding.RecordedDecode(
+        return recording.RecordedDecode(
             self.layer, compute, self.shared, leaves, cache, self.cache_index
         )
 

@@ -117,8 +117,10 @@ class _Family:
         moe_qlora.merge_adapter(self.base, self.saved, self.merged)
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(5, 300, (4, 16), generator=generator).tolist()
-        self.ours = check.own_logprobs(self.base, self.saved, self.prompts, self.dtype, True)
-        self.ours_merged = check.own_logprobs(self.merged, None, self.prompts, self.dtype, True)[0]
+        self.ours = check.local_logprobs(self.base, self.saved, self.prompts, self.dtype, True)
+        self.ours_merged = check.local_logprobs(self.merged, None, self.prompts, self.dtype, True)[
+            0
+        ]
 
     def _train(self) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(self.base)

@@ -14,7 +14,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.checkpoint.rounding import NOTE
+from moe_qlora.checkpoint.training_codec import NOTE
 from moe_qlora.errors import AdapterError
 from moe_qlora.testing import tiny_model
 

@@ -30,8 +30,8 @@ import moe_qlora
 from moe_qlora import testing
 from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.reader import Checkpoint
-from moe_qlora.checkpoint.rounding import Rounding
 from moe_qlora.checkpoint.staging import left_behind
+from moe_qlora.checkpoint.training_codec import TrainingCodec
 from moe_qlora.cli.app import app
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError, UnsupportedWeightError
 from moe_qlora.packing import codec
@@ -634,7 +634,9 @@ def test_a_note_rounds_what_it_names_and_nothing_else(folders: Path, tmp_path: P
 
 
 def test_int8_linear_layers_are_rounded_in_fp16_as_bitsandbytes_holds_them() -> None:
-    noted = Rounding(CodecSettings("int8"), frozenset({"experts"}), frozenset({"v_proj.weight"}))
+    noted = TrainingCodec(
+        CodecSettings("int8"), frozenset({"experts"}), frozenset({"v_proj.weight"})
+    )
     weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
     for name, dtype in (("v_proj.weight", torch.float16), ("experts", torch.float32)):
         packer = noted.packer(name, weight.shape, torch.float32)

@@ -23,7 +23,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig
 
 import moe_qlora
 from moe_qlora.cli import app
-from moe_qlora.diagnosis import combinations, report
+from moe_qlora.diagnosis import doctor, report
 from moe_qlora.diagnosis.report import Package
 from moe_qlora.kernels.cards import Card
 from moe_qlora.memory import plan as memory_plan
@@ -114,7 +114,7 @@ def steady(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     here = [(report._described("NVIDIA H200", 150754820096, card, here=True), card)]
     monkeypatch.setattr(report, "packages", lambda: rows)
     monkeypatch.setattr(report, "here", lambda: here)
-    monkeypatch.setattr(combinations, "_DRIVER", folder / "none")
+    monkeypatch.setattr(doctor, "_DRIVER", folder / "none")
     monkeypatch.chdir(folder)
 
 

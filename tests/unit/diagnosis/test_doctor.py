@@ -16,7 +16,7 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.diagnosis import combinations, report
+from moe_qlora.diagnosis import doctor, report
 from moe_qlora.diagnosis.report import Device, LayerKind, Package
 from moe_qlora.experts import backend
 from moe_qlora.experts.backend import choose_backend, read_call
@@ -163,7 +163,7 @@ def test_the_cases_differ():
 def test_classes_with_a_forward_of_their_own():
     report = moe_qlora.doctor(config("llama4_text"), gpu="H200")
     (layer,) = report.layers
-    assert layer.backend == combinations.OWN_FORWARD
+    assert layer.backend == doctor.OWN_FORWARD
     assert "experts interface" in layer.reason
     (finding,) = [finding for finding in report.findings if layer.reason in finding.what]
     assert finding.cure == "Nothing to change: this model type has no faster path here."
@@ -240,7 +240,7 @@ def test_eager_attention_of_a_loaded_model_is_a_finding():
 def test_the_cost_of_a_fallback_is_what_was_measured():
     with (ROOT / "tools/bench/results/layer.csv").open() as file:
         rows = list(csv.DictReader(file))
-    cost = combinations.COSTS[combinations.OWN_FORWARD]
+    cost = doctor.COSTS[doctor.OWN_FORWARD]
     commit = re.search("commit ([0-9a-f]+)", cost)[1]
     found = {
         (peer, row["metric"]): float(row["p50"])
@@ -293,7 +293,7 @@ T4, TURING = report.named("T4")
 
 def found(installed: dict, device: Device, card: Card, model_type=None, kinds=()) -> list[str]:
     texts = {name: report.release_of(text) for name, text in installed.items()}
-    result = combinations.findings(texts, device, card, model_type, kinds)
+    result = doctor.known_problems(texts, device, card, model_type, kinds)
     assert all(finding.what.endswith(".") and finding.cure for finding in result)
     return [f"{finding.severity}: {finding.what}" for finding in result]
 
@@ -327,7 +327,7 @@ def test_ligers_failure_is_real(monkeypatch):
     liger, host = (report.installed_version(n) for n in ("liger-kernel", "transformers"))
     names = found({"liger-kernel": liger, "transformers": host}, H100, HOPPER, "qwen3_vl_moe")
     if names:
-        for model_type in combinations._LIGER_FAILS:
+        for model_type in doctor._LIGER_FAILS:
             module = f"liger_kernel.transformers.model.{model_type}"
             # Tests of Liger import it beside classes that they make up.
             monkeypatch.delitem(sys.modules, module, raising=False)
@@ -342,13 +342,13 @@ def test_devices_that_fall_back(monkeypatch):
     )
     assert found({}, H100, HOPPER, None, [slow, slow])[0].startswith("warning: 6 expert layers")
     assert len(found({}, T4, TURING, None, [slow])) == 1
-    monkeypatch.setattr(combinations, "layer_kernels", lambda: None)
+    monkeypatch.setattr(doctor, "layer_kernels", lambda: None)
     assert found({}, H100, HOPPER)[0].startswith("problem: Triton is not installed")
 
 
 def test_a_torch_that_does_not_see_the_gpu(monkeypatch, tmp_path):
     driver = tmp_path / "version"
-    monkeypatch.setattr(combinations, "_DRIVER", driver)
+    monkeypatch.setattr(doctor, "_DRIVER", driver)
     cpu = Card("", (0, 0), 0)
     assert found({}, CPU, cpu) == []
     driver.write_text("NVRM version")
@@ -378,7 +378,7 @@ def test_the_command(cli, steady, tmp_path, monkeypatch):
     report = json.loads(out)
     assert report["good"] and report["device"]["capability"] == "9.0"
     assert [layer["backend"] for layer in report["layers"]] == ["fused layer"]
-    monkeypatch.setattr(combinations, "layer_kernels", lambda: None)
+    monkeypatch.setattr(doctor, "layer_kernels", lambda: None)
     code, out, err = cli("doctor", "--gpu", "H100")
     assert (code, err) == (1, "")
     assert "problem: Triton is not installed" in " ".join(out.split())

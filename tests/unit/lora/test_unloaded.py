@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import testing
-from moe_qlora.checkpoint import rounding
+from moe_qlora.checkpoint import training_codec
 
 BNB = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4")
 LORA = LoraConfig(r=2, target_modules=["q_proj"])
@@ -58,7 +58,7 @@ def test_packed_folder_needs_no_config(folder, tmp_path):
     model.save_pretrained(tmp_path / "packed")
     adapted = adapt(tmp_path / "packed", experts=True, quantization_config=None)
     assert set(adapted.target_parameters) == EXPERTS
-    assert adapted._packed == rounding.from_packed(model)
+    assert adapted._packed == training_codec.from_packed(model)
 
 
 @pytest.mark.parametrize("switch", [True, False])

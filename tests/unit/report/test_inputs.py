@@ -17,9 +17,9 @@ from transformers import TrainingArguments
 
 from moe_qlora.errors import CheckpointError, ConfigError, MoeQloraError
 from moe_qlora.report import routing as texts
+from moe_qlora.report.measure import read_log
 from moe_qlora.report.pieces import Missing
 from moe_qlora.report.subject import RunSettings, read_settings, subject_of
-from moe_qlora.report.training import read_log
 
 
 def write(file: Path, value: object) -> Path:

@@ -67,7 +67,7 @@ def test_our_own_logprobs_are_those_of_the_model(tmp_path: Path) -> None:
     """Token by token, each from a forward of what stands before it."""
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
     prompts = [[5, 9, 33, 71], [7, 8]]
-    without, same = check.own_logprobs(tmp_path, None, prompts, torch.float32, False)
+    without, same = check.local_logprobs(tmp_path, None, prompts, torch.float32, False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     expected = []
     for prompt in prompts:
@@ -209,7 +209,7 @@ def test_a_check_from_end_to_end(
         keys = load_file(Path(folder) / "adapter_model.safetensors")
         assert any(".experts.0.gate_proj.lora_A" in key for key in keys)
         assert (name, job["rank"], python) == ("vllm", 2, "some/python")
-        plain, served = check.own_logprobs(
+        plain, served = check.local_logprobs(
             Path(job["model"]), Path(folder), job["prompts"], torch.float32, False
         )
         return {

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers.cache_utils import StaticCache
 
-from moe_qlora.speed import decoding
+from moe_qlora.speed import recording
 from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.testing import tiny_model
 
@@ -26,12 +26,12 @@ from moe_qlora.testing import tiny_model
 @pytest.fixture(autouse=True)
 def rerun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays compute again, from the recorded arguments and cache to the recorded output."""
-    record = decoding.RecordedDecode.__init__
+    record = recording.RecordedDecode.__init__
 
     def init(self: Any, layer: Any, compute: Any, shared: Any, *rest: Any) -> None:
         _, cache, index = rest
         cached = cache.layers[index]
-        before = {name: getattr(cached, name).clone() for name in decoding._STATES}
+        before = {name: getattr(cached, name).clone() for name in recording._STATES}
         record(self, layer, compute, shared, *rest)
         at_recording = copy.copy(cached)  # with the tensors that a graph has the addresses of
         for name, tensor in before.items():  # what is recorded does not run
@@ -50,9 +50,9 @@ def rerun(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(
         recorded=lambda _: nullcontext(), buffers=lambda _: (), forget=lambda _: None
     )
-    monkeypatch.setattr(decoding.RecordedDecode, "__init__", init)
-    monkeypatch.setattr(decoding, "workspace", fake)
-    monkeypatch.setattr(decoding, "capture", lambda *_: nullcontext())
+    monkeypatch.setattr(recording.RecordedDecode, "__init__", init)
+    monkeypatch.setattr(recording, "workspace", fake)
+    monkeypatch.setattr(recording, "capture", lambda *_: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
@@ -160,6 +160,6 @@ def test_what_is_not_recorded() -> None:
         (new_cache(model), torch.enable_grad()),
     ):
         with mode:
-            assert not decoding.decodes({"past_key_values": cache})
+            assert not recording.decodes({"past_key_values": cache})
     with torch.no_grad():
-        assert decoding.decodes({"past_key_values": new_cache(model)})
+        assert recording.decodes({"past_key_values": new_cache(model)})

@@ -1,16 +1,21 @@
-"""Rounding of a 16-bit base through the codec that its adapter was trained on.
+"""What an adapter was trained on: the codec of its base, and the note and model card that say so.
 
-An adapter trained over packed weights has learnt to correct their rounding too, which the exact
-weights do not have; `like_training=True` rounds the base before the adapter is merged. Which
-weights were packed, and how, comes from a packed base (whose decoded weights are rounded already),
-from the caller, or from the note that this package writes beside an adapter
-(`moe_qlora_adapter.json`); it is never guessed.
+An adapter trained on packed weights has also learnt to correct their quantization error, which the
+exact weights do not have: `like_training=True` quantizes the base before the adapter is merged.
+Which weights were packed, and how, comes from a packed base (whose decoded weights have the error
+already), from the caller, or from the note beside the adapter (`moe_qlora_adapter.json`); it is
+never guessed.
+
+In a model card (README.md) the part between two markers is replaced; the rest is PEFT's or the
+author's, and stays.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,8 +28,8 @@ from pydantic.dataclasses import dataclass as checked
 from torch import nn
 
 from ..detection.detect import detect
-from ..errors import CheckpointError, ConfigError
-from ..layout import dtype_name, unwrapped_name
+from ..errors import CheckpointError, ConfigError, visible
+from ..layout import dtype_name, name_pattern, unwrapped_name
 from ..models.files import read_json
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4
@@ -32,6 +37,7 @@ from ..packing.codec import Packer
 from ..packing.linear import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
+from ..versions import installed_version
 from .reader import inside, parse_fields
 from .source import Fingerprint, check_base, of_model
 from .staging import replace_file
@@ -40,46 +46,49 @@ NOTE = "moe_qlora_adapter.json"
 NOTE_VERSION = 1
 _CPU = torch.device("cpu")
 _DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
+CARD = "README.md"
+_START, _END = "<!-- moe_qlora: start -->", "<!-- moe_qlora: end -->"
+_PART = re.compile(rf"\n*{_START}.*?{_END}\n*", re.DOTALL)
+_PACKAGES = ("moe-qlora", "transformers", "peft", "bitsandbytes", "torch")
 
 
 @dataclass(frozen=True)
-class Rounding:
-    """Which expert weights and weights of Linear layers were packed in training, and how."""
+class TrainingCodec:
+    """Names of the expert weights and Linear layers that were packed in training, and the codec."""
 
     settings: CodecSettings
     experts: frozenset[str]
     linears: frozenset[str]
     base: Fingerprint | None = field(default=None, compare=False)  # the model; None in old notes
-    # of the experts, those that keep their checkpoint's own codes, which nothing has rounded
-    kept: Mapping[str, CodecSettings] = field(default_factory=dict, compare=False)
-    # of the weights before they were packed, and decoded; None where that is unknown or differs
+    # experts with the checkpoint's native codes, which are not quantized again
+    native: Mapping[str, CodecSettings] = field(default_factory=dict, compare=False)
+    # dtype of the weights before packing, and of decoded ones; None: unknown or mixed
     dtype: torch.dtype | None = field(default=None, compare=False)
 
     def __contains__(self, name: object) -> bool:
-        return (name in self.experts and name not in self.kept) or name in self.linears
+        return (name in self.experts and name not in self.native) or name in self.linears
 
     def packer(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU
     ) -> Packer:
         """Return a packer that packs this parameter as in training.
 
-        `dtype` is the parameter's here; it is rounded to the one in training first, where that is
-        known.
+        `dtype` is the parameter's dtype now; it is cast to that of the training first, if known.
         """
         dtype = self.dtype or dtype
         return Packer(shape, self._linear_dtype(name) or dtype, device, self.settings)
 
     def decoded_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Return what the packed parameter is decoded to; `dtype` is the parameter's here."""
+        """Return the dtype of the decoded parameter, given its dtype now."""
         return dtype if self._linear_dtype(name) else self.dtype or dtype
 
     def _linear_dtype(self, name: str) -> torch.dtype | None:
-        """Return what bitsandbytes casts this parameter to, if it is a Linear layer's."""
+        """Return the dtype that bitsandbytes casts a Linear layer's weight to; None for experts."""
         return self.settings.codec.linear_dtype if name in self.linears else None
 
 
-def from_config(model: nn.Module, config: Any) -> Rounding:
-    """Return what a load with this config, or its dict, packs; replace the meta model's Linears."""
+def from_config(model: nn.Module, config: Any) -> TrainingCodec:
+    """Return the codec of a load with this config; replaces Linear layers of the meta model."""
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -92,11 +101,11 @@ def from_config(model: nn.Module, config: Any) -> Rounding:
     base = of_model(model)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     check_linears(model, settings)
-    return Rounding(settings, experts, _packed_linears(model), base)
+    return TrainingCodec(settings, experts, _packed_linears(model), base)
 
 
-def from_packed(model: nn.Module) -> Rounding | None:
-    """Return what of a model, maybe with PEFT's wrappers, is packed; None where no expert is."""
+def from_packed(model: nn.Module) -> TrainingCodec | None:
+    """Return the codec of a packed model, with or without adapters; None if no expert is packed."""
     packed = list(parametrize.iter_packed(model))
     if not packed:
         return None
@@ -105,17 +114,17 @@ def from_packed(model: nn.Module) -> Rounding | None:
         for owner, module, name in packed
     }
     how = {name: CodecSettings.of(weight) for name, weight in weights.items()}
-    kept = {name: settings for name, settings in how.items() if settings.codec.is_kept}
+    native = {name: settings for name, settings in how.items() if settings.codec.is_kept}
     rounded = (settings for settings in how.values() if not settings.codec.is_kept)
     settings = next(rounded, None) or _of_linears(model)
     linears = _packed_linears(model)
     dtypes = {weight.dtype for weight in weights.values()} | set(_linear_dtypes(model))
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    return Rounding(settings, frozenset(how), linears, of_model(model), kept, dtype)
+    return TrainingCodec(settings, frozenset(how), linears, of_model(model), native, dtype)
 
 
 def _linear_dtypes(model: nn.Module) -> Iterator[torch.dtype]:
-    """Yield what the weights of bitsandbytes' 4-bit Linear layers were before they were packed."""
+    """Yield the original dtypes of bitsandbytes' 4-bit Linear layers."""
     for module in model.modules():
         if parametrize.is_packed_linear(module):
             host: Any = module
@@ -125,7 +134,7 @@ def _linear_dtypes(model: nn.Module) -> Iterator[torch.dtype]:
 
 
 def _of_linears(model: nn.Module) -> CodecSettings:
-    """Return how the first of bitsandbytes' Linear layers is packed; nf4 where there is none."""
+    """Return the codec of the first packed Linear layer; nf4 if there is none."""
     for module in model.modules():
         if parametrize.is_packed_linear(module):
             host: Any = module
@@ -137,7 +146,7 @@ def _of_linears(model: nn.Module) -> CodecSettings:
 
 
 def _packed_linears(model: nn.Module) -> frozenset[str]:
-    """Return the names of weights that bitsandbytes' Linear layers hold."""
+    """Return the names of packed weights of Linear layers."""
     return frozenset(
         unwrapped_name(f"{name}.weight")
         for name, module in model.named_modules(remove_duplicate=False)
@@ -165,17 +174,17 @@ class _Note:
 
 
 def write_note(
-    folder: Path, packed: Rounding, chosen: Mapping[str, Sequence[int]] = MappingProxyType({})
+    folder: Path, packed: TrainingCodec, chosen: Mapping[str, Sequence[int]] = MappingProxyType({})
 ) -> None:
-    """Write a note of what was packed in training beside an adapter.
+    """Write the note beside an adapter.
 
-    `chosen` are the experts with LoRA, by the name of the weight, where these are not all.
+    `chosen` has the experts with LoRA by the name of the weight, for weights with LoRA on some.
     """
     settings = packed.settings.to_dict()
     note = {
         "format_version": NOTE_VERSION,
         "codec": {key: settings[key] for key in ("kind", "double_quant", "blocksize")},
-        "experts": sorted(packed.experts - packed.kept.keys()),
+        "experts": sorted(packed.experts - packed.native.keys()),
         "linears": sorted(packed.linears),
     }
     if packed.dtype is not None:
@@ -187,19 +196,19 @@ def write_note(
     replace_file(folder / NOTE, (json.dumps(note, indent=1) + "\n").encode())
 
 
-def from_note(folder: Path) -> Rounding | None:
-    """Return what the note beside an adapter says; None where there is none."""
+def from_note(folder: Path) -> TrainingCodec | None:
+    """Read the note beside an adapter; None if there is none."""
     fields = _read_note(folder)
     if fields is None:
         return None
     settings: Any = fields.codec
     experts, linears = frozenset(fields.experts), frozenset(fields.linears)
     dtype = None if fields.dtype is None else _DTYPES[fields.dtype]
-    return Rounding(settings, experts, linears, fields.base, dtype=dtype)
+    return TrainingCodec(settings, experts, linears, fields.base, dtype=dtype)
 
 
 def chosen_experts(folder: Path) -> dict[str, list[int]] | None:
-    """Return the experts with LoRA by the note beside an adapter; None where these are all."""
+    """Return the experts with LoRA from the note beside an adapter; None if all have it."""
     fields = _read_note(folder)
     return None if fields is None else fields.chosen_experts
 
@@ -218,14 +227,14 @@ def _read_note(folder: Path) -> _Note | None:
 
 
 def check_noted_base(adapter: Path, base: Callable[[Iterable[str]], Fingerprint]) -> None:
-    """Compare the base in an adapter's note, if it has one, with one given by names of weights."""
+    """Compare the base in an adapter's note with `base(names of sampled weights)`."""
     noted = from_note(adapter)
     if noted is not None and noted.base is not None:
         check_base(str(adapter), noted.base, base(noted.base.bits))
 
 
-def choose(adapter: Path, by_config: Rounding | None) -> Rounding:
-    """Return the caller's or the note's; they must agree where there are both."""
+def choose(adapter: Path, by_config: TrainingCodec | None) -> TrainingCodec:
+    """Return the codec from the note or from the caller; if both are given, they must agree."""
     noted = from_note(adapter)
     known = noted or by_config
     if known is None:
@@ -242,6 +251,64 @@ def choose(adapter: Path, by_config: Rounding | None) -> Rounding:
     return known
 
 
-def _label(rounding: Rounding) -> str:
-    double = " with double quantization" if rounding.settings.double_quant else ""
-    return rounding.settings.kind + double
+def _label(codec: TrainingCodec) -> str:
+    double = " with double quantization" if codec.settings.double_quant else ""
+    return codec.settings.kind + double
+
+
+def write_card(folder: Path, facts: Mapping[str, str], base: str = "") -> None:
+    """Write our part of a folder's model card; a card without it gets it at the end."""
+    file = folder / CARD
+    if file.is_file():
+        text = file.read_text(encoding="utf-8", errors="replace")
+    else:
+        named = f"base_model: {json.dumps(base)}\n" if base else ""
+        text = f"---\n{named}library_name: peft\ntags:\n- lora\n- moe\n---\n"
+    rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in facts.items() if value)
+    table = f"## Adapter of a Mixture-of-Experts model\n\n| | |\n|---|---|\n{rows}"
+    part = f"{_START}\n\n{table}\n{_END}"
+    others = _PART.sub("\n", text).rstrip("\n")
+    replace_file(file, f"{others}\n\n{part}\n".encode())
+
+
+def facts_of(config: Mapping[str, Any], packed: TrainingCodec | None) -> dict[str, str]:
+    """Return the rows of a card, given adapter_config.json and the note beside it."""
+    base = packed.base if packed is not None else None
+    patterns = config.get("rank_pattern") or {}
+    return {
+        "base": base.name if base else str(config.get("base_model_name_or_path") or ""),
+        "fingerprint of the base": digest(base) if base else "",
+        "base was packed as": _codec(packed) if packed is not None else "",
+        "rank, alpha": f"{config.get('r')}, {config.get('lora_alpha')}"
+        + (f" (and {len(patterns)} ranks of single targets)" if patterns else ""),
+        "target_modules": _targets(config.get("target_modules")),
+        "target_parameters": _targets(config.get("target_parameters")),
+        "versions": ", ".join(
+            f"{name} {installed_version(name) or 'unknown'}" for name in _PACKAGES
+        ),
+    }
+
+
+def digest(base: Fingerprint) -> str:
+    """Return a short hash of a fingerprint, without the model's name."""
+    content = {key: value for key, value in asdict(base).items() if key != "name"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _codec(packed: TrainingCodec) -> str:
+    settings = packed.settings
+    double = ", double quantization" if settings.double_quant else ""
+    return f"{settings.kind}, blocks of {settings.blocksize}{double}"
+
+
+def _targets(names: Any) -> str:
+    if isinstance(names, str):
+        return names
+    listed = names if isinstance(names, list) else []
+    return ", ".join(sorted({name_pattern(name) for name in listed if isinstance(name, str)}))
+
+
+def _cell(value: str) -> str:
+    """Return a value as code in a Markdown table, so that names are not read as markup."""
+    plain = visible(value).replace("|", "\\|").replace("`", "'")
+    return f"`{plain}`"
