@@ -19,7 +19,6 @@ from .errors import MoeQloraError as MoeQloraError
 from .errors import NonFiniteWeightError as NonFiniteWeightError
 from .errors import QuantizationError as QuantizationError
 from .errors import UnsupportedWeightError as UnsupportedWeightError
-from .experts.backend import tune_kernels as tune_kernels
 from .experts.use import expert_use as expert_use
 from .experts.use import hot_experts as hot_experts
 from .hf.switch import disable as disable

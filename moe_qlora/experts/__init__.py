@@ -5,8 +5,7 @@ out comes the layer's output, with gradients for activations, routing weights an
 `forward.py` first: its docstring draws the path of a call, in this order.
 
     forward.py      `activate`, and the forward that transformers then calls; `dequantize`
-    backend.py      `choose_backend`: what computes a call, and why; which gate a module computes;
-                    `tune_kernels`
+    backend.py      `choose_backend`: what computes a call, and why; which gate a module computes
     operands.py     packed weights as eager calls and compiled graphs take them; LoRA factors
     fused.py        a whole module as one operation, by kernels/moe_layer.py
     projection.py   one projection as one operation, by kernels/projection.py; second derivatives

@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import QuantizationError
 from ..kernels.cards import HALVES, Card
 from ..kernels.limits import GROUP, MAX_EXPERTS, MAX_LORA_RANK, dequantizes_whole, supports_fused
 from ..kernels.weights import PackedWeight, WeightSpec
 from ..layout import dtype_name
-from ..packing import parametrize
 from .operands import LoraFactors, PackedOperand, active_lora, read_operand
 
 _LEAST_CAPABILITY = (8, 0)
@@ -392,48 +390,3 @@ def plain_gate(pre: Tensor, *fields: Any) -> Tensor:
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + shift) * acts[act](gate)
-
-
-def tune_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Find the fastest configuration of the quantized matmul for a model's packed experts.
-
-    One weight of each shape and kind is measured, every configuration's result being checked first;
-    the fastest go into Triton's cache folder, for this device and these versions, and hold for
-    later processes. Takes some seconds a shape, once.
-
-    Args:
-        model: A model with packed experts on a CUDA device.
-        dtype: Of the activations: bf16 or fp16.
-
-    Returns:
-        How many shapes were measured; 0 on a device that the kernels do not run on.
-
-    Raises:
-        QuantizationError: No experts of the model are packed.
-    """
-    by_shape: dict[tuple[str, tuple[int, ...]], PackedWeight] = {}
-    for _, module, name in parametrize.iter_packed(model):
-        weight = parametrize.read_packed(module, name)
-        if len(weight.shape) == 3:
-            by_shape.setdefault((weight.kind, tuple(weight.shape[1:])), weight)
-    if not by_shape:
-        raise QuantizationError(
-            f"tune_kernels: {type(model).__name__} has no packed experts; quantize_experts(model) "
-            "or loading under moe_qlora.enabled() packs them."
-        )
-    measured = 0
-    for weight in by_shape.values():
-        if not kernels_run(weight.device):
-            continue
-        from ..kernels import table
-
-        packed = weight.aligned()
-        if table.can_tune(packed):
-            _log.warning(
-                "tune_kernels: compiling and measuring kernels for experts of %d x %d (%s); "
-                "this takes seconds to minutes, once for this GPU",
-                *packed.shape[1:], packed.kind,
-            )  # fmt: skip
-            table.tune(packed, dtype)
-            measured += 1
-    return measured

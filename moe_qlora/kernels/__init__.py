@@ -7,7 +7,7 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     routing.py              sorts top-k assignments by expert, cuts the rows into tiles
     factors.py              pads LoRA's factors for the kernels; their gradients
     row_kernels.py          kernels over sorted rows: permute, gate, unpermute
-    table.py                which kernel multiplies each expert's rows; tries and tunes them
+    table.py                which kernel multiplies each expert's rows; tries them
     expert_mm.py            what such a kernel is: supports, prepare, launch
     quantized_mm.py         few rows: multiplies on the codes, any GPU
     quantized_mm_skinny.py  the same for the fewest, as in generation

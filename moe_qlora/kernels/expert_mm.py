@@ -112,7 +112,7 @@ class Kernel:
     `routing.Tiled`; spans start at multiples of 64.
     """
 
-    name: str  # In tables of tuned kernels and warnings
+    name: str  # In warnings
     supports: Callable[[Problem], bool]  # Whether it is right for a problem and quickest, with why
     tile: Callable[[Problem], int]  # Rows in a tile
     prepare: Callable[..., Any]
@@ -127,12 +127,7 @@ class Kernel:
     tried: Callable[[WeightSpec], str | None] = lambda spec: None
     tried_tiles: tuple[int, ...] = (16, 128)  # The rows in a tile of such products
     both_ways: bool = True  # Whether it sums over stored rows as well as columns
-    # The name under which tuned tables hold what was quickest, of all kernels that share it
-    tuned: str | None = None
-    cuts: tuple[Any, ...] = (None,)  # Ways to cut it that may be measured
-    default: Callable[[Problem, int], Any] = lambda problem, tile: None  # The cut untuned
-    # Whether a card has the memory and registers for a cut with so many rows in a tile
-    fits: Callable[[Any, Problem, int], bool] = lambda cut, problem, tile: True
+    cut: Callable[[Problem, int], Any] = lambda problem, tile: None  # How it is cut for a card
 
 
 validated: dict[tuple[str, str, int], bool] = {}

@@ -210,17 +210,8 @@ class Cut(NamedTuple):
     group: int  # Tiles of rows that go through the same features at a time
 
 
-CANDIDATES = tuple(
-    Cut(features, step, stages, warps, 8)
-    for features, step, stages, warps in (
-        (64, 64, 4, 4), (128, 32, 3, 4), (128, 32, 4, 4), (128, 64, 3, 4), (128, 64, 4, 4),
-        (128, 64, 3, 8), (128, 64, 4, 8), (256, 32, 3, 8), (256, 32, 4, 8), (256, 64, 3, 8),
-        (256, 64, 4, 8),
-    )
-)  # fmt: skip
-
 _MIDDLE = dict.fromkeys((16, 32, 64, 128), Cut(128, 64, 3, 4, 8))
-"""What is used untuned, by the rows in a tile: the code for 8.6 is quickest so on an H200, or less
+"""The cut, by the rows in a tile: the code for 8.6 is quickest so on an H200, or less
 than 3 % behind."""
 
 _SMALL = {**_MIDDLE, 128: Cut(128, 32, 4, 4, 8)}
@@ -239,24 +230,11 @@ _MIDDLE_SHARED = 160 << 10
 
 
 def default(tile: int, device: torch.device) -> Cut:
-    """Return the cut that is used untuned for tiles of so many rows."""
+    """Return the cut for tiles of so many rows."""
     card = cards.card(device)
     if card.runs_on:
         return _LARGE[tile]
     return (_MIDDLE if card.shared >= _MIDDLE_SHARED else _SMALL)[tile]
-
-
-def shared_bytes(cut: Cut, tile: int, card: cards.Card) -> int:
-    """Return the shared memory of a program, as Triton 3.6 lays it out, up to a few bytes."""
-    # Where the product is not done when the step ends, its tiles have a buffer of their own.
-    buffers = cut.stages - (0 if card.runs_on and tile >= 64 else 1)
-    return buffers * (tile + cut.features) * cut.step * 2
-
-
-def fits(cut: Cut, tile: int, card: cards.Card) -> bool:
-    """Whether a card has the shared memory for a cut, and the registers for its sums."""
-    enough = tile * cut.features <= 128 * 32 * cut.warps
-    return enough and shared_bytes(cut, tile, card) + 256 <= card.shared
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -469,8 +447,5 @@ KERNEL = Kernel(
     prepare,
     _by_ours,
     on_codes=False,
-    tuned="grouped",
-    cuts=CANDIDATES,
-    default=lambda problem, tile: default(tile, cards.device_of(problem.spec.device)),
-    fits=lambda cut, problem, tile: fits(cut, tile, cards.of_index(problem.spec.device)),
+    cut=lambda problem, tile: default(tile, cards.device_of(problem.spec.device)),
 )

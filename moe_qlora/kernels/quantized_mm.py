@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -54,7 +53,7 @@ _LARGE = {
     (True, 64): Config(128, 64, 3, 4, False),
     (True, 128): Config(128, 64, 3, 4, False),
 }
-"""What is used untuned, by direction (True: over stored rows) and tile: the quickest on an H200 for
+"""The cut, by direction (True: over stored rows) and tile: the quickest on an H200 for
 Qwen3-30B-A3B."""
 
 _EIGHT_WARPS = Config(128, 64, 3, 8, False)
@@ -62,33 +61,11 @@ _EIGHT_WARPS = Config(128, 64, 3, 8, False)
 _SMALL = _LARGE | {(back, tile): _EIGHT_WARPS for back in (False, True) for tile in (64, 128)}
 """The same on cards that hold what they multiply in registers: four warps have too few of them."""
 
-CANDIDATES = tuple(
-    Config(features, step, stages, warps, direct)
-    for features, step, stages, warps, direct in product(
-        (64, 128, 256), (64, 128), (3, 4), (4, 8), (True, False)
-    )
-    if features * step <= 256 * 64 and (warps == 4 or features >= 128)
-)
-
 
 def default(problem: Problem, tile: int) -> Config:
-    """Return the cut that is used untuned for tiles of so many rows."""
+    """Return the cut for tiles of so many rows."""
     card = cards.of_index(problem.spec.device)
     return (_LARGE if card.runs_on else _SMALL)[not problem.by_rows, tile]
-
-
-def fits(config: Config, problem: Problem, tile: int) -> bool:
-    """Whether the card may have the registers for a cut's sums, and the memory for what it loads.
-
-    Triton may want more memory, for the weights and the absmax, by its own choice of layouts: it
-    says so before such a kernel runs.
-    """
-    card = cards.of_index(problem.spec.device)
-    sums = 128 if card.runs_on else 64
-    if tile * config.features > sums * 32 * config.warps:
-        return False
-    codes = config.features * config.step // (1 if problem.spec.is_int8 else 2)
-    return (config.stages - 1) * (2 * tile * config.step + codes) <= card.shared
 
 
 @cache
@@ -408,8 +385,5 @@ KERNEL = Kernel(
     launch,
     # int8 codes are a way of their own through the kernel.
     tried=lambda spec: spec.kind if spec.is_int8 and spec.device >= 0 else None,
-    tuned="codes",
-    cuts=CANDIDATES,
-    default=default,
-    fits=fits,
+    cut=default,
 )

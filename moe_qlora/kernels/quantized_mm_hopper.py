@@ -416,5 +416,4 @@ KERNEL = Kernel(
     # Blocks of 32 are a way of their own through the kernel.
     tried=lambda spec: MXFP4 if spec.blocksize == MX_BLOCK else NF4,
     tried_tiles=(128,),
-    tuned="codes",
 )

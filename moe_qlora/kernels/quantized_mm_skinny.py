@@ -243,5 +243,4 @@ KERNEL = Kernel(
     tried=lambda spec: NF4,
     tried_tiles=(FEW_TILE,),
     both_ways=False,
-    tuned="codes",
 )

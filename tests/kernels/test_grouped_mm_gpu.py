@@ -58,9 +58,11 @@ def test_every_cut(by_rows, dtype, tile, inner, out, sizes):
 
     torch.manual_seed(inner + tile)
     x, matrices, offsets, right = problem(inner, out, dtype, by_rows, sizes)
-    card = cards.card(x.device)
-    cuts = {grouped_mm.default(tile, x.device), *grouped_mm.CANDIDATES}
-    for cut in sorted(cut for cut in cuts if grouped_mm.fits(cut, tile, card)):
+    cuts = {grouped_mm.default(tile, x.device)}
+    for card in (cards.PORTABLE, cards.Card("nvidia", (8, 0), 163 << 10)):
+        with cards.acting_as(card):
+            cuts.add(grouped_mm.default(tile, x.device))
+    for cut in sorted(cuts):
         y = multiply(x, matrices, offsets, tile, cut)
         error = (y[: len(right)].double() - right).norm() / right.norm()
         assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4), (cut, float(error))
@@ -154,22 +156,3 @@ def test_a_captured_step_in_fp16():
     graph.replay()
     torch.cuda.synchronize()
     assert (y[: len(right)].double() - right).norm() < 4e-4 * right.norm()
-
-
-def test_the_tuner_picks_a_cut(tmp_path, monkeypatch):
-    from moe_qlora.kernels import cards, grouped_mm, table
-
-    monkeypatch.setattr(table, "cache_file", lambda device: tmp_path / "table.json")
-    table.read_tuned.cache_clear()
-    weight = torch.randn(4, 192, 320, device="cuda", dtype=torch.bfloat16)
-    packed = codec.pack(weight, CodecSettings("nf4", True, torch.uint8))
-    with cards.acting_as(cards.PORTABLE):
-        table.tune(packed, torch.bfloat16, ())
-        table.read_tuned.cache_clear()
-        for back in (False, True):
-            matmul = table.choose(packed, 4000, torch.bfloat16, by_rows=not back)
-            assert matmul.kernel is grouped_mm.KERNEL and matmul.tile == 128
-            assert matmul.cut in grouped_mm.CANDIDATES
-            assert grouped_mm.fits(matmul.cut, 128, cards.PORTABLE)
-    assert "grouped" in (tmp_path / "table.json").read_text(encoding="utf-8")
-    table.read_tuned.cache_clear()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import BYTES, FLOPS, Rows, cold_times, release
-from peers import UnavailableError, build, tune
+from peers import UnavailableError, build
 from torch import Tensor
 
 from moe_qlora.kernels.limits import ROWS_ON_QUANTIZED
@@ -56,8 +56,6 @@ def measure(
     bounds = torch.searchsorted(keys, edges, out_int32=True)
     x = torch.randn(tokens, size, device=device, dtype=torch.bfloat16)[order // top_k]
     matrix = weight.numel() // count
-    if peer == "ours" and options.tune and device.type == "cuda":
-        tune(codec.pack(weight, NF4))
     run, expected = _product(peer, weight, x, index, bounds, transposed)
     del weight
     with torch.no_grad():

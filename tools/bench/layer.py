@@ -53,7 +53,6 @@ def main() -> None:
     for tokens in options.tokens:
         for peer in options.peers:
             cap = "" if options.cap is None else f" cap={options.cap}"
-            cap += " tuned" if options.tune and peer in OURS else ""
             words = f"tokens={tokens} r={options.rank} peer={peer}"
             print(f"\n{name} {words}{part}", flush=True)
             release_workspace()
@@ -80,7 +79,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--cap", type=int, default=None, help="bytes of scratch, for ours")
-    parser.add_argument("--tune", action="store_true", help="tune our products on codes first")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS / "layer.csv")

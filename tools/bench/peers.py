@@ -95,7 +95,7 @@ def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStac
 
     Args:
         peer: One of `PEERS`.
-        options: `rank`, and `cap` and `tune` for ours.
+        options: `rank`, and `cap` for ours.
         holder: From `build`, changed in place.
         stack: Undoes, when it closes, what a peer changes outside the module.
 
@@ -160,8 +160,6 @@ def _ours(peer: str, options: argparse.Namespace, holder: Any) -> list[Tensor]:
         else:
             packed = codec.pack(weight.data, CodecSettings("nf4", True, torch.uint8))
         parametrize.attach(module, name, packed)
-        if options.tune:
-            tune(packed)
         device = packed.device
         a = torch.randn(count * options.rank, shape[inp], device=device) * shape[inp] ** -0.5
         b = torch.randn(shape[out], options.rank * count, device=device) * 0.01
@@ -179,13 +177,6 @@ def _ours(peer: str, options: argparse.Namespace, holder: Any) -> list[Tensor]:
 
         workspace.set_workspace_cap(options.cap)
     return [t for both in terms.values() for term in both for t in (term.a, term.b)]
-
-
-def tune(stack: Any) -> None:
-    """Let the products on codes of such a stack find their quickest configuration."""
-    from moe_qlora.kernels import table as tuner
-
-    tuner.tune(stack, torch.bfloat16)
 
 
 def _pack_by_bitsandbytes(experts: Any) -> None:

@@ -257,7 +257,7 @@ def matmul_launches() -> Iterator[str]:
         problem = Problem(
             packed_like((2, rows, cols), kind, False).spec, torch.bfloat16, 16, not back
         )
-        config = KERNEL.default(problem, tile)
+        config = KERNEL.cut(problem, tile)
         # Else a nested absmax is decoded before, by a kernel of its own.
         stack = packed_like((2, rows, cols), kind, nested=config.direct and kind == "nf4")
         x, factor = bf16(16, inner + rank), bf16(2, out, rank)

@@ -171,7 +171,7 @@ CONFIGS = [quantized_mm.Config(128, 64, 2, 4, True), quantized_mm.Config(64, 128
     ],
 )
 def test_few_tokens_in_every_configuration(name, config, monkeypatch):
-    portable = replace(quantized_mm.KERNEL, default=lambda problem, tile: config)
+    portable = replace(quantized_mm.KERNEL, cut=lambda problem, tile: config)
     monkeypatch.setattr(table, "KERNELS", [portable])
     check_layer(CASES[name])
 

@@ -87,23 +87,3 @@ def test_what_does_not_compile_goes_to_the_portable_kernel(monkeypatch):
 
 def refused(*_):
     raise RuntimeError("refused")
-
-
-def test_tuning_measures_the_kernel_for_few_rows(monkeypatch):
-    """Where it works and takes such rows."""
-    monkeypatch.setattr(table, "_elapsed", lambda run, is_right: 1.0)
-    assert (SKINNY, None) in table.candidates("codes")
-    packed = stack_of((2, 64, 512), "nf4", True)
-    offsets = torch.zeros(3, dtype=torch.int32)
-    rows = torch.empty(4, 512), routing_.Tiled(offsets, 2, 4, offsets)
-    for works, tile, back, measured in [
-        (True, 16, False, True),
-        (False, 16, False, False),
-        (True, 32, False, False),
-        (True, 16, True, False),
-    ]:
-        monkeypatch.setattr(table, "validated", {KEY: works})
-        problem = table._problem(packed, torch.bfloat16, tile, back)
-        assert problem.tile == tile
-        found = table._try(rows, packed, problem, tile, SKINNY, None)
-        assert found == (1.0 if measured else None)
