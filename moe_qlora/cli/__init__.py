@@ -5,7 +5,6 @@ name (doctor, dump, export, merge, ...) that reads options and calls the library
 
     options.py      options that several subcommands take
     render.py       what they print: tables, sentences, messages on stderr
-    render_*.py     the output of one subcommand where it is long
     moe_experts.py  dump as a subcommand of axolotl
 """
 

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
-from typing import Annotated
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
-from .options import Color, Colored, Json, Model, ModelDoubleQuant, ModelQuant, trust_remote_code_of
+from ..layout import ExpertParam, ModelLayout, human_bytes, name_pattern
+from . import render
+from .options import (
+    Color,
+    Colored,
+    Json,
+    Model,
+    ModelDoubleQuant,
+    ModelQuant,
+    Quant,
+    codec_settings,
+    trust_remote_code_of,
+)
+from .render import say
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..models import named
+    from ..packing.settings import CodecSettings
 
 NO_EXPERTS = 3
+_LISTS = ("target_parameters", "exclude_modules")
+_PLAIN = re.compile(r"[\w.]+")  # a name that YAML and f-strings take as it is
 EXAMPLES = (
     "moe-qlora dump qwen3-30b-a3b",
     "moe-qlora dump ./model --why",
@@ -42,23 +71,339 @@ def dump(
     """
     from ..errors import ConfigError
     from ..models.files import place_of
-    from . import render
 
     if as_json + peft + yaml > 1:
         raise ConfigError("--json, --peft and --yaml exclude each other; give one of them.")
     place_of(model)
     with render.working(f"Looking for experts in {model}"):
-        from . import render_dump
-        from .render_dump import inspect_model
-
         findings = inspect_model(model, quant, double_quant, trust_remote_code=trust_remote_code)
     if as_json:
-        render.print_json(render_dump.as_dict(findings))
+        render.print_json(_as_dict(findings))
     elif peft and findings.layout:
-        sys.stdout.write(render_dump.as_python(findings))
+        sys.stdout.write(_as_python(findings))
     elif yaml and findings.layout:
-        sys.stdout.write(render_dump.as_yaml(findings))
+        sys.stdout.write(_as_yaml(findings))
     else:
-        render_dump.show(findings, render.console(color.value), why=why)
+        _show(findings, render.console(color.value), why=why)
     if not findings.layout:
         raise typer.Exit(NO_EXPERTS)
+
+
+def _orientation(param: ExpertParam) -> str:
+    """Return `(E, out, in)`, `(E, in, out)` or `unknown`."""
+    return {False: "(E, out, in)", True: "(E, in, out)", None: "unknown"}[param.transposed]
+
+
+def _show(findings: Findings, out: Console, *, why: bool = False) -> None:
+    """Print the table, the totals, the lists for PEFT and the notes; with `why` the evidence."""
+    for note in findings.source.notes:
+        say(out, f"[yellow]note:[/] {escape(note)}")
+    if not findings.layout:
+        say(
+            out,
+            f"{escape(findings.source.label)}: no fused expert parameters "
+            f"({len(findings.layout.rejected)} other parameters of three or more dimensions).",
+        )
+        _linear_experts(findings, out)
+        if why:
+            _why(findings, out)
+        return
+    if findings.source.notes:
+        out.line()
+    _show_table(findings, out)
+    nbytes, packed_nbytes = findings.layout.nbytes, findings.packed_nbytes
+    say(
+        out,
+        f"{len(findings.layout)} expert parameters: {human_bytes(nbytes)} now, "
+        f"{human_bytes(packed_nbytes)} packed "
+        f"({nbytes / max(packed_nbytes, 1):.2f} times smaller).",
+    )
+    _linear_experts(findings, out)
+    plain = [router.name for router in findings.layout.routers if router.plain_linear]
+    if plain:
+        say(
+            out,
+            f"[yellow]Routers that are plain Linear layers[/], so that bitsandbytes packs them "
+            f"unless llm_int8_skip_modules names them: {escape(_patterns(plain))}",
+        )
+    rejected = len(findings.layout.rejected)
+    others = "parameter" if rejected == 1 else "parameters"
+    if rejected:
+        say(
+            out,
+            f"No experts: {rejected} other {others} of three or more dimensions"
+            + ("." if why else " (--why says why)."),
+        )
+    owners = [param.module_name for group in findings.groups for param in group.params]
+    modules = escape(_patterns(dict.fromkeys(owners)))
+    say(
+        out,
+        f"PEFT: {len(findings.target_parameters)} target_parameters; "
+        f"{len(findings.exclude_modules)} exclude_modules, in and below {modules} "
+        "(--peft and --yaml print them).",
+    )
+    if why:
+        _why(findings, out)
+
+
+def _as_dict(findings: Findings) -> dict[str, Any]:
+    """Return everything, for `json.dumps`; sizes in bytes."""
+    layout, settings = findings.layout, findings.settings
+    return {
+        "model": findings.source.label,
+        "model_type": findings.source.config.model_type,
+        "quantization": {"kind": settings.kind, "double_quant": settings.double_quant},
+        "totals": {
+            "parameters": len(layout),
+            "nbytes": layout.nbytes,
+            "packed_nbytes": findings.packed_nbytes,
+        },
+        "experts": [_group_as_dict(group) for group in findings.groups],
+        "linear_experts": [
+            {"name": item.name, "num_experts": item.num_experts, "linear": list(item.linear_names)}
+            for item in layout.linear_experts
+        ],
+        "routers": [
+            {
+                "name": router.name,
+                "num_choices": router.num_choices,
+                "plain_linear": router.plain_linear,
+            }
+            for router in layout.routers
+        ],
+        "rejected": [
+            {"name": item.name, "shape": list(item.shape), "reason": item.reason}
+            for item in layout.rejected
+        ],
+        "exclude_modules": list(findings.exclude_modules),
+        "target_parameters": list(findings.target_parameters),
+        "notes": list(findings.source.notes),
+    }
+
+
+def _group_as_dict(group: ParamGroup) -> dict[str, Any]:
+    first = group.first
+    return {
+        "pattern": group.pattern,
+        "count": len(group.params),
+        "shape": list(first.shape),
+        "num_experts": first.num_experts,
+        "in_features": first.in_features,
+        "out_features": first.out_features,
+        "transposed": first.transposed,
+        "role": first.role,
+        "dtype": first.dtype_name,
+        "packed": first.packed,
+        "skipped": group.skipped,
+        "nbytes": group.nbytes,
+        "packed_nbytes": group.packed_nbytes,
+        "names": [param.name for param in group.params],
+        "aliases": [alias for param in group.params for alias in param.aliases],
+        "evidence": first.evidence,
+        "orientation_evidence": first.orientation_evidence,
+    }
+
+
+def _as_python(findings: Findings) -> str:
+    """Return keyword arguments of a `LoraConfig`, with runs of layers folded into ranges."""
+    lines = ["# LoraConfig(..., for experts packed by moe_qlora"]
+    for name in _LISTS:
+        items = _folded(getattr(findings, name))
+        lines += [f"{name}=[", *(f"    {item}," for item in items), "],"]
+    return "\n".join(lines) + "\n"
+
+
+def _as_yaml(findings: Findings) -> str:
+    """Return the keys that axolotl-style trainers read, every name in full."""
+    lines = ["# for experts packed by moe_qlora"]
+    for name in _LISTS:
+        entries = getattr(findings, name)
+        quoted = (one if _PLAIN.fullmatch(one) else json.dumps(one) for one in entries)
+        lines += [f"lora_{name}:", *(f"  - {entry}" for entry in quoted)]
+    return "\n".join(lines) + "\n"
+
+
+def _folded(names: tuple[str, ...]) -> list[str]:
+    """Return Python expressions of list items that together give exactly `names`, in any order."""
+    by_layer: dict[str, list[int]] = {}
+    items = []
+    for name in names:
+        parts = re.search(r"^(.*?\.)(\d+)(\..*)$", name)
+        if parts is None or not _PLAIN.fullmatch(name):
+            items.append(repr(name))
+        else:
+            head, number, tail = parts.groups()
+            by_layer.setdefault(f"{head}{{i}}{tail}", []).append(int(number))
+    for template, layers in by_layer.items():
+        # Layers of one run are as far from their places as each other.
+        for _, run in groupby(enumerate(sorted(layers)), lambda pair: pair[1] - pair[0]):
+            numbers = [layer for _, layer in run]
+            if len(numbers) == 1:
+                items.append(repr(template.replace("{i}", str(numbers[0]))))
+            else:
+                items.append(f'*[f"{template}" for i in range({numbers[0]}, {numbers[-1] + 1})]')
+    return items
+
+
+def _show_table(findings: Findings, out: Console) -> None:
+    settings = findings.settings
+    nested = ", double quantization" if settings.double_quant else ""
+    label = escape(findings.source.label)
+    title = f"{label}: experts packed as {settings.kind}{nested}"
+    rows = []
+    for group in findings.groups:
+        param = group.first
+        rows.append(
+            (
+                escape(group.pattern),
+                str(len(group.params)),
+                f"{'x'.join(map(str, param.shape))} {param.packed or param.dtype_name}",
+                f"{param.role} {_orientation(param)}",
+                human_bytes(group.nbytes),
+                "skipped" if group.skipped else human_bytes(group.packed_nbytes),
+            )
+        )
+    headings = ("parameter", ">count", "shape, dtype", "role, layout", ">now", ">packed")
+    render.show_table(out, title, headings, rows)
+
+
+def _linear_experts(findings: Findings, out: Console) -> None:
+    names = [item.name for item in findings.layout.linear_experts]
+    if names:
+        say(
+            out,
+            f"Experts that are lists of Linear layers, which bitsandbytes packs itself: "
+            f"{escape(_patterns(names))}",
+        )
+
+
+def _patterns(names: Iterable[str]) -> str:
+    """Return the names with `*` for numbers, and how many names each of these stands for."""
+    counts = Counter(name_pattern(name) for name in names)
+    return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()) or "none"
+
+
+def _why(findings: Findings, out: Console) -> None:
+    blocks = []
+    for group in findings.groups:
+        param = group.first
+        blocks.append(f"[green]{escape(group.pattern)}[/]")
+        blocks.append(f"    an expert weight: {escape(param.evidence)}")
+        if param.orientation_evidence:
+            blocks.append(f"    {_orientation(param)}: {escape(param.orientation_evidence)}")
+        if group.skipped:
+            blocks.append(f"    skipped: llm_int8_skip_modules names {escape(group.skipped)}")
+    rejected = Counter(
+        (name_pattern(item.name), item.shape, item.reason) for item in findings.layout.rejected
+    )
+    for (pattern, shape, reason), count in rejected.items():
+        blocks.append(f"[red]{escape(pattern)}[/] {'x'.join(map(str, shape))} ({count})")
+        blocks.append(f"    no expert weight: {escape(reason)}")
+    out.line()
+    for block in blocks:
+        say(out, block, indent=6 if block.startswith(" ") else 2)
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Expert parameters that differ in nothing but their layer, which `pattern` has as `*`.
+
+    `packed_nbytes` includes statistics, and is the bytes now where `skipped`, an entry of
+    llm_int8_skip_modules, leaves the parameters as they are.
+    """
+
+    pattern: str
+    params: tuple[ExpertParam, ...]
+    packed_nbytes: int
+    skipped: str | None = None
+
+    @property
+    def first(self) -> ExpertParam:
+        """One of the parameters, for all that they have in common."""
+        return self.params[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them now."""
+        return sum(param.nbytes for param in self.params)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that `dump` prints of a model.
+
+    The last two are what PEFT must leave alone once experts are packed, and put LoRA on.
+    """
+
+    source: named.Source
+    layout: ModelLayout
+    settings: CodecSettings
+    groups: tuple[ParamGroup, ...]
+    exclude_modules: tuple[str, ...]
+    target_parameters: tuple[str, ...]
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of all expert parameters packed."""
+        return sum(group.packed_nbytes for group in self.groups)
+
+
+def inspect_model(
+    model: str, quant: Quant | None, double_quant: bool | None, *, trust_remote_code: bool
+) -> Findings:
+    """Build `model`, as `named.resolve` takes it, on the meta device, and detect its experts."""
+    from ..checkpoint.prequantized import codes_of_source, describe_plain, described_method
+    from ..detection.detect import detect
+    from ..models import named
+
+    source = named.resolve(model, trust_remote_code=trust_remote_code)
+    settings = codec_settings(source.settings, quant, double_quant)
+    _, note = codes_of_source(source.config)
+    source = replace(source, notes=(*source.notes, note)) if note else source
+    if described_method(source.config) is not None:
+        describe_plain(source.config)
+    built = named.build(source, trust_remote_code=trust_remote_code)
+    layout = detect(built)
+    groups = _groups(layout, settings)
+    packed = [param for group in groups if group.skipped is None for param in group.params]
+    targets = tuple(param.name for param in layout.experts if param in packed)
+    return Findings(source, layout, settings, groups, exclude_paths(built, packed), targets)
+
+
+def exclude_paths(model: nn.Module, params: list[ExpertParam]) -> tuple[str, ...]:
+    """Return what `moe_qlora.exclude_modules` will give for `model` once `params` are packed.
+
+    For each module that owns one of them: its own path, that of each module inside it, and those
+    that the bitsandbytes parametrization will add.
+    """
+    owned: dict[str, list[str]] = {}
+    for param in params:
+        for name in param.names:
+            owner, _, leaf = name.rpartition(".")
+            owned.setdefault(owner, []).append(leaf)
+    paths = []
+    for owner, leaves in owned.items():
+        inside = [path for path, _ in model.get_submodule(owner).named_modules(prefix=owner)]
+        inside.append(f"{owner}.parametrizations".lstrip("."))
+        lists = [f"{inside[-1]}.{leaf}" for leaf in leaves]
+        paths += inside + [path for entry in lists for path in (entry, f"{entry}.0")]
+    return tuple(filter(None, paths))
+
+
+def _groups(layout: ModelLayout, settings: CodecSettings) -> tuple[ParamGroup, ...]:
+    from ..packing.selection import skipping_pattern
+    from ..packing.settings import packed_nbytes
+
+    alike: dict[tuple[Any, ...], list[ExpertParam]] = {}
+    for param in layout.experts:
+        skipped = skipping_pattern(param, settings.skip_modules)
+        key = (param.pattern, param.shape, param.transposed, param.role, param.dtype_name, skipped)
+        alike.setdefault(key, []).append(param)
+    groups = []
+    for (pattern, *_, skipped), params in alike.items():
+        stays = skipped is not None
+        sizes = (
+            p.nbytes if stays or p.packed else packed_nbytes(p.shape, settings) for p in params
+        )
+        groups.append(ParamGroup(pattern, tuple(params), sum(sizes), skipped))
+    return tuple(groups)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.cli import render_dump
+from moe_qlora.cli import dump as dump_command
 from moe_qlora.errors import visible
 from moe_qlora.progress import VisibleConsole, reporting
 from moe_qlora.testing import tiny_model
@@ -466,8 +466,8 @@ def test_lists_to_paste_are_what_they_say():
     """A name that is no plain one is quoted in YAML and in Python."""
     names = ("model.layers.0.x", "model.layers.1.x", 'a.0."},\n# {x}', "- b: {c}", "a.1.{i}")
     findings = SimpleNamespace(target_parameters=names, exclude_modules=())
-    assert yaml.safe_load(render_dump.as_yaml(findings))["lora_target_parameters"] == list(names)
-    pasted = eval(f"dict({render_dump.as_python(findings)})")
+    assert yaml.safe_load(dump_command._as_yaml(findings))["lora_target_parameters"] == list(names)
+    pasted = eval(f"dict({dump_command._as_python(findings)})")
     assert sorted(pasted["target_parameters"]) == sorted(names)
 
 

@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
 
 import moe_qlora
-from moe_qlora.cli import render_dump
+from moe_qlora.cli import dump as dump_command
 from moe_qlora.packing.settings import CodecSettings, packed_nbytes
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 3, 4, 64, 32
@@ -103,7 +103,7 @@ def test_python_and_yaml_say_the_same(cli, folder):
 )
 def test_folding(numbers, runs):
     names = (*(f"a.{i}.b.0.c" for i in numbers), "plain", "x.y")
-    folded = render_dump._folded(names)
+    folded = dump_command._folded(names)
     assert sorted(eval(f"[{', '.join(folded)}]")) == sorted(names)
     assert len(folded) == len(runs) + 2
     for first, end in runs:
