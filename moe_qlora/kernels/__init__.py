@@ -1,4 +1,4 @@
-"""What computes with packed experts: torch and Triton only, and nothing of transformers or PEFT.
+"""Kernels for packed experts: torch and Triton only, no transformers and no PEFT.
 
 In go a `weights.PackedWeight`, rows of activations, top-k assignments and LoRA factors; out come a
 layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls, in this order:
@@ -8,7 +8,7 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     factors.py              pads LoRA's factors for the kernels; their gradients
     row_kernels.py          kernels over sorted rows: permute, gate, unpermute
     table.py                which kernel multiplies each expert's rows; tries them
-    expert_mm.py            what such a kernel is: supports, prepare, launch
+    expert_mm.py            the interface of such a kernel: supports, prepare, launch
     quantized_mm.py         few rows: multiplies on the codes, any GPU
     quantized_mm_skinny.py  the same for the fewest, as in generation
     quantized_mm_hopper.py  the same on Hopper; quantized_mm_rs.py, for more rows
@@ -18,7 +18,7 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     launch.py               launches kernels with little of the host's time
 
 A kernel is one of these files with a `KERNEL` record, and its row in `table.py`.
-One projection runs by `projection.py`, by grouped matmuls or, on any device, expert by expert,
-which is what all else is held against. `weights.py` has the packed weight, `limits.py` the numbers
-and size rules that decide between all of these.
+`projection.py` computes a single projection, by grouped matmuls or, on any device, expert by
+expert, which is the reference for all others. `weights.py` defines the packed weight, `limits.py`
+the numbers and size rules that decide between all of these.
 """

@@ -3,7 +3,7 @@
 torch's grouped matmul is quick for bf16 on Hopper and datacenter Blackwell (compute capability 9
 and 10). Elsewhere, and for fp16 anywhere, it copies the experts' offsets to the host and calls
 cuBLAS expert by expert (`aten/src/ATen/native/cuda/GroupedBlas.cpp`, torch 2.9 to 2.13), which
-waits for the device and cannot be captured. `grouped_mm.py` takes its place there.
+waits for the device and cannot be captured. There `grouped_mm.py` replaces it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOPPER = (9, 0)
 """Its compute capability."""
 
 SMALL_SHARED = 99 << 10
-"""Bytes of shared memory that a program may take on every NVIDIA card from capability 8.0 on; 8.6,
+"""Bytes of shared memory that a program may use on every NVIDIA card from capability 8.0 on; 8.6,
 8.9 and 12.0 have no more."""
 
 
@@ -30,27 +30,27 @@ class Card(NamedTuple):
 
     maker: str  # "nvidia", "amd", "intel", or "" for the CPU
     capability: tuple[int, int]  # Of CUDA, (0, 0) for others
-    shared: int  # Bytes of shared memory that one program may take
+    shared: int  # Bytes of shared memory that one program may use
 
     @property
     def runs_on(self) -> bool:
-        """Whether the matrix unit reads shared memory by itself, and the program runs on meanwhile.
+        """Whether the matrix unit reads operands from shared memory, asynchronously.
 
-        So do Hopper and datacenter Blackwell; they have 227 KiB. Others hold in registers what they
-        multiply, beside the sums.
+        So on Hopper and datacenter Blackwell, which have 227 KiB. On other cards operands lie in
+        registers, as the sums do.
         """
         return self.capability[0] in (9, 10)
 
 
 PORTABLE = Card("nvidia", (8, 6), SMALL_SHARED)
-"""What every card with kernels can do at least."""
+"""The least capable card that the kernels run on."""
 
 _acting: Card | None = None
 
 
 @contextmanager
 def acting_as(card: Card) -> Iterator[None]:
-    """Choose kernels as for another card, as long as this lasts: for tests and measurements.
+    """Choose kernels as for another card within the block: for tests and measurements.
 
     `acting_as(PORTABLE)` leaves out Hopper's kernel and torch's grouped matmul. All threads act so.
     """
@@ -63,12 +63,12 @@ def acting_as(card: Card) -> Iterator[None]:
 
 
 def card(device: torch.device) -> Card:
-    """Return what a device can do, or another that it is to act as."""
+    """Return a device's card, or the one of `acting_as`."""
     return actual(device) if _acting is None else _acting
 
 
 def of_index(index: int) -> Card:
-    """Return what a CUDA device can do, or the CPU where the index is -1, likewise."""
+    """Return the same for the index of a CUDA device, -1 for the CPU."""
     return card(device_of(index))
 
 
@@ -80,7 +80,7 @@ def device_of(index: int) -> torch.device:
 
 @cache
 def actual(device: torch.device) -> Card:
-    """Return what a device can do, whatever it is to act as."""
+    """Return a device's own card, `acting_as` or not."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip is not None:
@@ -93,7 +93,7 @@ def actual(device: torch.device) -> Card:
 
 
 def takes_ptx(device: torch.device) -> bool:
-    """Whether kernels may hold PTX, NVIDIA's assembly: also on the CPU, where they only compile."""
+    """Whether kernels may contain PTX, NVIDIA's assembly; on the CPU they only compile."""
     return actual(device).maker in ("nvidia", "")
 
 

@@ -1,4 +1,4 @@
-"""What a kernel of the table is: it multiplies each expert's rows with its packed weight.
+"""The interface of a kernel, which multiplies each expert's rows by its packed weight.
 
 One file holds one kernel and its `Kernel` record; `table.py` lists the records and chooses. A
 matmul of all experts, x [W | B]^T or x [W ; A], is a `Problem` before a kernel is chosen for it,
@@ -22,14 +22,14 @@ from .weights import PackedWeight, WeightSpec
 
 
 class Problem(NamedTuple):
-    """All that a kernel is chosen by."""
+    """Everything that the choice of a kernel depends on."""
 
     spec: WeightSpec  # Of the packed weight: shape, codec and device
     dtype: torch.dtype  # bf16 or fp16: of rows
     rows: int  # R, of all experts
     by_rows: bool  # Whether the weight's rows are the features that come out, else its columns
     backward: bool = False  # Whether it belongs to backward, whose rows keep their column order
-    held: bool = False  # Whether the workspace holds the weight, dequantized
+    held: bool = False  # Whether the workspace has the weight, dequantized
     reused: bool = False  # Whether a second matmul would find the weight there
 
     @property
@@ -70,7 +70,7 @@ class ExpertMatmul(NamedTuple):
 
     @property
     def beside(self) -> tuple[Tensor | None, Tensor | None]:
-        """What lies to the right of a dequantized weight, and below it."""
+        """LoRA's factors: the one to the right of a dequantized weight, and the one below it."""
         if self.factors is None:
             return None, None
         if self.problem.by_rows == self.problem.backward:  # stored (E, in, out)
@@ -86,9 +86,9 @@ class ExpertMatmul(NamedTuple):
     def spans(self, count: int) -> Iterator[tuple[int, int]]:
         """Yield the slices of features that a call of `count` rows goes in: one, if the cap allows.
 
-        Where a dequantized weight, or what comes out, is over the workspace's cap, both go in
-        slices: every expert's rows are then still there, and nobody has to know on the host where
-        they begin. What comes out may be half of the cap: in backward it stands beside two others.
+        Where the dequantized weight or the output exceeds the workspace's cap, both are computed
+        in slices of features: each slice has all rows, so the host need not know where an expert's
+        begin. The output may have half of the cap: in backward two others are alive with it.
         """
         problem, device = self.problem, self.packed.device
         inner = problem.inner + self.rank
@@ -103,27 +103,27 @@ class ExpertMatmul(NamedTuple):
 class Kernel:
     """One row of the table.
 
-    `prepare(matmul, routing, span, name)` lays out what a product of the features `span` needs of
-    the weight, `name` being the workspace's buffer for it. `launch(x, matmul, operand, routing,
-    span, products)` takes what it returned, and returns `(R, span)`: x `(R, K + r)`, sorted rows
-    any distance apart whose last r columns meet LoRA's factor, times weight and factor. `products`
-    are None but where the kernel `gathers`: then x are the tokens `(T, K)`, contiguous, and
-    products `(R r,)` what would be the rows' last columns. `routing` is a `routing.Routing`, or
-    `routing.Tiled`; spans start at multiples of 64.
+    `prepare(matmul, routing, span, name)` returns the operand that a product of the features `span`
+    reads instead of the weight; `name` is the workspace's buffer for it. `launch(x, matmul,
+    operand, routing, span, products)` returns `(R, span)`: x `(R, K + r)` times weight and LoRA's
+    factor, which multiplies the last r columns; x are sorted rows any distance apart. Where the
+    kernel `gathers`, x are the tokens `(T, K)`, contiguous, and `products` `(R r,)` are the rows'
+    last columns; else `products` is None. `routing` is a `routing.Routing` or `routing.Tiled`;
+    spans start at multiples of 64.
     """
 
     name: str  # In warnings
-    supports: Callable[[Problem], bool]  # Whether it is right for a problem and quickest, with why
+    supports: Callable[[Problem], bool]  # Whether it takes a problem and is the quickest, with why
     tile: Callable[[Problem], int]  # Rows in a tile
     prepare: Callable[..., Any]
     launch: Callable[..., Tensor]
     on_codes: bool = True  # Whether it multiplies on the codes; else on a dequantized weight
-    gathers: bool = False  # Whether it fetches tokens' rows, so that nobody copies them in order
-    order: ColumnOrder | None = None  # In which it takes the columns of rows, None for theirs
+    gathers: bool = False  # Whether it reads tokens' rows by index, so that none are permuted
+    order: ColumnOrder | None = None  # In which it reads the columns of rows, None for their own
     reorder: Callable[[Tensor], Tensor] | None = None  # Puts rows `(R, K)` in that order
     # Whether it may be tried on a card
     capable: Callable[[Card], bool] = lambda card: True
-    # The kind of codes by which a device tries it before it is chosen; None: it is right
+    # The kind of codes that it is validated with on a device before it is chosen; None: no need
     tried: Callable[[WeightSpec], str | None] = lambda spec: None
     tried_tiles: tuple[int, ...] = (16, 128)  # The rows in a tile of such products
     both_ways: bool = True  # Whether it sums over stored rows as well as columns
@@ -131,4 +131,4 @@ class Kernel:
 
 
 validated: dict[tuple[str, str, int], bool] = {}
-"""By kernel, kind of codes that tried it, and CUDA device: whether it is right there."""
+"""Whether a kernel is right, by its name, the kind of codes it was tried with, and CUDA device."""

@@ -15,7 +15,7 @@ from .launch import Geometry, aligned, launcher
 from .limits import cdiv, padded
 from .routing import Routing
 
-# How many rows and columns a program takes at a time: the quickest of four on an H200 for
+# Rows and columns of a program's step: the quickest of four on an H200 for
 # Qwen3-30B-A3B at 4,096 and 16,384 tokens; ranks over 32 would not fit into the 99 KiB of most
 # cards.
 _GRAD = {"BM": 128, "BN": 64, "num_warps": 4, "num_stages": 3}
@@ -34,7 +34,7 @@ class Factors(NamedTuple):
     """LoRA factors as the kernels read them: a `(E, r, in)`, b `(E, out, r)`, r padded."""
 
     a: Tensor
-    b: Tensor  # Contiguous, or a view of what PEFT stores (`pad_factors`)
+    b: Tensor  # Contiguous, or a view of PEFT's parameter (`pad_factors`)
     scaling: float
 
     @property
@@ -51,11 +51,11 @@ def pad_factors(
 ) -> list[Factors | None]:
     """Return both projections' factors as the matmuls read them, ranks padded by zeros.
 
-    Those of `as_stored` leave b where PEFT stores it, if its rank and dtype allow that, as a view
-    of other strides: what the quantized matmul takes, and the other kernels do not.
+    Where `as_stored`, and rank and dtype allow it, b stays where PEFT stores it, as a view of other
+    strides, which only the quantized matmul reads.
     """
     factors: list[Factors | None] = []
-    pairs: list[tuple[Lora, Factors]] = []  # Those whose b is to be laid out
+    pairs: list[tuple[Lora, Factors]] = []  # Those whose b is copied
     for lora, stays in zip(loras, as_stored, strict=True):
         if lora is None:
             factors.append(None)
@@ -88,7 +88,7 @@ def _stored(lora: Lora, experts: int, dtype: torch.dtype) -> Tensor | None:
 
 
 def _with_room(lora: Lora, b: Tensor | None, experts: int, dtype: torch.dtype) -> Factors:
-    """Return `Factors` with this b, or one that is room only."""
+    """Return `Factors` with this b, or an empty one."""
     rank = lora.a.shape[0] // experts
     wide = padded(rank)
     a = lora.a.to(dtype).contiguous().view(experts, rank, lora.a.shape[1])
@@ -106,13 +106,13 @@ def factor_grad(
 ) -> Tensor:  # fmt: skip
     """Return the gradient of a factor, like `like`, from `(R, r)` rows and `(R, size)` ones.
 
-    small: rows `stride` apart, of which `rank` columns (None: all) count; big: sorted rows, or
+    small: rows `stride` apart, their first `rank` columns (None: all); big: sorted rows, or
     tokens' where `gathers`; weights: the routing weights, by which rows are weighted, or None;
     over: the factor is B, expert fastest.
     """
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     real = (like.shape[1] if over else like.shape[0]) // routing.experts
-    # Written experts last at once, 2 bytes at a time, B's gradients take 1.3 to 1.7 times as long.
+    # Written at once, 2 bytes at a time, B's gradients take 1.3 to 1.7 times as long.
     first = torch.empty_like(out) if over else out
     _launch_grad(
         (size, rank or stride, stride, big.stride(0), real, routing.experts, routing.top_k,

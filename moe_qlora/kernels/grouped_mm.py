@@ -1,18 +1,18 @@
 """Many rows an expert: codes to 16 bit, and then each expert's rows times its matrix.
 
-Decoding is one pass, with the LoRA factors beside the weights. A group of 8 weights is one 32-bit
-word of codes; it never straddles a row or a block. The value of a code comes from a 16-entry table
-(which stays in the first cache), times its block's absmax in fp32, rounded once: what bitsandbytes'
-kernel computes, bit for bit. A product and a sum stay apart (no fused multiply-add), since
-bitsandbytes adds the offset of a nested absmax in a step of its own. Bytes moved a weight, nf4 with
+Decoding is one pass, and appends the LoRA factors to the weights. A group of 8 weights is one
+32-bit word of codes; it never straddles a row or a block. A weight is its code's value from a
+16-entry table (which stays in the L1 cache) times its block's absmax in fp32, rounded once: bit for
+bit as bitsandbytes' kernel computes it. Product and sum are not fused, since bitsandbytes adds the
+offset of a nested absmax in a step of its own. Bytes moved a weight, nf4 with
 double quantization to bf16: 0.516 read, 2 written.
 
-torch's grouped matmul multiplies, or our own for cards where torch's waits: x `(R, K)`, rows sorted
-by expert; matrices `(E, K, N)` as views of the workspace, whose rows or columns lie one behind the
-other; out comes `(R, N)`. A program computes one tile of rows, all of one expert, by some of the
-features. Nobody on the host knows where an expert's rows begin, so that it never waits. Rows of no
-expert are left as they are. Programs that run at the same time share what they read: `GROUP` tiles
-of rows go through the same features before the next ones.
+torch's grouped matmul multiplies, or our own on cards where torch's waits for the device: x `(R,
+K)`, rows sorted by expert, times matrices `(E, K, N)`, views of the workspace that are contiguous
+along rows or columns, is `(R, N)`. A program computes one tile of rows, all of one expert, by some
+of the features. The host never reads the experts' offsets, so it never waits. Rows of no expert are
+left unwritten. Programs that run at the same time share their reads: `GROUP` tiles of rows are
+multiplied by the same features before the next ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def block_absmax(absmax, table2, absmax2, offset, block, live, NESTED: tl.conste
         code = tl.load(absmax + block, mask=live, other=0).to(tl.int32)
         outer = tl.load(absmax2 + block // NESTED, mask=live, other=0.0)
         value = tl.load(table2 + code) * outer + tl.load(offset)
-    else:  # one return: Triton wants the dtypes of all to agree, also of those not taken
+    else:  # one return: Triton wants the dtypes of all branches to agree
         value = tl.load(absmax + block, mask=live, other=0.0)
     return value
 
@@ -58,7 +58,7 @@ def _copy_factor(out, source, stride_r, stride_c, out_stride, first, total, WIDT
     tl.store(out + row * out_stride + col, value.to(out.dtype.element_ty), mask=live)
 
 
-# A copied factor is read in any strides; of the rest nothing gains from knowing more.
+# A copied factor is read in any strides; specializing on the other sizes gains nothing.
 @triton.jit(
     do_not_specialize=["first_expert", "first_row", "first_col", "right_se", "right_sr", "right_sc",
                        "below_se", "below_sr", "below_sc"]
@@ -139,11 +139,11 @@ def decode(
 ) -> None:
     """Decode experts [first, first + len(out)), or a part of each, into `out`.
 
-    `packed.dequantizes()` holds, and all tensors start at multiples of 16 bytes. `out` is `(E',
+    `packed.dequantizes()` is true, and all tensors start at multiples of 16 bytes. `out` is `(E',
     rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart; rows and cols are the
     weight's, or fewer, from `corner` on, whose column is a multiple of 8. `expert_offsets` `(E +
     1,)` leave out experts without rows; None decodes all. `right` `(E, rows, r_r)` and `below` `(E,
-    r_b, cols)`, of any strides, are written beside each matrix.
+    r_b, cols)`, of any strides, are written to the right of each matrix and below it.
     """
     sizes, arguments = decoding(
         packed, out, first=first, corner=corner, expert_offsets=expert_offsets, right=right,
@@ -186,7 +186,7 @@ def launch_decode(
     spec: WeightSpec, shape: tuple[int, int, int], stride: int, corner: tuple[int, int],
     skips: bool, rank_r: int, rank_b: int,
 ) -> Geometry:  # fmt: skip
-    """What `decoding` returns the sizes and arguments of."""
+    """Launch `_decode_kernel`; `decoding` returns its sizes and arguments."""
     experts, rows, cols = shape[0], shape[1] - rank_b, shape[2] - rank_r
     assert cols % 8 == 0 and corner[1] % 8 == 0
     assert corner[0] + rows <= spec.shape[1] and corner[1] + cols <= spec.shape[2]
@@ -215,7 +215,7 @@ _MIDDLE = dict.fromkeys((16, 32, 64, 128), Cut(128, 64, 3, 4, 8))
 than 3 % behind."""
 
 _SMALL = {**_MIDDLE, 128: Cut(128, 32, 4, 4, 8)}
-"""The same on a card with 99 KiB, which holds two programs at a time in half steps."""
+"""The same on a card with 99 KiB, where two programs fit at a time with half steps."""
 
 _LARGE = {
     16: Cut(128, 64, 4, 4, 8),
@@ -259,7 +259,7 @@ def grouped_kernel(
         return
     start = tl.load(tiles + 2 * tile + 1)
     rows = tl.load(expert_offsets + expert + 1) - start
-    # Beyond the last row it is read again, and beyond the last feature that one: no mask is needed.
+    # Rows and features beyond the last read the last one again, so no mask is needed.
     m = tl.arange(0, BM)
     n = within // size * BN + tl.arange(0, BN)
     inside = n < N
@@ -368,7 +368,7 @@ def _launch_grouped(
 
 
 def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int]:
-    """Return the workspace's name of a dequantized weight."""
+    """Return the key of a dequantized weight in the workspace."""
     codes = packed.codes.data_ptr() if packed.serial is None else -packed.serial
     return routing.ints.data_ptr(), codes
 
@@ -376,7 +376,7 @@ def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int]:
 def prepare(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int], name: str) -> Tensor:
     """Return the operand `(E, K + r, span)` of a grouped matmul, as a view of the workspace.
 
-    All features at once lie beside both factors, so that backward finds them there as well.
+    With all features at once both factors are appended, so that backward can reuse the buffer.
     """
     packed, rank, by_rows = matmul.packed, matmul.rank, matmul.problem.by_rows
     (right, below), dtype = matmul.beside, matmul.problem.dtype
@@ -387,17 +387,17 @@ def prepare(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int], name:
         width = n_cols + rank
         room = experts, n_rows + rank, row_stride(width, dtype.itemsize)
         owner = owner_of(packed, routing)
-        out, held = workspace.take(name, room, dtype, offsets.device, owner, (routing.ints,))
+        out, held = workspace.allocate(name, room, dtype, offsets.device, owner, (routing.ints,))
         out = out[:, :, :width]
         view = out[:, :n_rows].transpose(1, 2) if by_rows else out[:, :, :n_cols]
     elif by_rows:
         room, corner = (experts, end - first, n_cols + rank), (first, 0)
-        out, _ = workspace.take("first", room, dtype, offsets.device)
+        out, _ = workspace.allocate("first", room, dtype, offsets.device)
         right, below = None if right is None else right[:, first:end], None
         view = out.transpose(1, 2)
     else:
         room, corner = (experts, n_rows + rank, end - first), (0, first)
-        out, _ = workspace.take("first", room, dtype, offsets.device)
+        out, _ = workspace.allocate("first", room, dtype, offsets.device)
         right, below = None, None if below is None else below[:, :, first:end]
         view = out
     if not held:

@@ -1,9 +1,9 @@
 """Launches kernels with little of the host's time, on the device where their tensors lie.
 
-A layer's step launches some 20 kernels of up to 30 arguments, and up to a few thousand tokens the
-host is what it waits for. Triton finds a compiled kernel anew at each launch, by the types of all
-arguments and all constants, and parses all of them once more in C. A `Launcher` remembers it for
-calls alike: from the second one on it writes the arguments into a buffer and calls the driver.
+A layer's step launches some 20 kernels of up to 30 arguments, and up to a few thousand tokens it is
+bound by the host. At each launch Triton looks up the compiled kernel by the types of all arguments
+and constants, and parses them once more in C. A `Launcher` caches the compiled kernel: from the
+second call on it writes the arguments into a buffer and calls the driver.
 """
 
 from __future__ import annotations
@@ -23,36 +23,35 @@ from torch import Tensor
 Geometry = tuple[tuple[int, ...], dict[str, Any]]
 """A launch's grid, and the kernel's constants and compile options by name."""
 
-_MOST_KEPT = 256
-"""Launches that a launcher remembers; the oldest goes first."""
+_MOST_CACHED = 256
+"""Launches that a launcher caches; the oldest is dropped first."""
 
 
 class Launcher:
-    """A kernel and a function that says how it is launched; made by `launcher`.
+    """A kernel and the function that returns its grid and constants; made by `launcher`.
 
-    The function's arguments, the tensors' dtypes and their device are the key under which a launch
-    is remembered. So grid and constants depend on those arguments alone, and so do all whole
-    numbers among the kernel's own arguments that it specializes on (1, or multiples of 16).
+    A launch is cached by the function's arguments, the tensors' dtypes and their device. So grid
+    and constants must depend on those alone, and so must all integers among the kernel's arguments
+    that Triton specializes on (1, or multiples of 16).
     """
 
-    __slots__ = ("geometry", "kept", "kernel", "tensors")
+    __slots__ = ("cache", "geometry", "kernel", "tensors")
 
     def __init__(self, kernel: Any, geometry: Callable[..., Geometry]) -> None:
-        """Take a Triton or Gluon function, and what gives its grid and constants."""
         self.kernel, self.geometry = kernel, geometry
-        self.kept: dict[tuple[Any, ...], _Compiled] = {}
-        self.tensors = 0  # How many of the kernel's arguments are, known after a first launch
+        self.cache: dict[tuple[Any, ...], _Compiled] = {}
+        self.tensors = 0  # Number of tensors among the kernel's arguments, known after a launch
 
     def __call__(self, sizes: tuple[Any, ...], *args: Any) -> None:
         """Launch on the current stream of the tensors' device; `sizes` are `geometry`'s arguments.
 
-        `args` are tensors, and after them numbers. Where a launch is remembered, all tensors start
+        `args` are tensors, and after them numbers. For a cached launch all tensors must start
         at multiples of 16 bytes (`aligned`).
         """
         index = args[0].get_device()  # -1 for the CPU
         tensors = args[: self.tensors]
-        step = self.kept.get((sizes, index, *[t.dtype for t in tensors]))
-        if step is None:
+        compiled = self.cache.get((sizes, index, *[t.dtype for t in tensors]))
+        if compiled is None:
             self._first(sizes, index, args)
             return
         if torch._C._cuda_getDevice() != index:
@@ -61,23 +60,23 @@ class Launcher:
             return
         values: list[Any] = [t.data_ptr() for t in tensors]
         values += args[self.tensors :]
-        if step.by_triton is not None:
-            step.by_triton(values)
+        if compiled.by_triton is not None:
+            compiled.by_triton(values)
             return
-        if len(step.used) != len(values):
-            values = [values[i] for i in step.used]
-        buffer, pointers, pack = step.buffers.get(get_ident()) or step.buffer()
-        pack(buffer, 0, *values, *step.more)
-        launch = (*step.launch, stream_of(index), pointers, None)
-        error = step.call(*launch)
+        if len(compiled.used) != len(values):
+            values = [values[i] for i in compiled.used]
+        buffer, pointers, pack = compiled.buffers.get(get_ident()) or compiled.buffer()
+        pack(buffer, 0, *values, *compiled.more)
+        launch = (*compiled.launch, stream_of(index), pointers, None)
+        error = compiled.call(*launch)
         if error == _NO_CONTEXT:
             _enter(index)
-            error = step.call(*launch)
+            error = compiled.call(*launch)
         if error:
             raise RuntimeError(f"the CUDA driver refused to launch a kernel (error {error}).")
 
     def _first(self, sizes: tuple[Any, ...], index: int, args: tuple[Any, ...]) -> None:
-        """Launch by Triton, and remember what a device has compiled."""
+        """Launch by Triton, and cache the compiled kernel."""
         tensors = [a for a in args if isinstance(a, Tensor)]
         if len({t.device for t in tensors}) > 1:
             devices = ", ".join(sorted({str(t.device) for t in tensors}))
@@ -94,12 +93,12 @@ class Launcher:
         at_16 = all(t.data_ptr() % 16 == 0 for t in tensors)
         if index >= 0 and at_16 and isinstance(compiled, triton.compiler.CompiledKernel):
             names = self.kernel.arg_names[len(args) :]
-            if len(self.kept) >= _MOST_KEPT:
-                self.kept.pop(next(iter(self.kept)), None)
+            if len(self.cache) >= _MOST_CACHED:
+                self.cache.pop(next(iter(self.cache)), None)
             named = tuple(constants[name] for name in names)
             self.tensors = len(tensors)
             key = (sizes, index, *[t.dtype for t in tensors])
-            self.kept[key] = _Compiled(compiled, grid, index, named)
+            self.cache[key] = _Compiled(compiled, grid, index, named)
 
 
 def launcher(kernel: Any) -> Callable[[Callable[..., Geometry]], Launcher]:
@@ -124,7 +123,7 @@ _FORMATS = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64":
 class _Compiled:
     """A compiled kernel: launched by `cuLaunchKernel`, its arguments in a buffer for each thread.
 
-    Where anything is not as this class reads it, `by_triton` launches it instead.
+    Where Triton or the driver is not as this class knows it, `by_triton` launches instead.
     """
 
     __slots__ = ("buffers", "by_triton", "call", "compiled", "formats", "launch", "more", "used")
@@ -132,7 +131,7 @@ class _Compiled:
     def __init__(
         self, compiled: Any, grid: tuple[int, ...], index: int, constants: tuple[Any, ...]
     ) -> None:
-        self.compiled = compiled  # the function lives as long
+        self.compiled = compiled  # keeps the function loaded
         self.by_triton: Callable[[list[Any]], None] | None = None
         self.buffers: dict[int, tuple[Any, Any, Any]] = {}
         try:
@@ -144,11 +143,11 @@ class _Compiled:
                 self.call = _cuda().cuLaunchKernel
                 self.launch = (compiled.function, *grid, threads, 1, 1, shared)
                 return
-        except (AttributeError, KeyError, OSError):  # not the Triton, or the driver, that it knows
+        except (AttributeError, KeyError, OSError):  # an unknown Triton or driver
             pass
 
         def by_triton(values: list[Any]) -> None:
-            # Of a tensor Triton's launcher would ask where it lies, and of the driver whether.
+            # Given tensors, Triton's launcher would ask the driver where each of them lies.
             with torch.cuda.device(index):
                 compiled[grid](*values, *constants, stream=stream_of(index))
 
@@ -158,7 +157,7 @@ class _Compiled:
     def parameters(compiled: Any) -> tuple[list[int], list[str]] | None:
         """Return which arguments are parameters, and all parameters' formats as of `struct`.
 
-        After them come pointers to scratch memory, which none here has: the PTX has to say so.
+        Pointers to scratch memory would follow; the PTX must declare none.
         """
         metadata = compiled.metadata
         plain = (
@@ -179,7 +178,7 @@ class _Compiled:
         return (used, formats) if plain and alike else None
 
     def buffer(self) -> tuple[Any, Any, Any]:
-        """Return this thread's room for the arguments, their addresses, and what writes them."""
+        """Return this thread's argument buffer, the arguments' addresses and a packing function."""
         layout = struct.Struct("@" + "".join(self.formats))
         room = ctypes.create_string_buffer(layout.size)
         ends = [

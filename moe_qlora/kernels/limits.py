@@ -9,39 +9,39 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ROWS_ON_QUANTIZED, ROWS_ON_QUANTIZED_HOPPER = 256, 512
-"""Rows an expert, on average, up to which the quantized matmul beats dequantizing (H200, gate_up of
-Qwen3-30B-A3B: at 256 rows 0.69 against 0.73 ms forward and 0.76 against 0.75 backward; on Hopper's
-own kernel 0.60 and 0.66, before it was made a tenth quicker; at 512 rows it ties with dequantizing
-and a grouped matmul by themselves, which run 20 % slower inside a step, where power is short).
-Where a dequantized weight serves two products, the first is the limit on Hopper as well: at 256
-rows 1.26 ms on that kernel, 1.22 for dequantizing and both products."""
+"""Rows an expert, on average, up to which the quantized matmul beats dequantizing. H200, gate_up of
+Qwen3-30B-A3B at 256 rows: 0.69 ms against 0.73 forward, 0.76 against 0.75 backward; with Hopper's
+own kernel 0.60 and 0.66. At 512 rows Hopper's ties with a standalone dequantize + GEMM, which runs
+20 % slower inside a step (power limit). Where one dequantized weight serves two products, the first
+limit holds on Hopper as well: at 256 rows 1.26 ms on that kernel, 1.22 for dequantizing and both
+products."""
 
 MAX_LORA_RANK = 128
-"""Most ranks of all active adapters of one projection together that the fused layer takes."""
+"""Highest sum of the active adapters' ranks on one projection that the fused layer supports."""
 
 MAX_EXPERTS = 4094
 """Most experts that top-k assignments are sorted by: their counts, and two more, are summed up at
 once."""
 
 TILE = 64
-"""Most rows in a tile, but for the quantized matmul."""
+"""Most rows in a tile, except in the quantized matmul."""
 
 WIDE_TILE = 128
-"""Rows in a tile of the quantized matmul, where experts have many: each tile dequantizes anew."""
+"""Rows in a tile of the quantized matmul where experts have many: each tile decodes anew."""
 
 WIDEST_TILE = 256
-"""Rows in a tile where the quantized matmul holds weights in registers, on Hopper."""
+"""Rows in a tile of the rs kernel (weights in registers, Hopper)."""
 
 FEW_TILE = 16
 """Rows in a tile where experts have few: the first that `tile_rows` chooses."""
 
 ROWS_IN_REGISTERS = 128, 1024
-"""Rows an expert, on average, from which and up to which that kernel is chosen in forward (H200,
+"""Rows an expert, on average, between which the rs kernel is chosen in forward (H200,
 gate_up of Qwen3-30B-A3B: at 128 rows 0.30 ms, through shared memory 0.32; at 256 0.44 and 0.52; at
 1,024 1.35, torch's product of dequantized weights alone 1.31)."""
 
 REGISTERS_GROUP = 256
-"""Columns that it sums over at once: four threads have 64 of each row."""
+"""Columns that the rs kernel sums over at once: four threads have 64 of each row."""
 
 LINE = 128
 """Bytes that the memory of a GPU is best read in."""
@@ -57,7 +57,7 @@ GROUP = 8
 """Sizes are whole groups of this many: strides of 16 bytes for 16-bit elements."""
 
 WORKSPACE_PART = 8
-"""Without a cap of the user's, the workspace takes up to this part of the device memory."""
+"""The workspace's cap is the device memory divided by this, unless the user sets one."""
 
 
 class ColumnOrder(NamedTuple):
@@ -76,12 +76,12 @@ class ColumnOrder(NamedTuple):
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up; Triton's own takes 5 us a call, and a step has some 25."""
+    """a / b, rounded up; `triton.cdiv` costs 5 us a call, and a step has some 25."""
     return -(-a // b)
 
 
 def padded(rank: int) -> int:
-    """Round a rank up to what matrix units want: a power of two of at least 16."""
+    """Round a rank up to a power of two of at least 16, as matrix units need it."""
     return max(16, 1 << (rank - 1).bit_length())
 
 
@@ -98,7 +98,7 @@ def supports_fused(
     rank: int = 0,
     itemsize: int = 2,
 ) -> bool:
-    """Whether the fused layer's kernels take a weight of these sizes (rows and columns).
+    """Whether the fused layer's kernels support a weight of these sizes (rows and columns).
 
     `blocksize` is 0 for int8, `rank` that of all active adapters together, `itemsize` the bytes of
     an activation.
@@ -113,7 +113,7 @@ def supports_fused(
 
 
 def supports_quantized(columns: int, blocksize: int) -> bool:
-    """Whether the quantized matmul takes a weight: its blocks lie within rows of `columns`.
+    """Whether the quantized matmul supports a weight: its blocks lie within rows of `columns`.
 
     `blocksize` is 0 for int8.
     """
@@ -130,7 +130,7 @@ def supports_hopper(blocksize: int, inner: int, columns: int) -> bool:
 
 
 def supports_registers(blocksize: int, columns: int) -> bool:
-    """Whether Hopper's kernel that holds weights in registers sums over rows of these columns.
+    """Whether the rs kernel, with weights in registers, supports a weight with these columns.
 
     Four threads have a group of 64 columns each, which is one block or part of one.
     """
@@ -140,7 +140,7 @@ def supports_registers(blocksize: int, columns: int) -> bool:
 
 
 def suits_rs(rows: int, experts: int) -> bool:
-    """Whether that kernel is chosen for so many rows, of all experts (`ROWS_IN_REGISTERS`)."""
+    """Whether the rs kernel is chosen for so many rows, of all experts (`ROWS_IN_REGISTERS`)."""
     least, most = ROWS_IN_REGISTERS
     return least * experts <= rows <= most * experts
 
@@ -148,7 +148,7 @@ def suits_rs(rows: int, experts: int) -> bool:
 def prefers_quantized(rows: int, experts: int, *, hopper: bool = False) -> bool:
     """Whether so many rows, of all experts, are few enough for the quantized matmul.
 
-    `hopper`: on Hopper's own kernel, with no second product that finds the dequantized weight.
+    `hopper`: on Hopper's own kernel, where no second product would reuse the dequantized weight.
     """
     return rows <= (ROWS_ON_QUANTIZED_HOPPER if hopper else ROWS_ON_QUANTIZED) * experts
 
@@ -156,8 +156,8 @@ def prefers_quantized(rows: int, experts: int, *, hopper: bool = False) -> bool:
 def reads_stored_factors(rows: int, experts: int) -> bool:
     """Whether reading lora_B as PEFT stores it, `(out, r E)`, moves fewer bytes than a transpose.
 
-    For each number a row then reads a sector, or all experts' 2 bytes where that is less. To lay B
-    out as `(E, out, r)` first moves 4 bytes for each expert: 2 read, 2 written.
+    For each number a row then reads a sector, or all experts' 2 bytes where that is less. To
+    transpose B to `(E, out, r)` moves 4 bytes for each expert: 2 read, 2 written.
     """
     return rows * min(SECTOR, 2 * experts) <= 4 * experts
 
@@ -201,9 +201,9 @@ def wide_tile(rows: int, experts: int, tile: int, *, least: int = 4 * TILE) -> i
 def row_stride(width: int, itemsize: int, *, quantized: bool = False) -> int:
     """Return the elements from row to row: whole lines, where rows are few or that is 1.3 % more.
 
-    Torch's grouped product of Mixtral-8x7B's shape is 0.8 % faster so, LoRA's 16 columns beside
-    4,096 and 14,336; of Qwen3-30B-A3B's, beside 2,048 and 768, not at all (H200). The quantized
-    matmul copies 128 bytes of a row at a time.
+    So torch's grouped matmul is 0.8 % faster for Mixtral-8x7B (4,096 and 14,336 columns, and 16 of
+    LoRA), and no faster for Qwen3-30B-A3B (2,048 and 768); H200. The quantized matmul copies 128
+    bytes of a row at a time.
     """
     line = LINE // itemsize
     whole = cdiv(width, line) * line

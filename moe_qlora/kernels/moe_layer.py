@@ -3,23 +3,23 @@
 Shape legend: T tokens, k assignments a token, R = T k rows sorted by expert, E experts, H hidden
 size, I intermediate size, P = 2 I (gated) or I, r1 and r2 the padded ranks of both projections.
 
-    rows   (R, H + r1)  the tokens' rows, and beside them s1 x A1^T
+    rows   (R, H + r1)  the tokens' rows | s1 x A1^T
     pre    (R, P)       = rows [W1 | B1]^T: LoRA makes the contraction r1 longer
-    inner  (R, I + r2)  h = gate(pre + bias), and beside it s2 h A2^T
+    inner  (R, I + r2)  h = gate(pre + bias) | s2 h A2^T
     y      (R, H)       = inner [W2 | B2]^T
     out    (T, H)       the sum over a token's assignments of w (y + bias), in fp32
 
 and backward, from the tokens' gradient g:
 
-    rows   (R, H + r2)  g's rows, and s2 g B2
+    rows   (R, H + r2)  g's rows | s2 g B2
     u      (R, I)       = rows [W2 ; A2]: the gradient of h for w = 1
-    dpre   (R, P + r1)  w u gate'(pre), and s1 dpre B1
+    dpre   (R, P + r1)  w u gate'(pre) | s1 dpre B1
     dx     (R, H)       = dpre [W1 ; A1], summed to tokens
-    dw     <u, h>       needs no saved output, LoRA's part included, since u has it
+    dw     <u, h>       needs no saved output: u includes LoRA's part
     dA, dB               outer products over each expert's rows, with (R, r) on one side
 
-Where Hopper's quantized matmul fetches tokens' rows itself, only the r columns of `rows` are there.
-Kept between the two beside inputs: pre, s1 x A1^T, s2 h A2^T and 8 R bytes of routing. The host
+Where Hopper's quantized matmul gathers tokens' rows itself, only the r columns of `rows` exist.
+Saved for backward besides the inputs: pre, s1 x A1^T, s2 h A2^T and 8 R bytes of routing. The host
 never waits for the device, and every sum has one order.
 """
 
@@ -46,13 +46,13 @@ _PIECES = 16
 
 
 class Layer(NamedTuple):
-    """What is constant of a layer."""
+    """A layer's weights and constants."""
 
     # Packed weight of gate and up, `(E, P, H)`, or `(E, H, P)` where transposed
     first: PackedWeight
     second: PackedWeight  # Packed weight of down, `(E, H, I)` or `(E, I, H)`
     transposed: bool  # Whether the weights are stored `(E, in, out)`
-    partial: bool  # Whether some assignments belong to no expert that is held here
+    partial: bool  # Whether some assignments belong to other ranks' experts
     gate: Gate
     dtype: torch.dtype  # bf16 or fp16: of rows and dequantized weights
 
@@ -65,7 +65,7 @@ class Layer(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a call computes from, beside its layer and top-k assignments."""
+    """A call's tensors besides its layer and top-k assignments."""
 
     x: Tensor  # `(T, H)`, contiguous, in the layer's dtype
     weights: Tensor  # `(T, k)`: the routing weights
@@ -74,7 +74,7 @@ class Operands(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What backward needs beside the inputs and the routing."""
+    """Tensors saved for backward besides the inputs and the routing."""
 
     pre: Tensor  # `(R, P)`
     products: Tensor  # `(R (r1 + r2),)`: s1 x A1^T, and behind it s2 h A2^T
@@ -104,7 +104,7 @@ class Grads(NamedTuple):
 
 
 def _strip(count: int, width: int, like: Tensor, matmul: ExpertMatmul) -> Tensor:
-    """Return room for the rows of a matmul."""
+    """Allocate the input rows of a matmul."""
     stride = row_stride(width, like.dtype.itemsize, quantized=matmul.kernel.on_codes)
     room = torch.empty(count, stride, dtype=like.dtype, device=like.device)
     return room if stride == width else room[:, :width]
@@ -159,15 +159,15 @@ def in_backward() -> bool:
 
 
 def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardState:
-    """Compute all of a forward that a checkpoint recomputes: all but the down projection.
+    """Compute what a checkpoint recomputes: the forward without the down projection.
 
-    index: `(T, k)` integers, of which E and above mean no expert that is held here.
+    index: `(T, k)` integers; E and above are other ranks' experts.
     """
     x, bias1 = aligned(operands.x), operands.biases[0]
     routing = route(aligned(index.contiguous()), layer.first.experts)
     count, recomputed = routing.count, in_backward()
     by_rows = not layer.transposed
-    # What a recomputation dequantizes, backward finds in the workspace, if nothing displaces it.
+    # Backward reuses a recomputation's dequantized weights in the workspace, if still there.
     matmul1 = table.choose(layer.first, count, layer.dtype, by_rows=by_rows, reused=recomputed)
     matmul2 = table.choose(layer.second, count, layer.dtype, by_rows=by_rows)
     few = reads_stored_factors(count, layer.first.experts)
@@ -206,9 +206,9 @@ def _permute(
     routing: Routing, x: Tensor, matmul: ExpertMatmul, factor: Tensor | None, product: Tensor,
     dots: Tensor, bias: Tensor | None, *, copies: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Return the tokens' rows, beside them their product with a factor; fill `product` and `dots`.
+    """Return the tokens' sorted rows with their product with a factor; fill `product` and `dots`.
 
-    Where it does not copy, the rows are left where they are, and x comes back.
+    Unless `copies`, no rows are copied, and x is returned.
     """
     out, factors = x, matmul.factors
     if copies:
@@ -291,10 +291,10 @@ def _gate_backward(
     layer: Layer, routing: Routing, pre: Tensor, u: Tensor, dots: Tensor, weights: Tensor,
     bias1: Tensor | None, bias2: Tensor | None, matmul: ExpertMatmul, keeps: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of the pre-activation, LoRA's beside it, and of the routing weights.
+    """Return the gradients of the pre-activation, with LoRA's columns, and of the routing weights.
 
     u `(R, I)` is the gate's gradient before the routing weights, `dots` those of `_gather_gemm`.
-    Where `keeps`, what the gate returned is written over u: a factor's gradient needs it.
+    Where `keeps`, h, the gate's output, is written over u: a factor's gradient needs it.
     """
     factors, size = matmul.factors, layer.sizes[-1]
     d_pre = _strip(routing.count, pre.shape[1] + matmul.rank, u, matmul)
@@ -313,13 +313,13 @@ def _gate_backward(
 def _backward_matmuls(
     layer: Layer, routing: Routing, f1: Factors | None, f2: Factors | None
 ) -> tuple[ExpertMatmul, ExpertMatmul, str]:
-    """Return backward's matmuls, on what the workspace still holds, and the second's buffer."""
+    """Return backward's matmuls, which reuse weights in the workspace, and the second's buffer."""
     by_rows, device = layer.transposed, routing.ints.device
     owners = [owner_of(packed, routing) for packed in (layer.first, layer.second)]
-    held1 = workspace.holds("first", device, owners[0])
-    held2 = workspace.holds("second", device, owners[1])
+    held1 = workspace.is_current("first", device, owners[0])
+    held2 = workspace.is_current("second", device, owners[1])
     name = "second" if held1 or held2 else "first"
-    held2 = held2 or workspace.holds(name, device, owners[1])
+    held2 = held2 or workspace.is_current(name, device, owners[1])
 
     def matmul(packed: PackedWeight, factors: Factors | None, held: bool) -> ExpertMatmul:
         chosen = table.choose(

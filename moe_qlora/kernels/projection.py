@@ -6,12 +6,11 @@ by expert), E experts, r rank.
 For row i of expert e:  y_i = x_i W_e^T + b_e + sum_j s_j (d_j(x_i) A_je^T) B_je^T,  times scale_i
 where there is one. No gradient for W is computed.
 
-`LOOP` is for any device, and what all other results are held against. Its weights come from
-`decode`, one expert at a time and only for experts that have rows, so that nothing of the size of a
-layer is ever there. `GROUPED` does the same for all rows at once by grouped matmuls, with no wait
-for the device: torch's or, where these would wait (`cards.py`), `grouped_mm.py`'s. It dequantizes a
-whole weight into memory that lives for the call only: those that `limits.dequantizes_whole` refuses
-are left to the loop.
+`LOOP` runs on any device, and is the reference for all other results. It decodes one expert at a
+time, and only experts that have rows, so that no whole dequantized layer exists. `GROUPED` computes
+all rows at once by grouped matmuls, without waiting for the device: torch's or, where these would
+wait (`cards.py`), `grouped_mm.py`'s. It dequantizes a whole weight for the length of the call;
+weights that `limits.dequantizes_whole` refuses go through the loop.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ class Rows:
 
     order: Tensor  # `(R,)` int64: the assignment (token x k + slot) in each sorted row
     # `(E + 1,)`: rows [offsets[e], offsets[e + 1]) belong to expert e. Rows after the last offset
-    # belong to no expert that is held here
+    # belong to other ranks' experts
     expert_offsets: Tensor
     top_k: int
-    gathers: bool  # Whether the input holds tokens, else sorted rows
+    gathers: bool  # Whether the input rows are tokens, else sorted rows
     scatters: bool  # Whether the output is summed to tokens, else sorted rows
     partial: bool  # Whether there may be rows after the last offset
 
@@ -83,7 +82,7 @@ class Rows:
 class LoraInputs:
     """One LoRA adapter's inputs to a projection."""
 
-    # x after the adapter's dropout, which it reads instead of x; None where it reads x
+    # x after the adapter's dropout; None where there is none
     dropped: Tensor | None
     a: Tensor  # `(E r, in)`, expert slowest
     b: Tensor  # `(out, r E)`, expert fastest
@@ -98,7 +97,7 @@ class LoraInputs:
 
 @dataclass(frozen=True)
 class Weight:
-    """One projection's weight, as this module sees it."""
+    """One projection's weight."""
 
     decode: Decode  # Gives experts' matrices
     experts: int  # E
@@ -108,7 +107,7 @@ class Weight:
 
 
 class Operands(NamedTuple):
-    """What one projection is computed from."""
+    """One projection's tensors."""
 
     x: Tensor  # `(N, in)`
     weight: Weight
@@ -120,7 +119,7 @@ class Operands(NamedTuple):
 
 @dataclass
 class Grads:
-    """What `backward` computes; None where it was not needed."""
+    """Gradients of `backward`; None where not needed."""
 
     x: Tensor | None
     scale: Tensor | None
@@ -142,13 +141,13 @@ class Needs:
     b: Sequence[bool]
 
 
-def _take(tensor: Tensor, index: Tensor | None, low: int, high: int) -> Tensor:
+def _select(tensor: Tensor, index: Tensor | None, low: int, high: int) -> Tensor:
     return tensor[low:high] if index is None else tensor.index_select(0, index[low:high])
 
 
 def _add(target: Tensor, value: Tensor, index: Tensor | None, low: int, high: int) -> None:
     # A token has an expert once at most, so no row is added twice in one call, and calls come in
-    # the experts' order: the same sum in the same order every time, without atomics' freedom.
+    # the experts' order: every sum has one order, as atomics would not.
     if index is None:
         target[low:high] += value.to(target.dtype)
     else:
@@ -162,10 +161,10 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def _of_expert(
     adapter: LoraInputs, operands: Operands, read: Tensor, expert: int, low: int, high: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what an adapter reads of rows [low, high), and its `(r, in)` and `(out, r)`."""
+    """Return an adapter's input rows [low, high), and its factors `(r, in)` and `(out, r)`."""
     dtype = adapter.dtype
     if adapter.dropped is not None:
-        read = _take(adapter.dropped, operands.rows.gather, low, high)
+        read = _select(adapter.dropped, operands.rows.gather, low, high)
     a, b = adapter.factors(operands.weight.experts)
     return read.to(dtype), a[expert].to(dtype), b[:, :, expert].to(dtype)
 
@@ -177,7 +176,7 @@ def _loop_forward(operands: Operands) -> Tensor:
     out = torch.zeros(rows.outputs, weight.out_features, dtype=dtype, device=x.device)
     for expert, low, high in rows.spans():
         matrix = weight.decode(expert, expert + 1)[0]
-        read = _take(x, rows.gather, low, high)
+        read = _select(x, rows.gather, low, high)
         y = read.to(weight.dtype) @ (matrix if weight.transposed else matrix.t())
         if bias is not None:
             y = y + bias[expert].to(y.dtype)
@@ -192,16 +191,16 @@ def _loop_forward(operands: Operands) -> Tensor:
 
 
 def _loop_backward(grad: Tensor, operands: Operands, needs: Needs) -> Grads:
-    """Return the gradients of a forward, which keeps nothing; `grad` is `(rows.outputs, out)`."""
+    """Return the gradients of a forward, which saves nothing; `grad` is `(rows.outputs, out)`."""
     x, weight, rows, scale, bias, lora = operands
     wide = _sum_dtype(x.dtype)
     grads = _zero_grads(operands, needs)
     wants_base = needs.x or (needs.scale and scale is not None)
     for expert, low, high in rows.spans():
-        g = _take(grad, rows.scatter, low, high)
+        g = _select(grad, rows.scatter, low, high)
         factor = None if scale is None else scale[low:high, None]
         scaled = g if factor is None else g * factor
-        read = _take(x, rows.gather, low, high)
+        read = _select(x, rows.gather, low, high)
         dot = None if grads.scale is None else x.new_zeros(high - low, dtype=wide)
         if wants_base:
             matrix = weight.decode(expert, expert + 1)[0]
@@ -272,7 +271,7 @@ def _lora_backward(
 class _Products:
     """The grouped products over one call's rows.
 
-    float32 factors, and everything without Triton, are left to torch.
+    torch's for float32 factors, and for all products without Triton.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -409,7 +408,7 @@ def _experts(rows: Rows, weight: Weight) -> Tensor:
 
 
 def _live(y: Tensor, rows: Rows) -> Tensor:
-    """Zero the rows of no expert, which grouped_mm leaves as it finds them."""
+    """Zero the rows of no expert, which grouped_mm leaves unwritten."""
     if not rows.partial:
         return y
     places = torch.arange(y.shape[0], device=y.device)

@@ -1,16 +1,15 @@
 """The quantized matmul: grouped products on packed codes, for few rows an expert, both directions.
 
-Where an expert has few rows, a layer costs what its weights' bytes cost. The codes are read once
-(0.516 bytes a weight), turned into what decoding gives (a code's value times its block's absmax,
-rounded to 16 bits) in registers, and multiplied from there, instead of 2 bytes written and 2 read
-again on the way through memory.
+Where an expert has few rows, a layer is bound by reading its weights. The codes are read once
+(0.516 bytes a weight), decoded in registers (a code's value times its block's absmax, rounded to 16
+bits) and multiplied there, without the 2 bytes a weight that a dequantized one writes and reads.
 
-One kernel for both directions and for both layouts, since one only has to know whether the stored
-rows are the features that come out or the dimension that is summed over.
+One kernel serves both directions and both layouts: they differ only in whether the stored rows are
+the output features or the contracted dimension.
 
-The values of codes come from a table in fp16 (11 bits; decoding takes them from fp32), so that a
-weight may round to the neighbour of what decoding gives, about once in 30. On Hopper and for many
-rows `quantized_mm_hopper.py` and `quantized_mm_rs.py` do the same with exact values, and faster.
+Codes are looked up in a table in fp16 (11 bits; dequantizing uses fp32), so that about one weight
+in 30 rounds to the neighbour of its dequantized value. On Hopper and for many rows
+`quantized_mm_hopper.py` and `quantized_mm_rs.py` are exact, and faster.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from . import cards, workspace
 from .expert_mm import ExpertMatmul, Kernel, Problem, validated
 from .grouped_mm import block_absmax
 from .launch import Geometry, launcher
-from .limits import WIDE_TILE, cdiv, prefers_quantized, supports_quantized, wide_tile
+from .limits import WIDE_TILE, ColumnOrder, cdiv, prefers_quantized, supports_quantized, wide_tile
 from .routing import Routing, Tiled, tabulate
 from .weights import TABLES, PackedWeight, WeightSpec
 
@@ -36,7 +35,7 @@ from .weights import TABLES, PackedWeight, WeightSpec
 class Config(NamedTuple):
     """How the kernel is cut."""
 
-    features: int  # Features that come out of a program, a multiple of 64
+    features: int  # Output features of a program, a multiple of 64
     step: int  # Features summed over in a step, a multiple of 64
     stages: int  # Steps loaded ahead
     warps: int  # Warps in a program
@@ -59,7 +58,7 @@ Qwen3-30B-A3B."""
 _EIGHT_WARPS = Config(128, 64, 3, 8, False)
 
 _SMALL = _LARGE | {(back, tile): _EIGHT_WARPS for back in (False, True) for tile in (64, 128)}
-"""The same on cards that hold what they multiply in registers: four warps have too few of them."""
+"""The same on cards whose operands lie in registers: four warps have too few of them."""
 
 
 def default(problem: Problem, tile: int) -> Config:
@@ -259,25 +258,25 @@ def prepare(
     if nested is None or (matmul.cut is not None and matmul.cut.direct):
         return packed.absmax
     shape, device = tuple(packed.absmax.shape), packed.absmax.device
-    room, _ = workspace.take("absmax", shape, torch.float32, device)
+    room, _ = workspace.allocate("absmax", shape, torch.float32, device)
     _launch_absmax((packed.spec,), packed.absmax, *nested[:3], routing.expert_offsets, room)
     return room
 
 
 def second_level(packed: PackedWeight) -> tuple[Tensor, ...]:
-    """Return table, absmax and offset of a nested absmax; other tensors where there is none."""
+    """Return table, absmax and offset of a nested absmax; stand-ins where there is none."""
     return (packed.absmax,) * 3 if packed.nested is None else packed.nested[:3]
 
 
 class Operands(NamedTuple):
-    """What kernels on codes are launched with beside rows, codes and absmax."""
+    """The arguments of kernels on codes besides rows, codes and absmax."""
 
-    order: Tensor  # Where each row is fetched from
-    products: Tensor  # What meets the factor, where rows are fetched
+    order: Tensor  # Assignment of each row, where rows are gathered
+    products: Tensor  # The rows' last columns, where rows are gathered
     factor: Tensor
     tiles: Tensor
-    y: Tensor  # Room for what comes out
-    top_k: int  # 0 where rows are not fetched
+    y: Tensor  # The output, not yet written
+    top_k: int  # 0 where rows are not gathered
     rank: int
     numbers: tuple[int, ...]  # Strides of the absmax by row and block, the span, the factor's
 
@@ -286,9 +285,9 @@ class Operands(NamedTuple):
         x: Tensor, matmul: ExpertMatmul, absmax: Tensor, routing: Routing | Tiled,
         span: tuple[int, int], products: Tensor | None,
     ) -> Operands:  # fmt: skip
-        """Return them; absent tensors are replaced by x, which no kernel then reads in their place.
+        """Return them; x stands in for absent tensors, and is not read as such.
 
-        absmax is what `prepare` returned.
+        absmax is the one of `prepare`.
         """
         packed, factor = matmul.packed, matmul.factor
         spec = packed.spec
@@ -309,7 +308,7 @@ def launch(
     x: Tensor, matmul: ExpertMatmul, absmax: Tensor, routing: Routing | Tiled,
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute a product as `expert_mm.Kernel` says; it may fetch rows as well."""
+    """Compute a product as `expert_mm.Kernel` says; it may gather rows as well."""
     packed, back = matmul.packed, not matmul.problem.by_rows
     o = Operands.of(x, matmul, absmax, routing, span, products)
     nested = packed.spec.nested if absmax is packed.absmax else 0
@@ -324,21 +323,23 @@ def launch(
 
 
 FAILURES = RuntimeError, triton.compiler.errors.CompilationError
-"""What a kernel in Gluon raises where it does not compile: the language changes."""
+"""Errors of a kernel in Gluon that does not compile: the language changes between versions."""
 
 
 def fall_back(
-    error: Exception, what: str, x: Tensor, matmul: ExpertMatmul, absmax: Tensor,
+    error: Exception, name: str, x: Tensor, matmul: ExpertMatmul, absmax: Tensor,
     routing: Routing | Tiled, span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute a product whose kernel does not compile here, and use that one no more.
+    """Disable a kernel on this device after a compile failure; compute by the portable one.
 
-    `what` names the kernel for the warning; the columns of x are in their own order.
+    `name` is the kernel's for the warning; the columns of x are in the kernel's order.
     """
     spec, kernel = matmul.packed.spec, matmul.kernel
+    if kernel.order is not None:
+        x = restore(x, spec.shape[2], kernel.order)
     validated[kernel.name, kernel.tried(spec) or "", spec.device] = False
     warnings.warn(
-        f"the kernel for {what} does not compile for experts of shape {spec.shape} "
+        f"the kernel for {name} does not compile for experts of shape {spec.shape} "
         f"({type(error).__name__}); this process goes on with the slower portable kernel",
         stacklevel=3,
     )
@@ -348,6 +349,12 @@ def fall_back(
     )
     matmul = matmul._replace(kernel=KERNEL, tile=tile, cut=Config(128, 64, 3, 4, False))
     return launch(x, matmul, absmax, tiled, span, products)
+
+
+def restore(x: Tensor, columns: int, order: ColumnOrder) -> Tensor:
+    """Return rows `(R, K + r)` whose first K `columns` are in `order` in their own order."""
+    pairs = x[:, :columns].reshape(x.shape[0], -1, order.runs, order.groups, 2).transpose(2, 3)
+    return torch.cat([pairs.reshape(x.shape[0], columns), x[:, columns:]], 1)
 
 
 @launcher(absmax_kernel)
@@ -383,7 +390,7 @@ KERNEL = Kernel(
     lambda problem: wide_tile(problem.rows, problem.experts, WIDE_TILE),
     prepare,
     launch,
-    # int8 codes are a way of their own through the kernel.
+    # int8 codes have branches of their own in the kernel.
     tried=lambda spec: spec.kind if spec.is_int8 and spec.device >= 0 else None,
     cut=default,
 )

@@ -1,20 +1,20 @@
-"""The quantized matmul on Hopper: weights made ready while the matrix unit works on others.
+"""The quantized matmul on Hopper: weights are decoded while the matrix unit multiplies others.
 
-Triton waits for a product before it goes on, where an operand was computed in the same step. Here a
-step's product is issued and left alone; the next step's weights are looked up meanwhile and stored
-into another of three buffers. Each thread holds groups of 64 weights of a row, which are (part of)
-one block or two blocks of 32, and makes the 16 values that a block can have (a code's value times
-the block's absmax, rounded as decoding does) once: looking up a weight is then two or three
-instructions, and gives what decoding gives, bit for bit.
+Triton waits for a product whose operand was computed in the same step. Here a step's product is
+asynchronous; during it the next step's weights are looked up and stored into another buffer. Each
+thread has groups of 64 weights of a row, which are (part of) one block or two blocks of 32, and
+computes a block's 16 possible values (a code's value times the block's absmax, rounded) once:
+looking up a weight is then two or three instructions, and bit for bit the dequantized value.
 
-Written in Gluon, Triton's language for what the compiler otherwise decides. Forward's products of
-many rows are taken by `quantized_mm_rs.py`; `quantized_mm.py` has the portable kernel, which
-runs everywhere else.
+Written in Gluon, where layouts and copies are explicit that Triton's compiler otherwise chooses.
+Forward's products of many rows use `quantized_mm_rs.py`; everywhere else the portable kernel of
+`quantized_mm.py` runs.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from . import cards
 from .expert_mm import ExpertMatmul, Kernel, Problem
-from .launch import Geometry, launcher
+from .launch import Geometry, Launcher, launcher
 from .limits import (
     TILE,
     WIDE_TILE,
@@ -155,7 +155,7 @@ def load_tail(
 
 @gluon.constexpr_function
 def _half_layout(warps):
-    """A thread holds the 4 words of one block of 32."""
+    """A thread has the 4 words of one block of 32."""
     return gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
 
 
@@ -197,7 +197,7 @@ def _copy(
     left, spots, here, block, some, stride_r, stride_b, lefts, words, scales, seconds, step,
     stride_w, BACK: gl.constexpr, BLOCKSIZE: gl.constexpr,
 ):  # fmt: skip
-    """Send for a step's rows, codes and absmax."""
+    """Start the copies of a step's rows, codes and absmax."""
     group = step * STEP
     ahead = group * stride_r if BACK else (group // BLOCKSIZE) * stride_b
     hopper.async_copy.async_copy_global_to_shared(lefts.index(step % SLOTS), left + group)
@@ -236,8 +236,8 @@ def _product(
     left = x + source_rows(order, row, last_row, TOP_K)[:, None] * STRIDE + k[None, :]
 
     # A thread looks up one block of 64 weights, 8 words. They are copied by two threads each, whole
-    # sectors at a time (a thread alone: 8 conflicts a copy), and lie in shared memory so that what
-    # 8 threads read at once is in different banks.
+    # sectors at a time (a thread alone: 8 conflicts a copy), and lie in shared memory so that 8
+    # threads read at once from different banks.
     BLOCK_ROWS: gl.constexpr = R * NB
     word_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
     block_layout: gl.constexpr = gl.SliceLayout(1, word_layout)
@@ -359,7 +359,7 @@ def hopper_kernel(
 
 
 def supports(problem: Problem) -> bool:
-    """Whether it takes whole steps of 16-bit rows in tiles of 64 and more, and is quickest."""
+    """Whether 16-bit rows in tiles of 64 and more are whole steps, and this kernel is quickest."""
     spec = problem.spec
     if problem.dtype not in cards.HALVES or not cards.allows_hopper() or problem.tile < TILE:
         return False
@@ -377,12 +377,24 @@ def launch(
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute a product as `expert_mm.Kernel` says."""
-    packed, back = matmul.packed, not matmul.problem.by_rows
+    ways = not matmul.problem.by_rows, matmul.tile
+    return launch_on(_launch, x, matmul, absmax, routing, span, products, ways)
+
+
+def launch_on(
+    launch: Launcher, x: Tensor, matmul: ExpertMatmul, absmax: Tensor, routing: Routing | Tiled,
+    span: tuple[int, int], products: Tensor | None, ways: tuple[Any, ...] = (),
+) -> Tensor:  # fmt: skip
+    """Launch one of Hopper's two kernels, or the portable one where it does not compile.
+
+    `ways` are the arguments of `launch`'s geometry after the common ones.
+    """
+    packed = matmul.packed
     o = Operands.of(x, matmul, absmax, routing, span, products)
+    sizes = packed.spec, x.dtype, x.stride(0), o.top_k, o.rank, len(o.tiles) // 2, o.numbers
     try:
-        _launch(
-            (packed.spec, x.dtype, x.stride(0), o.top_k, o.rank, back, matmul.tile,
-             len(o.tiles) // 2, o.numbers),
+        launch(
+            (*sizes, *ways),
             x, o.order, o.products, packed.flat_codes.view(torch.int32), absmax, o.factor, o.tiles,
             routing.expert_offsets, o.y, routing.count - 1, *o.numbers,
         )  # fmt: skip
@@ -393,8 +405,8 @@ def launch(
 
 @launcher(hopper_kernel)
 def _launch(
-    spec: WeightSpec, dtype: torch.dtype, stride: int, top_k: int, rank: int, back: bool,
-    tile: int, tiles: int, numbers: tuple[int, ...],
+    spec: WeightSpec, dtype: torch.dtype, stride: int, top_k: int, rank: int, tiles: int,
+    numbers: tuple[int, ...], back: bool, tile: int,
 ) -> Geometry:  # fmt: skip
     return (cdiv(numbers[3] - numbers[2], FEATURES), tiles), {
         "ROWS": spec.shape[1], "COLS": spec.shape[2], "STRIDE": stride, "TOP_K": top_k,
@@ -413,7 +425,7 @@ KERNEL = Kernel(
     launch,
     gathers=True,
     capable=lambda card: card.capability == cards.HOPPER,
-    # Blocks of 32 are a way of their own through the kernel.
+    # Blocks of 32 have branches of their own in the kernel.
     tried=lambda spec: MXFP4 if spec.blocksize == MX_BLOCK else NF4,
     tried_tiles=(128,),
 )

@@ -1,19 +1,19 @@
 """The quantized matmul on Hopper for many rows: weights in registers, for sums over stored columns.
 
-`quantized_mm_hopper.py` stores looked-up weights into shared memory, from where the matrix unit
-reads them for each 64 rows again: at 128 rows a tile that memory is what it waits for. Here the
-product is transposed, 128 features by up to 256 rows: weights are its left operand, which may lie
-in registers, and shared memory holds rows alone. Each weight is looked up once for 256 rows.
+`quantized_mm_hopper.py` stores decoded weights in shared memory, which the matrix unit reads again
+for each 64 rows: at 128 rows a tile that is the bottleneck. Here the product is transposed, 128
+features by up to 256 rows: weights are the left operand, which may lie in registers, and only rows
+are in shared memory. Each weight is looked up once for 256 rows.
 
-A thread holds, of two features, one group of 64 columns in four, which is one block or a part of
-one: the block's 16 values are made once for 64 weights. The matrix unit wants of each 16 columns
-four in each of four threads, so the rows' columns are put in another order before
-(`reorder_kernel`), which no product depends on. Only rows of forward are: backward's gradients of
-pre-activations meet LoRA's factors too, in their own order.
+A thread has, of two features, one of four groups of 64 columns, which is one block or a part of
+one: the block's 16 values are computed once for 64 weights. The matrix unit needs four of each 16
+columns in each of four threads, so the rows' columns are reordered before (`reorder_kernel`), which
+leaves products the same. Only rows of forward are: backward's gradients of pre-activations are also
+multiplied by LoRA's factors, in their own order.
 
-    column 256 b + 64 g + 2 i + j    comes at    256 b + 8 i + 2 g + j    (g < 4, i < 32, j < 2)
+    column 256 b + 64 g + 2 i + j    moves to    256 b + 8 i + 2 g + j    (g < 4, i < 32, j < 2)
 
-The left operand of mma.sync lies the same way in registers as that of wgmma, so that
+The left operand of mma.sync has the same layout in registers as that of wgmma, so that
 `quantized_mm_skinny.py` looks weights up by the same functions.
 """
 
@@ -39,10 +39,11 @@ from .limits import (
     supports_quantized,
     supports_registers,
 )
-from .quantized_mm import FAILURES, Operands, fall_back, prepare
+from .quantized_mm import prepare
 from .quantized_mm_hopper import (
     barrier,
     block_values,
+    launch_on,
     load_tail,
     look_up,
     lookup_asm,
@@ -110,12 +111,12 @@ SLOTS: gl.constexpr = gl.constexpr(4)
 FEATURES, WARPS = 128, 8
 
 ORDER = ColumnOrder(groups=4, runs=32)
-"""In which the kernel takes the columns of rows."""
+"""The order in which the kernel reads the columns of rows."""
 
 
 @gluon.constexpr_function
 def _out_layout(rows):
-    """(rows / 8, 8, 128 features) as the product's threads hold it, neighbours together."""
+    """(rows / 8, 8, 128 features) in the threads of the product, neighbours together."""
     reg = [[0, 0, 1], [0, 1, 0]]
     n = 1
     while n < rows // 8:
@@ -292,12 +293,6 @@ def reorder(x: Tensor) -> Tensor:
     return out
 
 
-def restore(x: Tensor, columns: int) -> Tensor:
-    """Return rows `(R, K + r)`, of which the first K `columns` are in `ORDER`, as they were."""
-    pairs = x[:, :columns].reshape(x.shape[0], -1, ORDER.runs, ORDER.groups, 2).transpose(2, 3)
-    return torch.cat([pairs.reshape(x.shape[0], columns), x[:, columns:]], 1)
-
-
 def supports(problem: Problem) -> bool:
     """Whether it sums over whole groups of stored columns of 16-bit rows, and is quickest."""
     spec = problem.spec
@@ -319,18 +314,7 @@ def launch(
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute a product as `expert_mm.Kernel` says, in tiles of `WIDEST_TILE` rows."""
-    packed = matmul.packed
-    o = Operands.of(x, matmul, absmax, routing, span, products)
-    try:
-        _launch(
-            (packed.spec, x.dtype, x.stride(0), o.top_k, o.rank, len(o.tiles) // 2, o.numbers),
-            x, o.order, o.products, packed.flat_codes.view(torch.int32), absmax, o.factor, o.tiles,
-            routing.expert_offsets, o.y, routing.count - 1, *o.numbers,
-        )  # fmt: skip
-    except FAILURES as error:
-        x = restore(x, packed.spec.shape[2])
-        return fall_back(error, "Hopper", x, matmul, absmax, routing, span, products)
-    return o.y
+    return launch_on(_launch, x, matmul, absmax, routing, span, products)
 
 
 @launcher(rs_kernel)

@@ -1,19 +1,19 @@
 """The quantized matmul for few rows an expert, as in generation, on all cards from NVIDIA.
 
-Where an expert has a row or two, a product should be as quick as its codes are read. In the
-portable kernel (`quantized_mm.py`) each step's weights go through shared memory to where the matrix
-unit wants them. Here the product is transposed, 64 features by 8 or 16 rows, and a thread looks
-weights up where it multiplies them (`quantized_mm_rs.py`). A group of 64 columns is one block or a
-part of one, whose 16 values are made once (`quantized_mm_hopper.py`), so that weights are what
-decoding gives, bit for bit. Rows are loaded in the same order of columns, straight into
-registers. Codes are three steps of 256 columns ahead, in shared memory, where a thread reads what
-it has copied: of loads into registers, one that is waited for has all others waited for.
+Where an expert has a row or two, a product should take no longer than reading its codes. The
+portable kernel (`quantized_mm.py`) moves each step's weights through shared memory into the matrix
+unit's layout. Here the product is transposed, 64 features by 8 or 16 rows, and each thread looks up
+the weights that it multiplies (`quantized_mm_rs.py`). A group of 64 columns is one block or a part
+of one, whose 16 values are computed once (`quantized_mm_hopper.py`), so that weights equal the
+dequantized ones bit for bit. Rows are loaded in the same order of columns, straight into registers.
+Codes are loaded three steps of 256 columns ahead, into shared memory, where each thread reads its
+own copies: with loads into registers, to wait for one is to wait for all.
 
     column 64 g + 16 p + 2 i + j of a step    is multiplied at    64 p + 8 i + 2 g + j
     (groups g < 4, quarters p < 4, i < 8, j < 2)
 
-The matrix unit's instruction (mma.sync) is that of all cards from capability 8.0 on; it was run on
-an H200 alone, where looking up, three instructions a weight, is what takes the time.
+The matrix unit's instruction (mma.sync) exists on all cards from capability 8.0 on. Measured on an
+H200 only, where the lookup, three instructions a weight, is the bottleneck.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _rows_layout(rows):
 
 @gluon.jit
 def _absmax(code, outer, table2, offset, NESTED: gl.constexpr):
-    """fp32 absmax, as `grouped_mm.block_absmax` has it, from what lies in memory."""
+    """fp32 absmax, as of `grouped_mm.block_absmax`, from the stored values."""
     if NESTED > 0:
         value = gl.load(table2 + code.to(gl.int32)) * outer + gl.load(offset)
     else:
@@ -82,7 +82,7 @@ def _product(
     BLOCKS: gl.constexpr = COLS // BLOCKSIZE
     first = n_first + gl.program_id(0) * 64
 
-    # Features beyond the last are the last: what comes of them is not stored.
+    # Features beyond the last read the last one; their results are not stored.
     copied: gl.constexpr = _copied_layout()
     f = first + feature(gl.arange(0, 64, gl.SliceLayout(1, copied)))
     f = gl.minimum(f, ROWS - 1)
@@ -109,7 +109,7 @@ def _product(
     of_weights: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     of_rows: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     rows_layout: gl.constexpr = _rows_layout(NR)
-    # Rows beyond the expert's are its last one, likewise.
+    # Rows beyond the expert's read its last one; their results are not stored.
     r = start_row + gl.arange(0, NR, gl.SliceLayout(1, gl.SliceLayout(2, rows_layout)))
     r = gl.minimum(r, end_row - 1)
     g = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, rows_layout)))

@@ -1,14 +1,14 @@
 """Which rows are whose: top-k assignments sorted by expert, and tables of tiles.
 
 A stable counting sort, since experts are few: each block of assignments is counted by expert, the
-counts are summed up over the blocks before, and each block's assignments placed. Nobody on the host
-ever knows the counts, no sum depends on the order in which programs run, and torch's sort, search
-and conversions, some fifteen launches, are not needed: there are three.
+counts are summed over the blocks before, and each block's assignments placed. The host never reads
+the counts, and no sum depends on the order in which programs run. It takes three launches; torch's
+sort, search and conversions take some fifteen.
 
-Few assignments, as of a token that is decoded, take one launch of one program: it compares each
-assignment with every other, and counts how many come before it.
+A few assignments, as in decoding a token, are sorted by one launch of one program: it compares each
+assignment with every other, and counts those that come before it.
 
-Everything lies in one int32 tensor, so that autograd and a checkpoint have one to save.
+The results are parts of one int32 tensor, so that autograd and a checkpoint save only one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .launch import Geometry, launcher
 from .limits import WIDE_TILE, WIDEST_TILE, cdiv, tile_counts, tile_rows
 
 _BLOCK, _CHUNK = 256, 128
-"""Assignments that one program places, and of these, what are compared with each other at once."""
+"""Assignments that one program places, and how many of them it compares at once."""
 
 _TILES = 32
-"""Tiles whose rows one program writes down."""
+"""Tiles whose table entries one program writes."""
 
 _FEW, _FEW_COMPARED = 128, 1 << 15
 """Most assignments that one program sorts, and most comparisons of them with all experts: 256 for
@@ -37,7 +37,7 @@ each of its threads."""
 
 @triton.jit
 def _experts_of(index, i, rows, E: tl.constexpr, EP: tl.constexpr):
-    """Experts of the assignments i, E for those that are held elsewhere, EP - 1 beyond the last."""
+    """Experts of the assignments i, E for other ranks' experts, EP - 1 beyond the last."""
     key = tl.load(index + i, mask=i < rows, other=0)
     key = tl.where((key < 0) | (key > E), E, key).to(tl.int32)
     return tl.where(i < rows, key, EP - 1)
@@ -68,7 +68,7 @@ def scan_kernel(counts, totals, blocks, EP: tl.constexpr, BE: tl.constexpr, BB: 
     tl.store(totals + e, total)
 
 
-# The counts differ with each sequence's length, and nothing here gains from knowing more of them.
+# The counts differ with each sequence's length; specializing on them gains nothing.
 @triton.jit(do_not_specialize=["rows", "blocks", "count", "count_wide", "count_widest"])
 def sort_kernel(
     index, counts, totals, order, inverse, expert_offsets, tiles, wide, widest,
@@ -76,7 +76,7 @@ def sort_kernel(
     E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
     WIDEST: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TB: tl.constexpr,
 ):  # fmt: skip
-    """order, inverse, expert_offsets and the tables of tiles, from what `scan_kernel` leaves."""
+    """order, inverse, expert_offsets and the tables of tiles, from the sums of `scan_kernel`."""
     pid = tl.program_id(0)
     e = tl.arange(0, EP)
     total = tl.load(totals + e)
@@ -114,7 +114,7 @@ def sort_few_kernel(
 ):  # fmt: skip
     """All that `sort_kernel` writes, for `rows` <= RP assignments, where there are no wide tiles.
 
-    A program is alone: what it writes it never reads, and no two of its stores meet. 2 RP tiles are
+    The only program: it reads none of its writes, and no two of its stores overlap. 2 RP tiles are
     more than there can be: rows / TILE full ones, and one more for each expert with rows.
     """
     i, e = tl.arange(0, RP), tl.arange(0, EP)
@@ -175,7 +175,7 @@ class Routing:
     """Which sorted rows are which expert's: parts of `ints`, each from a multiple of 4.
 
     order: `(R,)`, and up to 3 more: the assignment (token x k + slot) in each row; inverse:
-    likewise, the row of each assignment; expert_offsets: `(E + 1,)`, and up to 3 more: rows
+    as long, the row of each assignment; expert_offsets: `(E + 1,)`, and up to 3 more: rows
     [offsets[e], offsets[e + 1]) are e's; tiles: `(2 n,)`: expert and first row of each tile in
     turn, an expert of -1 for none; wide: the same of `WIDE_TILE` rows, widest: of `WIDEST_TILE`,
     both empty where experts have too few. `tile` is the rows in a tile, `counts` how many tiles of
@@ -234,7 +234,7 @@ def _empty(count: int, experts: int, top_k: int, device: torch.device) -> Routin
 def route(index: Tensor, experts: int) -> Routing:
     """Sort top-k assignments `(T, k)`, integer and contiguous, by expert, stably.
 
-    What is no expert that is held here comes last. At most `limits.MAX_EXPERTS` experts.
+    Other ranks' experts come last. At most `limits.MAX_EXPERTS` experts.
     """
     count = index.numel()
     routing = _empty(count, experts, index.shape[-1], index.device)
@@ -261,7 +261,7 @@ def route(index: Tensor, experts: int) -> Routing:
 def _sorting(count: int, experts: int) -> tuple[bool, int]:
     """Return whether one program sorts so many assignments, and the bins that they are counted in.
 
-    More bins than experts: one for what is held elsewhere, one beyond the last assignment.
+    There are more bins than experts: one for other ranks', one beyond the last assignment.
     """
     bins: int = triton.next_power_of_2(experts + 2)
     room = max(16, triton.next_power_of_2(count))

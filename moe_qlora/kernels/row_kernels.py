@@ -3,14 +3,13 @@
 Shapes: T tokens, k assignments a token, R = T k rows sorted by expert, E experts, H hidden size,
 I intermediate size, r rank (padded, see `limits.padded`), N features.
 
-What these kernels read and write is all that a layer moves beside its matrix products, so each
-pass does what it can while a row is at hand: the low-rank product with the rows that are copied or
-activated anyway, the routing weights' gradient with the gate's. No atomics: every sum is taken by
-one program, in one order.
+These kernels move all of a layer's bytes besides its matrix products, so each fuses what it can
+into one pass over the rows: the low-rank product with the copy or the gate, the routing weights'
+gradient with the gate's. No atomics: every sum is computed by one program, in one order.
 
-Rows are worked on in tiles of some rows of one expert (`limits.tile_rows`), each tile by programs
-of 16 or 32 rows. Which tile is whose is written by a kernel as well (`routing.py`), so that the
-host never has to know the routing.
+Rows are processed in tiles of one expert's rows (`limits.tile_rows`), each tile by programs of 16
+or 32 rows. A kernel writes the table of tiles as well (`routing.py`), so that the host never has to
+read the routing.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from .limits import ColumnOrder, cdiv
 
 ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
-# How many rows and columns a program takes at a time, measured on an H200 with the sizes of
+# Rows and columns of a program's step, measured on an H200 with the sizes of
 # Qwen3-30B-A3B. One stage: with loads ahead a layer is 3 % slower, and 64 rows by 4 warps are a
-# race: Hopper's product goes on while its tile, which is stored as well, is overwritten, since
+# race: Hopper's product still runs while its tile, which is stored as well, is overwritten, since
 # Triton 3.6 gives such a load a buffer too few (up to 21 % off).
 _ROWS = 16
 _PERMUTE = {"BM": _ROWS, "BK": 64, "num_warps": 2, "num_stages": 1}
@@ -36,13 +35,13 @@ _PERMUTE_MANY = {"BM": _ROWS, "BK": 128, "num_warps": 2, "num_stages": 1}
 _MANY = 1024
 _PERMUTE_FEW = {"BM": _ROWS, "num_warps": 4, "num_stages": 1}
 _GATE_FEW = {"BM": _ROWS, "num_warps": 8, "num_stages": 1}
-"""For tiles of 16, where a program's number of steps is what takes the time: a token is copied in
-0.011 ms by 512 columns a step, in 0.034 by 64."""
+"""For tiles of 16, where the time is the number of steps: a token is copied in 0.011 ms by 512
+columns a step, in 0.034 by 64."""
 _FACTOR_PART = 8192
 """Numbers of a factor in such a step: 16 KiB of the 99 that most cards have."""
 _STEPS = 8
-"""Most steps that such a program unrolls, so that its code stays short. With a bias beside them,
-which backward multiplies alone, copied rows would not stay in registers."""
+"""Most steps that such a program unrolls, so that its code stays short. With a bias as well, which
+only backward has, copied rows would not stay in registers."""
 _PERMUTE_LONG = {"BK": 64, "num_warps": 4, "num_stages": 1}
 """For rows of over 4,096, in whole tiles: DeepSeek-V3's 7,168 take 0.99 ms instead of 1.10."""
 _PRODUCTS = {"BK": 64, "num_warps": 4, "num_stages": 2}
@@ -57,7 +56,7 @@ class Gate(NamedTuple):
     """h = (clamp(up, -limit, limit) + shift) act(min(gate, limit)), or act(pre) where not gated."""
 
     act: str  # Key of `ACTS`; "silu" is z sigmoid(alpha z)
-    gated: bool = True  # Whether pre holds gate and up
+    gated: bool = True  # Whether pre has gate and up
     interleaved: bool = False  # Whether gate and up alternate, else gate is the first half
     limit: float | None = None  # Clamp, None without one
     alpha: float = 1.0  # Of silu
@@ -65,7 +64,7 @@ class Gate(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float, float, float]:
-        """Limit, alpha and shift, as kernels take them."""
+        """Limit, alpha and shift, the kernels' arguments."""
         return self.limit or 0.0, self.alpha, self.shift
 
     @property
@@ -409,7 +408,7 @@ def launch_permute(
     size: int, stride: int, rank: int, over_rows: bool, top_k: int, tile: int, tiles: int,
     biased: bool,
 ) -> Geometry:  # fmt: skip
-    """The tokens' rows, and the first factor's product beside them; stride 0: that alone."""
+    """The tokens' rows with the first factor's product; stride 0: the product alone."""
     cut = _PERMUTE_MANY if tiles >= _MANY else _PERMUTE
     if stride == 0 and tile > _ROWS:
         cut = {"BM": tile, **_PRODUCTS}
@@ -428,7 +427,7 @@ def launch_gate(
     gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int,
     order: ColumnOrder | None, biased: bool,
 ) -> Geometry:  # fmt: skip
-    """The gate, and the second factor's product beside it; `order`: of the columns, if any."""
+    """The gate with the second factor's product; `order`: of the columns, or None."""
     cut = _GATE if order is None else {**_GATE, "BI": order.width}
     if tile == _ROWS:
         cut = {"BI": min(256, _FACTOR_PART // max(rank, 16)), **_GATE_FEW}

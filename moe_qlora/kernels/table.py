@@ -1,4 +1,4 @@
-"""The table of kernels, and which of them computes a matmul: the first that supports it.
+"""The table of kernels; a matmul uses the first that supports it.
 
 The kernels in Gluon, whose language changes with Triton's versions, and ways through a kernel that
 few models take (`expert_mm.Kernel.tried`), are tried by small products, once for each device.
@@ -26,7 +26,7 @@ from .weights import MX_BLOCK, MXFP4, NF4, TABLES, PackedWeight, WeightSpec
 
 
 def _in_gluon() -> list[Kernel]:
-    """Return the kernels in Gluon: none where this Triton has not the language that they know."""
+    """Return the kernels in Gluon: none where this Triton's Gluon is another."""
     names = "quantized_mm_rs", "quantized_mm_hopper", "quantized_mm_skinny"
     try:
         modules = [importlib.import_module(f".{name}", __package__) for name in names]
@@ -87,7 +87,7 @@ def multiply(
 
 
 def works(kernel: Kernel, spec: WeightSpec) -> bool:
-    """Whether a kernel is right for such codes on their device: found out, and waited for, once."""
+    """Whether a kernel is right for such codes on their device; validates it at the first call."""
     kind = kernel.tried(spec)
     if kind is None:
         return True
@@ -97,7 +97,7 @@ def works(kernel: Kernel, spec: WeightSpec) -> bool:
         if not kernel.capable(cards.actual(device)):
             validated[key] = False
         elif torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-            return False  # the next call finds out
+            return False  # validated at a later call
         else:
             validated[key] = True  # unless a launch, which then goes on without, says otherwise
             right = is_right(kernel, device, kind)
@@ -106,7 +106,7 @@ def works(kernel: Kernel, spec: WeightSpec) -> bool:
 
 
 def prepare(device: torch.device) -> None:
-    """Find out now which kernels work for ordinary codes on a CUDA device."""
+    """Validate the kernels for ordinary codes on a CUDA device now."""
     spec = WeightSpec((1, 64, 64), NF4, 64, 0, device.index or 0)
     for kernel in KERNELS:
         works(kernel, spec)
@@ -125,7 +125,7 @@ def is_right(kernel: Kernel, device: torch.device, kind: str) -> bool:
             for tile in kernel.tried_tiles
             for by_rows in ((True, False) if kernel.both_ways else (True,))
         )
-    except Exception:  # noqa: BLE001 - what this Triton does not know is decoded, or done plainly
+    except Exception:  # noqa: BLE001 - this Triton does not compile it: another kernel runs
         return False
 
 

@@ -1,4 +1,4 @@
-"""The packed weight: codes and statistics as plain tensors, and what kernels are chosen by."""
+"""The packed weight: codes and statistics as plain tensors, and the key that kernels depend on."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ TABLES: dict[str, tuple[float, ...]] = {
 }  # fmt: skip
 """The 4-bit codes' values: nf4 and fp4 as bitsandbytes' `get_4bit_type` gives them, mxfp4 is E2M1.
 
-`packing.codecs.register` adds those of other codecs. int8 has none; codecs that are not here
-otherwise are decoded by no kernel."""
+`packing.codecs.register` adds those of other codecs. int8 has none; no kernel decodes any other
+codec that is not here."""
 
 MX_BLOCK = 32
 """Weights in a block of MXFP4, which share one scale."""
@@ -46,7 +46,7 @@ ALL_BLOCKS = 2**30
 
 
 class WeightSpec(NamedTuple):
-    """What the choice and the compiled form of a kernel depend on of a packed weight."""
+    """The properties of a packed weight that kernels are chosen and compiled by."""
 
     shape: tuple[int, ...]  # `(E, rows, cols)`, of the weight as it is stored
     kind: str  # Of the codec, such as "nf4"
@@ -103,17 +103,17 @@ class PackedWeight:
     shape: tuple[int, ...]  # Shape of the decoded weight: `(E, rows, cols)` for experts
     kind: str  # Of the codec, such as "nf4"
     dtype: torch.dtype  # Dtype of the weight that was packed, which `unpack` gives again
-    # What the user's config asks to compute in; None leaves it to activations
+    # The config's compute dtype; None: that of the activations
     compute_dtype: torch.dtype | None = None
-    # The parameter that holds `codes` on a module, once it sits on one. Attaching the same packed
-    # weight to a second module shares that parameter
+    # The module's parameter with `codes`, once attached. Attaching the same packed weight to a
+    # second module shares that parameter
     owner: nn.Parameter | None = field(default=None, repr=False)
-    # Number of the weight, where it sits on a module. Addresses do not tell weights apart: FSDP2
-    # gathers one weight's codes where another's were before
+    # Number of the weight, where it is attached to a module. Addresses do not tell weights apart:
+    # FSDP2 gathers one weight's codes where another's were before
     serial: int | None = field(default=None, repr=False)
     # Full name in the model, for messages, where it is known
     name: str = ""
-    # Reads the weight anew where an engine takes its tensors away after the forward: ZeRO-3, which
+    # Reads the weight anew where an engine frees its tensors after the forward: ZeRO-3, which
     # gathers them into other memory for backward
     again: Callable[[], PackedWeight] | None = field(default=None, repr=False)
     # Whether codes and blocks run along the decoded weight's columns: its last two dimensions are
@@ -137,13 +137,13 @@ class PackedWeight:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape in whose row-major order codes are stored: what kernels know as the weight's."""
+        """Shape in whose row-major order codes are stored: the weight's shape for kernels."""
         shape = tuple(self.shape)
         return (*shape[:-2], shape[-1], shape[-2]) if self.stored_transposed else shape
 
     @property
     def is_share(self) -> bool:
-        """Whether an engine has left a part of the tensors here, or nothing, to be gathered."""
+        """Whether an engine has sharded the tensors, so that they must be gathered first."""
         parts = self.codes, self.absmax
         return any(hasattr(t, "device_mesh") or t.numel() == 0 < self.numel for t in parts)
 
@@ -166,7 +166,7 @@ class PackedWeight:
 
     @cached_property
     def spec(self) -> WeightSpec:
-        """What kernels are chosen and launched by."""
+        """The key that kernels are chosen and launched by."""
         nested = 0 if self.nested is None else self.nested.blocksize
         device = self.codes.get_device()
         return WeightSpec(self.stored_shape, self.kind, self.blocksize, nested, device)
@@ -178,7 +178,7 @@ class PackedWeight:
         return replace(self, shape=self.stored_shape, stored_transposed=False)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
-        """Return this weight with every tensor changed, and held by no module."""
+        """Return this weight with every tensor changed, attached to no module."""
         nested = self.nested
         if nested is not None:
             table2, absmax2, offset, blocksize = nested
@@ -188,16 +188,16 @@ class PackedWeight:
         return replace(self, codes=codes, absmax=absmax, table=table, nested=nested, owner=None)
 
     def to(self, device: torch.device | str | int) -> PackedWeight:
-        """Return this weight on another device, held by no module."""
+        """Return this weight on another device, attached to no module."""
         return self.map(lambda tensor: tensor.to(device))
 
     def aligned(self) -> PackedWeight:
-        """Return this weight, or a copy of which every part starts at a multiple of 16 bytes."""
+        """Return this weight, or a copy whose tensors all start at multiples of 16 bytes."""
         at_16 = all(part.data_ptr() % 16 == 0 for part in (self.codes, *self.statistics))
         return self if at_16 else self.map(Tensor.clone)
 
     def dequantizes(self) -> bool:
-        """Whether `grouped_mm.decode` takes it: whole groups of 8 weights in each row and block."""
+        """Whether `grouped_mm.decode` supports it: rows and blocks of whole groups of 8 weights."""
         nested = self.spec.nested
         return (
             self.spec.shape[2] % 8 == 0

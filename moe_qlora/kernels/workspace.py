@@ -1,12 +1,12 @@
 """One buffer for dequantized weights, shared by all layers of a device.
 
-A dequantized weight lives between its decoding and its grouped matmul, so that all layers can use
-one buffer. It is kept between calls, since a block of this size does not come back from the
-allocator in one piece. On other streams than the default one nothing is kept: there CUDA graphs are
-recorded, and warmed up, in memory that is theirs.
+A dequantized weight lives from its decoding to its grouped matmul, so all layers can use one
+buffer. The buffer persists between calls, since the allocator may not have a block of this size in
+one piece again. On other streams than the default one it is not used: there CUDA graphs are
+recorded, and warmed up, in memory of their own.
 
-Under gradient checkpointing a layer's backward follows its recomputation at once. What was decoded
-last is therefore remembered by its owner, and not decoded again where it is still there.
+Under gradient checkpointing a layer's backward follows its recomputation at once. The buffer
+therefore records which weight was decoded last, and that weight is not decoded again.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class _Slot:
     """One buffer."""
 
     buffer: Tensor | None = None
-    owner: Hashable = None  # What it holds now; compared, never looked into
-    # Tensors that `owner` names by address: held, so that no other takes their place
+    owner: Hashable = None  # Key of its content; only compared
+    # Tensors whose addresses are in `owner`: referenced, so that none is reused meanwhile
     alive: tuple[Tensor, ...] = field(default=(), repr=False)
-    # The buffer as tensors were asked for: making one takes the host 5 us
+    # Views of the buffer that were asked for: making one costs the host 5 us
     views: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
 
@@ -43,7 +43,7 @@ _recording = False
 def set_workspace_cap(nbytes: int | None) -> None:
     """Bound the memory that experts' weights are dequantized into on a GPU.
 
-    A weight over the bound is dequantized in slices, which costs time. Buffers that are held now
+    A weight over the bound is dequantized in slices, which costs time. The buffers of now
     are given back to the allocator.
 
     Args:
@@ -72,13 +72,8 @@ def release_workspace() -> None:
     _slots.clear()
 
 
-def held_bytes() -> int:
-    """Return the bytes of all buffers."""
-    return sum(slot.buffer.nbytes for slot in _slots.values() if slot.buffer is not None)
-
-
-def _is_kept(device: torch.device) -> bool:
-    """Whether buffers are kept for what runs now: on the default stream, or within `recorded`."""
+def _persists(device: torch.device) -> bool:
+    """Whether the shared buffers are used now: on the default stream, or within `recorded`."""
     if device.type != "cuda" or _recording:
         return True
     return torch._C._cuda_getCurrentRawStream(device.index) == 0
@@ -86,10 +81,10 @@ def _is_kept(device: torch.device) -> bool:
 
 @contextmanager
 def recorded(device: torch.device) -> Iterator[None]:
-    """Let what is recorded for a CUDA graph use the kept buffers.
+    """Let a CUDA graph that is recorded in the block use the shared buffers.
 
-    The graph is to be replayed on the default stream, what it writes to be held (`buffers`), and
-    `forget` to be called after each replay.
+    The graph must be replayed on the default stream, `buffers` be referenced as long as it lives,
+    and `forget` be called after each replay.
     """
     global _recording
     forget(device)
@@ -102,25 +97,25 @@ def recorded(device: torch.device) -> Iterator[None]:
 
 
 def buffers(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the buffers that are kept on a device."""
-    kept = (slot.buffer for key, slot in _slots.items() if key[0] == device)
-    return tuple(buffer for buffer in kept if buffer is not None)
+    """Return the shared buffers of a device."""
+    shared = (slot.buffer for key, slot in _slots.items() if key[0] == device)
+    return tuple(buffer for buffer in shared if buffer is not None)
 
 
 def forget(device: torch.device) -> None:
-    """Remember no longer what the buffers hold: a graph has written to them."""
+    """Mark the buffers' content as unknown: a graph has written to them."""
     for key, slot in _slots.items():
         if key[0] == device:
             slot.owner, slot.alive = None, ()
 
 
-def holds(name: str, device: torch.device, owner: Hashable) -> bool:
-    """Whether the buffer of this name still holds what `owner` names."""
+def is_current(name: str, device: torch.device, owner: Hashable) -> bool:
+    """Whether the buffer of this name still has the content with this key."""
     slot = _slots.get((device, name))
-    return owner is not None and slot is not None and slot.owner == owner and _is_kept(device)
+    return owner is not None and slot is not None and slot.owner == owner and _persists(device)
 
 
-def take(
+def allocate(
     name: str,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -130,12 +125,11 @@ def take(
 ) -> tuple[Tensor, bool]:
     """Return a contiguous tensor on the shared buffer, valid until the next call with this name.
 
-    Where no buffer is kept it is a tensor of its own.
-
-    The second result says whether it already holds what `owner` names; None is never remembered.
-    `alive` are tensors to hold as long as `owner` is remembered.
+    On other streams it is a tensor of its own. The second result says whether it already has the
+    content with the key `owner`; None is no key. `alive` are tensors to reference as long as the
+    key is recorded.
     """
-    if not _is_kept(device):
+    if not _persists(device):
         return torch.empty(shape, dtype=dtype, device=device), False
     slot = _slots.setdefault((device, name), _Slot())
     tensor = slot.views.get((shape, dtype))

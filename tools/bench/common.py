@@ -179,7 +179,8 @@ def release_workspace() -> None:
 def scratch_bytes() -> int:
     """Bytes of this package's shared scratch."""
     scratch = _scratch()
-    return 0 if scratch is None else int(scratch.held_bytes())
+    device = torch.device("cuda", torch.cuda.current_device())
+    return 0 if scratch is None else sum(b.nbytes for b in scratch.buffers(device))
 
 
 def _scratch() -> Any:

@@ -121,7 +121,7 @@ def test_each_thread_has_a_buffer_of_its_own(driver):
     worker.start()
     worker.join()
     assert [call[-1][2] for call in driver.calls] == [6, 7]
-    (kept,) = step.kept.values()
+    (kept,) = step.cache.values()
     assert len(kept.buffers) == 2
 
 
@@ -166,7 +166,7 @@ def test_nothing_is_kept_of_an_address_that_is_no_multiple_of_16(driver):
     x, y = tensors()
     for _ in range(2):
         step((), x[1:], y, 5, 1, 0.5)
-    assert len(kernel.made) == 2 and not step.kept
+    assert len(kernel.made) == 2 and not step.cache
     assert launching.aligned(x) is x
     moved = launching.aligned(x[1:])
     assert moved.data_ptr() % 16 == 0 and torch.equal(moved, x[1:])
@@ -195,15 +195,15 @@ def test_a_launch_is_kept_for_each_size_and_dtype(driver):
     x, y = tensors()
     for sizes, first in [((2,), x), ((2,), x), ((3,), x), ((2,), y), ((2,), x), ((3,), x)]:
         step(sizes, first, y, 5, 1, 0.5)
-    assert len(kernel.made) == len(step.kept) == 3
+    assert len(kernel.made) == len(step.cache) == 3
     assert [call[1][0] for call in driver.calls] == [2, 2, 3]
 
 
 def test_the_oldest_launch_is_forgotten(driver, monkeypatch):
-    monkeypatch.setattr(launching, "_MOST_KEPT", 2)
+    monkeypatch.setattr(launching, "_MOST_CACHED", 2)
     kernel = Kernel()
     step = launching_of(kernel)
     x, y = tensors()
     for size in (1, 2, 3, 2, 3, 1):
         step((size,), x, y, 5, 1, 0.5)
-    assert len(kernel.made) == 4 and len(step.kept) == 2
+    assert len(kernel.made) == 4 and len(step.cache) == 2

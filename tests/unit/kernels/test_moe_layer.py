@@ -96,6 +96,11 @@ def test_the_own_grouped_matmul(name, monkeypatch):
 SLICED = ["mxfp4", "tanh", "partial", "int8", "few-transposed", "interleaved", "no-lora"]
 
 
+def buffered() -> int:
+    """Bytes of the workspace."""
+    return sum(buffer.nbytes for buffer in workspace.buffers(torch.device("cpu")))
+
+
 @pytest.mark.parametrize(
     ("name", "few"),
     [
@@ -103,7 +108,7 @@ SLICED = ["mxfp4", "tanh", "partial", "int8", "few-transposed", "interleaved", "
         *((name, True) for name in ("few", "few-transposed", "few-mxfp4")),
     ],
 )
-def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
+def test_capped_workspace_in_slices_and_pieces(name, few, monkeypatch):
     case = CASES[name]
     if not few:
         dequantize_all(monkeypatch)
@@ -119,7 +124,7 @@ def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
     workspace.set_workspace_cap(1)
     try:
         check_layer(case)
-        assert workspace.held_bytes() < 2**20
+        assert buffered() < 2**20
     finally:
         workspace.set_workspace_cap(None)
     assert few or max(case.hidden, case.inner) <= 64 or sliced
@@ -128,7 +133,7 @@ def test_capped_scratch_in_slices_and_pieces(name, few, monkeypatch):
 @pytest.mark.usefixtures("own_grouped_mm")
 @pytest.mark.parametrize("name", ["tanh", "few-transposed"])
 def test_slices_by_the_own_grouped_matmul(name, monkeypatch):
-    test_capped_scratch_in_slices_and_pieces(name, False, monkeypatch)
+    test_capped_workspace_in_slices_and_pieces(name, False, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["plain", "interleaved", "partial"])
@@ -150,7 +155,7 @@ def test_a_cap_keeps_what_is_decoded_and_copied_below_it(monkeypatch):
     workspace.set_workspace_cap(cap)
     try:
         check_layer(case)
-        assert 0 < workspace.held_bytes() <= cap
+        assert 0 < buffered() <= cap
     finally:
         workspace.set_workspace_cap(None)
     assert len(copied) > 2 and max(piece.nbytes for piece in copied) <= cap
@@ -204,17 +209,17 @@ def test_a_part_of_each_matrix_is_decoded(kind):
     assert torch.equal(out[:, :, :72], whole[:, 8:24]) and torch.equal(out[:, :, 72:], right)
 
 
-def test_scratch_remembers_its_owner():
-    first, held = workspace.take("first", (2, 8), torch.float32, torch.device("cpu"), ("a",))
+def test_workspace_remembers_its_owner():
+    first, held = workspace.allocate("first", (2, 8), torch.float32, torch.device("cpu"), ("a",))
     assert not held and first.shape == (2, 8)
-    again, held = workspace.take("first", (2, 8), torch.float32, torch.device("cpu"), ("a",))
+    again, held = workspace.allocate("first", (2, 8), torch.float32, torch.device("cpu"), ("a",))
     assert held and again.data_ptr() == first.data_ptr()
-    assert workspace.holds("first", torch.device("cpu"), ("a",))
-    _, held = workspace.take("first", (2, 8), torch.float32, torch.device("cpu"), ("b",))
+    assert workspace.is_current("first", torch.device("cpu"), ("a",))
+    _, held = workspace.allocate("first", (2, 8), torch.float32, torch.device("cpu"), ("b",))
     assert not held
-    _, held = workspace.take("first", (2, 8), torch.float32, torch.device("cpu"))
-    assert not held and not workspace.holds("first", torch.device("cpu"), None)
-    _, held = workspace.take("first", (400, 8), torch.float32, torch.device("cpu"), ("b",))
+    _, held = workspace.allocate("first", (2, 8), torch.float32, torch.device("cpu"))
+    assert not held and not workspace.is_current("first", torch.device("cpu"), None)
+    _, held = workspace.allocate("first", (400, 8), torch.float32, torch.device("cpu"), ("b",))
     assert not held
 
 

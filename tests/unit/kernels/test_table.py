@@ -80,7 +80,7 @@ def test_rows_in_the_order_of_registers(gate, biased, transposed, monkeypatch):
         restored.append(columns)
         tile = matmul.tile
         other = matmul._replace(cut=quantized_mm.Config(64, 128, 2, 4, False), tile=tile)
-        x = quantized_mm_rs.restore(x, columns)
+        x = quantized_mm.restore(x, columns, quantized_mm_rs.ORDER)
         return quantized_mm.launch(x, other, absmax, routing, span, products)
 
     def supports(problem):
@@ -110,7 +110,7 @@ def test_reordered_columns_and_back():
     ours = quantized_mm_rs.reorder(x)
     assert torch.equal(ours, reordered(x))
     tail = torch.randn(37, 16).bfloat16()
-    back = quantized_mm_rs.restore(torch.cat([ours, tail], 1), 512)
+    back = quantized_mm.restore(torch.cat([ours, tail], 1), 512, quantized_mm_rs.ORDER)
     assert torch.equal(back, torch.cat([x, tail], 1))
 
 

@@ -21,25 +21,26 @@ def _own_buffers() -> Iterator[None]:
 
 
 def take(owner: object = "a weight") -> tuple[torch.Tensor, bool]:
-    return workspace.take("first", SHAPE, torch.float32, CPU, owner)
+    return workspace.allocate("first", SHAPE, torch.float32, CPU, owner)
 
 
 def test_a_buffer_is_kept_and_remembers_its_owner() -> None:
     tensor, held = take()
-    assert not held and workspace.held_bytes() == 60
+    (buffer,) = workspace.buffers(CPU)
+    assert not held and buffer.nbytes == 60
     again, held = take()
     assert held and again.data_ptr() == tensor.data_ptr()
-    assert workspace.holds("first", CPU, "a weight")
+    assert workspace.is_current("first", CPU, "a weight")
     assert take("another")[1] is False
-    assert not workspace.holds("first", CPU, "a weight")
+    assert not workspace.is_current("first", CPU, "a weight")
 
 
 def test_another_stream_gets_a_tensor_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are recorded there, and what they record must not outlive them."""
-    monkeypatch.setattr(workspace, "_is_kept", lambda device: False)
+    monkeypatch.setattr(workspace, "_persists", lambda device: False)
     tensor, held = take()
     assert tensor.shape == SHAPE and not held
-    assert workspace.held_bytes() == 0 and not workspace.holds("first", CPU, "a weight")
+    assert not workspace.buffers(CPU) and not workspace.is_current("first", CPU, "a weight")
     assert take()[1] is False
 
 
@@ -58,11 +59,11 @@ def test_buffers_are_kept_on_the_default_stream(
 def test_a_recording_starts_and_ends_with_nothing_remembered() -> None:
     take()
     with workspace.recorded(CPU):
-        assert not workspace.holds("first", CPU, "a weight")
+        assert not workspace.is_current("first", CPU, "a weight")
         take()
-        assert workspace.holds("first", CPU, "a weight")
+        assert workspace.is_current("first", CPU, "a weight")
         (buffer,) = workspace.buffers(CPU)
-    assert not workspace.holds("first", CPU, "a weight")
+    assert not workspace.is_current("first", CPU, "a weight")
     assert take()[0].data_ptr() == buffer.data_ptr()
     workspace.forget(CPU)
     assert take()[1] is False
