@@ -113,14 +113,14 @@ def _decode(stored: Tensors, own: Any, dtype: torch.dtype) -> Tensors:
         if key in used or _IDLE.search(key):
             continue
         is_bytes = tensor.dtype in (torch.uint8, torch.int8) and tensor.dim() > 1
-        is_bytes = is_bytes and not _is_kept(own, key.rpartition(".")[0])
+        is_bytes = is_bytes and not _persists(own, key.rpartition(".")[0])
         if tensor.dtype in _FP8 or (is_bytes and not key.endswith(("scales", "_scale"))):
             raise DamagedError(f"{key} holds codes without scales")
         plain[key] = tensor
     return plain
 
 
-def _is_kept(own: Any, module: str) -> bool:
+def _persists(own: Any, module: str) -> bool:
     """Whether compressed-tensors' settings say that a module is not quantized."""
     return any(
         re.match(name[3:], module) if name.startswith("re:") else name == module

@@ -43,7 +43,7 @@ from transformers.distributed.expert_parallel import AutoEP, EPImplementationInt
 from ..detection.detect import detect
 from ..errors import ConfigError, QuantizationError, UnsupportedWeightError
 from ..experts.forward import can_serve
-from ..experts.rebinding import mark_as_calling
+from ..experts.forward_override import mark_as_calling
 from ..layout import ExpertsModule, ModelLayout, listed, name_pattern
 from ..packing import parametrize
 from ..packing.settings import CodecSettings

@@ -1,4 +1,4 @@
-"""Which backend computes a call of an experts module, and why: every condition stands here."""
+"""Which backend computes a call of an experts module, and why: all conditions."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .operands import LoraFactors, PackedOperand, active_lora, read_operand
 
 _LEAST_CAPABILITY = (8, 0)
 _kernels_run: dict[int, bool] = {}
-"""By CUDA device: whether the fused layer's kernels run there; found out in eager calls."""
+"""By CUDA device: whether the fused layer's kernels run there; set by eager calls."""
 _GATE = "_moe_qlora_gate"
 _log = logging.getLogger(__name__)
 
 
 class Backend(NamedTuple):
-    """What computes a call."""
+    """A way to compute a call, and the reason for it."""
 
     name: str  # "fused layer", "projection by projection", "reference loop" or "unpacked"
-    template: str  # The reason, formatted with `values` on demand: most calls never ask for it
+    template: str  # The reason, formatted with `values` on demand: most calls do not need it
     values: tuple[Any, ...] = ()
 
     @property
     def reason(self) -> str:
-        """Why this backend computes the call, in words."""
+        """Why this backend computes the call."""
         return self.template.format(*self.values)
 
 
@@ -48,7 +48,7 @@ Obstacle = tuple[str, tuple[Any, ...]] | None
 
 
 class Call(NamedTuple):
-    """One call of an experts module, as far as the choice of a backend depends on it."""
+    """The inputs of one call of an experts module that the choice of a backend depends on."""
 
     names: tuple[str, str]  # Parameters of the first projection and of the second
     x: Tensor  # `(T, H)`: the hidden states
@@ -56,12 +56,12 @@ class Call(NamedTuple):
     weights: tuple[PackedWeight | PackedOperand | None, PackedWeight | PackedOperand | None]
     lora: tuple[tuple[LoraFactors, ...], tuple[LoraFactors, ...]]  # Of the active adapters
     autocast: torch.dtype | None  # None outside autocast
-    # The card to choose for, where it is another than the hidden states', which then lie on meta
+    # The card to choose for, where the hidden states are on meta; None: their own
     card: Card | None = None
 
 
 def read_call(module: Any, x: Tensor) -> Call:
-    """Return what a call of `module` with hidden states x `(T, H)` computes with now."""
+    """Return the weights, LoRA factors and dtypes of a call of `module` with x `(T, H)`."""
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     weights = read_operand(module, names[0]), read_operand(module, names[1])
     lora = active_lora(module, names[0]), active_lora(module, names[1])
@@ -71,13 +71,13 @@ def read_call(module: Any, x: Tensor) -> Call:
 
 
 def stored_transposed(module: Any, weight: PackedWeight | PackedOperand | None) -> bool:
-    """Whether a weight is stored `(E, in, out)`: as its parameter is, or the other way round."""
+    """Whether a weight is stored `(E, in, out)`: as its parameter, or transposed."""
     swapped = weight is not None and weight.stored_transposed
     return bool(module.is_transposed) != swapped
 
 
 def choose_backend(module: Any, call: Call) -> Backend:
-    """Return what computes a call of this module, and why."""
+    """Return the backend of a call of this module, and why."""
     if call.weights[0] is None and call.weights[1] is None:
         return UNPACKED
     obstacle = fused_obstacle(module, call)
@@ -149,7 +149,7 @@ def fused_obstacle(module: Any, call: Call) -> Obstacle:
 
 
 def _device_obstacle(device: torch.device, card: Card | None = None) -> Obstacle:
-    """Return why the kernels do not run on a device, or on a card that is asked for."""
+    """Return why the kernels do not run on a device, or on a given card."""
     if card is not None and card.maker == "nvidia":
         if card.capability >= _LEAST_CAPABILITY:
             return "the fused kernels need Triton, which is not installed", ()
@@ -174,7 +174,7 @@ def _lora_obstacle(
     dtype: torch.dtype,
     autocast: torch.dtype | None,
 ) -> Obstacle:
-    """Return why adapters cannot run as one of all their ranks.
+    """Return why adapters cannot be concatenated into one of all their ranks.
 
     float32 factors are multiplied in 16 bit, as under autocast, and get float32 gradients: stock
     PEFT rounds the sum of weight and delta to 16 bit, which loses more.
@@ -238,7 +238,7 @@ def runs_grouped(
 ) -> bool:
     """Whether grouped matmuls compute a projection in such dtypes, else a loop over experts.
 
-    `card` is the one to ask for, where it is another than the hidden states'.
+    `card`: the one to choose for, as in `Call`.
     """
     if card is not None:
         return _computes(tuple(shape), _multiplies(card), dtype, lora_dtypes)
@@ -268,7 +268,7 @@ def _computes(
 
 
 def _multiplies(card: Card) -> bool:
-    """Whether a card multiplies by whole dequantized weights at once."""
+    """Whether a card multiplies by all experts' dequantized weights at once."""
     return suits(card) if card.maker == "amd" else card.capability >= _LEAST_CAPABILITY
 
 
@@ -283,7 +283,7 @@ def layer_kernels() -> Any:
 
 
 def suits(card: Card) -> bool:
-    """Whether the fused kernels are for a card, by what it is and has: nothing is tried there."""
+    """Whether the fused kernels support a card, by its maker and capability; nothing is run."""
     return _suit(card.maker == "amd", card.capability)
 
 
@@ -294,7 +294,7 @@ def _suit(rocm: bool, capability: tuple[int, int]) -> bool:
 def kernels_run(device: torch.device) -> bool:
     """Whether the fused kernels run on this device: Triton, and CUDA of capability 8.0 or ROCm.
 
-    On ROCm they are not tested: there small products are compared first, and a warning says so.
+    On ROCm they are untested: small products are compared first, and a warning says so.
     """
     if device.type != "cuda":
         return False
@@ -316,7 +316,7 @@ def kernels_run(device: torch.device) -> bool:
 
 
 def _runs_on_rocm(kernels: Any, device: torch.device) -> bool:
-    """Whether `kernels.table` finds products right; warn that no more is known."""
+    """Whether `kernels.table` finds small products right; warn that no more was tested."""
     right = bool(kernels.is_right_untested(device))
     if right:
         warnings.warn(
@@ -330,8 +330,8 @@ def _runs_on_rocm(kernels: Any, device: torch.device) -> bool:
 def find_gate(module: Any) -> tuple[Any, ...] | None:
     """Return the fields of `row_kernels.Gate` that compute the module's gate; None if none do.
 
-    The gate is tried once, on the CPU in fp64, against every combination of the activations that
-    the kernels know and the numbers that the module has. The result is kept on the module.
+    No name says what a gate computes: it is compared once, on the CPU in fp64, with every
+    combination of the kernels' activations and the module's numbers. The module caches the result.
     """
     if torch.compiler.is_compiling():
         return module.__dict__.get(_GATE)
@@ -375,7 +375,7 @@ def _find_gate(module: Any) -> tuple[Any, ...] | None:
 
 
 def plain_gate(pre: Tensor, *fields: Any) -> Tensor:
-    """Compute what the kernels do for a `Gate` of these fields: `(R, P)` -> `(R, I)`."""
+    """Compute a `Gate` of these fields as the kernels do: `(R, P)` -> `(R, I)`."""
     act, gated, interleaved, limit, alpha, shift = fields
     acts = {
         "silu": lambda z: z * torch.sigmoid(alpha * z),

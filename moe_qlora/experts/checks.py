@@ -1,10 +1,10 @@
 """Checks a packed model before it runs: its codes must be intact and its adapters must have effect.
 
 Stock PEFT, given a config that this package has not adapted, finds no packed parameter under its
-short name and goes on without, or wraps it in a layer that the experts forward never asks. Neither
-raises. The hooks here do, when adapter weights are loaded into such layers, and at the first
-forward after adapters were added. They ask by names and attributes alone, and so import nothing of
-PEFT.
+short name and skips it, or wraps it in a layer that the experts forward does not use. Neither
+raises. The hooks here do: when adapter weights are loaded into such layers, and at the first
+forward after adapters were added. They look at names and attributes only, so that nothing of PEFT
+is imported.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..packing.decoders import Params4bit
 from ..packing.parametrize import iter_packed
 from ..packing.state_dict import load_linears
 from ..world import CHECKED, world
+from .forward_override import remove_liger
 from .operands import lora_source
-from .rebinding import set_aside
 
 _SEEN = "_moe_qlora_adapters_seen"
 _HANDLE = "_moe_qlora_adapter_guard"
@@ -49,10 +49,10 @@ class _Watch:
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def override_forwards(self) -> None:
-        """Set aside what Liger has bound to packed experts, also while a graph of them is made.
+        """Remove the forwards that Liger has bound to packed experts, also while tracing a graph.
 
-        torch.compile runs this as it is, before it comes to the experts. It is a method without
-        arguments because torch 2.11 takes no module as an argument of such a function.
+        torch.compile runs this untraced, before it reaches the experts. It is a method without
+        arguments because torch 2.11 allows no module as an argument of such a function.
         """
         model = self.model()
         if self.experts is None and model is not None:
@@ -64,9 +64,9 @@ class _Watch:
             module: Any = ref()
             if module is None:
                 continue
-            set_aside(module)
+            remove_liger(module)
             for wrapper in getattr(lora_source(module), "wrappers", {}).values():
-                set_aside(wrapper)
+                remove_liger(wrapper)
 
 
 def install(model: nn.Module) -> None:
@@ -92,7 +92,7 @@ def remove(model: nn.Module) -> None:
 def _before_load(
     model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
-    """Take the codes of Linear layers, and stop LoRA weights for layers without effect."""
+    """Load the codes of Linear layers; refuse LoRA weights for layers without effect."""
     assign = bool(metadata.get("assign_to_params_buffers"))
     load_linears(model, state_dict, prefix, assign, rest[-1])
     keys = (unwrapped_name(key.removeprefix(prefix)).partition(".lora_") for key in state_dict)
@@ -119,7 +119,7 @@ def _before_forward(model: nn.Module, args: Any) -> None:
     configs: dict[str, Any] | None = getattr(model, "peft_config", None)
     if not configs:
         return
-    # the modules are walked only when adapters have come or gone
+    # walk the modules only after adapters were added or removed
     seen = tuple((name, id(config)) for name, config in configs.items())
     if model.__dict__.get(_SEEN) != seen:
         check(model, configs)
@@ -127,7 +127,7 @@ def _before_forward(model: nn.Module, args: Any) -> None:
 
 
 def check_codes(model: nn.Module) -> None:
-    """Raise where packed codes, of experts or Linear layers, were cast, and so are lost."""
+    """Raise where packed codes, of experts or Linear layers, were cast, which destroys them."""
     watch: _Watch | None = model.__dict__.get(_WATCH)
     if watch is None:
         return
@@ -143,7 +143,7 @@ def check_codes(model: nn.Module) -> None:
         codes = ref()
         if codes is None or codes.dtype == codes.quant_storage:
             continue
-        # bitsandbytes' Linear layers lie in another form on some CPUs, once evaluated there
+        # bitsandbytes converts Linear layers to another layout on some CPUs in evaluation
         if not getattr(codes.quant_state, "packing_format_for_cpu", False):
             raise QuantizationError(
                 f"The packed codes of {name} were cast from {codes.quant_storage} to "

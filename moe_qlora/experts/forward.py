@@ -6,7 +6,7 @@ k assignments a token, R = T k rows sorted by expert:
 
     experts_forward(module, hidden_states, top_k_index, top_k_weights)
       |  read_call        backend.py: both packed weights, active LoRA factors, autocast
-      |  choose_backend   backend.py: which of these, and why
+      |  choose_backend   backend.py: one of these, and why
       |
       +- "unpacked": no expert weight is packed
       |     the forward that was selected before `activate`
@@ -24,13 +24,13 @@ k assignments a token, R = T k rows sorted by expert:
               kernels/projection.py  CUDA and 16 bit: dequantize, grouped matmul
                                      any device: expert by expert
 
-No decoded weight is alive between forward and backward: backward decodes again. LoRA runs as two
-low-rank products beside the base product, never as W + B A.
+No decoded weight is alive between forward and backward: backward decodes again. LoRA is two
+low-rank products added to the base product, never W + B A.
 
-Kept between forward and backward, projection by projection, beside the layer's input, the router's
-output and the adapters: pre-activations, activations, the sorted order, and what an adapter reads
-after a dropout. The gate runs in ordinary autograd, under a checkpoint of its own, so that any gate
-a model defines is right and keeps only its input.
+Saved for backward, projection by projection, besides the layer's input, the router's output and the
+adapters: pre-activations, activations, the sorted order, and inputs after an adapter's dropout. The
+gate runs in ordinary autograd, under a checkpoint of its own, so that any gate a model defines is
+right and saves only its input.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from torch.utils.checkpoint import checkpoint
 from ..detection.detect import dispatches
 from ..packing import parametrize
 from ..packing.codec import unpack
-from . import checks, fused, rebinding
+from . import checks, forward_override, fused
 from .backend import (
     FUSED,
     UNPACKED,
@@ -63,7 +63,7 @@ from .projection import Inputs, Projection
 
 IMPLEMENTATION = "moe_qlora"
 
-_INTERFACE = "transformers.integrations.moe"  # where transformers' decorator of experts stands
+_INTERFACE = "transformers.integrations.moe"  # defines transformers' decorator of experts
 _PREVIOUS = "_moe_qlora_previous"
 BOUND_METHODS = "_moe_qlora_methods"
 """Entry of a model's `__dict__`: the functions by name that were bound to this instance."""
@@ -73,9 +73,9 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
     """Select `experts_forward` for the named experts modules.
 
     The selection is made on the configuration object that each module reads, which it shares with
-    the model's other experts modules: those that hold nothing packed go on with what was selected
-    before. Modules of Liger's class read none, and get the forward itself. Returns the names of
-    modules that go through neither: their own forward runs on, and reads decoded weights.
+    the model's other experts modules: those without packed weights use the forward selected
+    before. Modules of Liger's class read no configuration, and get the forward itself. Returns the
+    names of modules where neither works: their own forward runs, and reads decoded weights.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -101,14 +101,16 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
             _prepare(module)
     for module in served:
         if _PREVIOUS not in module.__dict__:
-            module.__dict__.update(rebinding.LIGER_INTERFACE, _apply_gate=rebinding.silu_gate)
+            module.__dict__.update(
+                forward_override.LIGER_INTERFACE, _apply_gate=forward_override.silu_gate
+            )
             module.__dict__[_PREVIOUS] = None
             _prepare(module)
         parametrize.extend_class(module, _class_members)
-        rebinding.hold(module)
+        forward_override.take_over(module)
     for config in configs.values():
         # The internal name, as `set_experts_implementation` writes it: the property's setter would
-        # pass the choice on to sub-configurations that own no packed experts.
+        # also change sub-configurations without packed experts.
         config._experts_implementation_internal = IMPLEMENTATION
     return tuple(left)
 
@@ -120,9 +122,9 @@ def deactivate(model: nn.Module) -> None:
             continue
         previous = module.__dict__.pop(_PREVIOUS)
         parametrize.restore_class(module)
-        rebinding.release(module)
+        forward_override.give_back(module)
         if _of_liger(module):
-            for name in (*rebinding.LIGER_INTERFACE, "_apply_gate"):
+            for name in (*forward_override.LIGER_INTERFACE, "_apply_gate"):
                 module.__dict__.pop(name, None)
         else:
             config: Any = module.config
@@ -135,22 +137,22 @@ def can_serve(module: nn.Module) -> bool:
 
 
 def goes_through_interface(module: nn.Module) -> bool:
-    """Whether the forward of a module's class is the one that transformers' interface gave it.
+    """Whether the forward of a module's class is that of transformers' experts interface.
 
-    Also where Liger has put its own on such a class. A forward that other code has put there only
-    looks as if: the module still has all that the interface leaves on it.
+    Also where Liger has replaced it on such a class. Where other code has, it is not, although the
+    module still has the interface's attributes.
     """
-    forward = rebinding.class_forward(module)
+    forward = forward_override.class_forward(module)
     origin = getattr(forward, "__globals__", {}).get("__name__")
-    return dispatches(module) and (origin == _INTERFACE or rebinding.is_ligers(forward))
+    return dispatches(module) and (origin == _INTERFACE or forward_override.is_ligers(forward))
 
 
 def asks_for_lora(module: Any) -> bool:
-    """Whether a call of a module certainly ends in `experts_forward`, which asks for LoRA itself.
+    """Whether a call of a module certainly ends in `experts_forward`, which adds LoRA itself.
 
-    Uncertain where other code has bound a forward to the module, which may call the module's own.
+    Uncertain where other code has bound a forward to the module: it may call the module's own.
     """
-    if not parametrize.holds_packed(module) or not rebinding.runs_own_forward(module):
+    if not parametrize.holds_packed(module) or not forward_override.runs_own_forward(module):
         return False
     if _PREVIOUS not in module.__dict__ and not goes_through_interface(module):
         return False
@@ -163,9 +165,8 @@ def experts_forward(
 ) -> Tensor:
     """Compute an experts module, as the forward registered with transformers.
 
-    Hidden states are `(T, H)`, the index `(T, k)` integers, of which negative ones, E and above
-    mean no expert that is held here, and the weights `(T, k)`. Returns `(T, H)` in the hidden
-    states' dtype.
+    Hidden states are `(T, H)`, the index `(T, k)` integers, where negative ones, E and above are
+    other ranks' experts, and the weights `(T, k)`. Returns `(T, H)` in the hidden states' dtype.
     """
     call = read_call(self, hidden_states)
     backend = choose_backend(self, call)
@@ -177,7 +178,7 @@ def experts_forward(
 
 
 class _Routing(NamedTuple):
-    """Which rows are whose."""
+    """Assignments sorted by expert."""
 
     order: Tensor  # `(R,)`: the assignment (token x k + slot) in each sorted row
     expert_offsets: Tensor  # `(E + 1,)`: rows of expert e are [offsets[e], offsets[e + 1])
@@ -186,20 +187,22 @@ class _Routing(NamedTuple):
 
 @cache
 def _class_members(base: Any) -> Mapping[str, Any]:
-    """Return what the class of a packed module has beside `base`, the class of the plain one.
+    """Return the members that a packed module's class adds to `base`, the plain module's class.
 
-    Once for each class: a forward that is put on it later is not the class's own.
+    Cached, so that a forward assigned to the class later does not count as its own.
     """
     own = base.forward
-    return rebinding.class_members(base, experts_forward if rebinding.is_ligers(own) else own)
+    return forward_override.class_members(
+        base, experts_forward if forward_override.is_ligers(own) else own
+    )
 
 
 def _of_liger(module: nn.Module) -> bool:
-    return any(map(rebinding.is_ligers_class, type(module).__mro__))
+    return any(map(forward_override.is_ligers_class, type(module).__mro__))
 
 
 def _prepare(module: nn.Module) -> None:
-    """Find out, outside of any compiler, what a compiled call must know of a module."""
+    """Compute in eager mode what a compiled call needs of a module."""
     find_gate(module)
     parameter = next(module.parameters(), None)
     if parameter is not None and parameter.is_cuda:
@@ -211,7 +214,7 @@ def _by_projection(module: Any, call: Call, index: Tensor, routing_weights: Tens
     first = call.weights[0]
     experts = int((getattr(module, call.names[0]) if first is None else first).shape[0])
     flat = index.reshape(-1)
-    # A negative id is no expert held here either: it sorts behind them, as E and above do.
+    # A negative id is another rank's expert too: it sorts last, as E and above do.
     flat = torch.where(flat < 0, experts, flat)
     sorted_ids, order = torch.sort(flat, stable=True)
     each = torch.arange(experts + 1, device=flat.device, dtype=sorted_ids.dtype)
@@ -233,7 +236,7 @@ def _by_projection(module: Any, call: Call, index: Tensor, routing_weights: Tens
 def _normed(module: Any, rows: Tensor, routing: _Routing, weights: Tensor, like: Tensor) -> Tensor:
     """Norm, weight and sum rows, where a norm stands between the last projection and the sum."""
     rows = module.post_expert_norm(rows)
-    # Rows of no expert hold what the norm makes of zeros; they must not count.
+    # Rows of no expert are the norm of zeros; they must not count.
     live = torch.arange(rows.shape[0], device=rows.device) < routing.expert_offsets[-1]
     rows = torch.where(live[:, None], rows * weights[:, None], 0)
     wide = torch.promote_types(rows.dtype, torch.float32)
@@ -247,7 +250,7 @@ def _previous_forward(module: Any) -> Any:
 
     own: Any = type(module).forward
     if isinstance(own, property):
-        own = rebinding.class_forward(module)
+        own = forward_override.class_forward(module)
     eager = getattr(own, "__wrapped__", own)
     previous = module.__dict__.get(_PREVIOUS)
     if previous in (None, "eager", IMPLEMENTATION):
@@ -260,7 +263,7 @@ def _project(
 ) -> Tensor:
     """Compute one projection with its bias and LoRA, from packed codes or from a plain weight.
 
-    The first one reads tokens; what has a scale for its rows is summed to tokens.
+    The first one reads tokens; the one with a scale for its rows is summed to tokens.
     """
     name, weight, lora = call.names[which], call.weights[which], call.lora[which]
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
@@ -284,7 +287,7 @@ def _project(
 def clear_quantized(model: nn.Module) -> None:
     """Undo `mark_quantized` where no expert is packed any more, such as after a merge.
 
-    A model that still has bitsandbytes Linear layers goes on as what it was loaded as.
+    A model that still has bitsandbytes Linear layers stays marked as quantized.
     """
     if next(parametrize.iter_packed(model), None) is not None:
         return
@@ -317,7 +320,7 @@ def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
             plain[key] = nn.Parameter(weight.to(dtype or weight.dtype), requires_grad=False)
         parametrize.detach(module, name, plain[key])
     clear_quantized(self)
-    # The stock method cannot do without at least one such layer.
+    # The stock method raises without at least one such layer.
     if _has_packed_linears(self):
         type(self).dequantize(self, dtype=dtype)
     self.is_loaded_in_4bit = self.is_loaded_in_8bit = False

@@ -1,7 +1,7 @@
 """A whole experts module as one operation on a GPU: eager, and as a custom operator in graphs.
 
-`run` computes a call by `kernels/moe_layer.py`; that these kernels suit it was decided before
-(`backend.choose_backend`). `projection.py` is the reference for every result here.
+`run` computes a call by `kernels/moe_layer.py`, for calls that `backend.choose_backend` gives it.
+`projection.py` is the reference for every result here.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tens
         layer = make_layer(packed, gate, transposed, partial, x.dtype)
         work = _Work(layer, scalings, len(biases))
         out = _FusedLayer.apply(work, index, x, routing_weights, *biases, *lora)
-        # A checkpoint's recomputation has left by now: backward has no need of what follows.
+        # A checkpoint's recomputation stops before this line: backward does not need the output.
         with no_autocast(x):
             layer_kernels().down_forward(layer, work.state, out)
     return out if out.dtype == call.x.dtype else out.to(call.x.dtype)
 
 
 def joined_lora(lora: Sequence[LoraFactors], experts: int) -> tuple[Tensor, ...]:
-    """Return a and b of all adapters of one projection as one of all their ranks; () for none."""
+    """Concatenate a and b of one projection's adapters along their ranks; () for none."""
     if not lora:
         return ()
     if len(lora) == 1:
@@ -79,7 +79,7 @@ def make_layer(
 
 
 def check_devices(x: Tensor, *others: Tensor) -> None:
-    """Raise where tensors lie on several devices: a kernel knows addresses alone."""
+    """Raise where tensors lie on several devices: a kernel gets addresses only."""
     index = x.get_device()
     if any(t.get_device() != index for t in others):
         devices = ", ".join(sorted({str(t.device) for t in (x, *others)}))
@@ -87,15 +87,15 @@ def check_devices(x: Tensor, *others: Tensor) -> None:
 
 
 class _Work:
-    """What a call hands through autograd beside its tensors: a layer, and the number of biases."""
+    """A call's arguments to autograd that are no tensors: a layer, and the number of biases."""
 
     def __init__(self, layer: Any, scalings: Sequence[float | None], biases: int) -> None:
         self.layer, self.scalings, self.biases = layer, scalings, biases
         self.state: Any = None  # the `moe_layer.ForwardState`, until the output is there
 
 
-def _kept(layer: Any) -> Any:
-    """Return what backward needs of a layer; a function where its weights are to be read anew."""
+def _for_backward(layer: Any) -> Any:
+    """Return the layer; a function that returns it where its weights must be read again."""
     first, second = layer.first.again, layer.second.again
     if first is None or second is None:
         return layer
@@ -104,10 +104,10 @@ def _kept(layer: Any) -> Any:
 
 
 class _FusedLayer(torch.autograd.Function):
-    """Computes all that backward needs, and gives room for the output.
+    """Computes the tensors that backward needs, and allocates the output.
 
-    Recomputing, non-reentrant checkpointing stops as soon as it has what was saved: with the output
-    left to the caller, the second projection is not computed again.
+    Non-reentrant checkpointing stops recomputing at the last saved tensor: since the caller
+    computes the output, the second projection is not recomputed.
     """
 
     @staticmethod
@@ -119,7 +119,7 @@ class _FusedLayer(torch.autograd.Function):
             operands = make_operands(x, weights, rest[:n], rest[n:], work.scalings)
             state = layer_kernels().gate_up_forward(work.layer, index, operands)
         work.state = state
-        ctx.work, ctx.rest = _Work(_kept(work.layer), work.scalings, n), _SavedTensors(rest)
+        ctx.work, ctx.rest = _Work(_for_backward(work.layer), work.scalings, n), _SavedTensors(rest)
         others = [t for t in rest if not _is_leaf(t)]
         ctx.save_for_backward(x, weights, *others, state.routing.ints, *state.saved)
         return torch.empty_like(x)
@@ -144,17 +144,17 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 
 class _SavedTensors:
-    """Tensors for backward: leaves as they are, since what saves them costs 10 us for each.
+    """Tensors for backward: leaves by reference, since saving one through autograd costs 10 us.
 
-    Under non-reentrant checkpointing, that is: every saved tensor goes through three hooks. What is
-    not a leaf is for autograd to save, and not held here: a checkpoint is to free it.
+    (Under non-reentrant checkpointing, where each goes through three hooks.) Other tensors are
+    saved by autograd and not referenced here, so that a checkpoint can free them.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.leaves = [(t, t._version) if _is_leaf(t) else None for t in tensors]
 
     def all(self, others: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors in their order; `others` are not leaves: autograd gave them back."""
+        """Return the tensors in their order; `others` are those that autograd saved."""
         rest = iter(others)
         tensors = []
         for leaf in self.leaves:

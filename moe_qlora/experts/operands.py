@@ -1,8 +1,8 @@
 """Packed expert weights as the operands of an eager call, and of custom operators in graphs.
 
-An eager call reads a `PackedWeight`. `torch.compile` cannot follow that, and a custom operator
-takes tensors and plain numbers only: there a weight is a `PackedOperand`, and the operator puts the
-`PackedWeight` together again.
+An eager call reads a `PackedWeight`. `torch.compile` cannot trace that, and a custom operator's
+arguments are tensors and plain numbers only: there a weight is a `PackedOperand`, from which the
+operator rebuilds the `PackedWeight`. Also here: where a module's forward gets its LoRA factors.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _SOURCE = "_moe_qlora_lora"
 class PackedOperand(NamedTuple):
     """A packed weight as tensors and constants."""
 
-    # Codes and the bits of the scales where these are all; else codes, absmax, table and, with a
-    # second level of statistics, offset, nested absmax and nested table
+    # Codes and the bits of the scales; or codes, absmax, table and, with double quantization,
+    # offset, nested absmax and nested table
     tensors: list[Tensor]
-    spec: WeightSpec  # What kernels are chosen by; its device is not told here
+    spec: WeightSpec  # The key of kernels, without the device
     dtype: torch.dtype  # Dtype of the weight that was packed
-    compute_dtype: torch.dtype | None  # What the user's config asks to compute in, or None
-    stored_transposed: bool = False  # As `PackedWeight` has it
+    compute_dtype: torch.dtype | None  # The config's compute dtype, or None
+    stored_transposed: bool = False  # As of `PackedWeight`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class PackedOperand(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """`spec` as a custom operator takes it: kind, block sizes and shape."""
+        """`spec` as a custom operator's argument: kind, block sizes and shape."""
         shape, kind, blocksize, nested, _ = self.spec
         return [kinds().index(kind), blocksize, nested, *shape]
 
@@ -51,7 +51,7 @@ class PackedOperand(NamedTuple):
 
 
 def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
-    """Return an expert parameter as a call computes with it; None where it is not packed."""
+    """Return a packed expert parameter as an operand; None where it is not packed."""
     if not parametrize.is_packed(module, name):
         return None
     if not torch.compiler.is_compiling():
@@ -83,7 +83,9 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
 
 
 def _is_stored_transposed(decoder: Any) -> bool:
-    return bool(getattr(decoder, "stored_transposed", False))  # bitsandbytes' own has it not
+    return bool(
+        getattr(decoder, "stored_transposed", False)
+    )  # bitsandbytes' own has no such attribute
 
 
 def _stored_shape(shape: Sequence[int], swapped: bool) -> tuple[int, ...]:
@@ -93,7 +95,7 @@ def _stored_shape(shape: Sequence[int], swapped: bool) -> tuple[int, ...]:
 def packed_weight(
     tensors: Iterator[Tensor], numbers: Sequence[int], dtype: torch.dtype
 ) -> PackedWeight:
-    """Return the packed weight of a `PackedOperand`: its numbers, and its tensors, taken."""
+    """Return a `PackedOperand`'s packed weight, from its numbers and an iterator of its tensors."""
     code, blocksize, nested, *sizes = numbers
     kind, shape, codes = kinds()[code], torch.Size(sizes), next(tensors).detach()
     codec = codec_of(kind)
@@ -112,7 +114,7 @@ def packed_weight(
 class LoraFactors:
     """One adapter's factors for one expert parameter, as PEFT stores them.
 
-    `in` and `out` are of the matrix as it is applied, whichever way round the parameter is stored.
+    `in` and `out` are of the matrix as it is applied, however the parameter is stored.
     """
 
     a: Tensor  # `(E r, in)`, `lora_A.weight`, expert slowest: `a.reshape(E, r, in)`
@@ -127,14 +129,14 @@ class LoraFactors:
 
 
 class LoraSource(Protocol):
-    """What the forward asks for LoRA factors, at each call."""
+    """An object that the forward asks for LoRA factors, at each call."""
 
     def active_lora(self, parameter_name: str) -> tuple[LoraFactors, ...]:
         """Return the factors of the adapters that are active now; empty where there are none."""
 
 
 def set_lora_source(module: nn.Module, source: LoraSource) -> None:
-    """Let the module's forward ask `source` for LoRA factors; a copy of the module keeps it."""
+    """Let the module's forward ask `source` for LoRA factors; a copy of the module has it too."""
     module.__dict__[_SOURCE] = source
 
 

@@ -1,8 +1,8 @@
 """The custom operators that a compiled graph calls: the fused layer, and one projection.
 
-An operator takes tensors and plain numbers: packed weights come as `operands.PackedOperand` has
-them, a gate and the constants of a call as lists and flags. Each family has a forward, a backward,
-and for both a fake version that tells the compiler shapes alone.
+An operator's arguments are tensors and plain numbers: packed weights as an
+`operands.PackedOperand`, a gate and a call's constants as lists and flags. Each family has a
+forward, a backward, and for both a fake version that returns only shapes to the compiler.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _scalings(constants: Sequence[Any]) -> list[float | None]:
 def _layer_forward(
     x: Tensor, weights: Tensor, index: Tensor, biases: Any, lora: Any, packed: Any, *constants: Any
 ) -> list[Tensor]:
-    """Return the output, the routing, and what else backward needs."""
+    """Return the output, the routing, and the other tensors for backward."""
     check_devices(x, weights, index, *biases, *lora)
     layer = _layer_of(packed, x.dtype, constants)
     kernels = layer_kernels()
@@ -130,7 +130,7 @@ def _layer_autograd(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
 
 
 def _no_grads(constants: Sequence[Any]) -> list[list[Any] | None]:
-    """Return no gradient for each constant; torch takes an empty list for one of tensors."""
+    """Return no gradient for each constant; torch treats an empty list as one of tensors."""
     return [[] if value == [] else None for value in constants]
 
 
@@ -143,7 +143,7 @@ def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor
     return [*parts, rest]
 
 
-# One projection: the dropped inputs are those of adapters with dropout alone.
+# One projection: only adapters with dropout have dropped inputs.
 
 _PROJECTION_INPUTS = (
     "Tensor x, Tensor? scale, Tensor? bias, Tensor order, Tensor expert_offsets, "
@@ -160,7 +160,7 @@ def _projection_of(
     b: Any, packed: Any, numbers: Any, dtype: torch.dtype, compute_dtype: torch.dtype | None,
     *constants: Any,
 ) -> tuple[Projection, Any, Inputs]:  # fmt: skip
-    """Return what `Projection.run` takes, from the operator's arguments."""
+    """Return the arguments of `Projection.run` from the operator's."""
     *fields, drops = constants
     weight = packed_weight(iter(packed), numbers, dtype)
     weight.compute_dtype = compute_dtype
@@ -185,8 +185,8 @@ def _projection_backward(grad: Tensor, needs: Sequence[bool], *args: Any) -> lis
     projection, weight, inputs = _projection_of(*args)
     drops, n = args[-1], len(inputs.a)
     grads = projection.run_backward(weight, inputs, grad, needs)
-    kept = [g for i, g in enumerate(grads) if not (3 <= i < 3 + n) or drops[i - 3]]
-    return [grad.new_empty(0) if g is None else g for g in kept]
+    asked = [g for i, g in enumerate(grads) if not (3 <= i < 3 + n) or drops[i - 3]]
+    return [grad.new_empty(0) if g is None else g for g in asked]
 
 
 def _projection_backward_fake(grad: Tensor, needs: Sequence[bool], *args: Any) -> list[Tensor]:
@@ -209,9 +209,9 @@ def _projection_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 @first_order
 def _projection_autograd(ctx: Any, grad: Tensor) -> Any:
-    # Read once: under a checkpoint, saved tensors can be had a single time.
+    # Read once: under a checkpoint, saved tensors can be read a single time.
     single, dropped, a, b, packed = _split(ctx.saved_tensors, (5, *ctx.counts))
-    # Lists count as one input: their members' flags are not told apart here.
+    # A list is one input: there are no flags of its members.
     needs = [*ctx.needs_input_grad[:3], *ctx.constants[-1], *([True] * (len(a) + len(b)))]
     grads = torch.ops.moe_qlora.experts_projection_backward(
         grad, needs, *single, dropped, a, b, packed, *ctx.constants

@@ -61,7 +61,7 @@ def _guard(value: Any) -> Any:
 
 
 class _NoSecondOrder(torch.autograd.Function):
-    """Passes a gradient on, whose own derivative is not there."""
+    """The identity on a gradient, whose derivative raises."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Inputs(NamedTuple):
     x: Tensor  # `(N, in)`
     scale: Tensor | None  # `(R,)` factors of the rows, or None
     bias: Tensor | None  # `(E, out)`, or None
-    order: Tensor  # `(R,)` which assignment (token x k + slot) stands in each sorted row
+    order: Tensor  # `(R,)`: the assignment (token x k + slot) of each sorted row
     expert_offsets: Tensor  # `(E + 1,)` offsets of the experts' rows
     dropped: Sequence[Tensor | None]  # For each adapter x after its dropout, None for x itself
     a: Sequence[Tensor]  # `(E r, in)` for each adapter
@@ -90,18 +90,18 @@ class Inputs(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """What is constant of one call of one projection."""
+    """The constants of one call of one projection."""
 
-    transposed: bool  # Whether the weight is stored `(E, in, out)`, whatever its parameter's shape
+    transposed: bool  # Whether the weight is stored `(E, in, out)`
     top_k: int  # k, assignments of a token
-    gathers: bool  # Whether x holds tokens `(T, in)`, else sorted rows `(R, in)`
+    gathers: bool  # Whether x are tokens `(T, in)`, else sorted rows `(R, in)`
     scatters: bool  # Whether the result is summed to tokens `(T, out)`, else rows `(R, out)`
-    partial: bool  # Whether some rows belong to no expert that is held here
+    partial: bool  # Whether some rows belong to other ranks' experts
     scalings: tuple[float, ...]  # One factor for each adapter
     autocast: torch.dtype | None  # None outside autocast
 
     def plain(self, weight: Tensor, inputs: Inputs) -> Tensor:
-        """Compute it with a weight that is not packed: ordinary autograd, its gradient included."""
+        """Compute it with an unpacked weight by ordinary autograd, which gives its gradient too."""
         dtype = self.autocast or inputs.x.dtype
         return LOOP.forward(
             self._operands(inputs, weight.shape, dtype, lambda i, j: weight[i:j].to(dtype))
@@ -134,8 +134,8 @@ class Projection(NamedTuple):
         return [grads.x, grads.scale, grads.bias, *grads.dropped, *grads.a, *grads.b]
 
     def _on_codes(self, packed: PackedWeight, inputs: Inputs) -> tuple[Way, Operands]:
-        """Return the way that computes it from packed codes, and its operands."""
-        # As in Linear4bit, whose product runs in autocast's dtype whatever it cast its input to.
+        """Return `LOOP` or `GROUPED`, and its operands, to compute from packed codes."""
+        # As in Linear4bit, whose product runs in autocast's dtype.
         dtype = self.autocast or packed.compute_dtype or inputs.x.dtype
         stored = packed.as_stored()
         operands = self._operands(
@@ -179,13 +179,13 @@ class Projection(NamedTuple):
 
 
 def no_autocast(like: Tensor) -> Any:
-    """Return a block without autocast; it costs the host nothing where there is none."""
+    """Return a context that disables autocast; free where there is none."""
     kind = like.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _PackedProjection(torch.autograd.Function):
-    """Saves its inputs and nothing that it computes."""
+    """Saves its inputs only."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Which experts a user's data goes to: counts of a forward pass, and each layer's most used."""
+"""How often a user's data uses each expert, and each layer's most used ones."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def hot_experts(
     `get_peft_model(model, lora_config, experts=hot_experts(use))` trains them.
 
     Args:
-        use: What `expert_use` returned: each layer's counts, one for each expert.
-        share: The part of a layer's experts to take, above 0 and at most 1, rounded up.
+        use: The result of `expert_use`: each layer's counts, one for each expert.
+        share: The part of a layer's experts to return, above 0 and at most 1, rounded up.
 
     Returns:
-        The experts' indices, ascending, by the names in `use`. Of experts that are used equally the
-        first ones are taken.
+        The experts' indices, ascending, by the names in `use`. Among equally used experts the first
+        ones win.
 
     Raises:
         ConfigError: `share` is no such number.
@@ -111,7 +111,7 @@ def hot_experts(
 
 
 def _run(model: Any, batch: Mapping[str, Any] | Tensor, hides: dict[str, Tensor | None]) -> None:
-    """Run the model on one batch, leaving out what only a loss needs."""
+    """Run the model on one batch, without labels and the logits of a loss."""
     if not isinstance(batch, (Mapping, Tensor)):
         raise ConfigError(
             f"batches holds the {type(batch).__name__} {reprlib.repr(batch)}; give a list of what "
@@ -150,7 +150,7 @@ def _count(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Add one call's assignments: the `(T, k)` integers among what an experts module is given."""
+    """Add one call's assignments: the `(T, k)` integers among an experts module's arguments."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
             index, mask = value, hides.get("mask")
@@ -167,7 +167,7 @@ def _count(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode for a block, and each module back in its own after it."""
+    """Set evaluation mode within a block, and restore each module's mode after it."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,8 +1,8 @@
 """The table of kernels; a matmul uses the first that supports it.
 
-The kernels in Gluon, whose language changes with Triton's versions, and ways through a kernel that
-few models take (`expert_mm.Kernel.tried`), are tried by small products, once for each device.
-Where one is not right, or does not compile, the next row of the table serves.
+Kernels in Gluon, whose language changes with Triton's versions, and rarely used branches of kernels
+(`expert_mm.Kernel.tried`) are validated by small products, once for each device. Where one is
+wrong, or does not compile, the next row of the table is used.
 
 How a kernel is cut follows from the card and the shape, and nothing is measured: a table of the
 quickest cuts, measured on an H100, was within the noise of these after five minutes of measuring
@@ -99,7 +99,7 @@ def works(kernel: Kernel, spec: WeightSpec) -> bool:
         elif torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
             return False  # validated at a later call
         else:
-            validated[key] = True  # unless a launch, which then goes on without, says otherwise
+            validated[key] = True  # until a launch fails
             right = is_right(kernel, device, kind)
             validated[key] &= right
     return validated[key]

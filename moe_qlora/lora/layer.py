@@ -10,7 +10,7 @@ of two wrappers, merges into a temporary, and would hold a decoded layer for bac
 - where another forward runs, the wrapper adds s B A to what the parametrization decodes, for the
   length of the call. That is what stock PEFT computes on unpacked weights, at its price in memory
   and rounding. Dropout cannot be expressed there and is refused;
-- where other code has bound a forward (experts/rebinding.py), which of the two runs shows only in
+- where other code has bound a forward (experts/forward_override.py), which of the two runs shows only in
   the call: the wrapper prepares for both, and each adds LoRA for itself.
 
 Shapes: E experts, r rank, `lora_A` `(E r, in)` with the expert slowest, `lora_B` `(out, r E)` with
@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from ..errors import AdapterError
 from ..experts.forward import asks_for_lora
+from ..experts.forward_override import bound_forward, forward_property
 from ..experts.operands import LoraFactors, clear_lora_source, set_lora_source
-from ..experts.rebinding import bound_forward, forward_property
 from ..kernels.weights import PackedWeight
 from ..layout import unwrapped, unwrapped_name
 from ..packing import codec, parametrize

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, MoeQloraError
-from ..experts.rebinding import is_ligers
+from ..experts.forward_override import is_ligers
 from ..kernels.limits import WORKSPACE_PART, cdiv
 from ..kernels.weights import PackedWeight
 from ..lora import targets

@@ -50,10 +50,10 @@ def test_buffers_are_kept_on_the_default_stream(
 ) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
     device = torch.device("cuda", 0)
-    assert workspace._is_kept(device) is kept
+    assert workspace._persists(device) is kept
     with workspace.recorded(device):
-        assert workspace._is_kept(device)
-    assert workspace._is_kept(device) is kept
+        assert workspace._persists(device)
+    assert workspace._persists(device) is kept
 
 
 def test_a_recording_starts_and_ends_with_nothing_remembered() -> None:

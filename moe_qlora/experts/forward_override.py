@@ -1,18 +1,18 @@
 """Which forward a module runs where other code has bound one of its own to it.
 
-Other code replaces forwards: in a module's `__dict__`, by an assignment, or on its class. What it
-binds reads the dequantized weights, or calls the forward that it replaces.
+Other code replaces forwards: in a module's `__dict__`, by an assignment, or on its class. Such a
+forward reads the dequantized weights, or calls the one that it replaces.
 
-- Liger's computes what the experts forward of this package does, from dequantized weights. It is
-  set aside, for as long as the experts are packed. liger_kernel is told by its modules' name.
-- Any other one runs. Whether it reads weights or ends in the package's own forward, which asks for
-  LoRA itself, is not known beforehand: `lora/layer.py` prepares for both.
+- Liger's computes the same as the experts forward of this package, from dequantized weights. It is
+  disabled as long as the experts are packed. liger_kernel is recognized by its modules' name.
+- Any other one runs. It is not known beforehand whether it reads weights or calls the package's own
+  forward, which adds LoRA itself: `lora/layer.py` prepares for both.
 
-What stands in an instance's `__dict__` wins over a method of its class, but not over a property: so
-`forward` is one on the class of packed experts, and on that of PEFT's wrapper around them.
-torch.compile looks into the `__dict__` first. What is set aside is therefore taken out as soon as
-code of this package comes by: a forward, `train()`, `eval()`, or the check before a model's forward
-(checks.py), which runs while a graph is made, too.
+An attribute in an instance's `__dict__` overrides a method of its class, but not a property: so
+`forward` is a property on the class of packed experts, and on that of PEFT's wrapper around them.
+torch.compile looks into the `__dict__` first. So Liger's forward is removed from it in every call
+into this package: a forward, `train()`, `eval()`, or the check before a model's forward
+(checks.py), which also runs while a graph is traced.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _LIGER = "liger_kernel."
-_ASIDE = "_moe_qlora_set_aside"  # what was taken out of a module's `__dict__`, by name
-_ASSIGNED = "_moe_qlora_assigned_forward"  # the last forward that was bound and is to be run
+_REMOVED = (
+    "_moe_qlora_removed_forward"  # Liger's functions, removed from a module's `__dict__`, by name
+)
+_ASSIGNED = "_moe_qlora_assigned_forward"  # the last forward that was bound and is not Liger's
 _CALLS = "_moe_qlora_calls_own_forward"
 _RUN = "_moe_qlora_run"
 _PATCHED = "_moe_qlora_patched_forward"
@@ -39,11 +41,11 @@ LIGER_INTERFACE: Mapping[str, Any] = {
     "is_transposed": False,
     "_is_expert_parallel": False,
 }
-"""What transformers' experts interface would say of a module of Liger's class."""
+"""The attributes that transformers' experts interface would set on a module of Liger's class."""
 
 
 def is_ligers_class(cls: type) -> bool:
-    """Whether this is the class that Liger puts in the place of a model's experts class."""
+    """Whether this is the class that Liger replaces a model's experts class by."""
     return cls.__module__.startswith(_LIGER) and cls.__qualname__ == "LigerExperts"
 
 
@@ -60,25 +62,25 @@ def is_ligers(method: Any) -> bool:
 
 
 def bound_forward(module: nn.Module) -> Any:
-    """Return the forward that was bound to this instance and is to be run; None for its class's."""
+    """Return the forward bound to this instance that runs instead of its class's; None without."""
     state = module.__dict__
     bound = state.get("forward")
     if bound is None or not is_ligers(bound):
         return bound
     if not torch.compiler.is_compiling():
-        set_aside(module)
+        remove_liger(module)
     return state.get(_ASSIGNED)
 
 
-def set_aside(module: nn.Module) -> None:
+def remove_liger(module: nn.Module) -> None:
     """Take Liger's forward out of a module's `__dict__`, where torch.compile would find it."""
     state = module.__dict__
     if not is_ligers(state.get("forward")):
         return
-    aside = state.setdefault(_ASIDE, {})
+    removed = state.setdefault(_REMOVED, {})
     for name in ("forward", "_get_name"):  # Liger binds both
         if is_ligers(state.get(name)):
-            aside[name] = state.pop(name)
+            removed[name] = state.pop(name)
     if (assigned := state.get(_ASSIGNED)) is not None:
         state["forward"] = assigned
 
@@ -86,7 +88,7 @@ def set_aside(module: nn.Module) -> None:
 def forward_property(method: str, patched: str | None = None) -> Any:
     """Return a property: the forward that is bound to an instance, else its method of this name.
 
-    `patched` names an attribute that is None, or a function that takes the method's place.
+    `patched` names an attribute that is None, or a function that replaces the method.
     """
 
     def read(self: Any) -> Any:
@@ -97,7 +99,7 @@ def forward_property(method: str, patched: str | None = None) -> Any:
         return getattr(self, method) if other is None else MethodType(other, self)
 
     def assign(self: Any, forward: Any) -> None:
-        # Hooks assign the forward that they found, when they go.
+        # A hook that is removed assigns the forward that it found.
         if getattr(forward, "__func__", None) is getattr(type(self), method):
             unbind(self)
             return
@@ -113,7 +115,7 @@ def forward_property(method: str, patched: str | None = None) -> Any:
 
 
 def class_members(base: type[Any], run: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return what the class of packed experts has on top of `base`, whose forward `run` is."""
+    """Return the members that the class of packed experts adds to `base`, `run` its forward."""
     own = base.forward
 
     def patched(self: Any) -> Any:
@@ -134,12 +136,12 @@ def class_members(base: type[Any], run: Callable[..., Any]) -> Mapping[str, Any]
 
 
 def mark_as_calling(function: Any) -> None:
-    """Say of a forward to be bound to modules that it always calls the module's own."""
+    """Mark a forward as one that always calls the own forward of the module it is bound to."""
     setattr(function, _CALLS, True)
 
 
 def runs_own_forward(module: Any) -> bool:
-    """Whether a call certainly comes to the forward of the module's class as `hold` found it."""
+    """Whether a call certainly reaches the forward of the module's class as `take_over` found it."""
     bound = bound_forward(module)
     if bound is not None:
         return bool(getattr(bound, _CALLS, False))
@@ -147,16 +149,16 @@ def runs_own_forward(module: Any) -> bool:
 
 
 def class_forward(module: nn.Module) -> Any:
-    """Return the forward of a module's class, whatever stands before it."""
+    """Return the forward of a module's class, behind any property."""
     forwards = (vars(cls).get("forward") for cls in type(module).__mro__)
     return next(each for each in forwards if each is not None and not isinstance(each, property))
 
 
-def hold(module: Any) -> None:
-    """Take over what is bound to a module that has `class_members`.
+def take_over(module: Any) -> None:
+    """Manage the forward that is bound to a module that has `class_members`.
 
-    Liger's forward, which hooks may keep under a name of theirs, gives way to the module's own. Any
-    other one stays, and comes back where Liger's replaces it.
+    Liger's, which hooks may have saved under another name, is replaced by the module's own. Any
+    other one stays, and is restored where Liger's replaces it.
     """
     state = module.__dict__
     bound = state.get("forward")
@@ -164,14 +166,14 @@ def hold(module: Any) -> None:
         state[_ASSIGNED] = bound
     for name, value in list(state.items()):
         if name != "forward" and is_ligers(value) and value.__name__ == "forward":
-            state.setdefault(_ASIDE, {})[name] = value
+            state.setdefault(_REMOVED, {})[name] = value
             state[name] = getattr(module, _RUN)
 
 
-def release(module: nn.Module) -> None:
-    """Put back what was set aside, except a forward where another one is bound."""
+def give_back(module: nn.Module) -> None:
+    """Undo `take_over`; a forward that was bound in between stays."""
     state = module.__dict__
     state.pop(_ASSIGNED, None)
-    for name, value in state.pop(_ASIDE, {}).items():
+    for name, value in state.pop(_REMOVED, {}).items():
         if name != "forward" or name not in state:
             state[name] = value
