@@ -141,7 +141,7 @@ def mark_as_calling(function: Any) -> None:
 
 
 def runs_own_forward(module: Any) -> bool:
-    """Whether a call certainly reaches the forward of the module's class as `take_over` found it."""
+    """Whether a call certainly reaches the own forward of the module's class."""
     bound = bound_forward(module)
     if bound is not None:
         return bool(getattr(bound, _CALLS, False))

@@ -1,4 +1,4 @@
-"""Filling an adapter that is on a model with the tensors of its folder, all of them or none."""
+"""Loads an adapter folder's tensors into a model's adapter layers: all of them, or none."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def load_adapter(
     called: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load as `PeftModel.load_adapter` does, which this is on a `PeftModel` over packed experts.
+    """Load as `PeftModel.load_adapter` does; its replacement on a `PeftModel` over packed experts.
 
-    `called` is what messages call the folder.
+    `called` is the folder's name in messages.
 
     Raises:
         AdapterError: Tensors of the file have no place in the model, or places got no tensor; or
@@ -67,7 +67,7 @@ def load_adapter(
             result = type(self).load_adapter(self, model_id, adapter_name, *args, **kwargs)
     except MoeQloraError:
         raise
-    except RuntimeError as error:  # torch's list of all that has another shape
+    except RuntimeError as error:  # torch's list of tensors of another shape
         first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
         raise AdapterError(
             f"{called} does not fit this model: {first.rstrip('.')}; load it on the model that it "
@@ -83,7 +83,7 @@ def load_adapter(
 def check_base(
     model: nn.Module, adapter: str | os.PathLike[str], subfolder: str | None = None
 ) -> None:
-    """Compare a model with the one in the adapter's note; what lies on a hub has none here."""
+    """Compare a model with the one in the adapter's note; an adapter on a hub has no note here."""
     folder = Path(adapter) / (subfolder or "")
     if folder.is_dir():
         training_codec.check_noted_base(folder, lambda names: of_model(model, names))
@@ -103,9 +103,9 @@ def misfit(
 
 
 def _load_by_own_names(model: PeftModel, adapter: str, adapter_name: str, **hub: Any) -> bool:
-    """Load a file whose names are all the model's own; do nothing and return False else."""
-    # For some model types (mistral_large4, deepseek_ocr2) PEFT 0.21 takes every name in the file
-    # for one of the published checkpoint and renames it, those that it wrote itself included.
+    """Load a file whose names are all the model's own; else do nothing and return False."""
+    # For some model types (mistral_large4, deepseek_ocr2) PEFT 0.21 treats every name in the file
+    # as one of the published checkpoint and renames it, even names that it wrote itself.
     tensors = load_peft_weights(adapter, device="cpu", **hub)
     places = get_peft_model_state_dict(
         model, adapter_name=adapter_name, save_embedding_layers=False
@@ -125,7 +125,7 @@ def _load_by_own_names(model: PeftModel, adapter: str, adapter_name: str, **hub:
 
 
 def check_folder(adapter: str | os.PathLike[str], subfolder: str | None = None) -> None:
-    """Refuse a path that is no folder of an adapter; names on a hub are left to PEFT."""
+    """Raise where a path is no adapter folder; PEFT checks names on a hub."""
     root, folder = Path(adapter), Path(adapter) / (subfolder or "")
     if not folder.is_dir():
         if root.exists() or root.is_absolute() or not _HUB_ID.fullmatch(str(adapter)):
@@ -153,7 +153,7 @@ def check_folder(adapter: str | os.PathLike[str], subfolder: str | None = None) 
 
 
 def check_config(folder: Path) -> None:
-    """Refuse an adapter's configuration whose kind or numbers PEFT could not work with."""
+    """Raise where an adapter's configuration has a kind or numbers that PEFT does not support."""
     config = read_json(folder / CONFIG_NAME)
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
@@ -167,7 +167,7 @@ def check_config(folder: Path) -> None:
 
 @contextmanager
 def reading(adapter: str | os.PathLike[str]) -> Iterator[None]:
-    """Say what could not be read, where PEFT, safetensors or the hub raise their own errors."""
+    """Turn errors of PEFT, safetensors or the hub into a `CheckpointError` that names the file."""
     try:
         yield
     except MoeQloraError:

@@ -43,7 +43,7 @@ def wrap_parameter(
 ) -> nn.Module | None:
     """Wrap one parameter of `target`, which may be wrapped already; None leaves it to PEFT.
 
-    PEFT comes in alphabetical order; here the parameter that was registered first is innermost.
+    PEFT wraps in alphabetical order; here the parameter that was registered first is innermost.
     """
     base = unwrapped(target)
     if kwargs.get("target_name") in getattr(config, "_awaited", ()):
@@ -133,7 +133,7 @@ def _fault(wrapper: Any, adapter_name: str) -> str:
 
 
 def _check_loaded(name: str, base: nn.Module, config: Any) -> None:
-    """Compare a parameter that was yet to be loaded with what the config was made for."""
+    """Raise where a parameter was not packed as the config, adapted before the load, expects."""
     leaf = name.rpartition(".")[2]
     advice = (
         "call moe_qlora.enable() before the trainer loads the model, and give the trainer the "
@@ -146,7 +146,7 @@ def _check_loaded(name: str, base: nn.Module, config: Any) -> None:
         )
     loaded, expected = CodecSettings.of(read_packed(base, leaf)), config._packed.settings
     if loaded.codec.is_kept:
-        return  # the checkpoint decides how, and not the quantization_config
+        return  # packed as the checkpoint is, not as quantization_config says
     for field in ("kind", "double_quant", "blocksize"):
         seen, asked = getattr(loaded, field), getattr(expected, field)
         if seen != asked:

@@ -3,15 +3,15 @@
 PEFT wraps a module once for each adapted parameter, in the order in which these were registered
 (`gate_up_proj` inside `down_proj`); adapter files name them so. At each forward a stock wrapper
 registers a parametrization that computes W + s B A. Over packed weights that leaks, hides the inner
-of two wrappers, merges into a temporary, and would hold a decoded layer for backward. Here:
+of two wrappers, merges into a temporary, and would save a decoded layer for backward. Here:
 
 - where the experts forward of this package runs, it asks the module's `ExpertAdapters` for the
-  active factors and adds s B (A x) beside the packed product: exact, and without dense gradients;
-- where another forward runs, the wrapper adds s B A to what the parametrization decodes, for the
-  length of the call. That is what stock PEFT computes on unpacked weights, at its price in memory
-  and rounding. Dropout cannot be expressed there and is refused;
-- where other code has bound a forward (experts/forward_override.py), which of the two runs shows only in
-  the call: the wrapper prepares for both, and each adds LoRA for itself.
+  active factors and adds s B (A x) to the packed product: exact, and without dense gradients;
+- where another forward runs, the wrapper adds s B A to the weight that the parametrization decodes,
+  for the length of the call. Stock PEFT computes the same on unpacked weights, at its cost in
+  memory and rounding. Dropout cannot be expressed there and is refused;
+- where other code has bound a forward (experts/forward_override.py), only the call shows which of
+  the two runs: the wrapper prepares for both, and each adds LoRA itself.
 
 Shapes: E experts, r rank, `lora_A` `(E r, in)` with the expert slowest, `lora_B` `(out, r E)` with
 the expert fastest, as PEFT stores them; in and out as PEFT's `ParamWrapper` sees them.
@@ -65,10 +65,10 @@ class ExpertAdapters:
 
 
 class ParamWrapper(StockParamWrapper):
-    """PEFT's wrapper for one parameter of packed experts; PEFT tells its wrappers by this name."""
+    """PEFT's wrapper for one parameter of packed experts; PEFT knows its wrappers by this name."""
 
-    # PEFT takes full parameter names on modules that have this attribute, which is how a second
-    # adapter finds a wrapper; `__getattr__` gives it the parameters of the wrapped module.
+    # PEFT accepts full parameter names on modules with this attribute, so that a second adapter
+    # finds the wrapper; `__getattr__` gives it the parameters of the wrapped module.
     parametrizations: Mapping[str, Any] = types.MappingProxyType({})
 
     lora_source: ExpertAdapters | None = None  # None until it is connected
@@ -76,7 +76,7 @@ class ParamWrapper(StockParamWrapper):
     merge_repack: bool = False
     adds_itself: bool = False  # whether a call runs with LoRA in the plain weight
     _unmerged: PackedWeight | None = None
-    _share: Share | None = None  # of experts that are divided over ranks
+    _share: Share | None = None  # set where the experts are divided over ranks
     full_name: str = ""  # of the parameter, by which a config chooses experts
 
     def __init__(
@@ -116,7 +116,7 @@ class ParamWrapper(StockParamWrapper):
             self.lora_dropout[adapter_name] = nn.Dropout(p=probability)
 
     def connect(self, source: ExpertAdapters) -> None:
-        """Let the module's forward find this wrapper."""
+        """Make this wrapper the LoRA source of its parameter in the module's forward."""
         source.wrappers[self.parameter_name] = self
         self.lora_source = source
         set_lora_source(self.get_base_layer(), source)
@@ -140,7 +140,7 @@ class ParamWrapper(StockParamWrapper):
         base = self.get_base_layer()
         if asks_for_lora(base):
             return self.base_layer(x, *args, **kwargs)
-        # Where other code has bound a forward, it may still end in the one that asks for LoRA.
+        # A forward that other code has bound may still call the one that adds LoRA itself.
         if is_packed(base, self.parameter_name):
             with decoded_by(base, self.parameter_name, self._add_on_read):
                 return self.base_layer(x, *args, **kwargs)
@@ -155,8 +155,8 @@ class ParamWrapper(StockParamWrapper):
         """Return the active adapters' factors, in the order in which they were set active."""
         if self.disable_adapters or self.merged:
             return ()
-        # Past `__getattr__`: a step asks for this four times a layer, and up to a few thousand
-        # tokens waits for it.
+        # Bypasses `__getattr__`: a step calls this four times a layer, and up to a few thousand
+        # tokens is bound by the host.
         a, b, dropouts = (self._modules[name] for name in ("lora_A", "lora_B", "lora_dropout"))
         share = self._share
         return tuple(
@@ -171,7 +171,7 @@ class ParamWrapper(StockParamWrapper):
         )
 
     def check_dropped(self, factors: tuple[LoraFactors, ...], bound: Any = None) -> None:
-        """Raise where dropout is to act on an input that another forward, `bound`, multiplies."""
+        """Raise where dropout would apply to the input of another forward, `bound`."""
         if not self.training or all(adapter.dropout is None for adapter in factors):
             return
         bound = bound or bound_forward(self.get_base_layer())
@@ -194,7 +194,7 @@ class ParamWrapper(StockParamWrapper):
     def add_lora(self, weight: Tensor, factors: tuple[LoraFactors, ...]) -> Tensor:
         """Return `weight` + the sum of s B A, computed in fp32 and rounded to its dtype."""
         device = weight.device.type
-        # Autocast does not know the meta device, on which `moe_qlora.plan` runs a step.
+        # Autocast does not support the meta device, on which `moe_qlora.plan` runs a step.
         with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
             wide = torch.promote_types(weight.dtype, torch.float32)
             total = weight.to(wide)
@@ -204,7 +204,7 @@ class ParamWrapper(StockParamWrapper):
             return total.to(weight.dtype)
 
     def read_adapted(self, base: nn.Module) -> Tensor:
-        """Return the parameter of `base` as its readers must see it: active adapters added."""
+        """Return the parameter of `base` with the active adapters added."""
         self._unmerge_if_disabled()
         packed = is_packed(base, self.parameter_name)
         if packed and self.active_factors():
@@ -217,8 +217,8 @@ class ParamWrapper(StockParamWrapper):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # PEFT asks a module for the parameter before it adds an adapter to it, and some
-            # architectures (dbrx) read an experts module's weights from outside of it.
+            # PEFT reads the parameter before it adds an adapter, and some architectures (dbrx) read
+            # an experts module's weights from outside.
             base = self.__dict__.get("_modules", {}).get("base_layer")
             inner = None if base is None else unwrapped(base)
             wrappers = {} if self.lora_source is None else self.lora_source.wrappers
@@ -240,7 +240,7 @@ class ParamWrapper(StockParamWrapper):
     def get_param(self) -> Tensor:
         """Return the parameter; for a packed one an empty tensor of its shape, dtype and device.
 
-        The shape is that of all experts, also where this rank holds some of them.
+        The shape is that of all experts, also where this rank has only some.
         """
         base = self.get_base_layer()
         if not is_packed(base, self.parameter_name):
@@ -279,7 +279,7 @@ class ParamWrapper(StockParamWrapper):
     # Merging.
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Replace the packed parameter by base + delta; the original is kept for `unmerge`."""
+        """Replace the packed parameter by base + delta; the original is saved for `unmerge`."""
         base = self.get_base_layer()
         if self._unmerged is None and not is_packed(base, self.parameter_name):
             super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
@@ -303,7 +303,7 @@ class ParamWrapper(StockParamWrapper):
         self.merged_adapters.extend(names)
 
     def unmerge(self) -> None:
-        """Put the packed parameter back that was there before `merge`, bit for bit."""
+        """Restore the packed parameter from before `merge`, bit for bit."""
         if self._unmerged is None:
             super().unmerge()
             return
@@ -324,7 +324,7 @@ class ParamWrapper(StockParamWrapper):
 
 
 class _AddOnRead(nn.Module):
-    """Adds s B A to a decoded weight, in fp32; follows the decoding during one forward."""
+    """Adds s B A to a decoded weight, in fp32; appended to the parametrization for one forward."""
 
     def __init__(self, wrapper: ParamWrapper) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class _AddOnRead(nn.Module):
 
 
 def _without_dropout(config: LoraConfig) -> LoraConfig:
-    """Return the config for the stock wrapper, which refuses dropout: it cannot apply it."""
+    """Return the config without dropout, which the stock wrapper refuses."""
     plain = copy.copy(config)
     plain.lora_dropout = 0.0
     return plain
@@ -352,7 +352,7 @@ def merged_weight(
     wide = torch.promote_types(packed.dtype, torch.float32)
     with torch.no_grad():
         products = [(left.to(wide), right.to(wide), scaling) for left, right, scaling in products]
-        if len(packed.shape) == 2:  # one matrix, whatever number of experts it holds
+        if len(packed.shape) == 2:  # one matrix, of any number of experts
             total = codec.unpack(packed).to(wide)
             for left, right, scaling in products:
                 total.addmm_(left[0], right[0], alpha=scaling)
@@ -366,7 +366,7 @@ def merged_weight(
 
 
 def check_repack(model: nn.Module) -> None:
-    """Raise where merged weights could not be packed the way that the model's are."""
+    """Raise where merged weights could not be packed again by the model's codec."""
     for module_name, module, leaf in parametrize.iter_packed(model):
         kind = parametrize.read_packed(module, leaf).kind
         if codec_of(kind).is_kept:
@@ -380,7 +380,7 @@ def check_repack(model: nn.Module) -> None:
 def replace_parameter(
     module: nn.Module, name: str, weight: Tensor, like: PackedWeight | None
 ) -> None:
-    """Replace a parameter, packed or plain, by `weight`: plain, or packed the way `like` was."""
+    """Replace a parameter, packed or plain, by `weight`: plain, or packed as `like` was."""
     if parametrize.is_packed(module, name):
         parametrize.detach(module, name, weight)
     else:
@@ -390,12 +390,12 @@ def replace_parameter(
 
 
 def restore_packed(module: nn.Module, name: str, packed: PackedWeight) -> None:
-    """Put a packed weight back, on the device where the module's parameter is now."""
+    """Restore a packed weight, on the device where the module's parameter is now."""
     was_packed = parametrize.is_packed(module, name)
     old: Any = parametrize.original_of(module, name) if was_packed else module._parameters[name]
     replace_parameter(module, name, torch.empty(0, device=old.device), None)
     moved = packed if packed.device == old.device else packed.to(old.device)
-    if isinstance(moved.owner, PackedCodes):  # of the other layout, which is for sharding
+    if isinstance(moved.owner, PackedCodes):  # of the shardable layout
         moved = replace(moved, owner=None)
     parametrize.attach(module, name, moved)
 
@@ -404,7 +404,7 @@ class ChosenFactor(nn.Module):
     """One LoRA factor of some of a weight's experts; in state dicts that of all, others zero.
 
     So stock PEFT reads such a folder as it is, and computes the same; this package finds the choice
-    in the note beside the adapter. What computes with the factor gets `whole`.
+    in the note beside the adapter. Forwards read `whole`.
 
     `weight` is `(n r, in)` with the expert slowest for `lora_A`, `(out, r n)` with the expert
     fastest for `lora_B`, of the n experts that are chosen.
@@ -461,7 +461,7 @@ class ChosenFactor(nn.Module):
         if tensor is not None and list(tensor.shape) == wanted:
             if self.index.is_meta:
                 self.index = torch.tensor(self.experts, device=tensor.device)
-            # The zero of lora_B alone makes an expert's product zero.
+            # An expert's product is zero where its lora_B is.
             if not self.slowest and not tensor.is_meta and (others := self._trained(tensor)):
                 error_msgs.append(
                     f"{key} has LoRA on expert {others[0]}, which is not one of the "

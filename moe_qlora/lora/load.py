@@ -49,7 +49,7 @@ def load_adapter(
         adapter: The folder, or the repository id.
         adapter_name: Name of the adapter in the model.
         is_trainable: False freezes the adapter and puts the model in evaluation mode, as PEFT does.
-        any_base: True takes a model that is not the one in the adapter's note.
+        any_base: True allows a model that is not the one in the adapter's note.
         unpacked_ok: The model's experts are not packed on purpose, though the adapter's note says
             that it was trained on packed ones: no warning.
         **peft_kwargs: Passed on to `PeftModel.from_pretrained` or `PeftModel.load_adapter`.
@@ -83,7 +83,7 @@ def load_adapter(
 
 @contextmanager
 def _with_fused_experts(base: nn.Module, adapter: str, subfolder: str | None) -> Iterator[str]:
-    """Yield a folder with LoRA on fused experts; what lies on a hub is left to PEFT."""
+    """Yield a folder with LoRA on fused experts; an adapter on a hub as it is."""
     if subfolder or not Path(adapter).is_dir():
         yield adapter
         return
@@ -100,7 +100,7 @@ def _load(
     hub: dict[str, Any],
     peft_kwargs: dict[str, Any],
 ) -> PeftModel:
-    """Load the adapter of a folder; `adapter` is what messages call it."""
+    """Load the adapter of a folder; `adapter` is its name in messages."""
     base = base_model(model)
     with reading(adapter):
         config = _read_config(base, folder, **hub)
@@ -121,7 +121,7 @@ def _chosen_experts(
 ) -> dict[str, list[int]] | Literal[False]:
     """Return the experts that an adapter's note chooses; False without one, or for plain experts.
 
-    The file then has zeros for the others, which any reader may take as they are.
+    The file then has zeros for the others, which other readers may load as they are.
     """
     folder = Path(adapter) / (subfolder or "")
     chosen = training_codec.chosen_experts(folder) if folder.is_dir() else None
@@ -133,7 +133,7 @@ def config_to_train(folder: Path) -> PeftConfig:
     check_config(folder)
     with reading(folder):
         config: Any = PeftConfig.from_pretrained(str(folder))
-    config.inference_mode = False  # as saved, it would train nothing
+    config.inference_mode = False  # saved as True, which freezes the adapter
     if chosen := training_codec.chosen_experts(folder):
         config._chosen = chosen
     return config
@@ -148,7 +148,7 @@ def _read_config(base: nn.Module, adapter: str, **hub: Any) -> PeftConfig:
 
 
 def _is_from_v4(adapter: str, **hub: Any) -> bool:
-    """Tell whether the file holds one LoRA for each single expert, as transformers v4 had them."""
+    """Whether the file has LoRA for each single expert, as of transformers v4."""
     path = Path(adapter) / (hub.get("subfolder") or "") / "adapter_model.safetensors"
     if not path.exists():
         return any(map(_EXPERT_KEY.search, load_peft_weights(adapter, device="cpu", **hub)))
@@ -159,7 +159,7 @@ def _is_from_v4(adapter: str, **hub: Any) -> bool:
 def _add_empty_adapter(
     model: nn.Module, adapter_name: str, config: PeftConfig, options: dict[str, Any]
 ) -> Any:
-    """Make the adapter's layers, in the order in which files name them."""
+    """Create the adapter's layers, in the order of their names in files."""
     creation = {key: options[key] for key in _CREATION_KEYS if key in options}
     with without_false_warning(base_model(model), config):
         if isinstance(model, PeftModel):

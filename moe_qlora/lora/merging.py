@@ -2,7 +2,7 @@
 
 PEFT merges into a packed Linear layer by packing W + s B A again, which rounds away much of s B A,
 and unmerges by subtracting from that and packing a third time. Here `unmerge` puts the original
-codes back, and `merge` in a given dtype makes the layer a plain `nn.Linear` meanwhile: W + s B A,
+codes back, and `merge` in a given dtype makes the layer a plain `nn.Linear` until then: W + s B A,
 summed in fp32 and rounded once.
 
 For `add_weighted_adapter` PEFT combines the adapters of one Linear layer. `concatenate` combines
@@ -35,11 +35,11 @@ _SCOPE = ("exclude_modules", "layers_to_transform", "layers_pattern")
 
 
 def summed_config(model: nn.Module, configs: Sequence[LoraConfig], adapters: list[str]) -> Any:
-    """Return a config for LoRA on all that any of the adapters has it on, which scales by 1.
+    """Return a config that targets the union of the adapters' targets, with scaling 1.
 
-    PEFT takes the first adapter's config for a sum, and only joins the `target_modules`: what the
-    first one does not name would be lost, and with its `use_rslora` the sum would be scaled by the
-    root of the rank.
+    PEFT uses the first adapter's config for a sum, and only joins the `target_modules`: other
+    targets of the other adapters would be lost, and with the first one's `use_rslora` the sum would
+    be scaled by the root of the rank.
     """
     if _same_scope(configs):
         modules = set().union(*(config.target_modules for config in configs))
@@ -56,7 +56,7 @@ def summed_config(model: nn.Module, configs: Sequence[LoraConfig], adapters: lis
 
 
 def _same_scope(configs: Sequence[LoraConfig]) -> bool:
-    """Whether PEFT's union of `target_modules` names what all of these name together."""
+    """Whether PEFT's union of `target_modules` is the union of the modules they match."""
     if not all(isinstance(config.target_modules, set) for config in configs):
         return False
     scopes = [[getattr(config, field) for field in _SCOPE] for config in configs]
@@ -103,7 +103,7 @@ class SingleExpert:
     def __init__(self, wrapper: ParamWrapper, expert: int) -> None:
         self.lora_A = wrapper.lora_A
         self.lora_embedding_A: dict[str, Any] = {}
-        # The delta is scaled already, and PEFT 0.20 scales it once more.
+        # The delta is already scaled, and PEFT 0.20 scales it again.
         self.scaling = dict.fromkeys(wrapper.scaling, 1.0)
         self._wrapper, self._expert = wrapper, expert
 
@@ -120,7 +120,7 @@ def stored_factors(experts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
 
 
 class _Unmerged(NamedTuple):
-    """What a layer was before its first merge."""
+    """A layer's state before its first merge."""
 
     layer: Any
     packed: PackedWeight
@@ -128,7 +128,7 @@ class _Unmerged(NamedTuple):
 
 
 class _ExactMerge:
-    """What `Linear4bit` and `Linear8bitLt` have in common."""
+    """The common part of `Linear4bit` and `Linear8bitLt`."""
 
     base_layer: Any
     merge_dtype: torch.dtype | None = None  # of the merged plain weight; None packs it again
@@ -147,7 +147,7 @@ class _ExactMerge:
             packed = read_linear(layer)
             bias = None if layer.bias is None else layer.bias.data
             self._unmerged = _Unmerged(layer, packed, bias)
-            write_linear(layer, packed)  # as PEFT knows it, and whose own objects it may change
+            write_linear(layer, packed)  # in PEFT's layout, with objects that it may change
         if dtype is None:
             cast(Any, super()).merge(safe_merge=safe_merge, adapter_names=names)
         else:
@@ -180,7 +180,7 @@ class _ExactMerge:
         self.merged_adapters.extend(names)
 
     def unmerge(self: Any) -> None:
-        """Put the codes back that were there before `merge`, bit for bit."""
+        """Restore the codes from before `merge`, bit for bit."""
         if self._unmerged is None:
             cast(Any, super()).unmerge()
             return

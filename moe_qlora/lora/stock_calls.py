@@ -1,17 +1,17 @@
-"""Stock PEFT's own calls on a packed model, made right by what the model itself carries.
+"""Makes stock PEFT's own calls on a packed model right, by methods bound to the model.
 
-`PeftModel.from_pretrained(model, folder)` and `peft.get_peft_model(model, config)` take the config
-as it is, which names expert parameters as they are on unpacked models, and give it to nothing of
-the model's. But before PEFT reads it, the tuner that it has made walks the model's modules. The
-`named_modules` here, which `hf/model.py` binds to the model, takes that moment: it looks for the
-tuner among its callers, adapts the config, and gives the tuner the class of this package.
+`PeftModel.from_pretrained(model, folder)` and `peft.get_peft_model(model, config)` use the config
+as it is, with the names that expert parameters have on unpacked models, and call no hook with it.
+But before PEFT's tuner reads the config, it walks the model's modules. The `named_modules` here,
+which `hf/model.py` binds to the model, uses that call: it looks for the tuner among its callers,
+adapts the config, and gives the tuner this package's class.
 
-Nothing of PEFT is patched. Where PEFT comes to walk the model in another order, the tuner is not
-found, and adapters without effect are refused as they are loaded, or at the first forward
+PEFT is not patched. Should PEFT walk the model at another point, the tuner is not found, and
+adapters without effect are refused when they are loaded, or at the first forward
 (experts/checks.py).
 
-transformers' own `add_adapter` and `load_adapter` hand PEFT the config as it lies in the folder
-too; the two methods of these names, which `hf/model.py` binds to the model, adapt it first.
+transformers' own `add_adapter` and `load_adapter` also pass PEFT the folder's config as it is; the
+two methods of these names, which `hf/model.py` binds to the model, adapt it first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .names import (
 from .save import save_pretrained
 from .targets import resolve_targets
 
-# How many calls lie between: PEFT, transformers' `get_model_conversion_mapping`, `named_modules`;
+# Stack frames in between: PEFT, transformers' `get_model_conversion_mapping`, `named_modules`;
 # and from a tuner's `inject_adapter` up to `PeftModel.from_pretrained`.
 _NEAR, _FAR = 3, 8
 
@@ -54,7 +54,7 @@ _NEAR, _FAR = 3, 8
 def named_modules(
     self: Any, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Return what `nn.Module.named_modules` does; see this file's docstring for what else."""
+    """Return what `nn.Module.named_modules` does; adapt a tuner that calls it (see above)."""
     if memo is None and not prefix and not torch.compiler.is_compiling():
         frame = _caller(sys._getframe(1), BaseTuner.inject_adapter.__code__, _NEAR)
         if frame is not None and frame.f_locals["model"] is self:
@@ -66,7 +66,7 @@ def named_modules(
 
 
 def _take_over(model: nn.Module, frame: FrameType) -> None:
-    """Adapt the config of a stock tuner that is about to read it, and the tuner with it."""
+    """Adapt a stock tuner and its config, before the tuner reads it."""
     values = frame.f_locals
     tuner, name = values["self"], values["adapter_name"]
     config = tuner.peft_config[name]
@@ -76,14 +76,14 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
         or values.get("state_dict") is not None
         or not isinstance(config, LoraConfig)
         or isinstance(config, AdaptedLoraConfig)
-        or first_share(model) is not None  # which needs the whole PeftModel: refused later
+        or first_share(model) is not None  # needs the whole PeftModel: refused later
         or not packed_parameters(model)
     ):
         return
     warn_untested()
     tuner.__class__ = LoraModel
     loads = _caller(frame, PeftModel.from_pretrained.__func__.__code__, _FAR) is not None
-    if loads:  # what a stranger may have written
+    if loads:  # untrusted input
         check_config_patterns(vars(config), model, "adapter_config.json")
     if loads and _reaches_nothing(model, config):  # of transformers v4, LoRA on experts alone
         config = rewritten(model, config) or config
@@ -145,7 +145,7 @@ def load_adapter(
     """Load an adapter as `PreTrainedModel.load_adapter` does, LoRA on packed experts included."""
     _check_name(self, adapter_name)
     if peft_config is None and peft_model_id is not None:
-        # transformers looks these up only where it is given no config.
+        # transformers uses these only where it is given no config.
         download = load_config.download_kwargs if load_config is not None else {}
         download = {**download, **kwargs.get("download_kwargs", {}), **(adapter_kwargs or {})}
         kwargs["download_kwargs"] = download
