@@ -477,12 +477,16 @@ def test_tensors_without_a_place(folders: Path, tmp_path: Path) -> None:
     def scale(weights: dict[str, Tensor]) -> None:
         weights[f"{key}.lora_magnitude_vector"] = torch.zeros(8)
 
+    def shrink(weights: dict[str, Tensor]) -> None:
+        weights["base_model.model.lm_head.weight"] = torch.zeros(2, 8)
+
     for number, (change, match) in enumerate(
         [
             (lose, "q_proj.lora_A.weight lacks its other half"),
             (move, r"layers.9.self_attn.q_proj.lora_A.weight \(2, 64\) belongs to a module"),
             (add, r"score.weight \(2, 8\) has no place"),
             (scale, r"lora_magnitude_vector \(8,\) has no place"),
+            (shrink, r"lm_head.weight \(2, 8\) replaces a tensor of shape \(\d+, 64\)"),
         ]
     ):
         adapter = changed_weights(folders, tmp_path / str(number), change)

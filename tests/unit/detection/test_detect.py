@@ -1086,6 +1086,18 @@ class WideLora(nn.Module):
         return self.base(x) + torch.einsum("bth,btkhr,btkro,btk->bto", x, self.a[i], self.b[i], w)
 
 
+class LinearPair(nn.Module):
+    """Two matrices with nothing nonlinear between them, added to no base."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.a, self.b = P(E, inner, H), P(E, H, inner)
+        self.router = nn.Linear(H, E)
+
+    def forward(self, x):
+        return routed(x, self.router, lambda t, e: t @ self.a[e].t() @ self.b[e].t())
+
+
 class LoraOfFeedForward(nn.Module):
     """Four factors of two matrices of a dense feed-forward layer, whose I is 2 H or 3 H."""
 
@@ -1243,6 +1255,7 @@ class AllThenOne(ByWeight):
         (ReluRouter, {"a", "b"}),
         (DictBlock, {"parts.pool.a", "parts.pool.b"}),
         (CondLinear, {"bank"}),
+        (partial(LinearPair, H // 4 + 1), {"a", "b"}),
     ],
 )
 def test_experts_of_unusual_routers_are_found(block, names):
@@ -1254,6 +1267,7 @@ def test_experts_of_unusual_routers_are_found(block, names):
     [
         *((block, ()) for block in TRAPS),
         (WideLora, ()),
+        (LinearPair, (H // 4,)),
         (LoraOfFeedForward, (2 * H,)),
         (LoraOfFeedForward, (3 * H,)),
         (OpaqueLoraOfFeedForward, (2 * H,)),

@@ -132,6 +132,19 @@ def test_ranges_equal_slices_of_the_whole(settings: CodecSettings, shape: tuple[
         assert torch.equal(cast, expected.float())
 
 
+def test_few_rows_are_decoded_at_once_wherever_they_lie() -> None:
+    packed = pack(weight((40, 16, 8)), CodecSettings("nf4"))
+    cls = type(codec.codec_of("nf4"))
+    for start in (0, 36):
+        with (
+            at_most(4000),
+            mock.patch.object(codec, "_chunk_elements", return_value=200),
+            mock.patch.object(cls, "decode", autospec=True, side_effect=cls.decode) as decode,
+        ):
+            unpack_range(packed, start, start + 4)
+            decode.assert_called_once()
+
+
 def test_range_checks_its_bounds() -> None:
     packed = pack(weight((4, 8, 8)), CodecSettings("nf4"))
     with pytest.raises(IndexError, match=r"\[3, 5\)"):
