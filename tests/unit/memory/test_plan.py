@@ -268,14 +268,13 @@ def test_peaks_under_liger_that_were_measured_on_an_h200(name, sizes, peak, tole
 @pytest.mark.parametrize(
     ("family", "targets", "checkpointing"),
     [
-        *((name, "attention,experts", True) for name in ("qwen3_moe", "gpt_oss", "olmoe")),
-        *((name, "all-linear", False) for name in ("qwen3_moe", "mixtral", "qwen3_next")),
-        *((name, "all-linear", True) for name in ("qwen3_moe", "qwen3_next")),
+        *((name, "attention,experts", True) for name in ("qwen3_moe", "gpt_oss")),
+        *((name, "all-linear", False) for name in ("mixtral", "qwen3_next")),
     ],
 )
 def test_alike_layers_need_not_all_run(family, targets, checkpointing):
     """Running each layer gives what running two of each kind gives."""
-    layers = {} if family == "qwen3_next" else {"num_hidden_layers": 5}
+    layers = {} if family == "qwen3_next" else {"num_hidden_layers": 4}
     model = tiny_model(family, device="meta", dtype=torch.bfloat16, **layers)
     made = planner(model, Settings(seq=96, checkpointing=checkpointing, targets=targets))
     meta, modules = made.meta, block_names.block_modules(made.meta.base)

@@ -17,13 +17,13 @@ from moe_qlora.testing import tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 NUMBERED = (
-    ({}, {"targets": "layers.5.self_attn.q_proj"}),
-    ({}, {"lora_config": LoraConfig(target_modules=["q_proj"], layers_to_transform=[0, 5])}),
+    ({}, {"targets": "layers.4.self_attn.q_proj"}),
+    ({}, {"lora_config": LoraConfig(target_modules=["q_proj"], layers_to_transform=[0, 4])}),
     ({"llm_int8_skip_modules": ["model.layers.2.self_attn", "lm_head"]}, {}),
 )
 
 
-def config_of(family, layers=6):
+def config_of(family, layers=5):
     """The configuration of a tiny model with enough layers for some to repeat."""
     return tiny_model(
         family, device="meta", dtype=torch.bfloat16, num_hidden_layers=layers, layer_types=None
@@ -46,9 +46,9 @@ SPREAD = {"targets": "all-linear", "gpus": "2x1GiB", "search": False}
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        *((family, HINTS) for family in ("qwen3_moe", "deepseek_v3")),
-        *((family, RANKS | {"checkpointing": False}) for family in FAMILIES),
-        *((family, SPREAD) for family in FAMILIES),
+        ("deepseek_v3", HINTS),
+        *((family, RANKS | {"checkpointing": False}) for family in ("gpt_oss", "qwen3_next")),
+        *((family, SPREAD) for family in ("qwen3_moe", "deepseek_v3")),
     ],
 )
 def test_a_plan_of_repeated_layers_is_that_of_all(family, settings, monkeypatch):
