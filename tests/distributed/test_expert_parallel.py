@@ -32,7 +32,7 @@ from moe_qlora.testing import run_distributed, tiny_inputs, tiny_model
 from tests.helpers import training
 from tests.helpers.training import adamw, whole, whole_gradients
 
-STEPS = 10
+STEPS = 4
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 INT8 = {"load_in_8bit": True}
 # Experts of 64 x 64: whole first-level blocks, and 64 of them an expert, so that four experts are

@@ -52,7 +52,7 @@ class Ranks:
     """Runs functions on forked ranks of one packed model, and keeps what each rank raised."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.runs = root, 0
+        self.root, self.runs, self.timeout = root, 0, TIMEOUT
         self.model: Any = tiny_model("qwen3_moe", **SIZES)
         config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
         moe_qlora.quantize_experts(self.model, config)
@@ -81,7 +81,7 @@ class Ranks:
                 init_method=(folder / "store").as_uri(),
                 rank=rank,
                 world_size=WORLD,
-                timeout=timedelta(seconds=TIMEOUT),
+                timeout=timedelta(seconds=self.timeout),
             )
             text = job(self.model, rank, *args)
             code = 0
@@ -156,10 +156,10 @@ def load(model: Any, rank: int, folder: Path, victim: int | None, engine: str) -
         return f"loaded, loss {loaded(input_ids=ids, labels=ids).loss.item():.6f}"
 
 
-def save_without_one(model: Any, rank: int, folder: Path) -> str:
+def save_without_one(model: Any, rank: int, folder: Path, seconds: float) -> str:
     sharded(model)
     if rank == 1:
-        time.sleep(2 * TIMEOUT)
+        time.sleep(seconds)
         return "never came"
     model.save_pretrained(folder)
     return "saved"
@@ -266,13 +266,14 @@ def test_a_rank_killed_while_an_adapter_is_saved(ranks: Ranks, tmp_path: Path) -
 
 
 def test_a_rank_that_does_not_come_ends_the_others_after_the_timeout(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    codes, texts, seconds = ranks.run(save_without_one, tmp_path / "model")
+    monkeypatch.setattr(ranks, "timeout", 2.0)
+    codes, texts, seconds = ranks.run(save_without_one, tmp_path / "model", 5.0)
     assert codes == [1, 0, 1]
     for rank in (0, 2):
         assert f"failed on rank {rank} while it gathered tensors from all ranks" in texts[rank]
-    assert TIMEOUT < seconds < 6 * TIMEOUT
+    assert 2 < seconds < 6 * TIMEOUT
     assert not (tmp_path / "model").exists()
     assert left_behind(tmp_path / "model") == []
 

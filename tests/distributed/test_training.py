@@ -32,7 +32,7 @@ from moe_qlora.testing import run_distributed, tiny_inputs, tiny_model
 from tests.helpers import training
 from tests.helpers.training import NF4, mean_of_ranks, whole, whole_gradients
 
-STEPS = 10
+STEPS = 4
 SETTINGS = {
     **training.SETTINGS,
     "fp32 storage": {**NF4, "bnb_4bit_quant_storage": torch.float32},

@@ -7,6 +7,7 @@ experts counts its calls, and norms, rotary embedding and loss stay what they ar
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import Any
 
 import datasets
@@ -166,10 +167,22 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         torch.testing.assert_close(right[name], value, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model_type", REPLACED)
+@cache
+def plain_results(model_type: str) -> dict[str, Tensor]:
+    """Those of a model that Liger has not met."""
+    return run(build(model_type))
+
+
+# Every class of Liger's, applied first and last; one of them at every moment.
+@pytest.mark.parametrize(
+    ("model_type", "way"),
+    [
+        *((model_type, way) for model_type in REPLACED for way in ("class", "adapted")),
+        *(("qwen3_moe", way) for way in ("instance", "packed")),
+    ],
+)
 def test_packed_experts_keep_their_forward(model_type, way):
-    plain = run(build(model_type))
+    plain = plain_results(model_type)
     assert any("experts" in name for name in plain)
     model = build(model_type, way)
     assert_same(plain, run(model))
@@ -223,11 +236,8 @@ def test_the_next_model_of_the_process(model_folder, tmp_path, quiet_loading):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_dropout_is_applied(way):
-    def trained(way: str | None) -> dict[str, Tensor]:
-        model = build("qwen3_moe", way, dropout=0.3)
-        return run(model)
-
-    assert_same(trained(None), trained(way))
+    results = run(build("qwen3_moe", way, dropout=0.3))
+    assert_same(run(build("qwen3_moe", dropout=0.3)), results)
     assert FusedExperts.calls == 0
 
 
@@ -289,7 +299,7 @@ def test_layers_share_a_graph(way):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_hook_survives(before):
-    expected = run(build("qwen3_moe"))
+    expected = plain_results("qwen3_moe")
     model = build("qwen3_moe")
     experts = [m for name, m in model.named_modules() if name.endswith("mlp.experts")]
     calls = []
@@ -317,7 +327,7 @@ def test_a_hook_survives(before):
 
 def test_a_hook_that_holds_ligers_forward():
     """Of a model that was dispatched before it was packed."""
-    expected = run(build("qwen3_moe"))
+    expected = plain_results("qwen3_moe")
     state = tiny_model("qwen3_moe").state_dict()
     apply("qwen3_moe")
     model = tiny_model("qwen3_moe")

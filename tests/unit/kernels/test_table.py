@@ -38,8 +38,13 @@ RS, HOPPER, SKINNY = (
 )
 
 
-@pytest.mark.parametrize("cap", [None, 1])
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("few")])
+@pytest.mark.parametrize(
+    ("name", "cap"),
+    [
+        *((name, None) for name in CASES if name.startswith("few")),
+        *((name, 1) for name in ("few", "few-transposed", "few-mxfp4")),
+    ],
+)
 def test_the_quantized_matmul_fetches_rows_itself(name, cap, monkeypatch):
     """As on Hopper: nobody copies the tokens' rows in order."""
     fetched = []
@@ -64,9 +69,10 @@ def test_the_quantized_matmul_fetches_rows_itself(name, cap, monkeypatch):
     assert any(fetched) and not all(fetched)  # the down projection's rows are in order
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("gate", [SILU, Gate("relu2", gated=False)])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("gate", "biased", "transposed"),
+    [(SILU, False, False), (Gate("relu2", gated=False), True, False), (SILU, True, True)],
+)
 def test_rows_in_the_order_of_registers(gate, biased, transposed, monkeypatch):
     """As Hopper's kernel that holds weights in registers takes them; another one multiplies."""
     case = Case(

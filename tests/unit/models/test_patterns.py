@@ -29,7 +29,7 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(files, "SECONDS", 2.0)
+    monkeypatch.setattr(files, "SECONDS", 1.0)
 
 
 @pytest.mark.parametrize("pattern", [ENDLESS, r"(\w+\.?)+X", r"((\w*)*\.)*z", ".*a" * 12 + "!"])
@@ -86,27 +86,34 @@ def changed(folder, out, file, **fields):
 
 @pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed")
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "ways"),
     [
-        ("target_modules", ENDLESS),
-        ("exclude_modules", ENDLESS),
-        ("rank_pattern", {ENDLESS: 4}),
-        ("alpha_pattern", {ENDLESS: 4}),
-        ("layers_pattern", [ENDLESS]),
+        ("target_modules", ENDLESS, ("load", "merge", "export")),
+        ("exclude_modules", ENDLESS, ("load", "merge")),
+        ("rank_pattern", {ENDLESS: 4}, ("load", "export")),
+        ("alpha_pattern", {ENDLESS: 4}, ("merge",)),
+        ("layers_pattern", [ENDLESS], ("export",)),
     ],
 )
-def test_of_an_adapter(folders, tmp_path, field, value):
+def test_of_an_adapter(folders, tmp_path, field, value, ways):
     fields = {field: value, "layers_to_transform": [0]}
     bad = changed(folders / "adapter", tmp_path / "bad", "adapter_config.json", **fields)
     said = "adapter_config.json has the pattern"
-    with moe_qlora.enabled():
-        model = AutoModelForCausalLM.from_pretrained(folders / "packed")
-    with pytest.raises(CheckpointError, match=said):
+
+    def load():
+        with moe_qlora.enabled():
+            model = AutoModelForCausalLM.from_pretrained(folders / "packed")
         moe_qlora.load_adapter(model, bad)
-    with pytest.raises(CheckpointError, match=said):
+
+    def merge():
         moe_qlora.merge_adapter(folders / "plain", bad, tmp_path / "merged")
-    with pytest.raises(CheckpointError, match=said):
+
+    def export():
         moe_qlora.export_adapter(bad, tmp_path / "out", base=folders / "plain", target="sglang")
+
+    for way in ways:
+        with pytest.raises(CheckpointError, match=said):
+            {"load": load, "merge": merge, "export": export}[way]()
 
 
 def test_of_a_makers_folder(folders, tmp_path):
