@@ -274,7 +274,7 @@ def test_peaks_under_liger_that_were_measured_on_an_h200(name, sizes, peak, tole
 )
 def test_alike_layers_need_not_all_run(family, targets, checkpointing):
     """Running each layer gives what running two of each kind gives."""
-    layers = {} if family == "qwen3_next" else {"num_hidden_layers": 4}
+    layers = {} if family == "qwen3_next" else {"num_hidden_layers": 5}
     model = tiny_model(family, device="meta", dtype=torch.bfloat16, **layers)
     made = planner(model, Settings(seq=96, checkpointing=checkpointing, targets=targets))
     meta, modules = made.meta, block_names.block_modules(made.meta.base)
