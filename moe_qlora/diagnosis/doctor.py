@@ -22,7 +22,7 @@ from ..experts.backend import (
     UNPACKED,
     Backend,
     choose_backend,
-    layer_kernels,
+    has_triton,
     read_call,
     suits,
 )
@@ -247,7 +247,7 @@ def _kernels(device: Device, card: Card) -> Iterable[Finding]:
             "need 8.0: experts are computed expert by expert.",
             "Train on Ampere or later.",
         )
-    elif card.maker in ("nvidia", "amd") and layer_kernels() is None:
+    elif card.maker in ("nvidia", "amd") and not has_triton():
         yield Finding(
             PROBLEM,
             f"Triton is not installed, so that {device.name} computes without the fused kernels.",

@@ -12,20 +12,17 @@ from ..errors import ConfigError
 from ..experts.backend import suits
 from ..kernels.cards import (
     HOPPER,
-    SMALL_SHARED,
     Card,
     acting_as,
     actual,
     allows_hopper,
     multiplies_by_torch,
+    of_capability,
 )
 from ..memory.devices import GPUS, gpu_named, unknown_gpu
 from ..versions import OPTIONAL, PYTHON, REQUIRED, Range, installed_version, release_of
 
 PROBLEM, WARNING = "problem", "warning"
-_SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10, (8, 0): 163 << 10}
-_SHARED |= {(9, 0): 227 << 10, (10, 0): 227 << 10}
-"""Bytes of shared memory that a program may take, by compute capability, where not SMALL_SHARED."""
 
 _CPU = torch.device("cpu")
 _CUDA = torch.device("cuda", 0)
@@ -125,7 +122,7 @@ def named(text: str) -> tuple[Device, Card]:
     if name is None:
         raise ConfigError(f"gpu: {text.strip()!r} is no {unknown_gpu(text)}.")
     gpu = GPUS[name]
-    card = Card("nvidia", gpu.capability, _SHARED.get(gpu.capability, SMALL_SHARED))
+    card = of_capability(gpu.capability)
     return _described(name, gpu.nbytes, card, here=False), card
 
 

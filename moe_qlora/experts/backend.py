@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.cards import HALVES, Card
+from ..kernels.cards import HALVES, Card, planned_card
 from ..kernels.limits import GROUP, MAX_EXPERTS, MAX_LORA_RANK, dequantizes_whole, supports_fused
 from ..kernels.weights import PackedWeight, WeightSpec
 from ..layout import dtype_name
@@ -65,9 +65,14 @@ def read_call(module: Any, x: Tensor) -> Call:
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     weights = read_operand(module, names[0]), read_operand(module, names[1])
     lora = active_lora(module, names[0]), active_lora(module, names[1])
-    device = x.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = torch.get_autocast_dtype(x.device.type) if is_autocast_on(x) else None
     return Call(names, x, weights, lora, autocast)
+
+
+def is_autocast_on(x: Tensor) -> bool:
+    """Whether autocast is on for a tensor's device; torch cannot be asked for meta."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def stored_transposed(module: Any, weight: PackedWeight | PackedOperand | None) -> bool:
@@ -242,6 +247,8 @@ def runs_grouped(
     """
     if card is not None:
         return _computes(tuple(shape), _multiplies(card), dtype, lora_dtypes)
+    if (planned := planned_card(x.device)) is not None:
+        return _computes(tuple(shape), _multiplies(planned), dtype, lora_dtypes)
     some = x.is_cuda and x.shape[0] > 0
     return some and _grouped(tuple(shape), x.get_device(), dtype, lora_dtypes)
 
@@ -274,12 +281,17 @@ def _multiplies(card: Card) -> bool:
 
 @cache
 def layer_kernels() -> Any:
-    """Import `kernels.moe_layer`; None where Triton is not installed."""
-    try:
-        from ..kernels import moe_layer
-    except ImportError:
-        return None
+    """Import `kernels.moe_layer`."""
+    from ..kernels import moe_layer
+
     return moe_layer
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed, by which the fused kernels are launched."""
+    from ..kernels.lang import HAS_TRITON
+
+    return HAS_TRITON
 
 
 def suits(card: Card) -> bool:
@@ -288,14 +300,17 @@ def suits(card: Card) -> bool:
 
 
 def _suit(rocm: bool, capability: tuple[int, int]) -> bool:
-    return layer_kernels() is not None and (rocm or capability >= _LEAST_CAPABILITY)
+    return has_triton() and (rocm or capability >= _LEAST_CAPABILITY)
 
 
 def kernels_run(device: torch.device) -> bool:
     """Whether the fused kernels run on this device: Triton, and CUDA of capability 8.0 or ROCm.
 
-    On ROCm they are untested: small products are compared first, and a warning says so.
+    On ROCm they are untested: small products are compared first, and a warning says so. On meta the
+    card that is planned for decides, whose machine has Triton.
     """
+    if (planned := planned_card(device)) is not None:
+        return _multiplies(planned)
     if device.type != "cuda":
         return False
     index = device.index or 0

@@ -29,7 +29,7 @@ from ..kernels.projection import (
 )
 from ..kernels.weights import PackedWeight
 from ..packing.codec import unpack_range
-from .backend import runs_grouped
+from .backend import is_autocast_on, runs_grouped
 from .operands import PackedOperand
 
 
@@ -180,8 +180,8 @@ class Projection(NamedTuple):
 
 def no_autocast(like: Tensor) -> Any:
     """Return a context that disables autocast; free where there is none."""
-    kind = like.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    on = is_autocast_on(like)
+    return torch.autocast(like.device.type, enabled=False) if on else nullcontext()
 
 
 class _PackedProjection(torch.autograd.Function):

@@ -15,7 +15,8 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     grouped_mm.py           many rows: codes to 16 bit, then torch's grouped matmul or our own
     workspace.py            the buffer that is dequantized into
     cards.py                device capabilities
-    launch.py               launches kernels with little of the host's time
+    launch.py               launches kernels with little of the host's time; nothing on meta
+    lang.py                 Triton, or what stands for it where it is not installed
 
 A kernel is one of these files with a `KERNEL` record, and its row in `table.py`.
 `projection.py` computes a single projection, by grouped matmuls or, on any device, expert by

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import NamedTuple
 
@@ -42,10 +43,18 @@ class Card(NamedTuple):
         return self.capability[0] in (9, 10)
 
 
+_SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10, (8, 0): 163 << 10}
+_SHARED |= {(9, 0): 227 << 10, (10, 0): 227 << 10}
+"""Bytes of shared memory that a program may take, by compute capability, where not SMALL_SHARED."""
+
 PORTABLE = Card("nvidia", (8, 6), SMALL_SHARED)
 """The least capable card that the kernels run on."""
 
+META = -2
+"""Stands for the index of a CUDA device where tensors are on meta."""
+
 _acting: Card | None = None
+_planned: ContextVar[Card | None] = ContextVar("planned", default=None)
 
 
 @contextmanager
@@ -62,20 +71,47 @@ def acting_as(card: Card) -> Iterator[None]:
         _acting = before
 
 
+def of_capability(capability: tuple[int, int]) -> Card:
+    """Return the NVIDIA card of a compute capability."""
+    return Card("nvidia", capability, _SHARED.get(capability, SMALL_SHARED))
+
+
+@contextmanager
+def planned_for(card: Card) -> Iterator[None]:
+    """Choose kernels for tensors on meta as for this card, in this thread, as long as this lasts.
+
+    Launches on meta compute nothing (`launch.py`), so that a layer's allocations can be counted.
+    """
+    token = _planned.set(card)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def planned_card(device: torch.device) -> Card | None:
+    """Return the card that tensors on meta are planned for, None for any other device."""
+    return _planned.get() if device.type == "meta" else None
+
+
 def card(device: torch.device) -> Card:
-    """Return a device's card, or the one of `acting_as`."""
+    """Return a device's card, or the one of `acting_as`; for meta the one of `planned_for`."""
+    if device.type == "meta":
+        return _planned.get() or actual(device)
     return actual(device) if _acting is None else _acting
 
 
 def of_index(index: int) -> Card:
-    """Return the same for the index of a CUDA device, -1 for the CPU."""
+    """Return the same for an index, as of `device_of`."""
     return card(device_of(index))
 
 
 @cache
 def device_of(index: int) -> torch.device:
-    """Return the CUDA device of an index, the CPU for -1."""
-    return torch.device("cpu") if index < 0 else torch.device("cuda", index)
+    """Return the CUDA device of an index, the CPU for -1, meta for `META`."""
+    if index < 0:
+        return torch.device("meta" if index == META else "cpu")
+    return torch.device("cuda", index)
 
 
 @cache

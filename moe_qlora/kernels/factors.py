@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from .lang import tl, triton
 from .launch import Geometry, aligned, launcher
 from .limits import cdiv, padded
 from .routing import Routing

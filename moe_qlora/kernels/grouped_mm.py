@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from . import cards, workspace
 from .expert_mm import ExpertMatmul, Kernel, Problem
+from .lang import tl, triton
 from .launch import Geometry, launcher
 from .limits import WIDE_TILE, cdiv, row_stride, wide_tile
 from .routing import Routing
@@ -370,7 +369,8 @@ def _launch_grouped(
 def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int]:
     """Return the key of a dequantized weight in the workspace."""
     codes = packed.codes.data_ptr() if packed.serial is None else -packed.serial
-    return routing.ints.data_ptr(), codes
+    # On meta no tensor has an address, but each has a storage.
+    return routing.ints.data_ptr() or routing.ints.untyped_storage()._cdata, codes
 
 
 def prepare(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int], name: str) -> Tensor:

@@ -17,8 +17,9 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+
+from .lang import triton
 
 Geometry = tuple[tuple[int, ...], dict[str, Any]]
 """A launch's grid, and the kernel's constants and compile options by name."""
@@ -81,6 +82,8 @@ class Launcher:
         if len({t.device for t in tensors}) > 1:
             devices = ", ".join(sorted({str(t.device) for t in tensors}))
             raise ValueError(f"the tensors of one kernel lie on several devices: {devices}.")
+        if tensors[0].is_meta:
+            return  # as torch's own operators, which compute nothing there
         if index >= 0 and index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 self._first(sizes, index, args)

@@ -1,7 +1,6 @@
 """The numbers and size rules that decide which kernel computes what.
 
-Kernels, experts and memory plans read them here. Standard library only, so that a plan needs
-neither torch nor Triton.
+Kernels, experts and memory plans read them here. Standard library only.
 """
 
 from __future__ import annotations

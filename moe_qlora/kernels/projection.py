@@ -72,7 +72,14 @@ class Rows:
         return self.order.shape[0] // (self.top_k if self.scatters else 1)
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
-        """(expert, first row, one past its last) of each expert with rows; waits for the device."""
+        """(expert, first row, one past its last) of each expert with rows; waits for the device.
+
+        On meta the first k experts have all tokens, which is the most that one of them can have.
+        """
+        if self.order.is_meta:
+            tokens = self.order.shape[0] // self.top_k
+            yield from ((e, e * tokens, (e + 1) * tokens) for e in range(self.top_k))
+            return
         for expert, (low, high) in enumerate(pairwise(self.expert_offsets.tolist())):
             if high > low:
                 yield expert, low, high
@@ -304,9 +311,10 @@ def _kernels(x: Tensor) -> tuple[Any, Any] | None:
     """Return the modules `grouped_mm` and `routing` where they multiply, None where torch does."""
     if cards.multiplies_by_torch(x.device, x.dtype):
         return None
-    try:
-        from . import grouped_mm, routing
-    except ImportError:  # no Triton
+    from . import grouped_mm, routing
+    from .lang import HAS_TRITON
+
+    if not HAS_TRITON and not x.is_meta:
         return None
     return grouped_mm, routing
 

@@ -19,13 +19,12 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from . import cards, workspace
 from .expert_mm import ExpertMatmul, Kernel, Problem, validated
 from .grouped_mm import block_absmax
+from .lang import tl, triton
 from .launch import Geometry, launcher
 from .limits import WIDE_TILE, ColumnOrder, cdiv, prefers_quantized, supports_quantized, wide_tile
 from .routing import Routing, Tiled, tabulate

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from .lang import tl, triton
 from .launch import Geometry, launcher
 from .limits import WIDE_TILE, WIDEST_TILE, cdiv, tile_counts, tile_rows
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
-
+from .lang import tl, triton
 from .launch import Geometry, launcher
 from .limits import ColumnOrder, cdiv
 

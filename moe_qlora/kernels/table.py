@@ -91,6 +91,8 @@ def works(kernel: Kernel, spec: WeightSpec) -> bool:
     kind = kernel.tried(spec)
     if kind is None:
         return True
+    if spec.device == cards.META:
+        return kernel.capable(cards.of_index(spec.device))
     key = kernel.name, kind, spec.device
     if key not in validated:
         device = cards.device_of(spec.device)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .cards import META
 from .limits import whole_blocks
 
 NF4, MXFP4 = "nf4", "mxfp4"
@@ -52,7 +53,7 @@ class WeightSpec(NamedTuple):
     kind: str  # Of the codec, such as "nf4"
     blocksize: int  # Weights in a block; 0 for int8, whose rows have one scale each
     nested: int  # Block size of the second level, 0 without one
-    device: int  # Index of the CUDA device, -1 for the CPU
+    device: int  # Index of the CUDA device, -1 for the CPU, `cards.META` for meta
 
     @property
     def is_int8(self) -> bool:
@@ -168,7 +169,7 @@ class PackedWeight:
     def spec(self) -> WeightSpec:
         """The key that kernels are chosen and launched by."""
         nested = 0 if self.nested is None else self.nested.blocksize
-        device = self.codes.get_device()
+        device = META if self.codes.is_meta else self.codes.get_device()
         return WeightSpec(self.stored_shape, self.kind, self.blocksize, nested, device)
 
     def as_stored(self) -> PackedWeight:

@@ -12,8 +12,9 @@ therefore records which weight was decoded last, and that weight is not decoded 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -35,7 +36,26 @@ class _Slot:
     views: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
 
-_slots: dict[tuple[torch.device, str], _Slot] = {}
+Slots = dict[tuple[torch.device, str], _Slot]
+
+
+@dataclass
+class PlannedWorkspace:
+    """The workspace of a plan: buffers on meta, apart from those that computations use."""
+
+    cap: int  # Bytes, where the user has set none
+    allocate: Callable[[int], Tensor]  # Returns a buffer of so many bytes on meta
+    slots: Slots = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers; they only grow."""
+        buffers = (slot.buffer for slot in self.slots.values())
+        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+
+
+_slots: Slots = {}
+_planned: ContextVar[PlannedWorkspace | None] = ContextVar("planned", default=None)
 _cap: int | None = None
 _recording = False
 
@@ -64,12 +84,35 @@ def _default(device: torch.device) -> int:
 
 def workspace_cap(device: torch.device) -> int:
     """Return the bound in bytes on this device."""
+    if _cap is None and device.type == "meta" and (planned := _planned.get()) is not None:
+        return planned.cap
     return _default(device) if _cap is None else _cap
+
+
+@contextmanager
+def planned(workspace: PlannedWorkspace) -> Iterator[None]:
+    """Let tensors on meta use this workspace, in this thread, as long as this lasts."""
+    token = _planned.set(workspace)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def _slots_on(device: torch.device) -> Slots:
+    planned = _planned.get() if device.type == "meta" else None
+    return _slots if planned is None else planned.slots
 
 
 def release_workspace() -> None:
     """Give all buffers back to the allocator."""
     _slots.clear()
+
+
+def _new_buffer(nbytes: int, device: torch.device) -> Tensor:
+    if device.type == "meta" and (planned := _planned.get()) is not None:
+        return planned.allocate(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _persists(device: torch.device) -> bool:
@@ -111,7 +154,7 @@ def forget(device: torch.device) -> None:
 
 def is_current(name: str, device: torch.device, owner: Hashable) -> bool:
     """Whether the buffer of this name still has the content with this key."""
-    slot = _slots.get((device, name))
+    slot = _slots_on(device).get((device, name))
     return owner is not None and slot is not None and slot.owner == owner and _persists(device)
 
 
@@ -131,7 +174,7 @@ def allocate(
     """
     if not _persists(device):
         return torch.empty(shape, dtype=dtype, device=device), False
-    slot = _slots.setdefault((device, name), _Slot())
+    slot = _slots_on(device).setdefault((device, name), _Slot())
     tensor = slot.views.get((shape, dtype))
     if tensor is None:
         nbytes = math.prod(shape) * dtype.itemsize
@@ -139,7 +182,7 @@ def allocate(
             slot.buffer = slot.owner = None
             slot.alive = ()
             slot.views.clear()
-            slot.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            slot.buffer = _new_buffer(nbytes, device)
         tensor = slot.views[shape, dtype] = slot.buffer[:nbytes].view(dtype).view(shape)
     held = owner is not None and slot.owner == owner
     slot.owner, slot.alive = owner, alive

@@ -8,9 +8,9 @@ In goes a model, a configuration or a name, with training settings and sizes of 
     planner.py     the meta model -> what a step does -> peaks on devices
     meta_model.py  packs and adapts the model on meta, and counts what it holds (`blocks.py`); of
                    layers that are alike but for their place, two of a kind are packed and run
-    meta_step.py   runs one training step on meta, and counts allocations at the borders of blocks;
-                   what is packed or fused is a fake operation there (`meta_ops.py`), whose bytes
-                   for experts are worked out in `experts.py` from the rules of the kernels
+    meta_step.py   runs one training step on meta, and counts allocations at the borders of blocks:
+                   experts run by their own code, whose launches do nothing on meta, as on the card
+                   that is planned for; packed Linear layers and attention are fakes (`meta_ops.py`)
     tracker.py     counts the bytes of tensors on meta, and of loops of linear attention without
                    their turns
     attention.py   says where attention is eager and need not be, and lets other kinds run on meta
@@ -21,5 +21,5 @@ In goes a model, a configuration or a name, with training settings and sizes of 
     report.py      `MemoryPlan` and `Hint`, which `plan` returns
     rehearsal.py   bytes by kind, and the step moment by moment, for pages about a model
 
-budget.py, devices.py, engines.py, experts.py and report.py are plain arithmetic without torch.
+budget.py, devices.py, engines.py and report.py are plain arithmetic without torch.
 """

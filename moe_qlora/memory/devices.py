@@ -17,11 +17,15 @@ FRAGMENTATION = 0.04
 """Part of the peak that the caching allocator reserves beyond it, in gaps between blocks."""
 
 
-class Gpu(NamedTuple):
-    """A card that goes by its name."""
+Capability = tuple[int, int]
+"""A compute capability of CUDA."""
 
-    nbytes: int  # Of memory, in whole GiB
-    capability: tuple[int, int]  # Of CUDA
+
+class Gpu(NamedTuple):
+    """A GPU that is known by name."""
+
+    nbytes: int  # Memory, in whole GiB
+    capability: Capability
 
 
 GPUS = {
@@ -88,7 +92,12 @@ def exact_size(nbytes: int) -> str:
 
 def parse_devices(text: str) -> tuple[int, ...]:
     """Return the bytes of each device of "24GiB,2xH100"; ValueError where it is no such list."""
-    sizes: list[int] = []
+    return tuple(size for size, _ in parse_gpus(text))
+
+
+def parse_gpus(text: str) -> list[tuple[int, Capability | None]]:
+    """Return the same, each with its compute capability; None where only its size is given."""
+    found: list[tuple[int, Capability | None]] = []
     for part in text.split(","):
         counted = _COUNTED.fullmatch(part.strip())
         count, one = (1, part) if counted is None else (int(counted[1]), counted[2])
@@ -102,8 +111,8 @@ def parse_devices(text: str) -> tuple[int, ...]:
             raise ValueError(text + unknown_gpu(one)) from None
         if size <= 0:
             raise ValueError(f"{one!r} is no size of a device; it must be over 0")
-        sizes += [size] * count
-    return tuple(sizes)
+        found += [(size, None if name is None else GPUS[name].capability)] * count
+    return found
 
 
 def reserve_nbytes(peak: int) -> int:

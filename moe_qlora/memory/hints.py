@@ -88,8 +88,10 @@ def _try(
     else:
         # The user's LoraConfig replaces rank and targets until a change names others.
         same = settings.targets == planner.settings.targets
-        other = Planner(source, settings, planner.lora_config if same else None)
-    saves = report.peak.nbytes - other.peak(settings.batch, settings.seq, loss_part).nbytes
+        lora = planner.lora_config if same else None
+        other = Planner(source, settings, lora, planner.card)
+    peak = other.peak(settings.batch, settings.seq, capacities, loss_part)
+    saves = report.peak.nbytes - peak.nbytes
     uses = other.uses(settings.batch, settings.seq, capacities, loss_part)
     return saves, all(use.fits for use in uses)
 

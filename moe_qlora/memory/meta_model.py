@@ -55,7 +55,7 @@ from .blocks import (
     trained_tensor,
 )
 from .budget import Block, BlockTensor, Settings
-from .meta_ops import fake_dequantize, fake_experts, fake_layer, fake_linear
+from .meta_ops import dispatch_rows, fake_dequantize, fake_layer, fake_linear
 
 DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
 ATTENTION, EXPERTS, ALL_LINEAR = "attention", "experts", "all-linear"
@@ -283,8 +283,8 @@ def fake_packed(meta: MetaModel, *, dispatched: bool = False) -> None:
         if part.linear:
             fake_linear(module, part.weight, getattr(module, "compute_dtype", None))
             continue
-        if part.leaf == "down_proj" and forward.can_serve(module):
-            fake_experts(module, part.weight, dispatched_rows=dispatched)
+        if dispatched and part.leaf == "down_proj" and forward.can_serve(module):
+            dispatch_rows(module)
         fake_dequantize(module.parametrizations[part.leaf][0], part.weight)
 
 

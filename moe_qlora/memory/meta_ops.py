@@ -1,8 +1,8 @@
-"""Fake operations that packed layers and fused attention are replaced by while a step runs on meta.
+"""Fake operations that replace packed Linear layers and fused attention in a step on meta.
 
-A fake operation computes nothing. It makes tensors of the sizes that the real one makes, keeps for
-backward what that keeps, and holds for a moment what that holds, so that allocations can be counted
-as on a GPU. They are put on instances of a model that exists for planning only.
+A fake operation computes nothing. It allocates what the real one allocates, and saves as much for
+backward, so that allocations can be counted as on a GPU. It replaces the forward of instances in a
+model that exists for planning only.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..experts.backend import stored_transposed
-from ..experts.operands import active_lora
+from ..experts.forward import can_serve, experts_forward
 from ..kernels.weights import PackedWeight
 from ..packing.codecs import codec_of
-from .experts import Adapter, ExpertsCall, kept_nbytes, working_nbytes
+from ..packing.parametrize import holds_packed, read_packed
 
-_CALL, _SHAPE = "_moe_qlora_planned_call", "_moe_qlora_planned_shape"
 _LAYER_WIDTH = 8  # hidden states of a layer that no Linear layer gives out: norms, sums, attention
 
 
@@ -93,27 +91,17 @@ def fake_dequantize(parametrization: nn.Module, weight: PackedWeight) -> None:
 
 
 class _Sized(torch.autograd.Function):
-    """Gives out a tensor like x, and holds so many bytes: kept, in forward, in backward."""
+    """Returns a tensor like x, and saves so many bytes for backward."""
 
     @staticmethod
-    def forward(ctx: Any, sizes: tuple[int, int, int], x: Tensor, *others: Tensor) -> Tensor:
-        ctx.working = sizes[2]
-        kept, working = _bytes(sizes[0]), _bytes(sizes[1])
-        out = torch.empty_like(x)
-        del working
-        ctx.save_for_backward(kept, x, *others)
-        return out
+    def forward(ctx: Any, nbytes: int, x: Tensor, *trained: Tensor) -> Tensor:
+        ctx.save_for_backward(_bytes(nbytes), x, *trained)
+        return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         _, *inputs = ctx.saved_tensors
-        working = _bytes(ctx.working)
-        grads = [
-            torch.empty_like(tensor) if needed else None
-            for tensor, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True)
-        ]
-        del working
-        return None, *grads
+        return None, *(torch.empty_like(tensor) for tensor in inputs)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -151,80 +139,36 @@ def dispatched(
     return (ordered * top_k_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
 
-def fake_experts(module: Any, down: PackedWeight, *, dispatched_rows: bool = False) -> None:
-    """Replace the forward of a packed experts module that `experts_forward` computes.
-
-    With `dispatched_rows`, the module holds one rank's experts, and tokens come from all ranks.
-    """
-    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    experts, rows, columns = down.shape
-    hidden, intermediate = (columns, rows) if module.is_transposed else (rows, columns)
-    shape: dict[str, Any] = {  # the fields of a call that depend on the weights alone
-        "experts": experts,
-        "hidden": hidden,
-        "intermediate": intermediate,
-        "gated": bool(module.has_gate),
-        "transposed": stored_transposed(module, down),
-        "weight_itemsize": down.dtype.itemsize,
-        "known": down.spec.is_known,
-        "blocksize": down.blocksize,
-        "nested": down.nested is not None,
-    }
-
-    def run(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        loras = [active_lora(self, name) for name in names]
-        first, second = (
-            tuple(Adapter(lora.a.shape[0] // experts, lora.a.itemsize) for lora in active)
-            for active in loras
-        )
-        call = ExpertsCall(
-            tokens=x.shape[0],
-            top_k=top_k_index.shape[-1],
-            itemsize=x.element_size(),
-            routing_itemsize=top_k_weights.element_size(),
-            first=first,
-            second=second,
-            **shape,
-        )
-        self.__dict__[_CALL] = call
-        factors = [factor for active in loras for lora in active for factor in (lora.a, lora.b)]
-        sizes = (kept_nbytes(call), *working_nbytes(call))
-        return _Sized.apply(sizes, x, top_k_weights, *factors)
+def dispatch_rows(module: nn.Module) -> None:
+    """Let an experts module compute one rank's experts, with tokens from all ranks."""
 
     def forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if dispatched_rows:
-            return dispatched(partial(run, self), x, top_k_index, top_k_weights)
-        return run(self, x, top_k_index, top_k_weights)
+        return dispatched(partial(experts_forward, self), x, top_k_index, top_k_weights)
 
-    module.__dict__[_SHAPE] = shape
     set_forward(module, forward)
 
 
-def expert_calls(model: nn.Module) -> list[ExpertsCall]:
-    """Return the last call of each fake experts module that has run."""
-    return [m.__dict__[_CALL] for m in model.modules() if _CALL in m.__dict__]
-
-
 def fake_layer(module: nn.Module, top_k: int) -> None:
-    """Replace the forward of a whole layer, which then gives out hidden states like its own.
+    """Replace the forward of a whole layer, which then returns hidden states like its own.
 
-    A rough estimate: what its Linear layers and its experts give out, and eight hidden states.
+    A rough estimate: its experts, what its Linear layers return, and eight hidden states.
     """
     linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
     width = sum(linear.out_features for linear in linears)
-    experts = [part for part in module.modules() if _SHAPE in part.__dict__]
+    experts = [part for part in module.modules() if holds_packed(part) and can_serve(part)]
+    of_experts = {id(p) for part in experts for p in part.parameters()}
 
     def compute(x: Tensor) -> Tensor:
         tokens, hidden = x.numel() // x.shape[-1], x.shape[-1]
-        kept = x.element_size() * tokens * (width + _LAYER_WIDTH * hidden)
-        before = after = 0
         for part in experts:
-            call = ExpertsCall(tokens=tokens, top_k=top_k, **part.__dict__[_SHAPE])
-            part.__dict__[_CALL] = call
-            kept += kept_nbytes(call)
-            before, after = map(max, (before, after), working_nbytes(call))
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        return _Sized.apply((kept, before, after), x, *trained)
+            index = torch.empty(tokens, top_k, dtype=torch.long, device="meta")
+            weights = torch.empty(tokens, top_k, dtype=x.dtype, device="meta")
+            shape = tokens, _hidden_size(part)
+            rows = experts_forward(part, _Resized.apply(x, shape), index, weights)
+            x = x + _Resized.apply(rows, x.shape)
+        saved = x.element_size() * tokens * (width + _LAYER_WIDTH * hidden)
+        trained = [p for p in module.parameters() if p.requires_grad and id(p) not in of_experts]
+        return _Sized.apply(saved, x, *trained)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         x = first_floating(args, kwargs)
@@ -234,6 +178,25 @@ def fake_layer(module: nn.Module, top_k: int) -> None:
         return compute(x)
 
     set_forward(module, forward)
+
+
+def _hidden_size(experts: Any) -> int:
+    """Return H of an experts module, from its packed down projection."""
+    rows, columns = read_packed(experts, "down_proj").shape[1:]
+    return columns if experts.is_transposed else rows
+
+
+class _Resized(torch.autograd.Function):
+    """Returns a tensor of another shape; saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.shape = x.shape
+        return x.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.new_empty(ctx.shape), None
 
 
 class Passthrough(torch.autograd.Function):

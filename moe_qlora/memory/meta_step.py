@@ -24,8 +24,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..detection.trace import tensors_of
+from ..kernels.cards import PORTABLE, Card, planned_for
+from ..kernels.workspace import PlannedWorkspace, planned
 from ..models.named import quiet
 from .attention import counted_attention
+from .blocks import packed_parts
 from .budget import Activity
 from .meta_model import alike
 from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward
@@ -100,19 +103,31 @@ def run_meta_step(
     seq: int,
     experts: int = 1,
     groups: Sequence[Sequence[str]] | None = None,
-) -> tuple[Activity, ...]:
-    """Run one training step on meta, and return what each block does, in running order.
+    card: Card = PORTABLE,
+    workspace_cap: int = 1 << 62,
+) -> tuple[tuple[Activity, ...], int]:
+    """Run one training step on meta, by the kernels that are chosen for a card.
 
     `trained` are the bytes of the blocks' trained parameters; the model chooses among `experts`.
     `groups` are the blocks that are alike; None looks for them.
+
+    Returns:
+        What each block does, in running order, and the bytes of the workspace, which all blocks of
+        a device share.
     """
     groups = alike(blocks) if groups is None else groups
     ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
     grad_anchor = torch.zeros((), device="meta", requires_grad=True)
     model.zero_grad(set_to_none=True)
-    tracker = MemoryTracker([*model.parameters(), *model.buffers(), ids, grad_anchor], experts)
+    statistics = (tensor for part in packed_parts(model) for tensor in part.weight.statistics)
+    known = [*model.parameters(), *model.buffers(), *statistics, ids, grad_anchor]
+    tracker = MemoryTracker(known, experts)
+    workspace = PlannedWorkspace(workspace_cap, tracker.empty_uncounted)
     passed = _passthroughs(blocks, groups, grad_anchor)
-    with quiet(), counted_attention(), scans_by_size(model), passed, tracker, FusedAttention():
+    kernels = (planned_for(card), planned(workspace), counted_attention(), scans_by_size(model))
+    with quiet(), ExitStack() as stack, passed, tracker, FusedAttention():
+        for each in kernels:
+            stack.enter_context(each)
         recorder = BlockRecorder(tracker, blocks)
         try:
             loss = _loss(model, ids)
@@ -121,7 +136,7 @@ def run_meta_step(
         finally:
             recorder.close()
     model.zero_grad(set_to_none=True)
-    return _activities(recorder.readings, groups, trained)
+    return _activities(recorder.readings, groups, trained), workspace.nbytes
 
 
 def enable_checkpointing(model: Any) -> bool:

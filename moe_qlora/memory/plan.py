@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..kernels.cards import PORTABLE, Card, of_capability
 from ..layout import dtype_name
 from ..models import named
 from ..models.trainer.file import DEFAULT, AskedLora, TrainerFile
 from . import meta_model
 from .budget import ALIASES, OPTIMIZERS, Engine, Settings
-from .devices import parse_devices
+from .devices import Capability, parse_gpus
 from .engines import ENGINES
 from .hints import hints_of, notes_of
 from .planner import Planner
@@ -89,8 +90,9 @@ def plan(
             itself, packed already or with experts that `quantize_experts` will pack.
         quantization_config: `BitsAndBytesConfig` or dict; None is what the configuration says, else
             nf4 with double quantization. A model whose experts are packed stays as it is.
-        gpus: Sizes of the devices: "2x24GiB", bytes, or a list of either. A plan does not know the
-            cards: see `experts.ExpertsCall.quantized`.
+        gpus: The devices: "2xH100", "2x24GiB", bytes, or a list of these. Experts are computed as
+            on the card that is named; where cards differ, or a size alone is given, as on any card
+            of compute capability 8.0 and above.
         ddp: Ranks of a run under DDP; True takes as many as there are `gpus`. With one of these
             four, the plan is of each rank: one process with one of the GPUs. `engines.py` says what
             is counted. Without, layers are spread over the GPUs in one process.
@@ -146,7 +148,7 @@ def plan(
         "compile": compile,
         "accumulation": accumulation,
     }
-    capacities = _capacities(gpus)
+    capacities, card = devices_of(gpus)
     if isinstance(model, (str, Path)):
         model = named.resolve(model, trust_remote_code=trust_remote_code)
     file = getattr(model, "trainer", None) if isinstance(model, named.Source) else None
@@ -158,7 +160,7 @@ def plan(
         )
         compiled = (_COMPILED,) if settings.compile else ()
         source = replace(source, notes=(*source.notes, *asked.notes, *compiled))
-        planner = Planner(source, settings, asked.lora)
+        planner = Planner(source, settings, asked.lora, card)
         report = _report(planner, capacities, search=search and bool(capacities))
     except ConfigError as error:
         raise in_words_of(error, asked, file) from error
@@ -205,23 +207,28 @@ def check_settings(settings: Settings) -> None:
             raise ConfigError(f"{name} is {value!r}; give one of {', '.join(values)}.")
 
 
-def _capacities(gpus: Any) -> tuple[int, ...]:
-    """Return the bytes of each device that `gpus` names."""
+def devices_of(gpus: Any) -> tuple[tuple[int, ...], Card]:
+    """Return the bytes of each device that `gpus` names, and the card that they all are.
+
+    Where they differ, or one has no name, that is `PORTABLE`.
+    """
     if gpus is None:
-        return ()
-    sizes: list[int] = []
+        return (), PORTABLE
+    found: list[tuple[int, Capability | None]] = []
     try:
         for entry in [gpus] if isinstance(gpus, (str, int)) else gpus:
             if isinstance(entry, int) and entry <= 0:
                 raise ValueError(f"{entry} is no size of a device; it must be over 0")
-            sizes += parse_devices(str(entry))
-            if min(sizes) < _SMALLEST_DEVICE:
-                least = min(sizes)
+            found += parse_gpus(str(entry))
+            least = min(size for size, _ in found)
+            if least < _SMALLEST_DEVICE:
                 meant = f"{least}GiB" if least < 1000 else "the memory, as in 24GiB"
                 raise ValueError(f"{least} is a number of bytes; write {meant}")
     except ValueError as error:
         raise ConfigError(f"gpus: {error}.") from error
-    return tuple(sizes)
+    capabilities = {capability for _, capability in found}
+    known = capabilities.pop() if len(capabilities) == 1 else None
+    return tuple(size for size, _ in found), of_capability(known) if known else PORTABLE
 
 
 def _engine(asked: dict[str, int | bool | None], devices: int) -> Engine | None:

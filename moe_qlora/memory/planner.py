@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, cached_property
-from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 
 from ..errors import ConfigError, MoeQloraError
 from ..experts.forward_override import is_ligers
+from ..kernels.cards import PORTABLE, Card
 from ..kernels.limits import WORKSPACE_PART, cdiv
 from ..kernels.weights import PackedWeight
 from ..lora import targets
@@ -26,11 +26,11 @@ from . import attention, blocks, meta_model, meta_step
 from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget, StepMoment
 from .devices import reserve_nbytes
 from .engines import Sharding
-from .experts import workspace_nbytes
 from .meta_model import filled, tells_layers_apart
-from .meta_ops import expert_calls
 from .report import MemoryPlan
 from .source import ModelSource
+
+_NO_CAP = 1 << 62  # bytes
 
 
 class _NeedsWholeError(Exception):
@@ -40,10 +40,17 @@ class _NeedsWholeError(Exception):
 class Planner:
     """Peaks of one model, for any batch, sequence and devices."""
 
-    def __init__(self, source: ModelSource, settings: Settings, lora_config: Any = None) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        settings: Settings,
+        lora_config: Any = None,
+        card: Card = PORTABLE,
+    ) -> None:
         self.source = source
         self.settings = settings
         self.lora_config = lora_config
+        self.card = card  # For which experts are computed
         self.notes: list[str] = []  # What to know about the figures, a sentence each
         self.eager: attention.EagerAttention | None = None  # Where it need not be
         self.estimated = False  # Whether the layers' activations are an estimate
@@ -105,7 +112,8 @@ class Planner:
         The model and its steps are shared where they are the same, which expert parallelism
         changes.
         """
-        other = Planner(self.source, replace(self.settings, engine=engine), self.lora_config)
+        settings = replace(self.settings, engine=engine)
+        other = Planner(self.source, settings, self.lora_config, self.card)
         if not any(e and e.name == "ep" for e in (engine, self.settings.engine)):
             other.__dict__["meta"] = self.meta
             other._step, other.notes = self._step, self.notes
@@ -115,7 +123,7 @@ class Planner:
     def report(self, capacities: Sequence[int]) -> MemoryPlan:
         """Return the plan for these devices, without a search and without hints."""
         batch, seq = self.settings.batch, self.settings.seq
-        peak = self.peak(batch, seq)
+        peak = self.peak(batch, seq, capacities)
         uses = self.uses(batch, seq, capacities) if capacities else ()
         return MemoryPlan(
             label=self.source.label,
@@ -135,20 +143,24 @@ class Planner:
             on_disk=self.source.on_disk,
         )
 
-    def peak(self, batch: int, seq: int, loss_part: float = 1.0) -> Peak:
-        """Return the peak on one device that holds all, and `loss_part` of the loss at a time."""
-        return self._budget(batch, seq, None, loss_part).peak()
+    def peak(
+        self, batch: int, seq: int, capacities: Sequence[int] = (), loss_part: float = 1.0
+    ) -> Peak:
+        """Return the peak on one device that holds all, and `loss_part` of the loss at a time.
+
+        The workspace keeps to the cap that it has on devices of these bytes.
+        """
+        return self._budget(batch, seq, capacities, loss_part).peak()
 
     def moments(self) -> tuple[StepMoment, ...]:
         """Return a step on one device that holds all, moment by moment."""
-        return self._budget(self.settings.batch, self.settings.seq, None, 1.0).moments()
+        return self._budget(self.settings.batch, self.settings.seq, (), 1.0).moments()
 
     def uses(
         self, batch: int, seq: int, capacities: Sequence[int], loss_part: float = 1.0
     ) -> tuple[DeviceUse, ...]:
         """Return the blocks over devices of these bytes; the rest is as in `peak`."""
-        cap = min(capacities) // WORKSPACE_PART
-        budget = self._budget(batch, seq, cap, loss_part)
+        budget = self._budget(batch, seq, capacities, loss_part)
         spread = budget.on_each if self.settings.engine else budget.spread
         return spread(capacities)
 
@@ -161,9 +173,10 @@ class Planner:
         return max(use.needed / use.capacity for use in self.uses(batch, seq, capacities))
 
     def _budget(
-        self, batch: int, seq: int, workspace_cap: int | None, loss_part: float
+        self, batch: int, seq: int, capacities: Sequence[int], loss_part: float
     ) -> StepBudget:
-        activities, buffers = self._step(batch, seq)
+        cap = min(capacities) // WORKSPACE_PART if capacities else _NO_CAP
+        activities, workspace = self._step(batch, seq, cap)
         if activities:
             part, more = (loss_part, 0)
             if self.settings.liger:
@@ -171,7 +184,6 @@ class Planner:
             last = activities[-1]
             sizes = [int(s * part) + more for s in (last.kept, last.forward, last.backward)]
             activities = (*activities[:-1], Activity(last.name, *sizes))
-        workspace = sum(s if workspace_cap is None else min(s, workspace_cap) for s in buffers)
         settings = replace(self.settings, batch=batch, seq=seq, workspace=workspace)
         groups = self._groups(activities)
         if self.sharding is None:
@@ -199,17 +211,11 @@ class Planner:
         itemsize = next(self.meta.base.parameters()).dtype.itemsize
         return min(chunk / tokens, 1.0), tokens * hidden * itemsize
 
-    def _run_step(self, batch: int, seq: int) -> tuple[tuple[Activity, ...], list[int]]:
-        """Return what each block does, and the workspace's buffers, of one step of this size."""
-        activities = self._activities(batch, seq)
-        per_call = {
-            workspace_nbytes(call, checkpointing=self.settings.checkpointing)
-            for call in expert_calls((self._unpacked or self.meta).base)
-        }
-        return activities, [max(sizes) for sizes in zip_longest(*per_call, fillvalue=0)]
+    def _run_step(self, batch: int, seq: int, cap: int) -> tuple[tuple[Activity, ...], int]:
+        """Return what each block does in a step, and the bytes of the workspace of this cap.
 
-    def _activities(self, batch: int, seq: int) -> tuple[Activity, ...]:
-        """Run the step; where that fails, with Linear layers unpacked, then with fake layers."""
+        Where the step fails, it runs with Linear layers unpacked, then with fake layers.
+        """
         while True:
             meta = self._unpacked or self.meta
             try:
@@ -221,6 +227,8 @@ class Planner:
                     seq=seq,
                     experts=max((param.num_experts for param in meta.layout.experts), default=1),
                     groups=None if meta.skeleton is None else meta.skeleton.groups,
+                    card=self.card,
+                    workspace_cap=cap,
                 )
             except MoeQloraError:
                 raise

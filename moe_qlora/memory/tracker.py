@@ -57,6 +57,7 @@ class MemoryTracker(TorchDispatchMode):
         self.experts = experts
         self.live = 0
         self.peak = 0
+        self._uncounted = False
         self._known = [tensor.untyped_storage() for tensor in known]
         self._seen = {storage._cdata for storage in self._known}
 
@@ -78,6 +79,14 @@ class MemoryTracker(TorchDispatchMode):
             self._count(tensor)
         return out
 
+    def empty_uncounted(self, nbytes: int) -> Tensor:
+        """Return a tensor of bytes on meta that is not counted, nor are its views."""
+        self._uncounted = True
+        try:
+            return _bytes(nbytes)
+        finally:
+            self._uncounted = False
+
     def mark(self) -> int:
         """Start a new section, and return the most that was alive in the one before."""
         peak, self.peak = self.peak, self.live
@@ -87,6 +96,10 @@ class MemoryTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._seen:
+            return
+        if self._uncounted:
+            self._known.append(storage)
+            self._seen.add(key)
             return
         size = cdiv(storage.nbytes(), GRAIN) * GRAIN
         self._seen.add(key)

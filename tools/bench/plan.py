@@ -129,6 +129,8 @@ def measure(case: Case, device: torch.device, options: argparse.Namespace, where
         "optimizer": case.optimizer,
         "checkpointing": case.checkpointing,
     }
+    if device.type == "cuda":
+        asked["gpus"] = torch.cuda.get_device_name(device)
     planned = moe_qlora.plan(model, **asked)
     if case.linears:
         from_config = moe_qlora.plan(config, **asked)

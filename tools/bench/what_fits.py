@@ -26,8 +26,10 @@ from typing import Any, NamedTuple
 from common import RESULTS, head
 from pages import GB, find, rows_of
 
+from moe_qlora.kernels.cards import PORTABLE, Card
 from moe_qlora.memory.budget import Engine, Settings
 from moe_qlora.memory.devices import exact_size, parse_devices
+from moe_qlora.memory.plan import devices_of
 from moe_qlora.memory.planner import Planner
 from moe_qlora.memory.source import source_of
 
@@ -145,28 +147,31 @@ class Planned:
         self.model = model
         self.planner = cache(self._planner)
         self.with_engine = cache(self._with_engine)
+        self.source = source_of(model, None, None, False)
 
     def cell(self, gpus: str, seq: int) -> Cell:
         """The first setting that fits, else the memory that the smallest needs."""
-        devices = parse_devices(gpus)
+        devices, card = devices_of(gpus)
         for letter in SETTINGS:
             for engine in engines_of(len(devices)):
-                if self.fits(letter, engine, seq, devices):
+                if self.fits(letter, engine, seq, devices, card):
                     return self._cell(gpus, seq, letter, engine, 0)
         letter, engine = [*SETTINGS][-1], engines_of(len(devices))[-1]
         least = self.least(letter, engine, seq, devices)
         return self._cell(gpus, seq, letter, engine, least)
 
-    def fits(self, letter: str, engine: str, seq: int, devices: Sequence[int]) -> bool:
+    def fits(
+        self, letter: str, engine: str, seq: int, devices: Sequence[int], card: Card = PORTABLE
+    ) -> bool:
         """Whether a step fits these devices, and the model while it loads."""
-        planner = self.with_engine(letter, engine, len(devices))
+        planner = self.with_engine(letter, engine, len(devices), card)
         # The report takes what the model needs while it loads as well, and a second more.
         of_seq = planner.with_settings(replace(planner.settings, seq=seq))
         return planner.fits(1, seq, devices) and bool(of_seq.report(devices).fits)
 
     def least(self, letter: str, engine: str, seq: int, devices: Sequence[int]) -> int:
         """The whole GiB that each of as many devices must have."""
-        planner = self.with_engine(letter, engine, len(devices))
+        planner = self.with_engine(letter, engine, len(devices), PORTABLE)
         size = max(use.needed for use in planner.uses(1, seq, devices)) >> 30
         # The workspace grows with the device, to a limit.
         while not self.fits(letter, engine, seq, [size << 30] * len(devices)):
@@ -174,18 +179,20 @@ class Planned:
         return size
 
     def _cell(self, gpus: str, seq: int, letter: str, engine: str, least: int) -> Cell:
-        devices = [least << 30] * len(parse_devices(gpus)) if least else parse_devices(gpus)
-        uses = self.with_engine(letter, engine, len(devices)).uses(1, seq, devices)
+        devices, card = devices_of(gpus)
+        if least:  # a size is the size of any card
+            devices, card = (least << 30,) * len(devices), PORTABLE
+        uses = self.with_engine(letter, engine, len(devices), card).uses(1, seq, devices)
         use = max(uses, key=lambda use: use.needed)
         peak = use.peak.nbytes if use.peak else 0
         return Cell(self.model, gpus, seq, letter, engine, not least, peak, use.needed, least)
 
-    def _planner(self, letter: str) -> Planner:
+    def _planner(self, letter: str, card: Card) -> Planner:
         settings = Settings(**{**MODELS[self.model], **SETTINGS[letter]})
-        return Planner(source_of(self.model, None, None, False), settings)
+        return Planner(self.source, settings, card=card)
 
-    def _with_engine(self, letter: str, engine: str, ranks: int) -> Planner:
-        planner = self.planner(letter)
+    def _with_engine(self, letter: str, engine: str, ranks: int, card: Card) -> Planner:
+        planner = self.planner(letter, card)
         return planner.with_engine(Engine(engine, ranks)) if engine else planner
 
 
@@ -250,7 +257,7 @@ def _planned(model: str, batch: int, seq: int, engine: Engine | None, **options:
     """The planned peak of a whole model of the benchmarks, whose Linear layers are not packed."""
     settings = Settings(batch, seq, 16, "attention,experts", "bfloat16", **options)
     source = replace(source_of(model, None, None, False), linears=False)
-    planner = Planner(source, settings)
+    planner = Planner(source, settings, card=devices_of("H200")[1])  # which measured them
     return (planner.with_engine(engine) if engine else planner).peak(batch, seq).nbytes
 
 

@@ -342,7 +342,7 @@ def test_devices_that_fall_back(monkeypatch):
     )
     assert found({}, H100, HOPPER, None, [slow, slow])[0].startswith("warning: 6 expert layers")
     assert len(found({}, T4, TURING, None, [slow])) == 1
-    monkeypatch.setattr(doctor, "layer_kernels", lambda: None)
+    monkeypatch.setattr(doctor, "has_triton", lambda: False)
     assert found({}, H100, HOPPER)[0].startswith("problem: Triton is not installed")
 
 
@@ -378,7 +378,7 @@ def test_the_command(cli, steady, tmp_path, monkeypatch):
     report = json.loads(out)
     assert report["good"] and report["device"]["capability"] == "9.0"
     assert [layer["backend"] for layer in report["layers"]] == ["fused layer"]
-    monkeypatch.setattr(doctor, "layer_kernels", lambda: None)
+    monkeypatch.setattr(doctor, "has_triton", lambda: False)
     code, out, err = cli("doctor", "--gpu", "H100")
     assert (code, err) == (1, "")
     assert "problem: Triton is not installed" in " ".join(out.split())

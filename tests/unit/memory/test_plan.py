@@ -15,9 +15,11 @@ from torch import nn
 from transformers import BitsAndBytesConfig, Qwen3MoeConfig
 
 import moe_qlora
+from moe_qlora.experts import backend
 from moe_qlora.kernels import limits
+from moe_qlora.kernels.cards import PORTABLE, of_capability
 from moe_qlora.memory import blocks as block_names
-from moe_qlora.memory import budget, devices, experts, meta_ops, meta_step
+from moe_qlora.memory import budget, devices, meta_ops, meta_step
 from moe_qlora.memory import plan as planning
 from moe_qlora.memory.budget import Activity, Block, Settings, StepBudget, optimizer_nbytes
 from moe_qlora.memory.meta_model import alike
@@ -148,7 +150,7 @@ def test_adapters_are_those_that_peft_creates(folders, family):
 @pytest.fixture
 def by_projection(monkeypatch):
     """Projections one by one, as on the CPU, and on a GPU before whole layers had kernels."""
-    monkeypatch.setattr(experts.ExpertsCall, "fused", False)
+    monkeypatch.setattr(backend, "fused_obstacle", lambda module, call: ("as then", ()))
 
 
 STATISTICS = 128 * 2048 * 1536 // 64 * 4
@@ -178,55 +180,48 @@ def test_peaks_of_fused_layers_measured_on_an_h200(layers, seq, targets, adapter
     assert made.peak.parts["decode scratch"] == workspace
 
 
-def test_fused_layers_by_hand():
-    """Qwen3-30B-A3B at 16,384 tokens with LoRA: 458 MiB are kept, the input included."""
-    lora = (experts.Adapter(16, 2),)
-    call = experts.ExpertsCall(16384, 8, 128, 2048, 768, first=lora, second=lora)
-    rows = 16384 * 8
-    assert experts.kept_nbytes(call) == rows * (1536 + 16 + 16) * 2 + 8 * rows
-    weights = [128 * (1536 + 16) * (2048 + 16) * 2, 128 * (2048 + 16) * (768 + 16) * 2]
-    assert experts.workspace_nbytes(call, checkpointing=True) == tuple(weights)
-    statistics = 128 * 2048 * 1536 // 64 * 4
-    # On Hopper forward computes on codes up to 1,024 rows an expert, backward up to 512.
-    assert experts.workspace_nbytes(call, checkpointing=False) == (weights[0], statistics)
-    more = replace(call, tokens=16385)
-    assert experts.workspace_nbytes(more, checkpointing=False) == (weights[0],)
-    first = replace(call, intermediate=704)  # only the first sums over whole groups of 256
-    assert experts.workspace_nbytes(first, checkpointing=True)[2:] == (statistics * 704 // 768,)
-    few = experts.ExpertsCall(2048, 8, 128, 2048, 768)  # 128 rows an expert
-    assert experts.workspace_nbytes(few, checkpointing=True) == (statistics,)
-    assert experts.workspace_nbytes(replace(few, nested=False), checkpointing=True) == ()
-    plain = [128 * 1536 * 2048 * 2, 128 * 2048 * 768 * 2]
-    small_blocks = replace(few, blocksize=32)
-    assert experts.workspace_nbytes(small_blocks, checkpointing=True) == (2 * statistics,)
-    large_blocks = replace(few, blocksize=4096)  # they do not lie within rows
-    assert experts.workspace_nbytes(large_blocks, checkpointing=True) == tuple(plain)
-    single = replace(few, itemsize=4)
-    assert experts.workspace_nbytes(single, checkpointing=True) == ()
-    # float32 adapters take the same path; their gradients are as wide as they are
-    wide = replace(call, first=(experts.Adapter(16, 4),))
-    assert experts.workspace_nbytes(wide, checkpointing=True) == tuple(weights)
-    assert experts.kept_nbytes(wide) == experts.kept_nbytes(call)
+HOPPER = of_capability((9, 0))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_rows_up_to_which_nothing_is_dequantized(kind, transposed):
-    """A plan does not know the card: it counts the limit of all of them, which Hopper's exceeds."""
-    at_limit = experts.ExpertsCall(
-        limits.ROWS_ON_QUANTIZED * 128 // 8, 8, 128, 2048, 768, transposed=transposed,
-        nested=kind != "int8", blocksize=0 if kind == "int8" else 64,
-    )  # fmt: skip
-    over = replace(at_limit, tokens=at_limit.tokens + 1)
-    hopper = replace(at_limit, tokens=limits.ROWS_ON_QUANTIZED_HOPPER * 128 // 8)
-    assert (at_limit.quantized, over.quantized, hopper.quantized) == (True, False, False)
-    statistics = (STATISTICS,) if kind == "nf4" else ()
-    assert experts.workspace_nbytes(at_limit, checkpointing=True) == statistics
-    assert sum(experts.workspace_nbytes(over, checkpointing=True)) == DEQUANTIZED
-    # On Hopper, checkpointing dequantizes the first projection alone: no more than is planned.
-    assert sum(experts.workspace_nbytes(hopper, checkpointing=True)) >= (
-        128 * 2048 * 1536 * 2 + STATISTICS
-    )
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("kind", ["nf4 double", "int8"])
+@pytest.mark.parametrize(
+    ("card", "rows", "dequantizes"),
+    [
+        (PORTABLE, limits.ROWS_ON_QUANTIZED, False),
+        (PORTABLE, limits.ROWS_ON_QUANTIZED + 1, True),
+        (HOPPER, limits.ROWS_ON_QUANTIZED_HOPPER, False),
+        (HOPPER, limits.ROWS_ON_QUANTIZED_HOPPER + 1, True),
+    ],
+)
+def test_rows_up_to_which_nothing_is_dequantized(card, rows, dequantizes, kind, checkpointing):
+    """Of each card its own limit; Hopper's kernels read 4-bit codes alone."""
+    config = qwen3_30b(num_hidden_layers=2, vocab_size=4096)
+    source = source_of(config, BitsAndBytesConfig(**PACKINGS[kind]), None, False)
+    made = Planner(source, Settings(checkpointing=checkpointing), card=card)
+    _, workspace = made._step(1, rows * 128 // 8, 1 << 62)
+    first, second = 128 * 2048 * 1536 * 2, 128 * 2048 * 768 * 2
+    if kind == "int8":
+        dequantizes |= card == HOPPER
+        assert workspace == (first + second * checkpointing if dequantizes else 0)
+    elif not dequantizes:
+        assert workspace == STATISTICS
+    elif card == PORTABLE:  # a recomputation's two weights stay for backward
+        assert workspace == first + second * checkpointing
+    else:  # forward is on the codes, and backward's two weights take turns
+        assert workspace == first + STATISTICS
+
+
+def test_a_card_that_is_named_computes_as_it_does():
+    """At 512 rows an expert Hopper dequantizes nothing; a size alone may be of any card."""
+    sizes = {"num_hidden_layers": 2, "vocab_size": 4096}
+    plan = partial(moe_qlora.plan, qwen3_30b(**sizes), seq=8192, search=False)
+    scratch = {gpus: plan(gpus=gpus).peak.parts["decode scratch"] for gpus in ("H100", "79GiB")}
+    assert scratch == {"H100": STATISTICS, "79GiB": DEQUANTIZED}
+    assert plan(gpus="H100,A100-40GB").peak == plan(gpus="79GiB,39GiB").peak
+    # An eighth of the device's memory bounds a buffer, and weights then go in slices.
+    small = plan(gpus="4GiB").peak.parts["decode scratch"]
+    assert 0 < small <= 2 * (4 * GIB // limits.WORKSPACE_PART) and small < DEQUANTIZED
 
 
 @pytest.mark.parametrize(("changes", "trained", "peak"), MEASURED)
@@ -282,8 +277,8 @@ def test_alike_layers_need_not_all_run(family, targets, checkpointing):
     sizes = {"batch": 1, "seq": 96, "experts": 4}
     assert alike(modules) or family == "qwen3_next"
     some = meta_step.run_meta_step(meta.model, modules, trained, **sizes)
-    every = meta_step.run_meta_step(meta.model, modules, trained, **sizes, groups=())
-    assert some == every
+    every, workspace = meta_step.run_meta_step(meta.model, modules, trained, **sizes, groups=())
+    assert some == (every, workspace)
     layers = [activity for activity in every if ".layers." in activity.name]
     assert len(layers) == len(every) - 4
     assert all(layer.kept > 0 and layer.backward > layer.kept for layer in layers)
@@ -297,7 +292,8 @@ def test_the_tracker_counts_like_saved_tensors():
     )
     model = made.meta.model
     ids = torch.zeros(1, 80, dtype=torch.long, device="meta")
-    held = [*model.parameters(), *model.buffers(), ids]
+    statistics = [tensor for part in made.meta.parts for tensor in part.weight.statistics]
+    held = [*model.parameters(), *model.buffers(), *statistics, ids]
     weights = {tensor.untyped_storage()._cdata for tensor in held}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -324,52 +320,6 @@ def test_the_tracker_counts_like_saved_tensors():
     left = tracker.live - sum(-(-grad.nbytes // 512) * 512 for grad in gradients)
     assert len(gradients) == 2 * 4 * 2
     assert 0 <= left <= 4096
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "nemotron_h"])
-def test_kept_bytes_of_experts_are_what_autograd_saves(family, by_projection):
-    model = tiny_model(family, dtype=torch.bfloat16)
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**PACKINGS["nf4 double"]))
-    name = moe_qlora.detect(model).modules[0].name
-    module = model.get_submodule(name)
-    param = next(p for p in moe_qlora.detect(model).experts if p.role == "down")
-    top_k, gated = 2, family != "nemotron_h"
-    shape = {"top_k": top_k, "experts": param.num_experts, "hidden": param.out_features}
-    shape |= {"intermediate": param.in_features, "gated": gated}
-    tokens, hidden = 24, param.out_features
-    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
-    index = torch.stack([torch.randperm(shape["experts"])[:top_k] for _ in range(tokens)])
-    weights = torch.rand(tokens, top_k, dtype=torch.bfloat16, requires_grad=True)
-    inputs = {t.untyped_storage()._cdata for t in (x, index, weights)}
-    saved = {}
-
-    def keep(tensor):
-        if tensor.untyped_storage()._cdata not in inputs:
-            saved[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = module(x, index, weights)
-    total = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
-    out.sum().backward()
-    call = experts.ExpertsCall(tokens=tokens, **shape)
-    assert total == experts.kept_nbytes(call)
-
-
-def test_projections_by_hand(by_projection):
-    """Qwen3-30B-A3B: rows of hidden states, gate_up dequantized, less activations that are gone."""
-    call = experts.ExpertsCall(4096, 8, 128, 2048, 768)
-    rows, decoded = 4096 * 8, 128 * 2048 * 1536 * 2
-    forward, backward = experts.working_nbytes(call)
-    assert forward == rows * 2048 * 2 + decoded - rows * 768 * 2
-    assert backward == 2 * rows * 2048 * 2 + decoded - rows * 768 * 2
-    odd = replace(call, intermediate=769)  # no grouped product: one expert at a time
-    assert experts.working_nbytes(odd)[1] < backward - decoded // 2
-    wide = experts.working_nbytes(replace(call, first=(experts.Adapter(16, 4),)))
-    # in float32: the input's rows, what goes on, the sum, that in the tokens' order, and by token
-    factors = 2 * 128 * 16 * (2048 + 1536) * 4
-    expected = rows * 2048 * (2 + 4 * 4) + 4096 * 2048 * 4 + factors - rows * 768 * 2
-    assert wide[1] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,123 @@
+"""An experts module on meta allocates what it allocates where it computes."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from moe_qlora.experts import backend, forward, lora_source
+from moe_qlora.kernels import cards, launch, workspace
+from moe_qlora.kernels.cards import PORTABLE, of_capability
+from moe_qlora.memory import meta_model
+from moe_qlora.memory.plan import plan
+from moe_qlora.memory.tracker import MemoryTracker
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.testing import tiny_config
+from tests.helpers.lora_layer import Provider
+
+NAMES = ("gate_up_proj", "down_proj")
+E, H, INNER, K = 3, 64, 64, 2
+
+
+@pytest.fixture
+def host():
+    """A model of one packed experts module."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = copy.deepcopy(tiny_config("qwen3_moe"))
+    config.hidden_size, config.moe_intermediate_size = H, INNER
+    config.num_experts, config.num_experts_per_tok = E, K
+    config._experts_implementation = "eager"
+    host = nn.Module()
+    host.config, host.experts = config, Qwen3MoeExperts(config).half()
+    host.requires_grad_(False)
+    for name in NAMES:
+        parameter = getattr(host.experts, name)
+        nn.init.normal_(parameter, std=0.1)
+        packed = codec.pack(parameter.data, CodecSettings("nf4", True, torch.uint8))
+        parametrize.attach(host.experts, name, packed)
+    return host
+
+
+def activated(host, device):
+    """The experts module of a copy, with LoRA, and its inputs of some tokens."""
+    model = meta_model.copy_to_meta(host) if device == "meta" else copy.deepcopy(host)
+    forward.activate(model, ["experts"])
+    with torch.device(device):
+        provider = Provider({NAMES[0]: (2 * INNER, H), NAMES[1]: (H, INNER)}, E, torch.float16)
+    lora_source.set_lora_source(model.experts, provider)
+    return model.experts
+
+
+def allocations(module, tokens, device):
+    """Bytes saved for backward, and the most of forward and of backward, output included."""
+    x = torch.randn(tokens, H, device=device).half().requires_grad_()
+    weights = torch.rand(tokens, K, device=device).half().requires_grad_()
+    index = torch.arange(K, device=device).repeat(tokens, 1)  # the most that an expert can have
+    grad = torch.ones(tokens, H, dtype=torch.float16, device=device)
+    packed = [parametrize.read_packed(module, name) for name in NAMES]
+    known = [*module.parameters(), *module.buffers(), x, weights, index, grad]
+    known += [tensor for weight in packed for tensor in weight.statistics]
+    lora = [each for name in NAMES for each in lora_source.active_lora(module, name)]
+    known += [factor for each in lora for factor in (each.a, each.b)]
+    tracker = MemoryTracker(known, E)
+    with tracker:
+        out = module(x, index, weights)
+        saved, most = tracker.live, tracker.mark()
+        out.backward(grad)
+        return saved, most, tracker.mark()
+
+
+def on_meta(host, tokens, card, cap=1 << 40):
+    """The same, with the workspace counted too."""
+    allocate = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="meta")  # noqa: E731
+    planned = workspace.PlannedWorkspace(cap, allocate)
+    with cards.planned_for(card), workspace.planned(planned):
+        return allocations(activated(host, "meta"), tokens, "meta")
+
+
+@pytest.mark.parametrize(("tokens", "cap"), [(40, None), (420, None), (420, 3 * 64 * 128 * 2)])
+def test_a_fused_layer_allocates_on_meta_what_it_allocates_elsewhere(
+    host, tokens, cap, monkeypatch
+):
+    """On the codes, dequantized, and in pieces and slices under a cap of the workspace."""
+    planned = on_meta(host, tokens, PORTABLE, cap or 1 << 40)
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda *args: None)  # for time's sake
+    monkeypatch.setattr(backend, "kernels_run", lambda device: True)
+    workspace.set_workspace_cap(cap)  # which releases the workspace
+    try:
+        with cards.acting_as(PORTABLE):
+            assert allocations(activated(host, "cpu"), tokens, "cpu") == planned
+    finally:
+        workspace.set_workspace_cap(None)
+    assert planned[0] < planned[1] < planned[2]
+
+
+@pytest.mark.parametrize("card", [of_capability((7, 5)), of_capability((9, 0))])
+def test_projections_allocate_on_meta_what_they_allocate_elsewhere(host, card, monkeypatch):
+    """Expert by expert on a card without kernels, else by grouped matmuls."""
+    grouped = card.capability >= (8, 0)
+    monkeypatch.setattr(backend, "fused_obstacle", lambda module, call: ("by projection", ()))
+    planned = on_meta(host, 40, card)
+    monkeypatch.setattr("moe_qlora.experts.projection.runs_grouped", lambda *args: grouped)
+    real = allocations(activated(host, "cpu"), 40, "cpu")
+    assert planned[0] == real[0]
+    assert planned == pytest.approx(real, rel=0.02)
+
+
+def test_a_plan_needs_no_triton():
+    """As on a laptop that plans for a machine with GPUs."""
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from moe_qlora.memory.plan import plan\n"
+        "print(plan('olmoe-1b-7b-0924', gpus='24GiB', search=False).peak.nbytes)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    here = plan("olmoe-1b-7b-0924", gpus="24GiB", search=False).peak.nbytes
+    assert done.stdout.strip() == str(here), done.stderr
