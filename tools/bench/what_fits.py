@@ -19,7 +19,7 @@ import datetime as dt
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from moe_qlora.memory.budget import Engine, Settings
 from moe_qlora.memory.devices import exact_size, parse_devices
 from moe_qlora.memory.plan import devices_of
 from moe_qlora.memory.planner import Planner
-from moe_qlora.memory.source import source_of
+from moe_qlora.memory.source import ModelSource, source_of
 
 DATA = RESULTS.with_name("planned") / "what_fits.csv"
 CHECKED = RESULTS.with_name("planned") / "what_fits_checked.csv"
@@ -147,7 +147,6 @@ class Planned:
         self.model = model
         self.planner = cache(self._planner)
         self.with_engine = cache(self._with_engine)
-        self.source = source_of(model, None, None, False)
 
     def cell(self, gpus: str, seq: int) -> Cell:
         """The first setting that fits, else the memory that the smallest needs."""
@@ -190,6 +189,11 @@ class Planned:
     def _planner(self, letter: str, card: Card) -> Planner:
         settings = Settings(**{**MODELS[self.model], **SETTINGS[letter]})
         return Planner(self.source, settings, card=card)
+
+    @cached_property
+    def source(self) -> ModelSource:
+        """Where the model comes from."""
+        return source_of(self.model, None, None, False)
 
     def _with_engine(self, letter: str, engine: str, ranks: int, card: Card) -> Planner:
         planner = self.planner(letter, card)

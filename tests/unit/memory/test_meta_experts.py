@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_qlora.experts import backend, forward, lora_source
+from moe_qlora.experts import backend, forward, operands
 from moe_qlora.kernels import cards, launch, workspace
 from moe_qlora.kernels.cards import PORTABLE, of_capability
 from moe_qlora.memory import meta_model
@@ -51,7 +51,7 @@ def activated(host, device):
     forward.activate(model, ["experts"])
     with torch.device(device):
         provider = Provider({NAMES[0]: (2 * INNER, H), NAMES[1]: (H, INNER)}, E, torch.float16)
-    lora_source.set_lora_source(model.experts, provider)
+    operands.set_lora_source(model.experts, provider)
     return model.experts
 
 
@@ -64,7 +64,7 @@ def allocations(module, tokens, device):
     packed = [parametrize.read_packed(module, name) for name in NAMES]
     known = [*module.parameters(), *module.buffers(), x, weights, index, grad]
     known += [tensor for weight in packed for tensor in weight.statistics]
-    lora = [each for name in NAMES for each in lora_source.active_lora(module, name)]
+    lora = [each for name in NAMES for each in operands.active_lora(module, name)]
     known += [factor for each in lora for factor in (each.a, each.b)]
     tracker = MemoryTracker(known, E)
     with tracker:

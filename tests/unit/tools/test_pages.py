@@ -127,7 +127,7 @@ def test_a_cell_has_the_first_setting_that_fits(fits, monkeypatch):
     planned = fits.Planned("model")
     asked = []
 
-    def takes(letter, engine, seq, devices):
+    def takes(letter, engine, seq, devices, card):
         asked.append((letter, engine))
         return (letter, engine) in enough
 
