@@ -1,13 +1,13 @@
-"""Packing: a fused expert weight goes in, bitsandbytes' 4-bit or int8 format comes out, and back.
+"""Packing: fused expert weights to bitsandbytes' 4-bit or int8 formats, and back.
 
 Open codec.py first. In the order of use:
 
-codecs.py       what a codec is, and the registry of them: bnb4bit.py, int8.py, mxfp4.py
+codecs.py       the interface of a codec, and their registry: bnb4bit.py, int8.py, mxfp4.py
 settings.py     the fields of a `BitsAndBytesConfig` that decide how a weight is packed, and the
                 dtypes, shapes and bytes of the tensors that result
 selection.py    which weights of a model are packed, and the rule of `llm_int8_skip_modules`
 codec.py        pack a weight, whole or in pieces, and dequantize any range of its experts
-decoders.py     the modules that hold a weight's statistics, for one GPU and for many;
+decoders.py     the modules with a weight's statistics, for one GPU and for many;
                 conversion to and from bitsandbytes' `QuantState`
 state_dict.py   packed weights in state dicts, under bitsandbytes' keys and as parameters
 parametrize.py  how a packed weight sits on its module, moves, is copied, saved and loaded;

@@ -4,18 +4,18 @@ For n weights under the key `<name>`, where a block is 64 weights:
 
     <name>              storage dtype (n / 2 / itemsize, 1)   two codes in a byte
     .absmax             float32   (n / 64,)                   one a block
-    .quant_map          float32   (16,)                       what the codes stand for
+    .quant_map          float32   (16,)                       the codes' values
     .quant_state.bitsandbytes__<kind>   uint8   any length    record: JSON of the rest
     and with double quantization, which cuts the absmax into blocks of 256:
     .absmax             uint8     (n / 64,)
     .nested_absmax      float32   (n / 64 / 256,)
     .nested_quant_map   float32   (256,)
-    and in the record, the offset (float32) that was taken off the absmax
+    and in the record, the offset (float32) that was subtracted from the absmax
 
-The value of a weight is table[code] * absmax. Cut by experts, a block of the first level must not
-belong to two ranks. 256 blocks are coded together on the second level; where these straddle the
-end of a share, the share's absmax are coded anew in blocks of their own, and `is_exact` says so.
-The offset is the whole weight's either way, so that shares join again.
+The value of a weight is table[code] * absmax. Where experts are divided over ranks, no first-level
+block may belong to two ranks. A second-level block is 256 first-level ones; where one straddles the
+end of a share, the share's absmax are quantized again in blocks of their own, and `is_exact` is
+False. The offset is the whole weight's either way, so that shares join again.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Bnb4bit(Codec):
             yield from bad_scales(tensors.get(end), name)
         tables = (TABLE, torch.tensor(self.table)), (NESTED_TABLE, _dynamic())
         for end, table in tables:
-            # Computed anew by each version and machine: the last bit may differ, and does no harm.
+            # Recomputed by each version and machine: the last bit may differ, without harm.
             if end in tensors and not torch.allclose(tensors[end].cpu(), table, rtol=0, atol=1e-6):
                 yield f"has values as its {end} that are not the code table of bitsandbytes"
         try:
@@ -120,7 +120,7 @@ class Bnb4bit(Codec):
             reason = f"{type(error).__name__}: {error}"
             yield f"has a record of its settings that cannot be read ({reason:.80})"
         else:
-            # As text, in which 64, 64.0 and True differ.
+            # Compared as text, in which 64, 64.0 and True differ.
             if json.dumps(said, sort_keys=True) != json.dumps(right, sort_keys=True):
                 yield f"says of itself {said!r:.400}, and it must be {right!r:.400}"
 
@@ -208,7 +208,7 @@ class Bnb4bit(Codec):
         )
 
     def cut(self, packed: PackedWeight, first: int, last: int) -> PackedWeight:
-        # Bytes, whatever dtype they are viewed in: an odd number of codes may end in one.
+        # Bytes, of any storage dtype: an odd number of codes may end within one.
         raw = packed.flat_codes.unsqueeze(1)
         part = super().cut(replace(packed, codes=raw), first, last)
         part.codes = part.codes.view(-1).view(packed.codes.dtype).unsqueeze(1)
@@ -321,7 +321,7 @@ def read_record(record: Tensor) -> dict[str, Any]:
 
 
 def _record_of_share(record: Tensor, shape: Sequence[int], experts: int) -> Tensor:
-    """Return a stored record with a share's shape in place of the whole weight's."""
+    """Return a stored record with a share's shape instead of the whole weight's."""
     try:
         said = read_record(record)
     except (ValueError, TypeError):
@@ -334,7 +334,7 @@ def _record_of_share(record: Tensor, shape: Sequence[int], experts: int) -> Tens
 
 @cache
 def _dynamic() -> Tensor:
-    """Return the values of the codes that absmax are held in with double quantization."""
+    """Return the values of the codes of absmax under double quantization."""
     from bitsandbytes.functional import create_dynamic_map
 
     return torch.as_tensor(create_dynamic_map(), dtype=torch.float32)

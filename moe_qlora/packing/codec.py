@@ -2,11 +2,11 @@
 
 A weight of two or more dimensions, `(E, out, in)` or any other, is packed in row-major order as
 bitsandbytes packs one tensor (the formats: settings.py). Codes and statistics equal, bit for bit,
-what `bitsandbytes.functional.quantize_4bit` and `int8_vectorwise_quant` give for the whole tensor.
-Weights that keep a checkpoint's own codes (mxfp4.py) are only decoded here, in plain torch. Unlike
-bitsandbytes, packing goes chunk by chunk, so that it costs little more than the packed form
-(bitsandbytes' own CPU path holds about 20 bytes a weight), and so that a tensor may hold more than
-2**31 - 1 weights, where bitsandbytes' int32 counts overflow.
+those of `bitsandbytes.functional.quantize_4bit` and `int8_vectorwise_quant` of the whole tensor.
+Weights with a checkpoint's native codes (mxfp4.py) are only decoded here, in plain torch. Unlike
+bitsandbytes, packing goes chunk by chunk: it needs little more memory than the packed form
+(bitsandbytes' own CPU path needs about 20 bytes a weight), and a tensor may have more than 2**31 -
+1 weights, where bitsandbytes' int32 counts overflow.
 
 Codes and statistics are flat and in the order of the weights, so any range of experts is a range of
 blocks. Only where a block straddles two experts does decoding a range touch a neighbour's block,
@@ -36,8 +36,8 @@ MAX_ELEMENTS = 2**31 - 1
 """bitsandbytes' kernels take the number of weights as an int32."""
 
 LARGEST = 1e30
-"""Weights from here on are not packed: the sum of their blocks' maxima, of which double
-quantization takes the mean, may exceed float32, and every block would decode to NaN."""
+"""Weights of this size and above are not packed: the sum of their blocks' maxima, which double
+quantization averages, may exceed float32, and every block would decode to NaN."""
 
 # Weights packed or decoded in one piece. The CPU path needs about 20 bytes of temporaries a weight,
 # the others half a byte, so that either chunk stays within some megabytes.
@@ -48,7 +48,7 @@ _DEVICE_CHUNK = 2**24
 def first_nonfinite(weight: Tensor, limit: float = math.inf) -> tuple[int, ...] | None:
     """Return the index of the first NaN or inf in row-major order, None where all is finite.
 
-    What is not below `limit` in size counts as inf.
+    Values of at least `limit` in size count as inf.
 
     It reads the weight once, in pieces, with small temporaries only: minimum and maximum propagate
     NaN. A finite weight costs one synchronisation with the device.
@@ -70,7 +70,7 @@ def first_nonfinite(weight: Tensor, limit: float = math.inf) -> tuple[int, ...] 
 
 def are_below(values: Tensor, limit: float = LARGEST) -> Tensor:
     """Return which values are finite, and below `limit` in size."""
-    wide = torch.promote_types(values.dtype, torch.float32)  # float16 has no 1e30
+    wide = torch.promote_types(values.dtype, torch.float32)  # 1e30 overflows float16
     return values.to(wide).abs() < limit
 
 
@@ -79,7 +79,7 @@ def pack(
 ) -> PackedWeight:
     """Pack a weight `(..., rows, columns)`; the result equals bitsandbytes' own, bit for bit.
 
-    Its int8 kernel for CUDA takes float16 only, so that other dtypes are cast to float16 there, as
+    bitsandbytes' int8 kernel for CUDA supports float16 only: other dtypes are cast to it there, as
     its own `Int8Params` does. `mean` is as for `Packer`. A weight that cannot be packed is an
     `UnsupportedWeightError`.
     """
@@ -95,8 +95,8 @@ class Packer:
     """Packs a weight that arrives in pieces, so that it need never be whole in memory.
 
     The result equals `pack` of the whole weight bit for bit, wherever it was cut: blocks that
-    straddle two pieces are held back until they are full. It takes memory for the packed form, and
-    with double quantization for the fp32 absmax until `finish`. Pieces on other devices are moved.
+    straddle two pieces wait until they are full. Memory: the packed form and, with double
+    quantization, the fp32 absmax until `finish`. Pieces on other devices are moved.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Packer:
         settings: CodecSettings,
         mean: Callable[[Tensor], Tensor] = torch.mean,
     ) -> None:
-        """`mean` gives the mean of the absmax of the weight that this is, or is a part of."""
+        """`mean` returns the mean absmax of the whole weight, of which this may be a part."""
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
         self.settings, self._mean = settings, mean
         self._codec = settings.codec
@@ -145,7 +145,7 @@ class Packer:
         )
 
     def _hold(self, chunk: Tensor) -> None:
-        """Pack the whole units of a flat chunk, and keep the rest for the next piece."""
+        """Pack the whole units of a flat chunk, and save the rest for the next piece."""
         whole = len(chunk) // self._unit * self._unit
         if whole:
             self._take(chunk[:whole])
@@ -169,11 +169,11 @@ def restore(
     dtype: torch.dtype | None,
     settings: CodecSettings,
 ) -> PackedWeight:
-    """Return the packed weight that a state dict's tensors hold; copy nothing.
+    """Return the packed weight of a state dict's tensors; copy nothing.
 
-    `tensors` are by their key's end: "" for the codes, ".absmax" or ".SCB". `dtype` is that of the
-    decoded weight, which a record must name where there is one; None leaves it to that. A
-    ValueError says, to follow the weight's name, what is not of this shape and these settings.
+    `tensors` are by their key's end: "" for the codes, ".absmax" or ".SCB". `dtype` is the decoded
+    weight's, and a record must agree with it; None: the record's. Raises ValueError, to follow the
+    weight's name, where a tensor does not match shape and settings.
     """
     problem = next(problems(tensors, shape, settings, dtype), None)
     if problem is not None:
@@ -195,7 +195,7 @@ def unpack_range(
 
     The result equals, bit for bit, the same slice of the whole dequantized weight, then cast to
     `dtype` (None: the packed weight's own), also where blocks straddle the ends. It never waits for
-    the device. Of a weight that is stored transposed it is a transposed view.
+    the device. For a weight stored transposed it is a transposed view.
     """
     if not 0 <= start <= stop <= packed.shape[0]:
         raise IndexError(f"rows [{start}, {stop}) are not within the shape {tuple(packed.shape)}")
@@ -207,7 +207,7 @@ def unpack_range(
     first, last = start * row, stop * row
     codec, unit = codec_of(packed.kind), packed.blocksize or packed.shape[-1]
     decode, chunk = codec.decode, _chunk_elements(packed.device)
-    # Others decode by way of fp32 copies, which only a chunk may cost.
+    # Others decode through fp32 copies, of a chunk at a time.
     limit = (MAX_ELEMENTS if codec.decodes_whole else chunk) - 2 * unit
     with torch.no_grad():
         if last - first <= limit:

@@ -4,10 +4,10 @@
     int8.py      int8       as bitsandbytes packs it
     mxfp4.py     mxfp4      codes and scales of the checkpoint that a weight came from
 
-A codec of your own is a class that derives from `Codec`, made known by `register(YourCodec())`.
-`bnb_4bit_quant_type` of a `BitsAndBytesConfig` then names it for expert weights. Its codes are
-decoded by its own `decode`, and experts are computed by the backends for plain decoded weights;
-bitsandbytes' Linear layers it does not pack, so that `llm_int8_skip_modules` must name them.
+A codec of your own is a class that derives from `Codec`, added by `register(YourCodec())`.
+`bnb_4bit_quant_type` of a `BitsAndBytesConfig` then selects it for expert weights. They are decoded
+by its own `decode`, and computed by the backends for plain decoded weights. It does not pack
+bitsandbytes' Linear layers, so that `llm_int8_skip_modules` must name them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes; the record, which no packed weight in memory has, counts none."""
+        """Bytes; 0 for the record, which no packed weight in memory has."""
         return self.dtype.itemsize * (self.numel or 0)
 
 
@@ -54,12 +54,12 @@ class TensorSpec(NamedTuple):
 class PackingFormat:
     """How a weight is packed.
 
-    `storage_dtype` is what the 4-bit codes are viewed in; it holds bytes, not numbers, and is
-    always torch.int8 for int8. `compute_dtype` is what this package computes in; None leaves it to
-    the activations, and it never changes the dtype of a decoded tensor. `blocksize` counts the
-    weights of a first-level block; `double_quant` quantizes the 4-bit statistics as well.
-    `stored_transposed`, of kinds that a checkpoint brings along, says that codes and blocks run
-    along the columns of the decoded weight; its last two dimensions are swapped in storage.
+    `storage_dtype` is the dtype that the bytes of 4-bit codes are viewed in, always torch.int8 for
+    int8. `compute_dtype` is the dtype that this package computes in, None for the activations'; it
+    never changes the dtype of a decoded tensor. `blocksize` is the number of weights in a
+    first-level block; `double_quant` quantizes the 4-bit statistics as well. `stored_transposed`,
+    for native codes of a checkpoint: codes and blocks run along the columns of the decoded weight,
+    whose last two dimensions are swapped in storage.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class Codec:
     """One way to pack weights: their codes and, for each unit of weights, one scale.
 
     The methods here serve any codec that packs a weight in row-major order, unit by unit, into
-    `bits` a weight and one scale a unit. `kind`, `quantize` and `decode` are what it must define.
+    `bits` a weight and one scale a unit. It must define `kind`, `quantize` and `decode`.
     Shapes are `(..., rows, columns)` of the whole decoded weight, `(E, rows, columns)` for experts;
     `settings` are a weight's, as `settle` has left them.
     """
@@ -84,7 +84,7 @@ class Codec:
     bits: int = 8
     """Bits of a code: 8, or fewer of which whole codes fill a byte."""
     blocksize: int = 64
-    """Weights in a unit, a power of two from 32 to 4096, where settings do not say it."""
+    """Weights in a unit, a power of two from 32 to 4096, unless settings say so."""
     scales: str = ".scales"
     """End of the key of the scales."""
     scale_dtype: torch.dtype = torch.float32
@@ -94,25 +94,24 @@ class Codec:
     times scale: the package's own kernels then compute with them. None: `decode` serves."""
 
     is_kept = False
-    """Whether the codes are a checkpoint's own, which nothing packs anew."""
+    """Whether the codes are a checkpoint's native ones, which are never packed again."""
     is_default = False
-    """Whether a config that asks for 4 bit, and names no type, means it."""
+    """Whether it is the default of a config that asks for 4 bit and names no type."""
     loads_in_8bit = False
     """Whether `load_in_8bit=True` asks for it, rather than `load_in_4bit` and its type."""
     packs_linears = False
-    """Whether bitsandbytes' Linear layers know it."""
+    """Whether bitsandbytes' Linear layers support it."""
     has_record = False
-    """Whether a stored weight has bitsandbytes' record, which tells the decoded dtype."""
+    """Whether a stored weight has bitsandbytes' record, which includes the decoded dtype."""
     nests = False
-    """Whether double quantization is to be had."""
+    """Whether it supports double quantization."""
     in_quant_state = False
-    """Whether codes sit on a module as a `Params4bit`, statistics in a `QuantState` (and a table
-    among them); else as a plain parameter, the scales beside it (decoders.py)."""
+    """Whether a module has the codes as a `Params4bit` and the statistics, with a table, in a
+    `QuantState`; else the codes as a plain parameter and scales in the decoder (decoders.py)."""
     decodes_whole = False
-    """Whether `decode` takes any number of weights without temporaries of their size."""
+    """Whether `decode` decodes any number of weights without temporaries of their size."""
     linear_dtype: torch.dtype | None = None
-    """What bitsandbytes casts weights of its Linear layers to before it packs them; None: nothing.
-    """
+    """The dtype that bitsandbytes casts Linear weights to before it packs them; None: no cast."""
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -120,7 +119,7 @@ class Codec:
         return (self.scales,)
 
     def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
-        """Return the fields of settings that are not free to choose."""
+        """Return the fields of settings that this codec fixes."""
         return {
             "double_quant": False,
             "storage_dtype": torch.uint8,
@@ -128,11 +127,11 @@ class Codec:
         }
 
     def fields_of(self, packed: PackedWeight) -> Mapping[str, Any]:
-        """Return the fields of the settings that a weight was packed with, but for the kind."""
+        """Return the fields of the settings that a weight was packed with, except the kind."""
         return {"compute_dtype": packed.compute_dtype}
 
     def unit(self, shape: Shape, settings: PackingFormat) -> int:
-        """Return how many weights, one after the other, share a scale."""
+        """Return how many consecutive weights share a scale."""
         return settings.blocksize
 
     def codes_shape(self, shape: Shape) -> tuple[int, ...]:
@@ -148,7 +147,7 @@ class Codec:
         }
 
     def constant_nbytes(self, settings: PackingFormat) -> int:
-        """Return the bytes that a weight in memory has beside these tensors."""
+        """Return the bytes of a weight in memory besides these tensors."""
         return 0
 
     def why_not(self, shape: Shape, settings: PackingFormat) -> str | None:
@@ -158,14 +157,14 @@ class Codec:
     def value_problems(
         self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
     ) -> Iterator[str]:
-        """Yield what a packer would not have written, of tensors of which some may be absent.
+        """Yield faults in the tensors' values; some tensors may be absent.
 
-        Their dtypes and shapes are right. `dtype` is the decoded weight's, None where it is open.
+        Their dtypes and shapes are right. `dtype` is the decoded weight's, None where unknown.
         """
         yield from bad_scales(tensors.get(self.scales), "scale")
 
     def quantize(self, weights: Tensor, unit: int) -> tuple[Tensor, Tensor]:
-        """Return codes and scales of weights `(n,)`, which are whole units.
+        """Return codes and scales of weights `(n,)`, whole units.
 
         Codes are whole bytes, uint8 or int8. Only a weight's last unit may have fewer weights.
         """
@@ -182,9 +181,9 @@ class Codec:
         settings: PackingFormat,
         mean: Mean = torch.mean,
     ) -> PackedWeight:
-        """Return the weight of all that `quantize` gave: uint8 `(bytes,)` and scales `(units,)`.
+        """Return the weight of all of `quantize`'s codes, uint8 `(bytes,)`, and scales `(units,)`.
 
-        `mean` gives the mean of the scales of the weight that this is, or is a part of.
+        `mean` returns the mean scale of the whole weight, of which this may be a part.
         """
         tensors = {
             CODES: codes.view(settings.storage_dtype).view(self.codes_shape(shape)),
@@ -195,9 +194,9 @@ class Codec:
     def assemble(
         self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
     ) -> PackedWeight:
-        """Return the weight of a state dict's tensors, which `problems` found none in, uncopied.
+        """Return the weight of a state dict's tensors, which passed `problems`; copy nothing.
 
-        A record among them tells the dtype; without one, as on meta, `dtype` does.
+        The dtype is that of the record among them; without one, as on meta, `dtype`.
         """
         assert dtype is not None
         return PackedWeight(
@@ -210,10 +209,10 @@ class Codec:
         raise NotImplementedError
 
     def entries(self, packed: PackedWeight) -> dict[str, Tensor]:
-        """Return what a state dict holds beside the codes, by the end of its key."""
+        """Return a state dict's tensors except the codes, by the end of their key."""
         return {self.scales: packed.absmax}
 
-    # Cutting by experts. A share's tensors are the bytes that the whole packed weight has there.
+    # Cutting by experts. A share's tensors are byte ranges of the whole packed weight's.
 
     def why_not_cut(self, shape: Shape, ranks: int, settings: PackingFormat) -> str | None:
         """Return why ranks cannot divide a weight, to follow its name; None if they can."""
@@ -228,11 +227,11 @@ class Codec:
         return None
 
     def is_exact(self, shape: Shape, first: int, last: int, settings: PackingFormat) -> bool:
-        """Whether the experts `[first, last)` cut out decode to the bits that they had."""
+        """Whether the experts `[first, last)` decode to the same bits after `cut`."""
         return True
 
     def cut(self, packed: PackedWeight, first: int, last: int) -> PackedWeight:
-        """Return the experts `[first, last)` of a packed weight as one of their own, copied."""
+        """Return a packed weight of the experts `[first, last)` of another, copied."""
         experts, weights = packed.shape[0], packed.numel // packed.shape[0]
         unit = packed.blocksize or packed.shape[-1]
         if weights % unit and (first, last) != (0, experts):
@@ -250,8 +249,8 @@ class Codec:
     ) -> dict[str, Tensor]:
         """Return the state-dict tensors of the experts `[first, last)` of a stored weight.
 
-        `read` gives the rows `[start, stop)` of the tensor whose key ends so; only a share's own
-        are read. They are what `restore` takes for the share's shape.
+        `read` returns the rows `[start, stop)` of the tensor whose key ends so; only the share's
+        are read. `restore` accepts the result for the share's shape.
         """
         return {
             end: read(end, *_span(spec.shape[0], first, last, shape[0]))
@@ -260,7 +259,7 @@ class Codec:
         }
 
     def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
-        """Return shares of one weight, in the order of their experts, as the whole: undo `cut`."""
+        """Join shares of one weight, in the order of their experts: undo `cut`."""
         shape = torch.Size((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
         codes = torch.cat([part.codes.detach() for part in parts])
         scales = torch.cat([part.absmax for part in parts])
@@ -277,7 +276,7 @@ def _rows(tensor: Tensor, first: int, last: int, experts: int) -> Tensor:
 
 
 def bad_scales(scales: Tensor | None, name: str) -> Iterator[str]:
-    """Yield which floating-point scale is not finite or below 0, if there is one."""
+    """Yield the first floating-point scale that is not finite or below 0, if any."""
     if scales is None or not scales.is_floating_point():
         return
     wrong = ~(scales.isfinite() & (scales >= 0))
@@ -290,7 +289,7 @@ _codecs: dict[str, Codec] = {}
 
 
 def register(codec: Codec) -> None:
-    """Make a codec known by its kind.
+    """Add a codec under its kind.
 
     Raises:
         ValueError: Another codec has this kind, or a code's bits fill no byte.
@@ -305,13 +304,13 @@ def register(codec: Codec) -> None:
 
 
 def unregister(kind: str) -> None:
-    """Forget a codec that `register` made known; weights packed by it cannot be read any more."""
+    """Remove a codec that `register` added; weights packed by it cannot be read any more."""
     del _codecs[kind]
     TABLES.pop(kind, None)
 
 
 def codecs() -> tuple[Codec, ...]:
-    """Return all codecs that are known, in the order in which they were registered."""
+    """Return all codecs, in the order in which they were registered."""
     return tuple(_codecs.values())
 
 
@@ -321,5 +320,5 @@ def kinds() -> tuple[str, ...]:
 
 
 def codec_of(kind: str) -> Codec:
-    """Return the codec of a kind, which is known."""
+    """Return the registered codec of a kind."""
     return _codecs[kind]

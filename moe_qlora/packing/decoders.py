@@ -1,4 +1,4 @@
-"""The modules that hold a packed weight's statistics and dequantize its codes.
+"""The modules that own a packed weight's statistics and dequantize its codes.
 
     layout       codes (`.original`)             decoder (`[0]`)     statistics
     compact      4-bit: bnb.nn.Params4bit        Packed4bit          a QuantState on the codes
@@ -6,11 +6,12 @@
     shardable    4-bit: PackedCodes, uint8       Shardable4bit       uint8 parameters
                  others: nn.Parameter, flat      PackedScales        parameter: the scales' bits
 
-"4-bit" are codecs whose `in_quant_state` holds; the others are int8 and what users register.
+"4-bit" are codecs with `in_quant_state`; the others are int8 and users' codecs.
 
-A single process uses the compact layout, a distributed one the shardable layout (sharding.py): each
-tensor is a parameter that FSDP2, DeepSpeed and checkpoints shard, and none is a floating-point one,
-which mixed precision would cast.
+A single process uses the compact layout, a distributed run the shardable layout (sharding.py): each
+tensor is a parameter that FSDP2, DeepSpeed and checkpoints shard, and none is floating-point, which
+mixed precision would cast. bitsandbytes' own code uses its `QuantState`, which shares a
+`PackedWeight`'s tensors; for a kind that bitsandbytes does not know it only carries them.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ _TRANSPOSED = "stored_transposed"
 class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
     """Dequantizes a 4-bit weight on access.
 
-    Unlike the class it extends it takes tensors of more than 2**31 - 1 weights and of any row
-    length, and reads its statistics from the codes' own `Params4bit`, so that both stay one object
-    through deepcopy and device moves.
+    Unlike the class it extends it supports more than 2**31 - 1 weights and any row length, and
+    reads its statistics from the codes' own `Params4bit`, so that both stay one object through
+    deepcopy and device moves.
     """
 
     quant_state: Any
@@ -58,7 +59,7 @@ class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
         self._codes = weakref.ref(codes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Packed4bit:
-        # Params4bit copies its QuantState by itself, past the memo: take the one that it made.
+        # Params4bit copies its QuantState without the memo: use its copy.
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         codes = self._codes()
@@ -106,9 +107,9 @@ class PackedScales(nn.Module):
         self._serial = next(_serials)
 
     def packed(self, codes: Tensor) -> PackedWeight:
-        """Return the packed weight of these codes; where an engine holds a share, its tensors are.
+        """Return the packed weight of these codes, or of the local shard under an engine.
 
-        A share tells shape, dtype and settings only.
+        Of a shard only shape, dtype and settings are valid.
         """
         owner = codes if isinstance(codes, nn.Parameter) else None
         raw, scales, shape = codes.detach(), self.scale_bits.detach(), torch.Size(self.weight_shape)
@@ -122,14 +123,14 @@ class PackedScales(nn.Module):
 
     @torch.no_grad()
     def forward(self, codes: Tensor) -> Tensor:
-        """Dequantize codes to the weight's dtype; of a share, the result is on meta."""
+        """Dequantize codes to the weight's dtype; for a shard, the result is on meta."""
         if is_share(codes):
             return torch.empty(self.weight_shape, dtype=self.weight_dtype, device="meta")
         return unpack(read(codes, self))
 
 
 def as_bits(scales: Tensor) -> Tensor:
-    """Return scales as integers of their size, which nothing casts."""
+    """View scales as integers of their size, which no engine casts."""
     return scales.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scales.itemsize])
 
 
@@ -151,8 +152,8 @@ class ShardableStatistics(nn.Module):
                  mxfp4, whose absmax are e8m0 bytes, has it with the one outer scale 1
         tables   buffer that is not saved: the bits of the fp32 code tables
 
-    The zeros let each part start at a multiple of 16 bytes, which the kernels want. Between its
-    forwards an engine may hold only a share of them here; then they serve no computation.
+    The zeros align each part to 16 bytes for the kernels. Between forwards an engine may leave only
+    a shard of them here, which is of no use to compute with.
     """
 
     absmax: Tensor
@@ -192,8 +193,7 @@ class ShardableStatistics(nn.Module):
     def packed(self, codes: Tensor) -> PackedWeight:
         """Return the packed weight of uint8 codes `(bytes, 1)`.
 
-        Where an engine holds only a share of them here, its tensors are those shares: it then tells
-        shape, dtype and settings only.
+        Of a local shard only shape, dtype and settings are valid.
         """
         if codes.dtype != torch.uint8:
             raise QuantizationError(
@@ -227,7 +227,7 @@ class ShardableStatistics(nn.Module):
 
     @quant_state.setter
     def quant_state(self, value: Any) -> None:
-        """Ignore what bitsandbytes' code assigns: the parameters are the statistics."""
+        """Ignore assignments of bitsandbytes' code: the parameters are the statistics."""
 
 
 class Shardable4bit(ShardableStatistics, bnb_parametrize.Bnb4bitParametrization):
@@ -237,7 +237,7 @@ class Shardable4bit(ShardableStatistics, bnb_parametrize.Bnb4bitParametrization)
     def forward(self, quantized_param: Tensor) -> Tensor:
         """Dequantize `(bytes, 1)` uint8 codes to the weight's shape and dtype.
 
-        Of codes that are a share, only shape and dtype are known: the result is on meta.
+        For a shard only shape and dtype are known: the result is on meta.
         """
         if is_share(quantized_param):
             return torch.empty(self.weight_shape, dtype=self.weight_dtype, device="meta")
@@ -245,7 +245,7 @@ class Shardable4bit(ShardableStatistics, bnb_parametrize.Bnb4bitParametrization)
 
 
 class PackedCodes(Params4bit):  # type: ignore[misc, valid-type]
-    """Codes whose statistics are parameters beside them: uint8, whatever their storage dtype.
+    """Codes whose statistics are parameters too: uint8, for any storage dtype.
 
     Counted as `Params4bit` by isinstance. Not of that name: accelerate (1.15, fsdp2_prepare_model)
     leaves uint8 parameters of a class called "Params4bit" out of the sharding.
@@ -256,7 +256,7 @@ class PackedCodes(Params4bit):  # type: ignore[misc, valid-type]
 
     @property
     def quant_state(self) -> Any:
-        """The statistics as bitsandbytes' `QuantState`; None before anything has read them."""
+        """The statistics as bitsandbytes' `QuantState`; None before the first read."""
         reference = self.__dict__.get("_statistics")
         statistics = None if reference is None else reference()
         return None if statistics is None else statistics.quant_state
@@ -266,11 +266,11 @@ class PackedCodes(Params4bit):  # type: ignore[misc, valid-type]
         self.__dict__["quant_state"] = None  # which Params4bit's copies look up
 
     def belong_to(self, statistics: ShardableStatistics) -> None:
-        """Let bitsandbytes' code find the statistics by way of the codes."""
+        """Let bitsandbytes' code find the statistics through the codes."""
         self.__dict__["_statistics"] = weakref.ref(statistics)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move to another device; a dtype is ignored, since codes are no numbers."""
+        """Move to another device; ignore a dtype, since codes are no numbers."""
         device, _, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         return self.detach().to(device=device, non_blocking=non_blocking)
 
@@ -282,12 +282,12 @@ class PackedCodes(Params4bit):  # type: ignore[misc, valid-type]
 
 
 def is_share(tensor: Tensor) -> bool:
-    """Whether an engine holds a share of this parameter here: FSDP2's DTensor, or ZeRO-3's."""
+    """Whether an engine has sharded this parameter: FSDP2's DTensor, or ZeRO-3's."""
     return hasattr(tensor, "device_mesh") or (hasattr(tensor, "ds_id") and tensor.numel() == 0)
 
 
 def is_shardable(decoder: Any) -> bool:
-    """Whether all that belongs to a packed weight is a parameter."""
+    """Whether a packed weight is in the shardable layout."""
     if isinstance(decoder, PackedScales):
         return "scale_bits" in decoder._parameters
     return isinstance(decoder, ShardableStatistics)
@@ -317,7 +317,7 @@ def _read_compact(codes: Tensor, decoder: Any) -> PackedWeight:
     state = decoder.follow(codes) if isinstance(decoder, Packed4bit) else decoder.quant_state
     if state.absmax.device != codes.device and not codes.is_meta:
         state.to(codes.device)
-    # Codes that FSDP2 has gathered are no Params4bit: the decoder knows their dtype.
+    # Codes gathered by FSDP2 are no Params4bit: the decoder has their dtype.
     of_codes = codes.__dict__.get("quant_storage") if isinstance(codes, Params4bit) else None
     storage = of_codes or decoder.__dict__.get("storage_dtype")
     if storage is not None and codes.dtype != storage:
@@ -362,7 +362,7 @@ def packed_codes(packed: PackedWeight, statistics: ShardableStatistics) -> nn.Pa
 
 
 def hold(packed: PackedWeight) -> nn.Parameter:
-    """Return the one parameter that holds this weight's codes, made on first use."""
+    """Return the parameter of this weight's codes, created on first use."""
     if packed.owner is None:
         if codec_of(packed.kind).in_quant_state:
             packed.owner = params4bit(packed.codes, to_quant_state(packed))

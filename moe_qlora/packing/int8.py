@@ -42,7 +42,7 @@ class Int8(Codec):
         return tuple(shape)
 
     def quantize(self, weights: Tensor, unit: int) -> tuple[Tensor, Tensor]:
-        """Pack rows; bitsandbytes' kernel for CUDA takes float16 only, so that they are cast."""
+        """Pack rows; cast to float16 for bitsandbytes' CUDA kernel, which supports nothing else."""
         import bitsandbytes  # noqa: F401 - defines torch.ops.bitsandbytes
 
         rows = weights.view(-1, unit)
@@ -71,7 +71,7 @@ class Int8(Codec):
     def assemble(
         self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
     ) -> PackedWeight:
-        """Return the weight; kernels know one whose scales are of rows by its block size, 0."""
+        """Return the weight; block size 0 tells kernels that each row has one scale."""
         return replace(super().assemble(tensors, shape, dtype, settings), blocksize=0)
 
     def decode(self, packed: PackedWeight, first: int, last: int) -> Tensor:

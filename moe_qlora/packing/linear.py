@@ -1,4 +1,4 @@
-"""bitsandbytes' stock Linear layers as packed weights: read, written, and kept in their layout."""
+"""bitsandbytes' stock Linear layers as packed weights: reads and writes them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def read_linear(layer: Any) -> PackedWeight:
     if _is_converted(layer):
         import bitsandbytes.nn.modules as bnb_modules
 
-        absmax, state = state.absmax, copy.copy(state)  # which the inverse changes
+        absmax, state = state.absmax, copy.copy(state)  # the inverse changes it in place
         codes, state = bnb_modules._convert_weight_packed_for_cpu_inverse(codes, state)
-        if not state.nested:  # and leaves in the columns' order
+        if not state.nested:  # and leaves absmax in the columns' order
             state.absmax = absmax.T.reshape(-1).float()
     return from_quant_state(codes, state)
 
 
 def check_linears(model: nn.Module, settings: CodecSettings) -> None:
-    """Raise where bitsandbytes' Linear layers of a model are to be packed by another's codec."""
+    """Raise where bitsandbytes would pack a model's Linear layers by a codec it does not know."""
     for name, module in model.named_modules():
         if not settings.codec.packs_linears and isinstance(module, bnb.Linear4bit):
             raise ConfigError(
@@ -51,18 +51,18 @@ def linear_kind(layer: Any) -> str:
     if isinstance(layer, bnb.Linear8bitLt):
         return INT8.kind
     statistics = layer._modules.get("statistics")
-    if statistics is not None:  # of the shardable layout, whose codes may be a share
+    if statistics is not None:  # the shardable layout, perhaps sharded
         return str(statistics.kind)
     state = getattr(layer.weight, "quant_state", None)
     return str((layer.weight if state is None else state).quant_type)
 
 
 def keep_layout(model: nn.Module) -> None:
-    """Keep the codes of bitsandbytes' 4-bit Linear layers as they were packed, in place.
+    """Stop bitsandbytes' 4-bit Linear layers from converting their codes on CPUs, in place.
 
-    In evaluation on CPUs with AVX512-BF16, bitsandbytes 0.50 converts them to another form, in
-    which the layer computes in bf16 and passes no gradient, also in training later. What decodes it
-    afterwards gets other weights: its absmax is rounded to bf16, and comes back in another order.
+    In evaluation on CPUs with AVX512-BF16, bitsandbytes 0.50 converts them to another layout, in
+    which the layer computes in bf16 and passes no gradient, also in later training. Decoding it
+    gives other weights: the absmax are rounded to bf16 and reordered.
     """
     for module in model.modules():
         if isinstance(module, bnb.Linear4bit):
@@ -78,7 +78,7 @@ def _is_converted(layer: Any) -> bool:
 
 
 def write_linear(layer: Any, packed: PackedWeight) -> None:
-    """Give a stock bitsandbytes Linear layer this packed weight, as one that was just loaded."""
+    """Set the packed weight of a stock bitsandbytes Linear layer, as a load does."""
     if isinstance(layer, bnb.Linear8bitLt):
         codes, scales = packed.codes, packed.absmax
         layer.weight = bnb.Int8Params(codes, requires_grad=False, CB=codes, SCB=scales)
@@ -89,9 +89,9 @@ def write_linear(layer: Any, packed: PackedWeight) -> None:
 
 
 def restore_linear(module: nn.Module) -> None:
-    """Give a Linear layer of the shardable layout bitsandbytes' own back, which PEFT merges.
+    """Restore bitsandbytes' layout on a Linear layer in the shardable layout, for PEFT to merge.
 
-    Its tensors are whole here. Any other module is left alone.
+    Its tensors must be gathered. Any other module is unchanged.
     """
     restore = getattr(type(module), "restore_stock", None)
     if restore is not None:

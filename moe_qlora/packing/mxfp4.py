@@ -1,13 +1,13 @@
-"""MXFP4, as gpt-oss is published: a checkpoint's own codes, kept as they are.
+"""MXFP4, as gpt-oss is published: a checkpoint's native codes.
 
-Nothing is dequantized on the way, so that nothing is rounded. On disk in the checkpoint, for a
-matrix of `rows` features that come out and `cols` that go in:
+They are never dequantized and packed again, so nothing is rounded. On disk in the checkpoint, for a
+matrix of `rows` output and `cols` input features:
 
     blocks   `(..., rows, cols / 32, 16)` uint8   two E2M1 codes a byte, the first in the low half
     scales   `(..., rows, cols / 32)` uint8       e8m0: byte i stands for 2**(i - 127)
 
-A packed weight of n weights has the halves of each byte swapped, as bitsandbytes and all kernels
-here have it. Under the key `<name>`:
+A packed weight of n weights has the halves of each byte swapped, the order of bitsandbytes and all
+kernels here. Under the key `<name>`:
 
     <name>       uint8   (n / 2, 1)   two codes in a byte
     .exponents   uint8   (n / 32,)    one a block of 32 of a row: e8m0
@@ -104,11 +104,11 @@ class BadBlock(NamedTuple):
 
     block: int  # its number
     exponent: int
-    value: str  # what it decodes to
+    value: str  # its decoded value
 
 
 def overflowing_block(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> BadBlock | None:
-    """Return the first block of MXFP4 codes that holds NaN, or inf once it is decoded to `dtype`.
+    """Return the first block of MXFP4 codes that decodes to NaN, or to inf in `dtype`.
 
     Args:
         codes: Two in a byte, 16 bytes a block, any shape.
@@ -131,17 +131,17 @@ def overflowing_block(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> B
 
 
 def kept_settings(settings: CodecSettings) -> CodecSettings:
-    """Return how a weight is packed that keeps its MXFP4 codes, beside weights of `settings`."""
+    """Return the codec settings for native MXFP4 experts in a model packed with `settings`."""
     return replace(settings, kind=MXFP4.kind, skip_modules=(), stored_transposed=True)
 
 
 class KeptPacker:
-    """Puts a weight together from the codes and scales of its experts, which arrive in order."""
+    """Assembles a weight from the native codes and scales of its experts, added in order."""
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype, device: torch.device | str, settings: CodecSettings
     ) -> None:
-        """Make room for a weight that decodes to `shape` and `dtype`.
+        """Allocate a weight that decodes to `shape` and `dtype`.
 
         Raises:
             UnsupportedWeightError: Rows of this shape are no whole blocks.
@@ -157,11 +157,11 @@ class KeptPacker:
 
     @property
     def experts(self) -> int:
-        """Number of experts that came."""
+        """Number of experts that were added."""
         return self._experts
 
     def add(self, blocks: Tensor, scales: Tensor) -> None:
-        """Take the next experts: codes `(n, rows, cols / 32, 16)`, scales `(n, rows, cols / 32)`.
+        """Add the next experts: codes `(n, rows, cols / 32, 16)`, scales `(n, rows, cols / 32)`.
 
         Raises:
             UnsupportedWeightError: They are of another dtype or shape than this weight's.

@@ -1,7 +1,7 @@
-"""How a packed weight sits on its module.
+"""Attaches packed weights to modules.
 
-A packed parameter becomes a torch parametrization, as `bitsandbytes.nn.parametrize` does it, so
-that code which reads `module.<name>` gets the dequantized weight and need not know:
+A packed parameter becomes a torch parametrization, as in `bitsandbytes.nn.parametrize`, so that any
+code that reads `module.<name>` gets the dequantized weight:
 
     module.parametrizations.<name>            torch's ParametrizationList
         .original    4-bit: bnb.nn.Params4bit, the codes; the QuantState travels with it
@@ -9,15 +9,15 @@ that code which reads `module.<name>` gets the dequantized weight and need not k
         [0]          Packed4bit (a Bnb4bitParametrization) with the same QuantState object,
                      or PackedScales with the row scales (decoders.py)
 
-That is the layout of a single process; for engines of many GPUs sharding.py changes it.
+That is the layout of a single process; sharding.py changes it for engines of many GPUs.
 
 The codes are a `Params4bit`, where bitsandbytes' own helper has a plain Parameter: its `to` moves
-the statistics with the codes, PEFT's k-bit preparation spares it by its class name, and
-transformers counts its weights right. What that helper packed is read here as well.
+the statistics with the codes, PEFT's k-bit preparation skips it by its class name, and transformers
+counts its weights right. Weights packed by that helper are read here as well.
 
 Statistics are never floating-point parameters, and the int8 scales are a buffer of their fp32 bits
-as int32: hosts cast every fp32 parameter or buffer that they find, and statistics must move with
-the model but keep their precision.
+as int32: trainers cast every fp32 parameter or buffer, and statistics must move with the model at
+full precision.
 
 A state dict has bitsandbytes' keys (settings.py), and `load_state_dict` reads them back.
 """
@@ -55,7 +55,7 @@ from .decoders import (
     to_quant_state,
 )
 from .settings import CodecSettings, packed_tensors
-from .state_dict import is_shardable_entry, put_shardable, take, take_shardable
+from .state_dict import is_shardable_entry, pop_packed, pop_shardable, put_shardable
 
 # All parameters of a module as they were registered, and its hooks; its copies have it too.
 _RECORD = "_moe_qlora_storage"
@@ -89,7 +89,7 @@ class _PackedList(P.ParametrizationList):
 def cross_meta(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
     """Replace a `Params4bit` that `fn` would move to or from meta, which torch cannot do.
 
-    There are no values on meta, so that codes and statistics are empty afterwards.
+    Codes and statistics have no values afterwards.
     """
     old: Any = module._parameters.get(name)
     if not isinstance(old, Params4bit) or old.quant_state is None:
@@ -97,7 +97,7 @@ def cross_meta(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> 
     device = fn(torch.empty(0, dtype=old.dtype, device=old.device)).device
     if old.is_meta == (device.type == "meta"):
         return
-    moved = old.__dict__.get(_MOVED)  # by another module that holds it
+    moved = old.__dict__.get(_MOVED)  # by another module with the same parameter
     if moved is None or moved.device != device:
         packed = from_quant_state(old.data, old.quant_state)
         state = to_quant_state(packed.map(partial(torch.empty_like, device=device)))
@@ -110,7 +110,7 @@ def cross_meta(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> 
 def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
     """Replace a plain parameter, or nothing, by a packed weight.
 
-    The parameter's memory is free as soon as nobody else holds it. A weight that already sits on
+    The parameter's memory is freed with its last reference. A weight that is already attached to
     another module is shared with it: one parameter, one set of statistics (tied experts).
     """
     if is_packed(module, name):
@@ -130,7 +130,7 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
     if codec_of(packed.kind).in_quant_state:
         parametrization = Packed4bit(owner, packed.compute_dtype)
     else:
-        # Tied weights share the module that holds their scales, so that one move moves all.
+        # Tied weights share the module with their scales, so that one move moves all.
         parametrization = getattr(owner, _SHARED, None) or PackedScales(packed)
         setattr(owner, _SHARED, parametrization)
     plain = module._parameters.get(name)
@@ -150,8 +150,8 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
 def _register(module: nn.Module, name: str, parametrization: nn.Module) -> None:
     """`register_parametrization`, for parameters called `keys`, `values` or `items` as well.
 
-    torch keeps its lists in an `nn.ModuleDict`, which takes no entry named as one of its own
-    methods; it looks entries up by key all the same.
+    torch stores its lists in an `nn.ModuleDict`, which refuses entries with the names of its own
+    methods, but looks them up by key.
     """
     if not hasattr(nn.ModuleDict, name):
         P.register_parametrization(module, name, parametrization, unsafe=True)
@@ -169,8 +169,8 @@ def _register(module: nn.Module, name: str, parametrization: nn.Module) -> None:
 def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Parameter:
     """Make a packed parameter plain again: `weight`, or by default the dequantized one.
 
-    The parameter takes its old place in registration order, does not require gradients, and with
-    the last packed parameter of the module the hooks go as well.
+    The parameter gets its old place in registration order and does not require gradients. With the
+    last packed parameter of the module the hooks are removed as well.
     """
     if not is_packed(module, name):
         raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
@@ -186,10 +186,10 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
 
 
 def extend_class(module: nn.Module, members: Callable[[type], Mapping[str, Any]]) -> None:
-    """Give the class that a packed module has, and has again after repacking, more members.
+    """Add members to the class of a packed module, also for when it is packed again.
 
-    `members` gets the class that the module had before torch gave it one of its own. A class that
-    an engine has derived stays as it is.
+    `members` gets the class that the module had before torch's parametrization. A class that an
+    engine has derived is not changed.
     """
     module.__dict__[_MEMBERS] = members
     _share_class(module)
@@ -217,7 +217,7 @@ def is_foreign(module: nn.Module, name: str) -> bool:
 
 
 def packed_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the packed parameters of this very module, in registration order."""
+    """Return the packed parameters of this module itself, in registration order."""
     lists = module._modules.get("parametrizations")
     if lists is None:
         return ()
@@ -229,7 +229,7 @@ def packed_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def holds_packed(module: nn.Module) -> bool:
-    """Return whether a parameter of this very module is packed; quicker than `packed_names`."""
+    """Return whether a parameter of this module itself is packed; quicker than `packed_names`."""
     lists = module._modules.get("parametrizations")
     return lists is not None and any(is_packed(module, name) for name in lists._modules)
 
@@ -268,7 +268,7 @@ def read_packed(module: nn.Module, name: str) -> PackedWeight:
 
 
 def original_of(module: nn.Module, name: str) -> nn.Parameter:
-    """Return the parameter that holds the codes."""
+    """Return the parameter of the codes."""
     return cast(nn.Parameter, parametrization_list(module, name).original)
 
 
@@ -289,7 +289,7 @@ def decoder_of(module: nn.Module, name: str) -> Any:
 
 @contextmanager
 def decoded_by(module: nn.Module, name: str, last: nn.Module) -> Iterator[None]:
-    """Within the block, let `last` change what other code reads as a packed parameter's weight.
+    """Within the block, apply `last` to the weight that other code reads of a packed parameter.
 
     `last` gets the dequantized weight and returns a tensor of its shape.
     """
@@ -303,7 +303,7 @@ def decoded_by(module: nn.Module, name: str, last: nn.Module) -> Iterator[None]:
 
 
 def _forget(module: nn.Module) -> None:
-    """Restore registration order; the hooks go with the module's last packed parameter."""
+    """Restore registration order; remove the hooks with the module's last packed parameter."""
     if _RECORD not in module.__dict__:
         return
     order, hooks = module.__dict__[_RECORD]
@@ -320,8 +320,8 @@ def _forget(module: nn.Module) -> None:
 def _unshare_class(module: nn.Module) -> None:
     """Give a parametrized module a class that no other module shares.
 
-    torch adds a property for each parametrized name to a module's class and removes it from there:
-    of a shared class, all modules would change.
+    torch adds a property for each parametrized name to a module's class and removes it again: with
+    a shared class, all modules would change.
     """
     if not P.is_parametrized(module):
         return
@@ -331,10 +331,10 @@ def _unshare_class(module: nn.Module) -> None:
 
 
 def _share_class(module: nn.Module) -> None:
-    """Give a module the class of all others of its kind with the same packed parameters.
+    """Give a module the class of other such modules with the same packed parameters.
 
-    torch makes a class for each parametrized module. To a compiler every class is other code: it
-    would compile every layer anew, and give up after a few.
+    torch creates a class for each parametrized module, and torch.compile would recompile each
+    layer for its class, and give up after a few.
     """
     own, names = type(module), packed_names(module)
     if not names or not set(names) <= set(vars(own)):
@@ -347,10 +347,10 @@ def _share_class(module: nn.Module) -> None:
         body = {k: v for k, v in vars(own).items() if k not in ("__dict__", "__weakref__")}
         body |= {name: _decoding_property(name) for name in names}
         body["__call__"] = _caching_call(own.__bases__[0])
-        body["__getstate__"] = _refuse_pickling  # for torch's, which does not say what to do
+        body["__getstate__"] = _refuse_pickling  # instead of torch's, whose message has no advice
         body |= {} if members is None else members(own.__bases__[0])
         shared = type(own.__name__, own.__bases__, body)
-        if len(lists) == len(names):  # what others parametrized is theirs alone
+        if len(lists) == len(names):  # with other code's parametrizations it stays its own
             _shared_classes[key] = shared
     module.__class__ = shared
 
@@ -358,7 +358,7 @@ def _share_class(module: nn.Module) -> None:
 def _caching_call(base: Any) -> Callable[..., Any]:
     """Return a `__call__` in which each weight is dequantized once, however often it is read.
 
-    It is no pair of hooks, as bitsandbytes has it: by their ids, compilers tell modules apart.
+    bitsandbytes uses a pair of hooks, whose ids would make compilers tell modules apart.
     """
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
@@ -380,7 +380,7 @@ def _refuse_pickling(module: nn.Module) -> Any:
 
 
 def _decoding_property(name: str) -> property:
-    """Return a property that reads as torch's does; torch's holds the one module it is made for."""
+    """Return a property that reads as torch's, which references the module it was made for."""
     torch_parametrize: Any = P
 
     def read(self: Any) -> Tensor:
@@ -401,7 +401,7 @@ def _decoding_property(name: str) -> property:
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Write bitsandbytes' keys instead of torch's parametrization keys (state-dict hook).
 
-    The shardable layout keeps torch's: engines look every key up as a parameter.
+    The shardable layout has torch's: engines look every key up as a parameter.
     """
     for name in packed_names(module):
         key = f"{prefix}parametrizations.{name}.original"
@@ -424,7 +424,7 @@ def _load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Take statistics from bitsandbytes' keys or those of the shardable layout (load hook)."""
+    """Load from bitsandbytes' keys or those of the shardable layout (load hook)."""
     assign = bool(metadata.get("assign_to_params_buffers"))
     for name in packed_names(module):
         decoder, original = decoder_of(module, name), original_of(module, name)
@@ -435,9 +435,9 @@ def _load(
         if state_dict.get(key) is not None:
             settings = CodecSettings.of(packed)
             dtype = None if settings.codec.has_record else packed.dtype
-            loaded = take(state_dict, key, packed.shape, dtype, settings, errors)
+            loaded = pop_packed(state_dict, key, packed.shape, dtype, settings, errors)
         elif not is_shardable(decoder) and is_shardable_entry(state_dict, own):
-            loaded = take_shardable(state_dict, own, packed)
+            loaded = pop_shardable(state_dict, own, packed)
         else:
             continue
         if is_shardable(decoder):
@@ -446,7 +446,7 @@ def _load(
             continue
         state_dict[own + "original"] = original if loaded is None else loaded.codes
         if loaded is None or (original.is_meta and not assign):
-            continue  # torch says of meta what to do
+            continue  # torch's own message names meta
         loaded = loaded if assign else loaded.to(original.device)
         codes = state_dict[own + "original"] = loaded.codes
         if isinstance(decoder, PackedScales) and assign:
@@ -454,7 +454,7 @@ def _load(
             state_dict[own + "original"] = nn.Parameter(codes, requires_grad=False)
         elif isinstance(decoder, PackedScales):
             packed.absmax.copy_(loaded.absmax)
-        else:  # in place: tied modules see the same statistics
+        else:  # in place: tied modules share the statistics
             decoder.quant_state.__dict__.update(to_quant_state(loaded).__dict__)
             if assign:
                 state_dict[own + "original"] = params4bit(codes, decoder.quant_state)
@@ -463,7 +463,7 @@ def _load(
 def blank_weight(
     shape: tuple[int, ...], dtype: torch.dtype, settings: CodecSettings
 ) -> PackedWeight:
-    """Return what `codec.pack` makes of a weight of this shape and dtype, on meta."""
+    """Return the packed weight of this shape and dtype, on meta: shapes without values."""
     blank = {
         end: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         for end, spec in packed_tensors(shape, settings).items()

@@ -1,8 +1,8 @@
 """Which expert weights of a model are packed, and why the others are not.
 
-First comes what holds already: a weight that is packed stays as it is. Then what the caller's
-config says: its own `target_parameters`, which bitsandbytes packs, and `llm_int8_skip_modules`,
-whose rule is that of transformers' `should_convert_module` (5.23), without an import of it.
+A weight that is packed already stays as it is. Then the caller's config decides: its own
+`target_parameters`, which bitsandbytes packs, and `llm_int8_skip_modules`, which match as in
+transformers' `should_convert_module` (5.23), which is not imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def select_weights(
 
     A skip pattern that is no valid regex is an error, one that matches nothing a warning.
     """
-    # bitsandbytes prints to stderr when it is imported, which the rule alone does not need.
+    # Imports bitsandbytes, which prints to stderr; the matching rule alone does not need it.
     from . import parametrize
 
     _warn_of_patterns(model, settings.skip_modules)
@@ -79,8 +79,9 @@ def weights_to_pack(
 def is_skipped(name: str, patterns: Iterable[str]) -> bool:
     """Return whether any pattern, which must be a valid regex, names this module or parameter.
 
-    A pattern names what starts with it, up to a component's end, as a regex ("layer.1" names
-    "layer.1.attn", not "layer.11"), and what ends with it, literally ("fc1" names "layer.2.fc1").
+    A pattern matches names that start with it as a regex, up to a component's end ("layer.1"
+    matches "layer.1.attn", not "layer.11"), and names that end with it literally ("fc1" matches
+    "layer.2.fc1").
     """
     return any(
         re.match(f"(?:{pattern}){_BOUNDARY}", name) or name.endswith(pattern)

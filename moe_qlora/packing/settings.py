@@ -44,9 +44,9 @@ _STORAGE_NAMES = {dtype_name(dtype): dtype for dtype in (torch.int8, *STORAGE_DT
 
 @dataclass(frozen=True)
 class CodecSettings(PackingFormat):
-    """How weights are packed, and which are not: what of a `BitsAndBytesConfig` decides it.
+    """How weights are packed, and which are skipped, from a `BitsAndBytesConfig`.
 
-    `skip_modules` are its `llm_int8_skip_modules`. What a codec forces is set, whatever is given.
+    `skip_modules` are its `llm_int8_skip_modules`. Fields that the codec fixes override arguments.
     """
 
     skip_modules: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class CodecSettings(PackingFormat):
 
     @property
     def codec(self) -> Codec:
-        """What packs and decodes."""
+        """The codec that packs and decodes."""
         return codec_of(self.kind)
 
     @classmethod
@@ -167,7 +167,7 @@ class CodecSettings(PackingFormat):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CodecSettings:
-        """Read what `to_dict` gave, or raise ValueError; the two dtypes may be left out."""
+        """Read the result of `to_dict`, or raise ValueError; the two dtypes may be left out."""
         options: dict[str, tuple[Any, ...]] = {
             "kind": kinds(),
             "double_quant": (False, True),
@@ -199,7 +199,7 @@ class CodecSettings(PackingFormat):
 
 
 def _dtype(get: Callable[..., Any], field: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
-    """Read a dtype, of which the first one allowed is the default."""
+    """Read a dtype; the first one allowed is the default."""
     value = get(field, allowed[0])
     dtype: Any = (
         getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
@@ -221,7 +221,7 @@ def packed_nbytes(shape: Sequence[int], settings: CodecSettings) -> int:
 
 
 def key_ends(settings: CodecSettings) -> tuple[str, ...]:
-    """Return what follows a packed weight's name in its keys: "" for the codes, then statistics."""
+    """Return the ends of a packed weight's keys: "" for the codes, then statistics."""
     return tuple(packed_tensors((1, 1), settings))
 
 
@@ -243,7 +243,7 @@ def why_not(weight: Tensor, settings: CodecSettings) -> str | None:
 def why_not_packed(
     shape: Sequence[int], weight_dtype: torch.dtype, settings: CodecSettings
 ) -> str | None:
-    """Return what `why_not` does for a tensor of which only shape and dtype are known."""
+    """Return the same from shape and dtype alone."""
     if weight_dtype not in FLOAT_DTYPES:
         dtype = dtype_name(weight_dtype)
         if weight_dtype.is_floating_point and weight_dtype.itemsize > 1:
@@ -264,7 +264,7 @@ def problems(
     settings: CodecSettings,
     dtype: torch.dtype | None = None,
 ) -> Iterator[str]:
-    """Yield what of a packed weight's tensors decoding could not rely on, to follow its name.
+    """Yield faults of a packed weight's tensors that decoding does not check, to follow its name.
 
     `tensors` are by the end of their key, the codes included; where one is on meta, or sharded,
     values are not looked at. `shape` and `dtype` are those of the decoded weight; without a dtype a

@@ -1,12 +1,12 @@
 """Packed weights in state dicts: bitsandbytes' keys, and those of the shardable layout.
 
     layout      keys of a weight <module>.<name>                            a Linear4bit's weight
-    compact     <module>.<name>, and as settings.py has them                likewise
+    compact     <module>.<name>, and the ends in settings.py                the same
     shardable   <module>.parametrizations.<name>.original                   <module>.weight
                 <module>.parametrizations.<name>.0.absmax, .nested          <module>.statistics.*
                 (int8 and users' codecs: .0.scale_bits)
 
-Both can be loaded into both. Files of a packed folder always have the compact layout's keys.
+Each can be loaded into the other. Files of a packed folder always have the compact layout's keys.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .decoders import (
 from .settings import STORAGE_DTYPES, CodecSettings
 
 
-def take(
+def pop_packed(
     state_dict: dict[str, Any],
     key: str,
     shape: Sequence[int],
@@ -43,7 +43,7 @@ def take(
     settings: CodecSettings,
     errors: list[str],
 ) -> PackedWeight | None:
-    """Take a packed weight out of a state dict, statistics copied; None, and why, if it is none.
+    """Remove a packed weight from a state dict, copying statistics; on a fault None and an error.
 
     Codes in another storage dtype of the same size are the same bytes.
     """
@@ -76,14 +76,14 @@ def shardable_entries(packed: PackedWeight) -> dict[str, Tensor]:
 
 
 def is_shardable_entry(state_dict: Mapping[str, Any], prefix: str) -> bool:
-    """Whether a state dict holds a packed weight as the shardable layout does."""
+    """Whether a state dict has a packed weight in the shardable layout."""
     return any(f"{prefix}0.{name}" in state_dict for name in ("absmax", "scale_bits"))
 
 
-def take_shardable(state_dict: dict[str, Any], prefix: str, like: PackedWeight) -> PackedWeight:
-    """Take a packed weight out of a state dict of the shardable layout.
+def pop_shardable(state_dict: dict[str, Any], prefix: str, like: PackedWeight) -> PackedWeight:
+    """Remove a packed weight from a state dict in the shardable layout.
 
-    `like` is the weight that it replaces, whose shape and settings it must have.
+    `like` is the weight that it replaces; shape and settings must be equal.
     """
     codes = state_dict.pop(prefix + "original")
     codec = codec_of(like.kind)
@@ -105,8 +105,8 @@ def put_shardable(
 ) -> None:
     """Put a packed weight into a state dict under the keys of the shardable layout.
 
-    `parameters` are the module's own by the end of their key: they stand in for a weight that
-    cannot be loaded, and where they are shares, what is put is this rank's share too.
+    `parameters` are the module's own by the end of their key: they are written where nothing could
+    be loaded, and where they are sharded, this rank's shard is written.
     """
     entries = dict(parameters) if loaded is None else shardable_entries(loaded)
     for end, entry in entries.items():
@@ -116,7 +116,7 @@ def put_shardable(
 
 
 def _share_of(whole: Tensor, like: Any) -> Tensor:
-    """Return this rank's share, as a DTensor, of a tensor that each rank has whole."""
+    """Return this rank's shard, as a DTensor, of a tensor that each rank has whole."""
     from torch.distributed.tensor import distribute_tensor
 
     device = like.to_local().device
@@ -127,9 +127,9 @@ def _share_of(whole: Tensor, like: Any) -> Tensor:
 def load_linears(
     model: nn.Module, state_dict: dict[str, Any], prefix: str, assign: bool, errors: list[str]
 ) -> None:
-    """Do the same for bitsandbytes' Linear layers, whose keys torch does not know.
+    """Load bitsandbytes' Linear layers from either layout's keys, which torch does not know.
 
-    torch would convert the numbers of codes that are stored in another dtype, which destroys them.
+    torch would cast codes that are stored in another dtype, which destroys them.
     """
     for name, module in model.named_modules():
         if isinstance(module, bnb.Linear4bit):
@@ -153,13 +153,13 @@ def _load_4bit(
         kind, storage, blocksize = form
         shape = int(module.out_features), int(module.in_features)
         settings = CodecSettings(kind, False, storage, None, blocksize)
-        loaded = take(state_dict, key, shape, None, settings, errors)
+        loaded = pop_packed(state_dict, key, shape, None, settings, errors)
     elif statistics is None and f"{own}absmax" in state_dict and isinstance(weight, Params4bit):
         entries = {"original": state_dict.pop(key)}
         parts = [part for part in ("absmax", "nested") if f"{own}{part}" in state_dict]
         entries |= {f"0.{part}": state_dict.pop(f"{own}{part}") for part in parts}
         like = from_quant_state(weight.data, cast(Any, weight).quant_state)
-        loaded = take_shardable(entries, "", like)
+        loaded = pop_shardable(entries, "", like)
     else:
         return
     if isinstance(statistics, ShardableStatistics):
@@ -172,7 +172,7 @@ def _load_4bit(
         return
     state_dict[key] = weight if loaded is None else loaded.codes
     if loaded is None or (weight.is_meta and not assign):
-        return  # torch says of meta what to do
+        return  # torch's own message names meta
     if not assign:
         loaded = loaded.map(partial(torch.Tensor.to, device=weight.device, copy=True))
     codes: Any = hold(loaded)
