@@ -3,10 +3,9 @@
     open_adapter        adapter_config.json checked, adapter_model.safetensors opened
     Resolver.resolve    each tensor's parameter in the model, or its key on disk: `Updates`
 
-Names follow from structure, not from `target_modules`: the file says which modules carry LoRA, and
-the path says which parameter of a module is meant. PEFT wraps a module once for each parameter that
-`target_parameters` names, in registration order, so that of n pairs on one module the one with the
-most `base_layer` in its path belongs to the first parameter.
+Which modules have LoRA follows from the keys of the file, not from `target_modules`. PEFT wraps a
+module once for each parameter that `target_parameters` names, in registration order: of several
+pairs on one module, the one with the most `base_layer` in its path is the first parameter's.
 
     <path>.lora_A.weight, .lora_B.weight      (r, in), (out, r) of a Linear layer
     <path>[.base_layer ...].lora_A.weight     (E r, in), expert slowest, of a fused expert weight
@@ -14,8 +13,8 @@ most `base_layer` in its path belongs to the first parameter.
     <path>.lora_embedding_A, .lora_embedding_B    (r, rows), (columns, r) of an Embedding
     anything else                             a whole tensor, from `modules_to_save` or `bias`
 
-A path may also be one that only the checkpoint on disk has: adapters from transformers v4 carry a
-pair for each single expert. Those deltas are added to that very tensor on disk.
+Adapters from transformers v4 have a pair for each single expert, whose path only the checkpoint on
+disk has: such a delta is added to that tensor on disk.
 """
 
 from __future__ import annotations
@@ -92,14 +91,14 @@ def unsupported(
 
 @dataclass(frozen=True)
 class LoraDelta:
-    """The product s L R that is added to one weight; L and R are read when they are needed."""
+    """The product s L R that is added to one weight; L and R are read on use."""
 
     a: str  # keys of the factors in the adapter's file
     b: str
     scaling: float  # s, alpha / r or alpha / sqrt(r)
     experts: int = 0  # E of a fused expert weight (E, ...), 0 for a weight that is one matrix
     flip: bool = False  # the weight is (in, out): an embedding, Conv1D, or transposed experts
-    bias: bool = False  # b is a bias, which is added as it is
+    bias: bool = False  # b is a bias; it is added directly
 
     def factors(self, file: Checkpoint, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return L `(rows, r)` and R `(r, columns)`, with E before both; a bias twice."""
@@ -114,7 +113,7 @@ class LoraDelta:
         return (a.mT, b.mT) if self.flip else (b, a)
 
     def add_rows(self, factors: tuple[Tensor, Tensor], total: Tensor, start: int) -> None:
-        """Add the delta's rows from `start` on to `total`, which holds as many, in place."""
+        """Add the delta's rows from `start` on to `total` in place, `len(total)` of them."""
         left, right = factors
         stop = start + len(total)
         if self.bias:
@@ -128,14 +127,14 @@ class LoraDelta:
 
 @dataclass
 class Updates:
-    """What an adapter changes."""
+    """The changes of an adapter to its base."""
 
-    # to be added, by the model's parameter; by the key on disk where the model has no such name
+    # by the model's parameter name; by the key on disk if the model has no such name
     deltas: dict[str, list[LoraDelta]] = field(default_factory=dict)
     disk_deltas: dict[str, list[LoraDelta]] = field(default_factory=dict)
-    # keys in the adapter's file that replace a parameter or buffer, by its name
+    # by the name of the replaced parameter or buffer: the key in the adapter's file
     replacements: dict[str, str] = field(default_factory=dict)
-    # names of the model that are on disk under another name of the same tensor
+    # names of tied tensors that are on disk under another name
     tied: set[str] = field(default_factory=set)
 
 
@@ -158,7 +157,7 @@ _Alpha = Annotated[float, Field(strict=True, ge=0)]
 
 @checked(frozen=True)
 class LoraSettings:
-    """The fields of adapter_config.json that decide sums, names and layers."""
+    """Fields of adapter_config.json that change the deltas or their targets."""
 
     r: _Rank = 8
     lora_alpha: _Alpha = 8
@@ -169,7 +168,7 @@ class LoraSettings:
     layers_to_transform: list[int] | int | None = None
 
     def rank_and_scaling(self, name: str) -> tuple[int, float]:
-        """Return rank and scaling of one target, by PEFT's rule: the first matching pattern."""
+        """Return rank and scaling of a target: as in PEFT, the first matching pattern counts."""
         rank = _first_match(self.rank_pattern, name, self.r)
         alpha = _first_match(self.alpha_pattern, name, self.lora_alpha)
         return int(rank), alpha / max(math.sqrt(rank) if self.use_rslora else rank, 1)
@@ -184,7 +183,7 @@ def _first_match(patterns: Mapping[str, float] | None, name: str, default: float
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter folder, its configuration checked; `file` is to be closed."""
+    """An adapter folder with a checked configuration; the caller closes `file`."""
 
     folder: Path
     settings: LoraSettings
@@ -192,12 +191,12 @@ class Adapter:
 
 
 def check_adapter_patterns(folder: Path, model: nn.Module) -> None:
-    """Raise where a regular expression of adapter_config.json may run for ever on this model."""
+    """Raise if a regular expression of adapter_config.json may never end on this model."""
     check_config_patterns(read_json(inside(folder, CONFIG)), model, str(folder / CONFIG))
 
 
 def check_config_patterns(config: Mapping[str, Any], model: nn.Module, where: str) -> None:
-    """Raise where a regular expression of an adapter's config may run for ever on this model."""
+    """Raise if a regular expression of an adapter's config may never end on this model."""
     whole = (config.get(f) for f in ("target_modules", "exclude_modules", "target_parameters"))
     patterns = [pattern for pattern in whole if isinstance(pattern, str)]
     for by_name in (config.get("rank_pattern"), config.get("alpha_pattern")):
@@ -253,7 +252,7 @@ _Pair = dict[str, str]
 
 
 class Resolver:
-    """The places of an adapter's tensors in a model on meta, which is tied, and on its disk."""
+    """Finds the target of each adapter tensor in the tied meta model, or on its disk."""
 
     def __init__(
         self, model: nn.Module, disk: Mapping[str, tuple[int, ...]], adapter: Adapter
@@ -270,7 +269,7 @@ class Resolver:
         self._updates = Updates()
 
     def resolve(self) -> Updates:
-        """Return the places of all tensors of the adapter."""
+        """Find the targets of all tensors of the adapter."""
         for path, by_depth in self._pairs().items():
             self._place(path, by_depth)
         unmatched = sorted(set(self._targets) - self._matched)
@@ -290,7 +289,7 @@ class Resolver:
         return updates
 
     def _pairs(self) -> dict[str, dict[int, _Pair]]:
-        """Return LoRA pairs by plain path and depth of wrapping; note whole tensors on the way."""
+        """Return LoRA pairs by unwrapped path and number of wrappers; note whole tensors."""
         pairs: dict[str, dict[int, _Pair]] = {}
         for key in self._adapter.file:
             name = key.removeprefix(_PREFIX)
@@ -307,7 +306,7 @@ class Resolver:
         return pairs
 
     def _replace(self, key: str, name: str) -> None:
-        """Note a tensor that replaces one of the model's."""
+        """Note a tensor that replaces a model tensor."""
         target = self._known(name, self._shapes)
         shape = self._adapter.file.info(key).shape
         if "lora_" in key or target is None:
@@ -346,7 +345,7 @@ class Resolver:
             self._add(pair, target, module, f"{module_name}.{parameter}")
 
     def _target_parameters(self, path: str, module_name: str) -> list[str]:
-        """Return the module's parameters that `target_parameters` names, in registration order."""
+        """List the module's parameters in `target_parameters`, in registration order."""
         is_regex = isinstance(self._adapter.settings.target_parameters, str)
         chosen = []
         for name, _ in self._modules[module_name].named_parameters(recurse=False):
@@ -362,9 +361,9 @@ class Resolver:
         return chosen
 
     def _add(self, pair: _Pair, target: str, module: nn.Module | None, name: str) -> None:
-        """Note one pair's delta to the weight `name`, a key on disk where there is no module.
+        """Note one pair's delta to the weight `name`, a key on disk if `module` is None.
 
-        `target` is what the patterns of the adapter's config are matched with.
+        Patterns of the adapter's config are matched against `target`.
         """
         leaf = "embedding" if "Aembedding" in pair else "weight"
         a, b = pair.get(f"A{leaf}"), pair.get(f"B{leaf}")
@@ -411,5 +410,5 @@ def _first(pair: _Pair) -> str:
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a matrix: all dimensions after the first as one."""
+    """Return the shape with all dimensions after the first joined to one."""
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape

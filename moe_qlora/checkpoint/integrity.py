@@ -1,7 +1,7 @@
-"""Checks of a packed folder against its manifest, and the way to open any checkpoint folder.
+"""Check a packed folder against its manifest; open any checkpoint folder.
 
-Checksums tell damage by chance. What is checked beside them is what a decode or a load goes by:
-which tensors belong together, and their dtypes and sizes against the shapes of the model.
+Checksums find accidental damage. Further checks cover what decoding and loading rely on: the parts
+of each packed weight, and their dtypes and sizes against the shapes of the model.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ from .reader import (
 
 _SMALL = 1 << 16
 
-# Keys of config.json that no result of the forward depends on.
+# Keys of config.json that do not change the forward.
 _IDLE = {
     *(CONFIG_KEY, "transformers_weights"),
     *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"),
     *("use_cache", "return_dict", "output_attentions", "output_hidden_states"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type"),
 }
-INT8_FORMAT = ".weight_format"  # of bitsandbytes' Linear layers, beside their weight
+INT8_FORMAT = ".weight_format"  # tensor of bitsandbytes' int8 Linear layers
 
 
 def check_folder(folder: str | Path, *, checksums: bool = True) -> Manifest:
-    """Check a packed folder as far as it goes without its model; `checksums`: read all of it."""
+    """Check a packed folder without its model; `checksums` compares those of large tensors too."""
     check = FolderCheck(folder, large=checksums)
     check.finish()
     return check.manifest
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Open the files that manifest or index name, or a folder's one; compare no checksums."""
+    """Open the files that manifest or index name, or the only one; compare no checksums."""
     folder = Path(folder)
     with reading(folder):
         if not folder.is_dir():
@@ -102,7 +102,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def warn_of_changes(folder: Path, manifest: Manifest) -> None:
-    """Warn where config.json decides another computation than that of the model that was packed."""
+    """Warn if config.json has changed since packing in a key that changes the forward."""
     if not (folder / CONFIG).is_file():
         return
     file = inside(folder, CONFIG)
@@ -120,7 +120,7 @@ def warn_of_changes(folder: Path, manifest: Manifest) -> None:
 
 
 def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield each key that decides the computation with its values; None where it is not set."""
+    """Yield each changed key with both values; None for a missing one."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted({*before, *now} - _IDLE):
             inner = f"{key}.{name}".lstrip(".")
@@ -139,7 +139,7 @@ def open_shards(folder: Path, manifest: Manifest) -> Checkpoint:
 
 
 def _what_is_there(folder: Path, files: list[Path]) -> str:
-    """Say why a folder's safetensors files are no checkpoint."""
+    """Return why a folder's files are no checkpoint."""
     if files:
         return f"{len(files)} safetensors files and no index that says which belong together"
     ggufs = sorted(folder.glob("*.gguf"))
@@ -154,11 +154,11 @@ def _what_is_there(folder: Path, files: list[Path]) -> str:
 
 
 class FolderCheck:
-    """A check of a packed folder whose longest part runs while its files are loaded.
+    """A check of a packed folder that runs partly in threads while its files are loaded.
 
-    What is small, which is all that a loader has to make sense of, is checked at once; the
-    checksums of large tensors, whose bytes no loader trips over, are compared in threads, or never
-    (`large`). `mark` is what the model's config says of the manifest; None reads config.json.
+    Everything that a loader parses is checked at once: headers, and the bytes of small tensors. The
+    checksums of large tensors are compared in threads, or never if `large` is False. `mark` is the
+    mark in the model's config; None reads config.json.
     """
 
     def __init__(self, folder: str | Path, mark: Mark | None = None, *, large: bool = True) -> None:
@@ -177,7 +177,7 @@ class FolderCheck:
                 raise CheckpointError(f"{folder / manifest.tensors[key].file} lacks {key}.")
         for name in manifest.experts:
             check_packed_weight(folder, name, manifest)
-        # largest first, so that none is left over at the end
+        # largest first, for threads that end together
         order = sorted(self._infos.items(), key=lambda item: -item[1].nbytes)
         for key, info in order:
             if info.nbytes <= _SMALL:
@@ -211,7 +211,7 @@ class FolderCheck:
 def _check_shard(
     folder: Path, name: str, shard: ShardEntry, manifest: Manifest
 ) -> dict[str, TensorInfo]:
-    """Return what a shard holds, having compared it with the manifest."""
+    """Compare a shard with the manifest; return its tensors."""
     file = inside(folder, name)
     with reading(file):
         size = file.stat().st_size
@@ -235,7 +235,7 @@ def _check_shard(
 
 
 def check_packed_weight(folder: Path, name: str, manifest: Manifest) -> None:
-    """Check that a packed weight has the codes and statistics that its shape needs."""
+    """Check the codes and statistics of a packed weight against its shape."""
     keys = tuple(key for key in manifest.tensors if key == name or key.startswith(f"{name}."))
     problem = next(form_problems(manifest, name, keys, manifest.experts[name].shape), None)
     if problem is not None:
@@ -250,7 +250,7 @@ def canonical_name(model: Any, name: str, names: Container[str]) -> str | None:
 
 
 def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
-    """Return the keys that hold each packed weight, experts' or Linear layers', by its name."""
+    """Return the keys of each packed weight, an expert's or a Linear layer's, by its name."""
     keys = manifest.tensors
     owners = set(manifest.experts)
     for key in keys:
@@ -261,15 +261,15 @@ def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     names = {}
     for name in owners & keys.keys():
         module = name.removesuffix(".weight")
-        beside = {module + SCALES, module + INT8_FORMAT} if module != name else set()
+        int8 = {module + SCALES, module + INT8_FORMAT} if module != name else set()
         names[name] = tuple(
-            key for key in keys if key == name or key.startswith(f"{name}.") or key in beside
+            key for key in keys if key == name or key.startswith(f"{name}.") or key in int8
         )
     return names
 
 
 def parts_of(name: str, keys: tuple[str, ...], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Return a packed weight's tensors by the end of their key; ValueError for another order."""
+    """Return a packed weight's tensors by key suffix; ValueError for another int8 layout."""
     form = next((key for key in keys if key.endswith(INT8_FORMAT)), None)
     if form is not None and not (value := read(form)).is_meta and value.flatten().tolist() != [0]:
         raise ValueError(f"has another {INT8_FORMAT} than 0, which stands for rows")
@@ -280,7 +280,7 @@ def parts_of(name: str, keys: tuple[str, ...], read: Callable[[str], Tensor]) ->
 def form_problems(
     manifest: Manifest, name: str, keys: tuple[str, ...], shape: tuple[int, ...]
 ) -> Iterator[str]:
-    """Yield what a packed weight of this shape lacks, or has of another dtype or size."""
+    """Yield missing tensors of a packed weight, and those of a wrong dtype or size."""
 
     def blank(key: str) -> Tensor:
         entry = manifest.tensors[key]
@@ -290,7 +290,7 @@ def form_problems(
 
 
 def settings_problem(manifest: Manifest, settings: CodecSettings) -> str | None:
-    """Return how the manifest and the settings of config.json contradict each other."""
+    """Return the first contradiction between the manifest and config.json's settings."""
     saved, asked = manifest.settings.to_dict(), settings.to_dict()
     for key in ("kind", "double_quant", "blocksize", "storage_dtype"):
         if saved[key] != asked[key]:
@@ -299,10 +299,9 @@ def settings_problem(manifest: Manifest, settings: CodecSettings) -> str | None:
 
 
 def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
-    """Yield in what a packed folder does not fit the model on meta, a sentence's beginning each.
+    """Yield differences between a packed folder and the meta model, each as a sentence's start.
 
-    The model may be another class than the one that was saved; only of the same class are all
-    tensors expected.
+    The model may have another class than the saved one; then missing tensors are no difference.
     """
     from ..packing.parametrize import is_packed_linear  # imports bitsandbytes, which prints
 
@@ -310,7 +309,7 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
     owners = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "out_features")}
     packed = packed_names(manifest)
-    # In the loader bitsandbytes' layers are there already, unless nothing is packed by its config.
+    # In a load, bitsandbytes has replaced its layers already, if its config packs any.
     linears = {name for name, module in owners.items() if is_packed_linear(module)}
     owned = {key for keys in packed.values() for key in keys}
     stored = set()
@@ -347,7 +346,7 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
 
 
 def _expected(model: Any, shapes: Mapping[str, Any], manifest: Manifest) -> set[str]:
-    """Return the tensors that a folder of this very class holds: all but tied ones."""
+    """Return the tensors in a folder of this very class: all but tied ones."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     tied |= {alias for entry in manifest.experts.values() for alias in entry.aliases}
     ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())

@@ -1,17 +1,17 @@
-"""Merging of a LoRA adapter into a checkpoint folder, one slice of experts at a time.
+"""Merge a LoRA adapter into a checkpoint folder, one slice of experts at a time.
 
     base W, on disk --convert--> parameter --(+ s B A, fp32)--> rounded once --restore--> on disk
 
-The merged folder has the layout of the original checkpoint: the same files, keys, shapes and
-dtypes, so that whatever loads the base loads it. The model is built on the meta device only. Memory
-holds one slice (`conversion.SLICE_ELEMENTS` weights, or one expert) and the LoRA factors of its
-parameter; a parameter that transformers converts as a whole only is held whole. Tensors that the
-adapter does not change are copied byte for byte.
+The merged folder has the files, keys, shapes and dtypes of the original checkpoint, so that any
+program that loads the base loads it. The model is built on meta. Memory use is one slice
+(`conversion.SLICE_ELEMENTS` weights, or one expert) and the LoRA factors of its parameter; a
+parameter that transformers can only convert as a whole is read whole. Unchanged tensors are copied
+byte for byte.
 
-Of a base that its maker quantized, the merged folder is the 16-bit one, all of it dequantized and
-cut into new files. The maker's format is not written: a delta of 1 % of a weight's norm has, after
-rounding to MXFP4, INT4 or NVFP4, a cosine of 0.04 or less to what it was, in block FP8 of 0.50, in
-bfloat16 of 0.99.
+For a prequantized base (FP8, MXFP4, ...) the whole model is dequantized and resharded in 16 bit.
+Quantizing the result again would lose most of the adapter: a delta of 1 % of a weight's norm has,
+after rounding to MXFP4, INT4 or NVFP4, a cosine of 0.04 or less to itself before, 0.50 in block
+FP8, 0.99 in bfloat16.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .manifest import CONFIG, CONFIG_KEY, is_packed
 from .prequantized import plain_json
 from .reader import INDEX, check_plain, index_of
 from .save import auxiliary_files, copy_auxiliary_files
-from .source import identify, take
+from .source import fingerprint, identify
 from .staging import absolute, check_new, new_folder
 from .tied_weights import move_to_stored_names
 from .training_codec import TrainingCodec
@@ -57,25 +57,25 @@ _PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge has written."""
+    """The result of a merge."""
 
     folder: Path
-    tensors: int  # how many the folder holds
-    changed: int  # how many of them the adapter changed
-    rounded: int  # how many parameters were rounded as in training
+    tensors: int  # in the folder
+    changed: int  # tensors that the adapter changed
+    rounded: int  # parameters that were quantized and decoded, as in training
     nbytes: int  # of all tensors
-    dequantized: str = ""  # by what method the base's maker had quantized it
+    dequantized: str = ""  # quant_method of a prequantized base
 
     def __str__(self) -> str:
         size = human_bytes(self.nbytes)
         rounded = f"; {self.rounded} parameters rounded as in training" if self.rounded else ""
-        makers = self.dequantized and (
+        prequantized = self.dequantized and (
             f" The base's maker had quantized it ({self.dequantized}), and all of it is written "
             "dequantized: rounded to that format again, most of the adapter would be lost."
         )
         return (
             f"{self.folder}: {self.tensors} tensors, {size}, {self.changed} of them changed by the "
-            f"adapter{rounded}.{makers}"
+            f"adapter{rounded}.{prequantized}"
         )
 
 
@@ -143,7 +143,7 @@ def merge_adapter(
         updates = Resolver(model, shapes, lora).resolve()
         if not any_base:
             training_codec.check_noted_base(
-                lora.folder, lambda names: take(model, str(base), names, opened.first_rows)
+                lora.folder, lambda names: fingerprint(model, str(base), names, opened.first_rows)
             )
         training: TrainingCodec | None = None
         if like_training and not packed:
@@ -166,7 +166,7 @@ def merge_adapter(
 
 
 def check_roles(base: Path, adapter: Path) -> None:
-    """Raise where base and adapter are swapped, or the base is no checkpoint folder."""
+    """Raise if base and adapter are swapped, or the base is no checkpoint folder."""
     if not base.is_dir():
         raise CheckpointError(f"The base {base} is no folder; name a checkpoint folder.")
     if (base / ADAPTER_CONFIG).is_file() and not (base / CONFIG).is_file():
@@ -178,7 +178,7 @@ def check_roles(base: Path, adapter: Path) -> None:
 
 
 def model_builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Module]:
-    """Return a function that builds the base's model on meta, tied; the same each time."""
+    """Return a function that builds the base's tied model on meta, a new one on each call."""
     if is_packed(folder):
         source = checkpoint_source.resolve(str(folder), trust_remote_code=trust_remote_code)
     else:
@@ -197,13 +197,13 @@ def model_builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Modu
 
 
 _Write = Callable[[str, Tensor, int | None], None]
-"""Writes a tensor, by its key, in the dtype of its spec; or its rows from a first one on."""
+"""Called with key, tensor, and the first row if the tensor is only rows; casts to the spec."""
 
 
 class _Merge:
-    """One merge: what changes, group by group, and where it is written.
+    """One merge, group by group.
 
-    `training` is what was packed in training, and is rounded before deltas are added.
+    Weights in `training` are quantized and decoded before deltas are added.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class _Merge:
         self._check_reached()
 
     def _check_reached(self) -> None:
-        """Raise where a weight that is changed or rounded is not on disk, or not in floats."""
+        """Raise if a weight to be changed or rounded is not on disk, or not floating-point."""
         on_disk, updates = self._base.layout.by_name.keys(), self._updates
         for name in (*updates.deltas, *updates.replacements):
             if name not in on_disk:
@@ -256,22 +256,22 @@ class _Merge:
                     )
 
     def _changes(self, group: Group) -> bool:
-        """Whether the adapter changes anything of a group."""
+        """True if the adapter changes a tensor of the group."""
         updates = self._updates
         return any(
             name in updates.deltas or name in updates.replacements for name in group.shapes
         ) or any(key in updates.disk_deltas for key in group.keys)
 
     def report(self, folder: Path) -> MergeReport:
-        """Return what was written, to `folder`."""
+        """Return the report, with the final name of the folder."""
         tensors = len(self._base.disk)
-        makers = self._base.checkpoint.method
+        method = self._base.checkpoint.method
         return MergeReport(
-            folder, tensors, len(self._changed), len(self._rounded), self.nbytes, makers
+            folder, tensors, len(self._changed), len(self._rounded), self.nbytes, method
         )
 
     def write(self, folder: Path, tell: Progress) -> None:
-        """Write all safetensors files of the merged folder, each open until its last tensor."""
+        """Write all safetensors files of the merged folder; close each after its last tensor."""
         groups = {key: group for group in self._base.layout.groups for key in group.keys}
         files = {key: file for file in self.files for key in file.keys}
         done: set[str] = set()
@@ -299,8 +299,8 @@ class _Merge:
 
     def _write_group(self, group: Group, write: _Write) -> None:
         changes, packed = self._changes(group), self._pack(group)
-        as_it_is = not changes and not packed
-        if as_it_is and isinstance(self._base, PlainBase):
+        unchanged = not changes and not packed
+        if unchanged and isinstance(self._base, PlainBase):
             for key in group.keys:
                 for start, stop in Group((key,), {key: self._base.disk[key][0]}).slices():
                     rows = self._base.checkpoint.read(key, start, stop)
@@ -320,7 +320,7 @@ class _Merge:
                 deltas = self._updates.disk_deltas.get(key, ())
                 tensor = self._add_deltas(on_disk[stand_in], deltas, first or 0)
                 tensor = tensor.to(self.dtypes[key])
-                if not as_it_is and codec.first_nonfinite(tensor) is not None:
+                if not unchanged and codec.first_nonfinite(tensor) is not None:
                     raise AdapterError(
                         f"Merged, {key} holds NaN or inf in {tensor.dtype}: the adapter, or the "
                         "base, is broken, or the dtype too narrow."
@@ -366,23 +366,23 @@ class _Merge:
 
 
 def _dtypes(base: Base, model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return what each tensor is written in; transformers' own exceptions stay in fp32."""
-    own = {key: kind for key, (_, kind) in base.disk.items()}
+    """Return the dtype of each merged tensor; modules that transformers keeps in fp32 stay so."""
+    dtypes = {key: kind for key, (_, kind) in base.disk.items()}
     if dtype is None:
-        return own
-    kept = kept_dtypes(model, dtype)
+        return dtypes
+    fp32 = kept_dtypes(model, dtype)
     for group in base.layout.groups:
-        exempt = any(kept(name) for name in group.shapes)
+        exempt = any(fp32(name) for name in group.shapes)
         for key in group.keys:
-            if own[key] in FLOATS:
-                own[key] = torch.float32 if exempt else dtype
-    return own
+            if dtypes[key] in FLOATS:
+                dtypes[key] = torch.float32 if exempt else dtype
+    return dtypes
 
 
 def _write_auxiliary_files(
     source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
 ) -> None:
-    """Write everything of the base but weights: configuration, tokenizer, index."""
+    """Write all files of the base except weights: configuration, tokenizer, index."""
     copy_auxiliary_files(source, folder)
     config = read_json(source / CONFIG)
     if dtype is None and base.keeps_files and not any(name in config for name in _PACKED_KEYS):
@@ -408,7 +408,7 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 def _write_index(
     source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
 ) -> None:
-    """Write the index of the merged files: the base's own, or a new one of new files."""
+    """Write the index of the merged files, copied from the base where it has the same files."""
     index = index_of(source) if base.keeps_files else source / INDEX
     if index is None or (not base.keeps_files and len(merge.files) == 1):
         return

@@ -1,13 +1,13 @@
-"""Adapters that hold LoRA for each single expert, read as LoRA on fused expert weights.
+"""Convert adapters with LoRA on each single expert to LoRA on fused expert weights.
 
-transformers v4, Tinker, vLLM and SGLang know experts as Linear layers or as one tensor for each
-projection. `fused` writes such an adapter as PEFT has it for the fused weights of a model:
+In transformers v4, Tinker, vLLM and SGLang, experts are Linear layers, or one tensor for each
+projection. `fused` converts such an adapter to PEFT's layout for the fused weights of a model:
 
     <path>.experts.<e>.<leaf>.lora_A.weight, .lora_B.weight    (r, in), (out, r)
     <path>.experts.<leaf>.lora_A.weight, .lora_B.weight        (E or 1, r, in), (E or 1, out, r)
 
-Gate and up of one expert share A where both files' are equal bit for bit, and the fused pair has
-their rank; where they differ it has both ranks, and zeros beside each B. Sums stay what they were.
+If gate and up of an expert have equal A, bit for bit, the fused pair shares it and keeps the rank;
+otherwise the ranks add up, and each B is padded with zeros. The products B A do not change.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Factors:
 
 
 def holds_single_experts(keys: Iterator[str] | list[str]) -> bool:
-    """Tell whether an adapter's keys name single experts, or projections of all of them."""
+    """True if an adapter's keys name single experts, or single projections of all experts."""
     return any((match := _KEY.match(key)) and match["leaf"] in ROLE_OF_LEAF for key in keys)
 
 
@@ -75,12 +75,12 @@ def holds_single_experts(keys: Iterator[str] | list[str]) -> bool:
 def fused(folder: Path, model: nn.Module) -> Iterator[Path]:
     """Yield an adapter folder with LoRA on the model's fused expert weights.
 
-    That is the folder itself where no key names a single expert, or where experts of the model are
-    no fused weights; else a temporary one.
+    It is the folder itself if no key names a single expert or the model has no fused expert
+    weights; otherwise a temporary one.
 
     Raises:
-        AdapterError: Experts are missing in the file, have ranks of their own or factors that do
-            not fit each other, or belong to no module of the model.
+        AdapterError: Experts are missing in the file, differ in rank, have factors that do not fit
+            each other, or belong to no module of the model.
     """
     source = folder / WEIGHTS
     modules = _expert_modules(model)
@@ -110,7 +110,7 @@ def fused(folder: Path, model: nn.Module) -> Iterator[Path]:
 
 
 def _expert_modules(model: nn.Module) -> dict[str, dict[str, ExpertParam]]:
-    """Return the model's expert parameters by module, without adapters' names, and role."""
+    """Return the model's expert parameters by module (unwrapped name) and role."""
     modules: dict[str, dict[str, ExpertParam]] = {}
     for param in detect(model):
         roles = modules.setdefault(unwrapped_name(param.module_name), {})
@@ -119,7 +119,7 @@ def _expert_modules(model: nn.Module) -> dict[str, dict[str, ExpertParam]]:
 
 
 def interleaved(module: Any) -> bool:
-    """Tell whether gate and up alternate in a fused weight; else gate is the first half."""
+    """True if rows of gate and up alternate in a fused weight; else gate is the first half."""
     gate = getattr(module, "_apply_gate", None)
     if gate is None:
         return False
@@ -132,7 +132,7 @@ def interleaved(module: Any) -> bool:
 
 
 def joined(gate: Tensor, up: Tensor, alternate: bool) -> Tensor:
-    """Return rows `(E, 2 I, r)` of a fused weight from those of its halves."""
+    """Join B of gate and up, `(E, I, r)` each, to that of the fused weight `(E, 2 I, r)`."""
     return torch.stack((gate, up), 2).flatten(1, 2) if alternate else torch.cat((gate, up), 1)
 
 
@@ -151,7 +151,7 @@ def flat_factors(factors: Factors) -> tuple[Tensor, Tensor]:
 
 
 def alpha_of(scaling: float, rank: int) -> float:
-    """Return the `lora_alpha` whose quotient with the rank is this scaling, bit for bit."""
+    """Return the `lora_alpha` for which `lora_alpha / rank` equals the scaling, bit for bit."""
     alpha = scaling * rank
     near = (alpha, math.nextafter(alpha, math.inf), math.nextafter(alpha, -math.inf))
     alpha = next((one for one in near if one / rank == scaling), alpha)
@@ -166,11 +166,13 @@ class _Fusion:
     model: nn.Module
     modules: Mapping[str, Mapping[str, ExpertParam]]
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    ranks: dict[str, int] = field(default_factory=dict)  # of what is adapted, by its full name
+    ranks: dict[str, int] = field(
+        default_factory=dict
+    )  # by the full name of the adapted module or parameter
     scalings: dict[str, float] = field(default_factory=dict)
 
     def write(self, config: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors of the fused adapter, and make its config of the given one."""
+        """Return the tensors of the fused adapter; change the given config to the fused one."""
         keys: dict[str, dict[str, dict[tuple[int | None, str], str]]] = {}
         others: list[str] = []
         for key in self.file:
@@ -191,7 +193,7 @@ class _Fusion:
         return self.tensors
 
     def _module(self, path: str) -> str | None:
-        """Return the module that a path means: its own, or the only one with these numbers."""
+        """Return the module of a path: the same name, or the only one with the same numbers."""
         if path in self.modules:
             return path
         numbers = re.findall(r"\.(\d+)(?=\.)", f".{path}.")
@@ -205,7 +207,7 @@ class _Fusion:
         return same[0]
 
     def _stacked(self, keys: Mapping[tuple[int | None, str], str]) -> Factors:
-        """Return all experts' factors of one projection."""
+        """Stack the factors of one projection over experts."""
         first = next(iter(keys.values()))
         read = {place: self.file.read(key) for place, key in keys.items()}
         experts = sorted({expert for expert, _ in read if expert is not None})
@@ -243,7 +245,7 @@ class _Fusion:
         return self.settings.rank_and_scaling(path)[1]
 
     def _add_experts(self, module: str, roles: dict[str, Factors]) -> None:
-        """Note the pairs of one module's parameters, the last of which is PEFT's outermost."""
+        """Note the pairs of one module's parameters; PEFT's outermost wrapper is the last one."""
         params = list(self.modules[module].values())
         pairs: list[tuple[ExpertParam, Factors]] = []
         for param in params:
@@ -262,7 +264,7 @@ class _Fusion:
             self.tensors[f"{path}.lora_A.weight"], self.tensors[f"{path}.lora_B.weight"] = a, b
 
     def _check_halves(self, module: str, roles: Mapping[str, Factors]) -> None:
-        """Check that gate and up are of as many experts, rows and columns."""
+        """Check that gate and up agree in experts, rows and columns."""
         halves_of = [roles[role] for role in ("gate", "up") if role in roles]
         shapes = [(len(one.a), one.b.shape[1], one.a.shape[2]) for one in halves_of]
         if shapes[0] != shapes[-1]:
@@ -283,8 +285,8 @@ class _Fusion:
             )
 
     def _add_others(self, keys: list[str], parameters: set[str]) -> set[str]:
-        """Note what is not of experts, under the model's names; return the modules with LoRA."""
-        # Below the wrappers of adapters that the model has already; the innermost come last
+        """Note all other tensors under the model's names; return the modules with LoRA."""
+        # The model may have adapters already: their innermost modules come last and win
         inner = {unwrapped_name(name): one for name, one in self.model.named_modules()}
         own = {unwrapped_name(name) for name in self.model.state_dict()}
         mapping: list[Any] = list(get_model_conversion_mapping(self.model))
@@ -337,7 +339,7 @@ def uniform(ranks: Mapping[str, int], scalings: Mapping[str, float]) -> tuple[in
 
 
 def _fuse(gate: Factors | None, up: Factors | None, alternate: bool) -> Factors:
-    """Return LoRA of the fused projection; of a half that has none, zeros."""
+    """Return LoRA of the fused projection; a half without LoRA gets zeros."""
     one = gate or up
     assert one is not None
     gate = gate or Factors(one.a, torch.zeros_like(one.b), one.scaling)
@@ -347,14 +349,14 @@ def _fuse(gate: Factors | None, up: Factors | None, alternate: bool) -> Factors:
     b_gate, b_up = gate.b.to(dtype), b_up.to(dtype)
     if gate.a.dtype == up.a.dtype and torch.equal(gate.a, up.a):
         return Factors(gate.a, joined(b_gate, b_up, alternate), gate.scaling)
-    beside_gate = torch.nn.functional.pad(b_gate, (0, up.rank))
-    beside_up = torch.nn.functional.pad(b_up, (gate.rank, 0))
+    padded_gate = torch.nn.functional.pad(b_gate, (0, up.rank))
+    padded_up = torch.nn.functional.pad(b_up, (gate.rank, 0))
     a = torch.cat((gate.a, up.a), 1)
-    return Factors(a, joined(beside_gate, beside_up, alternate), gate.scaling)
+    return Factors(a, joined(padded_gate, padded_up, alternate), gate.scaling)
 
 
 def _check_pair(folder: Path, key: str, a: Tensor, b: Tensor) -> None:
-    """Check that A `([E or 1,] r, in)` and B `([E or 1,] out, r)` are of one rank and number."""
+    """Check that A `([E or 1,] r, in)` and B `([E or 1,] out, r)` agree in E and r."""
     dims = 2 if (match := _KEY.match(key.removeprefix(PREFIX))) and match["expert"] else 3
     fits = a.dim() == b.dim() == dims and a.shape[-2] == b.shape[-1] > 0
     if not fits or (dims == 3 and len({len(a), len(b), 1}) > 2):

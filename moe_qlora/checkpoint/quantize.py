@@ -1,10 +1,10 @@
-"""Packing of a checkpoint into a packed folder, parameter by parameter.
+"""Pack a checkpoint into a packed folder, parameter by parameter.
 
-The checkpoint is in 16 bits, or its maker quantized it, and rows are dequantized as they are read.
+The checkpoint is in 16 bit, or prequantized: then rows are dequantized as they are read.
 
-The folder equals what a load under `enabled()` and `save_pretrained` would write, but for where
-shards are cut. A shard counts as done once it has its name; an interrupted run goes on after the
-last one, and gives the same folder as one that was not interrupted.
+Apart from shard boundaries, the folder equals that of a load under `enabled()` and
+`save_pretrained`. An interrupted run resumes after the last complete shard, and its folder equals
+that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def quantize_checkpoint(
 ) -> Manifest:
     """Pack a checkpoint into a new folder, which loads under `enabled()`.
 
-    Memory holds one parameter at a time, and of a fused expert weight a few experts and the packed
-    form. When it is interrupted, what is done is kept beside the destination, and the same call
-    goes on there.
+    Memory use is one parameter at a time; for a fused expert weight, a few experts and the packed
+    weight. An interrupted run leaves complete shards next to the destination, and the same call
+    resumes there.
 
     Args:
-        source: Folder of a 16-bit checkpoint, safetensors, or of one that its maker quantized in a
-            way that `checkpoint/prequantized/` reads.
+        source: Folder of a 16-bit checkpoint in safetensors, or of a prequantized one in a format
+            that `checkpoint/prequantized/` reads.
         destination: New folder; nothing is overwritten.
         quantization_config: `BitsAndBytesConfig` or its dict.
         dtype: Of what is not packed, and of decoded weights; None is the checkpoint's own.
@@ -108,7 +108,7 @@ def quantize_checkpoint(
         new_folder(out, job=job.checksum(identity, max_shard_size)) as work,
         reporting(progress, "Packing", "Packed") as tell,
     ):
-        _keep_shards(work)
+        _remove_partial_files(work)
         shards = job.write(work, max_shard_size, tell)
         _write_auxiliary_files(folder, work, model, config)
         try:
@@ -155,26 +155,26 @@ def build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool
         for name in source.config.sub_configs:
             if getattr(source.config, name, None) is not None:
                 getattr(source.config, name).dtype = dtype
-    # As in a load: tying comes last, and which layers stay in 16 bit is asked before it.
+    # As in a load: weights are tied last, after the unpacked layers are chosen.
     with init.no_tie_weights():
         return named.build(source, trust_remote_code=trust_remote_code)
 
 
 class PackingJob:
-    """One conversion: what is packed, and how everything is read and written."""
+    """One conversion of a checkpoint: its groups of parameters, their codecs and dtypes."""
 
     def __init__(self, folder: Path, model: Any, config: Any, device: torch.device) -> None:
         self.device, self.config = device, config
         self.spec: LoadSpec = packing_spec(model, config, model.dtype, None)
         dtype = model.dtype
         own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        self.kept = kept_dtypes(model, dtype)
+        self.fp32 = kept_dtypes(model, dtype)
         self.base = PlainBase(folder, model, device=device)
-        # Replaces the Linear layers of the model that bitsandbytes packs.
+        # Replaces the model's Linear layers that bitsandbytes packs.
         self.packed = from_config(model, config)
         linears = self.packed.linears
         model.tie_weights()
-        # Conv1D, which bitsandbytes replaces as well, stores `(in, out)`.
+        # bitsandbytes also replaces Conv1D, which stores `(in, out)`.
         replaced = {
             n: getattr(model.get_submodule(n[:-7]), "source_cls", nn.Linear) for n in linears
         }
@@ -190,7 +190,7 @@ class PackingJob:
         self.steps = self._steps(model)
 
     def _steps(self, model: Any) -> list[tuple[Group, list[str]]]:
-        """Return the groups to convert, and the names of their parameters that are written."""
+        """Return the groups to convert, each with the names of the parameters to write."""
         on_disk = self.base.layout.by_name.keys()
         left_out = {name for name, source in self.tied.items() if source in on_disk}
         left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -218,7 +218,7 @@ class PackingJob:
         return steps
 
     def _why_nothing_to_pack(self, model: Any) -> str:
-        """Say why no expert weight would be packed, and what to do."""
+        """Return why no expert weight would be packed, and what to do."""
         folder, skipped = self.base.folder, self.config.llm_int8_skip_modules
         if skipped and len(detect(model)):
             return (
@@ -231,7 +231,7 @@ class PackingJob:
         )
 
     def experts(self) -> dict[str, PackedEntry]:
-        """Return the packed expert weights as the manifest has them."""
+        """Return the manifest's entries of packed expert weights."""
         entries = {}
         for name in (name for _, names in self.steps for name in names if name in self.spec.params):
             param = self.spec.params[name]
@@ -242,7 +242,7 @@ class PackingJob:
         return entries
 
     def checksum(self, identity: Identity, max_shard_size: int | str) -> str:
-        """Return a checksum of all that decides what is written to the shards."""
+        """Return a checksum of everything that determines the shards' content."""
         job = {
             "source": identity.files,
             "config": self.config.to_dict(),
@@ -254,7 +254,7 @@ class PackingJob:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def write(self, work: Path, max_shard_size: int | str, tell: Progress) -> list[Path]:
-        """Write the shards that are not there yet, and return all of them, in order."""
+        """Write the missing shards; return all, in order."""
         sizes = {
             index: sum(self._nbytes(name, group.shapes[name]) for name in names)
             for index, (group, names) in enumerate(self.steps)
@@ -278,8 +278,8 @@ class PackingJob:
         return shards
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that a parameter is loaded in."""
-        return self.spec.dtypes.get(name) or self.kept(name) or self.dtypes[name]
+        """Return the dtype of a parameter after loading."""
+        return self.spec.dtypes.get(name) or self.fp32(name) or self.dtypes[name]
 
     def _nbytes(self, name: str, shape: tuple[int, ...]) -> int:
         if name in self.spec.params or name in self.packed.linears:
@@ -287,7 +287,7 @@ class PackingJob:
         return math.prod(shape) * self.dtype(name).itemsize
 
     def _keys(self, name: str) -> list[str]:
-        """Return every key that `_tensors` may give for a parameter."""
+        """Return all keys that `_tensors` may yield for a parameter."""
         ends = key_ends(self.spec.settings)
         module = name.rpartition(".")[0]
         return [*(name + end for end in ends), f"{module}{SCALES}", f"{module}{INT8_FORMAT}"]
@@ -328,7 +328,7 @@ class PackingJob:
         packer.add(value)
 
     def _packed(self, name: str, weight: PackedWeight) -> Iterator[tuple[str, Tensor]]:
-        """Yield what a state dict holds for a packed weight of experts or a Linear layer."""
+        """Yield the state dict entries of a packed weight, an expert's or a Linear layer's."""
         yield name, weight.codes
         codec = codec_of(weight.kind)
         if name in self.spec.params or not codec.loads_in_8bit:
@@ -338,12 +338,12 @@ class PackingJob:
         else:
             module = name.rpartition(".")[0]
             yield f"{module}{SCALES}", weight.absmax
-            # bitsandbytes' number for rows as they are
+            # bitsandbytes' number of the row-major layout
             yield f"{module}{INT8_FORMAT}", torch.tensor(0, dtype=torch.uint8)
 
 
-def _keep_shards(work: Path) -> None:
-    """Remove all that an interrupted run of the same job has left, but for its whole shards."""
+def _remove_partial_files(work: Path) -> None:
+    """Remove all files of an interrupted run of the same job except complete shards."""
     for entry in work.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -352,7 +352,7 @@ def _keep_shards(work: Path) -> None:
 
 
 def _write_auxiliary_files(folder: Path, work: Path, model: Any, config: Any) -> None:
-    """Write the config as a loaded model has it, and copy the checkpoint's other files."""
+    """Write the config of the loaded model, and copy the checkpoint's other files."""
     copy_auxiliary_files(folder, work)
     model.config.quantization_config = config
     model.config.architectures = [type(model).__name__]

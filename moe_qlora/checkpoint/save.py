@@ -1,8 +1,8 @@
 """`save_pretrained` of a model with packed experts: a packed folder (FORMAT.md).
 
-The stock method undoes the fusing of experts on the way out, which packed codes do not stand, and
-replaces files in place. Here tensors are written under the model's own names, and nothing that the
-folder holds is touched before all of the new model is on the disk.
+The stock method splits fused experts again, which packed codes do not allow, and overwrites files.
+Here tensors are written under the model's names, and no file of the folder changes before the whole
+new model is on disk.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ from .manifest import (
 )
 from .prequantized.open import MODELOPT_CONFIG
 from .reader import INDEX_SUFFIX, SINGLE, check_link, plain_weights
-from .staging import absolute, discard, flush, rename_new, staging
+from .staging import absolute, discard, move_files, rename_new, staging
 from .writer import ShardWriter, plan_shards
 
-# Patterns of the hub's client for a save's files: only here do eight characters stand between
-# "model" and the number, and sixteen after "moe_qlora-".
+# Glob patterns for the hub's client; only files of a packed save have hashes of these lengths.
 _SHARDS, _MANIFESTS = "model-????????-?????-of-?????.safetensors", f"moe_qlora-{'?' * 16}.json"
 
 
@@ -134,13 +133,13 @@ def save_pretrained(
 def _tensors_to_save(
     model: nn.Module, state_dict: Mapping[str, Any], ranks: World
 ) -> dict[str, WholeTensor]:
-    """Return the state dict without tied names and what the model's class does not save."""
+    """Return the state dict without tied names and without `_keys_to_ignore_on_save`."""
     host: Any = model
     tied: Mapping[str, str] = getattr(host, "all_tied_weights_keys", None) or {}
     ignored = getattr(host, "_keys_to_ignore_on_save", None) or ()
     packed = {f"{module}.{name}".lstrip(".") for module, _, name in parametrize.iter_packed(model)}
     aliases = {name for name in packed if tied.get(name) in packed}
-    kept: dict[str, WholeTensor] = {}
+    saved: dict[str, WholeTensor] = {}
     for key, tensor in ranks.whole_tensors(model, state_dict).items():
         if ".lora_" in key or ".base_layer." in key or ".modules_to_save." in key:
             raise AdapterError(
@@ -160,11 +159,11 @@ def _tensors_to_save(
         reason = _why_not_saved(tensor.source)
         if reason is not None:
             raise CheckpointError(f"{key} {reason}.")
-        kept[key] = tensor
-    missing = packed - aliases - kept.keys()
+        saved[key] = tensor
+    missing = packed - aliases - saved.keys()
     if missing:
         raise CheckpointError(f"The state dict to save lacks the packed weight {min(missing)}.")
-    return kept
+    return saved
 
 
 def _why_not_saved(value: Any) -> str | None:
@@ -177,7 +176,7 @@ def _why_not_saved(value: Any) -> str | None:
 
 
 def _are_tied(model: nn.Module, state_dict: Mapping[str, Any], key: str, source: str) -> bool:
-    """Whether a tensor of the state dict is the one of another key, of which it may be a copy."""
+    """True if two entries of the state dict come from one tied parameter; copies count too."""
     one, other = state_dict.get(key), state_dict.get(source)
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
         return False
@@ -193,7 +192,7 @@ def _are_tied(model: nn.Module, state_dict: Mapping[str, Any], key: str, source:
 
 @contextmanager
 def _target(folder: Path) -> Iterator[Path]:
-    """Give a folder to write into; move its content to its place at the end."""
+    """Yield a staging folder; at the end it becomes `folder`, or its files move into it."""
     if folder.is_dir():
         folder = folder.resolve()
     elif folder.exists() and not folder.is_dir():  # another save may have made it meanwhile
@@ -208,7 +207,7 @@ def _target(folder: Path) -> Iterator[Path]:
 
 
 def _can_be_renamed_to(folder: Path) -> bool:
-    """Whether a folder that is built beside this one can take its place."""
+    """True if a staging folder can be renamed to this one: it is new, or empty and replaceable."""
     if not folder.is_dir():
         return True
     # To rename over the current folder would pull it from under its process.
@@ -217,33 +216,22 @@ def _can_be_renamed_to(folder: Path) -> bool:
 
 
 def _publish(work: Path, folder: Path) -> None:
-    """Move a finished save into a folder that holds something; at a refusal, take it out again."""
-    for file in work.rglob("*"):
-        flush(file)
+    """Move a finished save into a folder with files; after an error, remove the new ones again."""
     names = {entry.name for entry in work.iterdir()}
     outdated: list[Path] = []
-    with suppress(CheckpointError):  # what a damaged config.json belongs to is not known
+    with suppress(CheckpointError):  # a damaged config.json does not name its model's files
         if os.path.lexists(folder / CONFIG) and not is_packed(folder):
             outdated = plain_weights(folder)
     added: list[Path] = []
     try:
-        for entry in sorted(work.iterdir()):
-            target = folder / entry.name
-            if entry.is_dir():
-                shutil.copytree(entry, target, dirs_exist_ok=True)
-            elif entry.name != CONFIG:
-                is_new = not os.path.lexists(target)
-                entry.replace(target)
-                added += [target] if is_new else []
-        flush(folder)
-        (work / CONFIG).replace(folder / CONFIG)  # turns the old model into the new one
+        # the new config.json turns the old model into the new one
+        move_files(work, folder, CONFIG, added)
     except OSError:
         if (work / CONFIG).exists():  # otherwise the folder holds the new model after all
             with suppress(CheckpointError):
                 named = _named(folder)
                 discard(*(file for file in added if file.name not in named))
         raise
-    flush(folder)
     named = _named(folder)
     for file in outdated if named else []:
         if file.name not in named:
@@ -254,21 +242,21 @@ def _publish(work: Path, folder: Path) -> None:
 
 
 def _named(folder: Path) -> set[str]:
-    """Return the files that the manifest in place names: without locks, maybe another save's."""
+    """Return the files that the folder's manifest names (without locks, maybe another save's)."""
     manifest = read_manifest(folder)
     return {manifest.file_name, *manifest.shards} if manifest else set()
 
 
 def is_save_file(name: str) -> bool:
-    """Whether only a packed save gives a file such a name: a shard or a manifest."""
+    """True for names of shards and manifests, which only packed saves write."""
     return bool(SHARD_NAME.fullmatch(name) or MANIFEST_NAME.fullmatch(name))
 
 
 def _write_auxiliary_files(model: Any, work: Path, kwargs: dict[str, Any]) -> None:
-    """Write everything that the stock method writes, but the weights."""
+    """Write all files of the stock method except weights."""
     quantizer, own = model.hf_quantizer, model.config.__dict__
-    # The stock method asks the quantizer for the state dict; this attribute hides the method. By a
-    # distributed_config it would gather the model from all ranks, and wait for them.
+    # The stock method gets no weights from the quantizer, and has no distributed_config by which it
+    # would wait for all ranks to gather the model.
     quantizer.get_state_dict_and_metadata = lambda model: ({}, {})
     hidden = {key: own.pop(key) for key in ("distributed_config",) if key in own}
     try:
@@ -283,13 +271,13 @@ def _write_auxiliary_files(model: Any, work: Path, kwargs: dict[str, Any]) -> No
 
 
 def _main_dtype(model: Any) -> str | None:
-    """Return the dtype of most plain weights, but for those that their class keeps in fp32."""
+    """Return the most frequent dtype of plain weights, without those that the class has in fp32."""
     # The stock method notes the first parameter's, to which a reload would cast all others.
-    kept = kept_dtypes(model, torch.bfloat16)
+    fp32 = kept_dtypes(model, torch.bfloat16)
     sizes: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         plain = parameter.is_floating_point() and not isinstance(parameter, Params4bit)
-        if plain and not kept(name):
+        if plain and not fp32(name):
             sizes[dtype_name(parameter.dtype)] += parameter.numel()
     return max(sizes, key=sizes.__getitem__, default=None)
 
@@ -301,8 +289,8 @@ def _write_packed(
     read: Callable[[str], Tensor],
     max_shard_size: int | str,
 ) -> None:
-    """Write shards and manifest of a packed model, of tensors that `read` gives one at a time."""
-    # first the records, which are small: only they do not say beforehand how long they are
+    """Write shards and manifest of a packed model; `read(key)` returns one tensor."""
+    # Records are small and first of all read: their lengths are unknown before.
     records = {key: read(key) for key, tensor in tensors.items() if tensor.shape is None}
     shapes = {
         key: (tensor.dtype, tuple(records[key].shape) if tensor.shape is None else tensor.shape)
@@ -330,8 +318,8 @@ def finish_packed(
 ) -> Manifest:
     """Name the shards of a save, and write its manifest and config.json.
 
-    `work` holds config.json as transformers writes it; `plain` are Linear layers that are not
-    packed, and that a reload would expect packed.
+    `work` contains config.json as transformers writes it. `plain` are unpacked Linear layers that a
+    reload would pack: they are added to `llm_int8_skip_modules`.
     """
     codec = settings.to_dict()
     tensors = manifests.tensor_entries(files)
@@ -403,14 +391,14 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
 
 
 def _config_settings(model: Any) -> CodecSettings:
-    """Return how a model's config asks for weights to be packed."""
+    """Return the codec settings of a model's config."""
     return replace(
         CodecSettings.from_config(model.hf_quantizer.quantization_config), skip_modules=()
     )
 
 
 def _plain_linears(model: Any) -> list[str]:
-    """Return the Linear layers that a reload would pack: of a model of which only experts were."""
+    """List Linear layers that are unpacked here but that `from_pretrained` would pack."""
     config = model.hf_quantizer.quantization_config
     skips = model.hf_quantizer.get_modules_to_not_convert(
         model, config.llm_int8_skip_modules, model._keep_in_fp32_modules
@@ -421,7 +409,7 @@ def _plain_linears(model: Any) -> list[str]:
 
 
 def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]) -> None:
-    """Upload what a save wrote in one commit, which removes those of an earlier save."""
+    """Upload the files of a save, and delete those of an earlier save, in one commit."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
@@ -447,9 +435,9 @@ _FOLDERS = ("additional_chat_templates",)
 
 
 def auxiliary_files(source: Path) -> list[Path]:
-    """Return everything but configurations, weights in any format, adapters and hidden files.
+    """List files other than configurations, weights in any format, adapters and hidden files.
 
-    A link that leads out of the folder is a `CheckpointError`: what it leads to is not the model's.
+    A link that leads out of the folder is a `CheckpointError`: its target is not the model's.
     """
     files: list[Path] = []
     for file in sorted(source.iterdir()):
@@ -469,7 +457,7 @@ def auxiliary_files(source: Path) -> list[Path]:
 
 
 def copy_auxiliary_files(source: Path, folder: Path) -> None:
-    """Copy what `auxiliary_files` names."""
+    """Copy the `auxiliary_files` of a checkpoint."""
     for file in auxiliary_files(source):
         copy = folder / file.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)

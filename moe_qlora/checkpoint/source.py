@@ -1,14 +1,13 @@
-"""Which checkpoint a folder holds: told by content, and cheap enough to be asked twice.
+"""Identify the checkpoint in a folder by its content, and the base of an adapter by a fingerprint.
 
-Sizes and times do not tell: object stores and reproducible archives give equal ones to files that
-differ. Compared are the header and samples of the content of each file, and what the system says of
-it, in which a file that another has replaced mostly differs even where the samples are equal.
+Sizes and times alone do not identify a file: object stores and reproducible archives give equal
+ones to different files. Compared are the header of each file, samples of its content, and its inode
+and times, which mostly change when a file is replaced, even by one with equal samples.
 
-An adapter's base is told from another model, whose names and shapes happen to fit, by a fingerprint
-in the note beside the adapter: configuration fields that decide what is computed, and one bit for
-each of some hundred weights that packing leaves alone (embeddings, routers): whether the weight is
-above their mean. Packing a base or training it further leaves most bits as they are; of another
-model's, half agree by chance.
+The fingerprint in the note beside an adapter tells its base from a model whose names and shapes
+happen to fit: configuration fields that change the forward, and for each of some hundred unpacked
+weights (embeddings, routers) one bit, set if the weight is above their mean. Packing or further
+training of the base leaves most bits; of another model's bits, half agree by chance.
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ from .prequantized.open import MODELOPT_CONFIG
 from .reader import INDEX_SUFFIX, header_bytes
 
 _Facts = tuple[int, str, str, int, int, int]
-_PIECES, _PIECE = 64, 1 << 16  # sampled of a file: pieces at even distances, of so many bytes
+_PIECES, _PIECE = (
+    64,
+    1 << 16,
+)  # samples of a file: number of pieces at even distances, bytes of each
 TOP_K_FIELDS = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -48,30 +50,30 @@ _FIELDS = (
     *("intermediate_size", "moe_intermediate_size", "hidden_act", "hidden_activation"),
     *("scoring_func", "norm_topk_prob", *TOP_K_FIELDS),
 )
-SAMPLED_ROWS = 64  # of each weight that is looked at, from the first on
-_WEIGHTS, _BITS = 8, 256  # how many weights are looked at, and bits of each
+SAMPLED_ROWS = 64  # first rows of each sampled weight
+_WEIGHTS, _BITS = 8, 256  # sampled weights, and bits of each
 _LEAST_AGREEMENT = 0.8
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What tells the checkpoint in a folder from others.
+    """The identity of the checkpoint in a folder.
 
-    `files` has configurations, the index and the safetensors files by name: what a `SourceFile`
-    says of each, its inode, and the times at which its content and it itself were changed.
+    `files` has configurations, the index and the safetensors files by name: the fields of a
+    `SourceFile`, the inode, and the times of the last changes of content and of metadata.
     """
 
     folder: Path
     files: dict[str, _Facts]
 
     def source(self, names: Iterable[str]) -> Source:
-        """Return what a manifest says of the checkpoint, given the files that were read."""
+        """Return the manifest's entry for the checkpoint, given the names of the read files."""
         files = {name: SourceFile(*self.files[name][:3]) for name in names}
         return Source(self.folder.name, self.files[CONFIG][2], files)
 
     def check_again(self) -> None:
-        """Raise where the folder holds another checkpoint by now."""
-        # A file's inode and the time of its change tell, and its content need not be read again.
+        """Raise if the checkpoint has changed."""
+        # Inode and times suffice here; the content is not sampled again.
         seen, now = (_without_samples(files) for files in (self.files, _files(self.folder, False)))
         changed = sorted(name for name in {*seen, *now} if seen.get(name) != now.get(name))
         if changed:
@@ -82,7 +84,7 @@ class Identity:
 
 
 def file_facts(folder: Path) -> dict[str, str]:
-    """Return size and content of each file of a checkpoint, for ranks that read copies of it."""
+    """Return size and content hash of each file, to compare copies that ranks read."""
     facts = {}
     for name, (size, header, sample, *_) in identify(folder).files.items():
         content = hashlib.sha256((header + sample).encode()).hexdigest()
@@ -105,9 +107,9 @@ def _files(folder: Path, samples: bool) -> dict[str, _Facts]:
         for file in sorted(folder.glob("*")):  # none where there is no folder
             named = file.name in (CONFIG, MODELOPT_CONFIG)
             named = named or file.name.endswith((".safetensors", INDEX_SUFFIX))
-            if named and file.is_file():  # to open a pipe would wait for its writer
+            if named and file.is_file():  # opening a pipe would wait for its writer
                 header, status = "", file.stat()
-                with suppress(CheckpointError):  # not every file has one, and need be read at all
+                with suppress(CheckpointError):  # configurations have none
                     header = hashlib.sha256(header_bytes(file)).hexdigest()
                 times = (status.st_mtime_ns, status.st_ctime_ns)
                 sample = _sample(file, status.st_size) if samples else ""
@@ -116,7 +118,7 @@ def _files(folder: Path, samples: bool) -> dict[str, _Facts]:
 
 
 def _sample(file: Path, size: int) -> str:
-    """Return the checksum of pieces of a file, of all of it where it is small."""
+    """Return the checksum of sampled pieces of a file; of all of a small file."""
     digest = hashlib.sha256()
     with file.open("rb") as handle:
         if size <= _PIECES * _PIECE:
@@ -130,7 +132,7 @@ def _sample(file: Path, size: int) -> str:
 
 @checked(frozen=True)
 class Fingerprint:
-    """What tells one model from another; `bits` are hexadecimal, by the name of the weight."""
+    """A model's fingerprint; `bits` are hexadecimal, by the name of the weight."""
 
     name: str
     fields: dict[str, bool | int | str]
@@ -138,21 +140,21 @@ class Fingerprint:
 
 
 def of_model(model: nn.Module, names: Iterable[str] | None = None) -> Fingerprint:
-    """Return a model's fingerprint, by the named weights or by ones that packing leaves alone."""
+    """Return a model's fingerprint by these weights; None samples weights that packing skips."""
     weights = _left_alone(model)
     if names is None:
         chosen = list(weights)
         names = chosen[:: max(len(chosen) // _WEIGHTS, 1)][:_WEIGHTS]
-    return take(model, getattr(model, "name_or_path", ""), names, weights.get)
+    return fingerprint(model, getattr(model, "name_or_path", ""), names, weights.get)
 
 
-def take(
+def fingerprint(
     model: nn.Module, name: str, names: Iterable[str], weight: Callable[[str], Tensor | None]
 ) -> Fingerprint:
-    """Return the fingerprint of a model called `name`, whose weights are given by a function."""
+    """Return the fingerprint of a model called `name`; `weight(name)` returns a weight or None."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    # Past the attributes, of which some raise where they differ between layers.
+    # Read from the dict: some attributes raise if they differ between layers.
     stored = {"model_type": getattr(text, "model_type", None), **getattr(text, "__dict__", {})}
     fields = {field: stored.get(field) for field in _FIELDS}
     bits = {one: _bits(values) for one in names if (values := weight(one)) is not None}
@@ -164,7 +166,7 @@ def take(
 
 
 def check_base(adapter: str, noted: Fingerprint, base: Fingerprint) -> None:
-    """Refuse a base that computes otherwise than the noted one, or has other weights."""
+    """Raise if the base differs from the noted one in a configuration field or in its weights."""
     advice = "use it with the model that it was trained on, or pass any_base=True (--any-base)"
     for field in noted.fields.keys() & base.fields.keys():
         was, now = noted.fields[field], base.fields[field]
@@ -184,7 +186,7 @@ def check_base(adapter: str, noted: Fingerprint, base: Fingerprint) -> None:
 
 
 def _left_alone(model: nn.Module) -> dict[str, Tensor]:
-    """Return matrices of no Linear layer that hold values here, by name without adapters."""
+    """Return matrices outside of Linear layers, by name without adapters; none on meta."""
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     weights: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
@@ -196,7 +198,7 @@ def _left_alone(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _bits(weight: Tensor) -> str:
-    """Return which of some weights of the first rows are above their mean; "" where all are one."""
+    """Return a bit for each sampled weight, set above the mean, in hex; "" if all are equal."""
     rows = weight.detach()[:SAMPLED_ROWS].flatten()
     places = torch.linspace(0, rows.numel() - 1, _BITS).long()
     values = rows[places.to(rows.device)].double().cpu()

@@ -1,13 +1,13 @@
-"""Folders that appear whole or not at all, whoever else writes to the same place.
+"""Folders that appear whole or not at all, even if several processes write to the same place.
 
-What is written is prepared in a staging folder of a random name, beside its target or inside of one
-that holds something already. One process at a time works on a target: it has locked a file whose
-name follows from the target's, and which names the staging folder. A process that is killed leaves
-both; the system frees the lock, and the next process removes the staging folder, or goes on in it.
-No folder is removed or gone on with but one that a lock file names, of the same owner, and no link.
+Files are written to a staging folder with a random name, next to the target or, if the target is
+not empty, inside it. One process at a time works on a target: it locks a file whose name is derived
+from the target's, and whose content names the staging folder. A killed process leaves both; the
+system frees the lock, and the next process removes the staging folder or resumes in it. Only a
+folder that a lock file names, with the same owner and no link, is ever removed or resumed.
 
-The lock is `flock`'s own: the library filelock leaves its files behind, and where a file system has
-no locks, what it puts in their place outlives a killed process.
+The lock is `flock`: the library filelock leaves its files behind, and its substitute on file
+systems without locks outlives a killed process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from ..errors import CheckpointError
 
 WRITE_ERRORS = (OSError, SafetensorError)
-"""What a write can raise: safetensors has errors of its own for those of the system."""
+"""Exceptions of a failed write: safetensors wraps those of the system in its own."""
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -39,7 +39,7 @@ def new_folder(destination: str | Path, *, job: str = "") -> Iterator[Path]:
     """Build a folder that appears whole or not at all; it must not exist, or be empty.
 
     The block writes into a staging folder, which is renamed at its end. Where it fails, the staging
-    folder is removed; given a `job`, it stays, and the next call for the same job goes on in it.
+    folder is removed; with a `job`, it stays, and the next call for the same job resumes in it.
     """
     destination = absolute(destination)
     with staging(destination, job=job) as work:
@@ -54,17 +54,37 @@ def rename_new(work: Path, destination: Path) -> None:
         flush(file)
     check_new(destination)
     work.rename(destination)
-    with suppress(OSError):  # it is there, whatever the system says of the folder around it
+    with suppress(OSError):  # the rename is done, even if the parent cannot be flushed
         flush(destination.parent)
+
+
+def move_files(work: Path, folder: Path, last: str, added: list[Path] | None = None) -> None:
+    """Move the files of a finished save into a folder, each at once, those named `last` at the end.
+
+    Files that are new in the folder are appended to `added`, before each move.
+    """
+    files = [file for file in work.rglob("*") if file.is_file()]
+    for file in files:
+        flush(file)
+    for file in sorted(files, key=lambda file: (file.name == last, file)):
+        target = folder / file.relative_to(work)
+        if not target.parent.is_dir():
+            target.parent.mkdir(parents=True)
+        if added is not None and not os.path.lexists(target):
+            added.append(target)
+        if file.name == last:
+            flush(folder)
+        file.replace(target)
+    flush(folder)
 
 
 @contextmanager
 def staging(
     target: Path, *, inside: bool = False, job: str = "", wait: bool = False
 ) -> Iterator[Path]:
-    """Give a folder to prepare a target in, beside or `inside` of it, to one process at a time.
+    """Yield a staging folder next to a target or `inside` it, for one process at a time.
 
-    Others raise a `CheckpointError` meanwhile, or `wait`. For `job` see `new_folder`.
+    Meanwhile others raise a `CheckpointError`, or `wait`. For `job` see `new_folder`.
     """
     place, start = _place(target, inside)
     lock, work, to_go_on = place / f"{start}.lock", None, bool(job)
@@ -90,43 +110,43 @@ def staging(
             read = Path(os.fsdecode(error.filename))
             if not (place.is_relative_to(read) or read.is_relative_to(place)):
                 raise CheckpointError(f"{read} cannot be read: {error.strerror}.") from error
-        kept = work if to_go_on and work is not None and work.exists() else None
-        raise CheckpointError(not_written(target, error, kept=kept)) from error
+        resumed = work if to_go_on and work is not None and work.exists() else None
+        raise CheckpointError(not_written(target, error, resumed=resumed)) from error
 
 
 def not_written(
     target: str | Path,
     error: OSError | SafetensorError,
     instead: str = "name another folder",
-    kept: Path | None = None,
+    resumed: Path | None = None,
 ) -> str:
-    """Return the sentence for a failed write: why, and what to do; `kept` is gone on in."""
+    """Return the sentence for a failed write; the next run resumes in the folder `resumed`."""
     reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
     full = isinstance(error, SafetensorError) or error.errno in _NO_ROOM
-    again = f"; {kept.name} stays, and the next run goes on in it" if kept else ""
+    again = f"; {resumed.name} stays, and the next run goes on in it" if resumed else ""
     advice = f"make room there or {instead}, and run it again" if full else instead
     return f"{target} cannot be written: {reason}; {advice}{again}."
 
 
 def _place(target: Path, inside: bool) -> tuple[Path, str]:
-    """Return the folder that a target's lock file and staging folder are in, and how they begin."""
+    """Return the folder of a target's lock file and staging folder, and their names' start."""
     return (target, ".moe_qlora") if inside else (target.parent, f".{target.name}.moe_qlora")
 
 
 @contextmanager
 def _locked(lock: Path, target: Path, wait: bool) -> Iterator[int]:
-    """Open a lock file, which is made where it is missing, and hold its lock."""
+    """Open or create a lock file, and lock it."""
     import fcntl
 
     while True:
-        # neither a link is followed, nor a pipe waited for
+        # do not follow a link, nor wait for a pipe
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             _wait_for(handle, target, wait)
             try:
                 there = os.path.samestat(os.fstat(handle), lock.lstat())
             except OSError:
-                there = False  # who held it has removed it
+                there = False  # removed by the process that had the lock
             if there:
                 yield handle
                 return
@@ -137,7 +157,7 @@ def _locked(lock: Path, target: Path, wait: bool) -> Iterator[int]:
 
 
 def _wait_for(handle: int, target: Path, wait: bool) -> None:
-    """Lock an open lock file; the system frees it when the process ends, however it ends."""
+    """Lock an open lock file; the system frees the lock when the process ends."""
     import fcntl
 
     try:
@@ -166,7 +186,7 @@ def _warn(message: str) -> None:
 
 
 def _left(handle: int, place: Path, start: str, job: str) -> Path | None:
-    """Return the staging folder of an interrupted run of a job; remove that of another run."""
+    """Return the staging folder of an interrupted run of this job; remove another run's."""
     lock = os.fstat(handle)
     plain = stat.S_ISREG(lock.st_mode) and lock.st_nlink == 1
     raw, name, its_job = os.pread(handle, 4096, 0) if plain else b"?", "", ""
@@ -190,7 +210,7 @@ def _left(handle: int, place: Path, start: str, job: str) -> Path | None:
 
 
 def left_behind(target: Path) -> list[Path]:
-    """Return what processes that were killed have left beside and inside of a target."""
+    """List files and folders that killed processes have left next to a target and inside it."""
     leftovers: list[Path] = []
     for inside in (False, True):
         place, start = _place(target, inside)
@@ -201,7 +221,7 @@ def left_behind(target: Path) -> list[Path]:
 
 
 def _in_use(lock: Path) -> bool:
-    """Whether a process holds a lock file."""
+    """True if a process has locked the file."""
     import fcntl
 
     with suppress(OSError):
@@ -237,7 +257,7 @@ def check_new(destination: Path) -> None:
 
 
 def replaceable(path: Path) -> bool:
-    """Whether `replace_file` may write a path: over a file, or new in a folder; over no device."""
+    """True if `replace_file` may write the path: a file, or new in a folder; never a device."""
     return path.is_file() or (not path.exists() and path.absolute().parent.is_dir())
 
 
@@ -258,7 +278,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def discard(*files: Path) -> None:
-    """Remove files as far as the system lets."""
+    """Remove files; ignore errors of the system."""
     for file in files:
         with suppress(OSError):
             file.unlink(missing_ok=True)

@@ -1,12 +1,12 @@
-"""Verification of a checkpoint folder: is it whole, and what did packing cost its weights?
+"""Verify a checkpoint folder: is it whole, and how large is the quantization error?
 
-    packed folder   manifest, config.json, checksums, shapes, and what no checksum can tell: whether
-                    the statistics of every packed weight are such as bitsandbytes writes
-    plain folder    index, headers, and that all weights are finite; of a folder that its maker
-                    quantized, that every weight has its parts and is finite once dequantized
+    packed folder   manifest, config.json, checksums, shapes, and the statistics of every packed
+                    weight: are they values that bitsandbytes writes
+    plain folder    index, headers, and that all weights are finite; for a prequantized folder also
+                    that every weight has its parts and is finite once dequantized
 
-Given the source, in 16 bits or as its maker quantized it, each packed weight is decoded and
-compared with the one that it was packed from, a few experts at a time.
+Given the source (16-bit or prequantized), each packed weight is decoded and compared with it, a few
+experts at a time.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from .staging import left_behind
 
 @dataclass(frozen=True, slots=True)
 class WeightError:
-    """How far a packed weight is from its source: errors are Frobenius norms over the source's."""
+    """The quantization error of a weight: Frobenius norm of the difference over the source's."""
 
     name: str
     expert: bool  # a fused expert weight; otherwise a Linear layer's weight
     shape: tuple[int, ...]  # decoded
-    relative: float  # error of the whole
-    experts: tuple[float, ...]  # error of each expert; of a Linear layer, of the whole
-    max_abs: float  # largest difference of any one weight
+    relative: float  # error of the whole weight
+    experts: tuple[float, ...]  # error of each expert; for a Linear layer, `relative`
+    max_abs: float  # largest absolute difference
 
     @property
     def worst(self) -> int:
@@ -70,7 +70,7 @@ class WeightError:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found."""
+    """The result of `verify`."""
 
     folder: Path
     kind: str = "plain"  # or experts' packed type; "unknown"
@@ -79,15 +79,15 @@ class VerifyReport:
     experts: int = 0  # packed expert weights
     linears: int = 0  # packed Linear layers
     nbytes: int = 0  # of all stored tensors
-    problems: tuple[str, ...] = ()  # what is damaged, a sentence each
-    warnings: tuple[str, ...] = ()  # what is odd, and harmless
-    errors: tuple[WeightError, ...] = ()  # against the source, where one was given
-    method: str = ""  # by which the folder's maker quantized it
-    dequantized: int = 0  # weights that are its codes, and are dequantized when they are read
+    problems: tuple[str, ...] = ()  # sentences on damage
+    warnings: tuple[str, ...] = ()  # sentences on harmless oddities
+    errors: tuple[WeightError, ...] = ()  # given a source
+    method: str = ""  # quant_method of a prequantized folder
+    dequantized: int = 0  # prequantized weights, dequantized when read
 
     @property
     def good(self) -> bool:
-        """Whether nothing is damaged."""
+        """True if nothing is damaged."""
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def verify(
 
 
 def _is_packed(folder: Path) -> bool:
-    """Whether config.json says so or, where it is damaged or no weights are plain, a manifest."""
+    """True by the mark of config.json; by a manifest if that is damaged or no weight is plain."""
     try:
         plain = index_of(folder) is not None or (folder / SINGLE).exists()
         return is_packed(folder) or (has_manifest(folder) and not plain)
@@ -175,7 +175,7 @@ def _verify_packed(
     warnings = list(_leftovers(folder, manifest))
     shapes: dict[str, tuple[int, ...]] = {}
     if isinstance(model, str):
-        # Code of its own, or of a newer transformers, is no damage.
+        # A model of remote code or of a newer transformers is no damage.
         own = "auto_map" in manifest.config
         own = own or str(manifest.config.get("model_type")) not in CONFIG_MAPPING
         (warnings if own else damage).append(f"Shapes were not compared with the model's: {model}")
@@ -208,7 +208,7 @@ def _verify_packed(
 
 
 def _config_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """Say what changed in config.json, whose every byte follows from the manifest."""
+    """Report changes of config.json, whose bytes follow from the manifest."""
     file = inside(folder, CONFIG)
     if file.read_bytes() in map(manifest.config_bytes, (SENTENCE, *EARLIER_SENTENCES)):
         return []
@@ -229,7 +229,7 @@ def _packed_problems(
     keys: tuple[str, ...],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> list[str]:
-    """Say what of a packed weight bitsandbytes would not have written."""
+    """Report parts of a packed weight that bitsandbytes would not have written."""
     where = f"{checkpoint.info(name).file}: {name}"
     entry = manifest.experts.get(name)
     try:
@@ -246,7 +246,7 @@ def _packed_problems(
 
 
 def _model_of(folder: Path, trust_remote_code: bool) -> Any:
-    """Return the model of a folder's config.json on meta, or the reason why there is none."""
+    """Return the meta model of a folder's config.json, or the reason why it cannot be built."""
     try:
         source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
         return named.build(source, trust_remote_code=trust_remote_code)
@@ -255,7 +255,7 @@ def _model_of(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Say what lies in or beside a packed folder and does not belong to it."""
+    """Report files in or next to a packed folder that do not belong to it."""
     for file in left_behind(folder):
         next_save = "the next save removes it" if file.parent == folder else "remove it"
         yield f"{file} is left of an interrupted save: {next_save}."
@@ -357,7 +357,7 @@ def _errors(
 
 
 def _source_name(name: str, manifest: Manifest, groups: Mapping[str, Group], source: Path) -> str:
-    """Return a packed weight's name in the source, which may hold a tied one by another name."""
+    """Return a packed weight's name in the source: its own, or a tied one."""
     entry = manifest.experts.get(name)
     names = (name, *(entry.aliases if entry else ()))
     source_name = next((n for n in names if n in groups), None)
@@ -375,7 +375,7 @@ def _source_name(name: str, manifest: Manifest, groups: Mapping[str, Group], sou
 def _weight_error(
     base: PlainBase, source_name: str, weights: PackedWeights, name: str, experts: int | None
 ) -> WeightError:
-    """Compare a decoded weight with its source slice by slice, summing over each row."""
+    """Compare a decoded weight with its source, slice by slice."""
     packed, group = weights.weight(name), base.layout.by_name[source_name]
     rows = packed.shape[0]
     # squares of the differences, and of the source

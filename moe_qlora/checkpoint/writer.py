@@ -1,4 +1,4 @@
-"""Writing of safetensors files, a tensor at a time."""
+"""Write safetensors files, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PIECE = 16 << 20
 
 
 class _Shard:
-    """A safetensors file that is being written; whole once its block ends without an exception."""
+    """A safetensors file being written; complete when its block ends without an exception."""
 
     _file: BinaryIO
 
@@ -31,7 +31,7 @@ class _Shard:
         self._header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
 
     def _start(self, first: bytes) -> None:
-        """Create the file, which must not exist, with its first bytes."""
+        """Create a new file with its first bytes."""
         try:
             self._file = self.path.open("xb")
         except FileExistsError as error:
@@ -39,7 +39,7 @@ class _Shard:
         self._file.write(first)
 
     def _describe(self, key: str, dtype: torch.dtype, shape: Sequence[int], begin: int) -> int:
-        """Enter a tensor, whose first byte is given, into the header; return where it ends."""
+        """Add a tensor that starts at byte `begin` to the header; return its end."""
         if dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
         span = [begin, begin + prod(shape) * dtype.itemsize]
@@ -55,7 +55,7 @@ class _Shard:
             self._file.write(piece.cpu().view(torch.uint8).numpy().data)
 
     def _finish(self) -> None:
-        """Write what comes last, and check that nothing lacks."""
+        """Write the end of the file, and check that it is complete."""
 
     def close(self) -> None:
         """Finish the file and flush it to the disk."""
@@ -74,9 +74,9 @@ class _Shard:
 
 
 class ShardWriter(_Shard):
-    """A safetensors file whose tensors' dtypes and shapes are given by key, in their order in it.
+    """A safetensors file with known tensors: dtypes and shapes by key, in the order of the file.
 
-    It equals what `safetensors.torch.save_file` writes, but for the order of keys.
+    Apart from the order of keys it equals the output of `safetensors.torch.save_file`.
     """
 
     def __init__(
@@ -124,14 +124,15 @@ class ShardWriter(_Shard):
 
 
 class GrowingShard(_Shard):
-    """A safetensors file that is written while its tensors become known one after the other.
+    """A safetensors file to which tensors are appended, unknown before.
 
-    Room for the header is reserved by every key that may come, and filled last, up with spaces.
+    Space for the header is reserved from all possible keys; the header is written last, padded with
+    spaces.
     """
 
     def __init__(self, path: Path, keys: Sequence[str], metadata: Mapping[str, str]) -> None:
         super().__init__(path, metadata)
-        # per tensor: its key, escaped at worst, and dtype, shape and offsets at their longest
+        # for each tensor: its key, escaped at worst, and the longest dtype, shape and offsets
         room = len(json.dumps(self._header)) + sum(len(json.dumps(key)) + 192 for key in keys)
         self._room = room + -room % 8
         self._start(b" " * (8 + self._room))
@@ -151,7 +152,7 @@ class GrowingShard(_Shard):
 
 
 def plan_shards(nbytes: Mapping[_Key, int], max_shard_size: int | str) -> list[list[_Key]]:
-    """Cut keys, in their order, into shards of at most so many bytes; a larger tensor is alone."""
+    """Divide keys in order into shards of at most this size; a larger tensor gets its own."""
     limit = max_shard_size
     if isinstance(limit, str):
         try:

@@ -45,14 +45,14 @@ def detect(model: nn.Module) -> ModelLayout:
         routers=tuple({router.name: router for router in routers}.values()),
         model_type=model_type if isinstance(model_type, str) and model_type else None,
     )
-    for leaf in leaves:  # The tree refers to itself, and would hold the weights until a collection.
+    for leaf in leaves:  # The tree is cyclic: weights would live until a garbage collection.
         del leaf.tensor
     return layout
 
 
 def dispatches(module: nn.Module) -> bool:
     """Return whether the module's forward goes through transformers' experts interface."""
-    # What `use_experts_implementation` leaves on instances and class; no other class has them all.
+    # Attributes that `use_experts_implementation` sets; no other class has all of them.
     names = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "config")
     return all(hasattr(module, name) for name in names)
 
@@ -99,7 +99,7 @@ def _modules(classified: Sequence[Classification]) -> tuple[ExpertsModule, ...]:
 def _find_linear_experts(
     root: Node, index: RouterIndex
 ) -> tuple[tuple[LinearExperts, ...], tuple[Leaf, ...]]:
-    """Return every list of E alike modules of chaining Linears beside a router, and the routers."""
+    """Return lists of E equal modules whose Linears chain, next to a router; and the routers."""
     experts: list[LinearExperts] = []
     routers: list[Leaf] = []
     for node in root.subtree():
@@ -115,7 +115,7 @@ def _find_linear_experts(
         linears = [leaf for leaf in leaves[0] if leaf.kind == "linear"]
         if find_chain([Matrix(i, *leaf.shape) for i, leaf in enumerate(linears)]) is None:
             continue
-        router = _router_beside(node, index, len(items))
+        router = _router_near(node, index, len(items))
         if router is None:
             continue
         prefix = len(items[0].name) + 1
@@ -125,12 +125,12 @@ def _find_linear_experts(
     return tuple(experts), tuple(routers)
 
 
-def _router_beside(node: Node, index: RouterIndex, count: int) -> Leaf | None:
-    """Return the (E, hidden) matrix in the two modules around the list that stands nearest."""
+def _router_near(node: Node, index: RouterIndex, count: int) -> Leaf | None:
+    """Return the nearest (E, hidden) matrix in the two modules around the list."""
     blocks = (above for above in node.ancestors() if above is not node and not is_list(above))
     for block in islice(blocks, 2):
         for leaf in index.visible(block):
             matrix = leaf.kind in ("linear", "bare") and len(leaf.shape) == 2
-            if matrix and leaf.shape[0] == count and not node.holds(leaf.node):
+            if matrix and leaf.shape[0] == count and not node.contains(leaf.node):
                 return leaf
     return None

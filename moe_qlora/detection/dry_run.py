@@ -1,4 +1,4 @@
-"""Run a copy of one block on plausible inputs: small tensors are random, big ones stay on meta."""
+"""Run a copy of one block on plausible inputs: small tensors are random, big ones on meta."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from .tree import LOOKUP_TABLES, Leaf, Node
 # the largest router).
 _SMALL = 1 << 22
 _MAX_ATTEMPTS = 24
-# Batch and length of an input: the first of which neither, nor the product, is a size of weights.
+# Batch and length of inputs: the first pair is used in which no number, nor the product, is a size
+# of a weight.
 _TOKENS = ((2, 3), (2, 5), (3, 5), (2, 7), (3, 7), (5, 7), (3, 11), (7, 11), (11, 13))
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
@@ -37,7 +38,7 @@ def best_trace(
     experts: int,
     routers: Sequence[Leaf] = (),
 ) -> Trace:
-    """Return the first complete run of a copy of `block`, else the run that saw most.
+    """Return the first complete run of a copy of `block`, else the run with most contractions.
 
     `everything` are all leaves of the model; `members[i]` has the key i in the trace. Sizes are
     tried in order; `routers` choose among `experts`.
@@ -68,8 +69,8 @@ def best_trace(
 class _BlockCopy:
     """A runnable copy of `block`; the arguments are those of `best_trace`.
 
-    Members are always on meta in the copy, and so is every weight outside the block: a block that
-    refers back to its parent must not copy them.
+    Members are on meta in the copy, and so is every weight outside the block, for blocks that refer
+    back to their parent.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class _BlockCopy:
         self._routers = [self._copies[leaf] for leaf in routers]
         self.dtype = _run_dtype(members[0].dtype)
         for node in inside:
-            # What decodes packed weights is left behind: the copy's weights are never decoded.
+            # Decoders are not copied: the copy has no packed weights.
             decoders = node.module._modules.get("parametrizations")
             if decoders is not None:
                 memo[id(decoders)] = nn.ModuleDict()
@@ -119,9 +120,9 @@ class _BlockCopy:
     def _make_plain(self, node: Node, module: Any) -> None:
         """Make a module of the copy ready to run: in eval mode, unpacked, without wrappers."""
         module.training = False
-        # accelerate's wrapper of the forward moves real tensors between devices, and that of expert
-        # parallelism exchanges tokens with other ranks, which may not be detecting now.
-        # Experts of transformers' interface have an eager forward, whatever is bound in its place.
+        # accelerate's forward moves tensors between devices; that of expert parallelism exchanges
+        # tokens with other ranks, which may not run detection now. Experts of transformers'
+        # interface have an eager forward under any replacement.
         wrapped = "_old_forward" in module.__dict__ or getattr(module, "_is_expert_parallel", False)
         if wrapped or hasattr(module, "_apply_gate"):
             module.__dict__.pop("forward", None)
@@ -138,12 +139,12 @@ class _BlockCopy:
             module.__class__ = nn.Linear
 
     def run(self, *args: Any) -> Trace:
-        """Call the copy's forward while it is watched; a failure ends the trace."""
+        """Run the copy's forward and trace it; an error ends the trace."""
         watch = BlockTrace(self._weights, self.generator)
         watch.follow(args, self._routers)
         try:
-            # What a foreign forward prints is not this program's output. The redirection is the
-            # process's: one at a time, or another thread would restore what it saw meanwhile.
+            # Output of the forward is discarded. Redirection affects the whole process, so only one
+            # thread at a time may do it.
             silent = contextlib.redirect_stdout(io.StringIO())
             with _REDIRECTION, silent, torch.no_grad(), PythonReads(watch), watch:
                 self.module(*args)

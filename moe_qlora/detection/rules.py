@@ -1,6 +1,6 @@
-"""Classify every candidate: the rules by which it is an expert parameter or not, and their words.
+"""Classify every candidate: the rules for expert parameters, and the reasons they give.
 
-The first rule that speaks decides. Its words are what `moe-qlora dump --why` prints.
+The first rule that applies decides. `moe-qlora dump --why` prints its reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .tree import Leaf, Node
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """What was decided of one tensor: an expert parameter, or why it is not one."""
+    """The decision on one tensor: an expert parameter, or the reason why not."""
 
     leaf: Leaf
     expert: ExpertParam | None = None
@@ -59,7 +59,7 @@ def _not_a_candidate(leaf: Leaf) -> str | None:
 
 
 def _follows_a_choice(group: ExpertGroup, trace: Trace) -> bool:
-    """Return whether what is applied, or what of it is kept, follows a choice among the experts."""
+    """Return whether the applied or selected values follow from a choice among the experts."""
     flows = trace.chosen.union(*(c.ranked for c in trace.contractions))
     # Scores may pick tokens without being ranked: by a threshold, or each expert among tokens.
     picked = bool(trace.contractions) and all(c.picked for c in trace.contractions)
@@ -91,15 +91,14 @@ def _why_no_experts(group: ExpertGroup, trace: Trace, routed: bool) -> str | Non
 
 
 def _low_rank_problem(group: ExpertGroup, trace: Trace) -> str | None:
-    """Return why a group holds low-rank factors, not experts; None where nothing says so."""
+    """Return why a group is low-rank factors, not experts; None if nothing suggests it."""
     owner, first = group.members[0].node, group.members[0]
     sources = trace.feeds()
     if len(group.members) == 3 and (not sources or max(map(len, sources.values())) > 1):
-        return None  # gate, up and down, as far as can be seen
+        return None  # probably gate, up and down
     fed = [c for c in trace.contractions if any(key != c.weight for key, _ in c.upstream)]
     linear = bool(fed) and all(not nonlinear for c in fed for _, nonlinear in c.upstream)
-    # Where the dry run shows that nothing nonlinear lies between two factors, half the width is
-    # low rank enough.
+    # If the dry run shows nothing nonlinear between two factors, half the width is low rank.
     least = 2 if linear else 8 if fed else 4
     siblings = (
         leaf
@@ -128,7 +127,10 @@ def _low_rank_problem(group: ExpertGroup, trace: Trace) -> str | None:
 def _corrected(
     factor: Leaf, partners: Sequence[Leaf], bases: Sequence[Leaf], least: int
 ) -> tuple[Leaf, Leaf] | None:
-    """Return with what a factor makes updates of rank 1/`least` of its sides or less, of what."""
+    """Return the partner and the base of a factor of low-rank updates; None if it is none.
+
+    The rank is at most 1/`least` of the smaller side of the base.
+    """
     first = Matrix(0, *factor.shape[-2:])
     for partner, base in product(partners, bases):
         if len({factor, partner, base}) < 3:
@@ -142,7 +144,7 @@ def _corrected(
 
 
 def _problem_of_use(group: ExpertGroup, trace: Trace, chosen: bool) -> str | None:
-    """Return what a complete dry run says against experts."""
+    """Return why a complete dry run contradicts experts; None if it does not."""
     first = group.members[0]
     if any(
         c.weight in {key for key, _ in c.upstream} and not c.picked
@@ -164,7 +166,7 @@ def _problem_of_use(group: ExpertGroup, trace: Trace, chosen: bool) -> str | Non
 
 
 def _problem_of_shapes(group: ExpertGroup, trace: Trace) -> str | None:
-    """Return what shapes say against experts where the block could not be run."""
+    """Return why shapes contradict experts, if the block could not be run; None if not."""
     first, router, name = group.members[0], group.router, group.router.leaf.known_as
     shape, place = first.shape_text, group.block.name or "the model"
     if group.chain is None or (len(first.shape) == 2 and len(group.members) < 3):
@@ -191,7 +193,7 @@ def _problem_of_shapes(group: ExpertGroup, trace: Trace) -> str | None:
 
 
 def _why_soft(leaf: Leaf, soft: Mapping[Leaf, Sequence[Leaf]]) -> str:
-    """Return what a leaf is in a soft mixture, or ""; `soft` has the experts by router."""
+    """Return the role of a leaf in a soft mixture, or ""; `soft` has the experts by router."""
     if leaf in soft:
         names = ", ".join(_name_beside(other, leaf) for other in soft[leaf])
         return (
@@ -209,7 +211,7 @@ def _why_soft(leaf: Leaf, soft: Mapping[Leaf, Sequence[Leaf]]) -> str:
 
 
 class Classifier:
-    """Classifies the tensors of one model: what was decided so far, and dry runs by block."""
+    """Classifies the tensors of one model; caches decisions and dry runs of blocks."""
 
     def __init__(self, leaves: Sequence[Leaf], index: RouterIndex) -> None:
         self.leaves, self.index = leaves, index
@@ -335,8 +337,8 @@ class Classifier:
         return trace
 
     def _find_shared(self, candidates: Sequence[Leaf]) -> None:
-        """Accept fused shared experts: they always run, and chain over the same hidden size."""
-        # For a block with routed experts, and the module around it: each, and is it their block.
+        """Accept fused shared experts, which always run and chain over the same hidden size."""
+        # By block with routed experts, and by the module around it: (expert, is it their block).
         scopes: dict[Node, list[tuple[ExpertParam, bool]]] = defaultdict(list)
         for item in self._by_leaf.values():
             if item.expert is not None and item.router is not None:

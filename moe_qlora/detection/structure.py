@@ -1,8 +1,8 @@
-"""What sizes and places tell of matrices: which choose among experts, which chain as experts do.
+"""Find routers and experts by the sizes and places of matrices.
 
 Whatever its orientation, an expert's matrix has the sizes `{H, I}` (non-gated input, gate, up or
 output projection) or `{H, 2 I}` (gate and up in one), and H is common to all of its matrices. Role
-and orientation are told by a dry run first, else by shapes.
+and orientation come from a dry run, otherwise from shapes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ MAX_CLIMB = 3
 class RouterCandidate:
     """A matrix that could score each of E experts: it reads `width` and gives `num_choices`.
 
-    `block` is the lowest module that holds both it and the expert parameter. It is `strong` where
+    `block` is the lowest module that contains both it and the expert parameter. It is `strong` if
     its place alone makes it a likely router: a Linear, or a bare matrix outside the module that
-    owns the experts (there, `(E, out)` is a bias as often).
+    owns the experts (inside, `(E, out)` is often a bias).
     """
 
     leaf: Leaf
@@ -44,7 +44,7 @@ class RouterCandidate:
 
 
 def is_list(node: Node) -> bool:
-    """Return whether the module only lists others: one item says nothing of the next.
+    """Return whether the module only lists others, which are independent of each other.
 
     A dict of unlike modules is not a list but one block: its router and its experts by name.
     """
@@ -54,7 +54,7 @@ def is_list(node: Node) -> bool:
 
 
 class RouterIndex:
-    """For each module, the matrices that code of this module can be expected to reach."""
+    """By module, the matrices that its code probably uses."""
 
     def __init__(self) -> None:
         self._visible: dict[Node, list[Leaf]] = {}
@@ -73,7 +73,7 @@ class RouterIndex:
     ) -> list[RouterCandidate]:
         """Return possible routers up to `climb` levels above a parameter, nearest first.
 
-        They choose among `num_choices`, or among any number where that is None.
+        They choose among `num_choices`, or any number if None.
         """
         blocks = [n for n in parameter.node.ancestors() if n is parameter.node or not is_list(n)]
         leaves = dict.fromkeys(leaf for n in blocks[: climb + 1] for leaf in self.visible(n))
@@ -106,7 +106,7 @@ def _matrix_like(leaf: Leaf) -> bool:
 
 
 def _readings(leaf: Leaf, parameter: Leaf, num_choices: int | None) -> list[RouterCandidate]:
-    """Read a matrix as a router in each way that its shape allows."""
+    """Return the possible readings of a matrix as a router."""
     if leaf.kind == "linear":
         pairs = [leaf.shape]
     elif len(leaf.shape) == 2:
@@ -149,7 +149,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The role and orientation of one matrix as far as shapes tell; None where they do not."""
+    """The role and orientation of one matrix by shapes; None if undecided."""
 
     role: str | None
     transposed: bool | None
@@ -176,7 +176,7 @@ class Chain:
 
 
 def find_chain(matrices: Sequence[Matrix], hidden_hints: Iterable[int] = ()) -> Chain | None:
-    """Return how matrices chain, if they do; `hidden_hints` are sizes that a router reads."""
+    """Return the chain of matrices, or None; `hidden_hints` are sizes that a router reads."""
     if len(matrices) < 2 or any(min(m.rows, m.cols) < 2 for m in matrices):
         return None
     hints = set(hidden_hints)
@@ -224,7 +224,7 @@ def _separate(
 
 
 class Use(NamedTuple):
-    """How a parameter's matrices are applied, as `ExpertParam` says it; None where unknown."""
+    """How a parameter's matrices are applied, with the fields of `ExpertParam`; None if unknown."""
 
     role: str
     transposed: bool | None
@@ -241,7 +241,7 @@ def slice_size(leaf: Leaf, axis: int, count: int) -> int:
 def use_of(
     members: Sequence[Leaf], key: int, axis: int, count: int, chain: Chain | None, trace: Trace
 ) -> Use:
-    """Return how the member `key` is applied, whose dimension `axis` counts `count` experts."""
+    """Return how the member `key` is applied; its dimension `axis` counts `count` experts."""
     leaf, role = members[key], _role(key, chain, trace, len(members))
     numel = slice_size(leaf, axis, count)
     last = len(leaf.shape) - 1
@@ -267,7 +267,7 @@ def use_of(
 
 
 def _role(key: int, chain: Chain | None, trace: Trace, number: int) -> str:
-    """Return what one of `number` members of a group does, as `ExpertParam.role` names it."""
+    """Return `ExpertParam.role` of one of `number` members of a group."""
     if chain is None:
         return EXPERT
     fit = chain.fits.get(key)
@@ -296,7 +296,7 @@ def _role(key: int, chain: Chain | None, trace: Trace, number: int) -> str:
 class ExpertGroup:
     """Members, parameters of one module or of siblings, that may be one set of experts.
 
-    `block` is the lowest module that holds them and the router that most likely chooses among
+    `block` is the lowest module that contains them and the router that most likely chooses among
     them; `counts` has E of each member, and `axis` is the dimension that counts experts.
     """
 
@@ -305,13 +305,13 @@ class ExpertGroup:
     members: list[Leaf]
     counts: list[int]
     axis: int
-    chain: Chain | None = None  # how one expert's matrices chain; None where they do not
+    chain: Chain | None = None  # of one expert's matrices; None if they do not chain
     exact: bool = True  # the router gives exactly E scores
     alternatives: tuple[RouterCandidate, ...] = ()  # all possible routers, likeliest first
 
     @property
     def sizes(self) -> set[int]:
-        """Numbers that a choice may be among."""
+        """Possible numbers of choices."""
         return {self.router.num_choices, *self.counts}
 
     @property
@@ -325,7 +325,7 @@ class ExpertGroup:
 def chain_of(
     members: Sequence[Leaf], axis: int, counts: Sequence[int], hints: Iterable[int]
 ) -> Chain | None:
-    """Return how one expert's slices of the members chain.
+    """Return the chain of one expert's slices of the members, or None.
 
     A slice of three dimensions is read as a matrix in each way. `hints` are known hidden sizes.
     """
@@ -406,7 +406,7 @@ def _runs(members: list[Leaf]) -> list[list[Leaf]]:
 
 
 def _group(members: list[Leaf], index: RouterIndex) -> ExpertGroup | None:
-    """Return the members as one group; None where nothing chooses among their matrices."""
+    """Return the members as one group; None if no router chooses among their matrices."""
     largest = max(members, key=lambda leaf: leaf.shape[0])
     fallback: ExpertGroup | None = None
     # Of four dimensions, any of the first two over 1 may count experts.
@@ -429,7 +429,7 @@ def _group(members: list[Leaf], index: RouterIndex) -> ExpertGroup | None:
 def _routers(
     parameter: Leaf, members: list[Leaf], count: int, linked: bool, index: RouterIndex
 ) -> tuple[list[RouterCandidate], bool]:
-    """Return what may choose among a group's matrices, likeliest first, and is its number exact."""
+    """Return possible routers of a group, likeliest first, and whether their number is exact."""
     sizes = {size for leaf in members for size in leaf.shape[1:]}
     exact = [c for c in index.candidates(parameter, count) if c.leaf not in members]
     exact.sort(key=lambda c: (not c.strong, -c.block.depth, c.width not in sizes))

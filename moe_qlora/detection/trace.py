@@ -1,11 +1,11 @@
-"""Watch one block's forward: which weights are contracted along which side, what is ranked.
+"""Trace one block's forward: which weights are contracted along which side, what is ranked.
 
 The block runs as a copy (dry_run.py): activations and small tensors are real numbers on the CPU, so
 that routing, `nonzero` and `.item()` have answers; big weights are meta tensors. This mode sits
 between the two:
 
     weights alone          stay on meta; the strides of a view still tell rows from columns
-    activations alone      are computed; what they come from is followed from tensor to tensor
+    activations alone      are computed; their origins are followed from tensor to tensor
     weight and activation  run on meta for the shape of the result, which is filled with random
                            numbers; a matrix product is recorded as a Contraction
 """
@@ -49,19 +49,18 @@ _NONLINEAR = {
 _LEAVES = (int, float, str, type(None), torch.dtype, torch.device)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-# Weights that something was computed from, by key, each with whether something nonlinear lay
-# between.
+# Keys of weights that a value was computed from; True if something nonlinear lies between.
 Upstream = frozenset[tuple[int, bool]]
 
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """One product of an activation with a weight, by its key, or with a slice of it."""
+    """One product of an activation with a weight (by its key) or with a slice of it."""
 
     weight: int
-    axis: int | None  # dimension of the whole weight that was summed over; None: unknown by strides
+    axis: int | None  # summed dimension of the whole weight; None: unknown by strides
     size: int  # elements summed over
-    others: int  # size of the slice's other matrix dimension (what came out)
+    others: int  # size of the slice's other matrix dimension
     upstream: Upstream  # weights that the activation was computed from
     ranked: frozenset[int] = frozenset()  # sizes along which something was ranked for either
     picked: bool = False  # its rows were picked by the router's scores
@@ -77,7 +76,7 @@ class Ranking:
 
 @dataclass(slots=True)
 class Trace:
-    """What one run showed: whether the forward completed, or the error, and what it computed.
+    """The result of one run: completed or the error, and the recorded operations.
 
     `applied` are the keys of weights whose slices were summed into one matrix that was then
     multiplied by an activation; `chosen` are sizes along which something was ranked that then
@@ -103,7 +102,7 @@ class Trace:
 
 
 class _History(NamedTuple):
-    """What is known of a tensor."""
+    """The recorded history of a tensor."""
 
     from_input: bool = False  # it depends on the block's input
     upstream: Upstream = frozenset()
@@ -151,7 +150,7 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 class PythonReads(TorchFunctionMode):
-    """Tells a trace of rankings that Python reads as a list, which no operation shows."""
+    """Records rankings that Python reads as a list, which is no operation of torch."""
 
     def __init__(self, watch: BlockTrace) -> None:
         super().__init__()
@@ -187,7 +186,7 @@ class BlockTrace(TorchDispatchMode):
             self._histories[router] = _History(scores=True)
 
     def history(self, tensor: torch.Tensor) -> _History:
-        """Return what is known of an activation."""
+        """Return the history of an activation."""
         history: _History = self._histories.get(tensor, _History())
         return history
 
@@ -269,7 +268,7 @@ class BlockTrace(TorchDispatchMode):
                 self._histories[tensor] = history
 
     def _follow_product(self, name: str, args: Any, history: _History) -> _History:
-        """Follow a product of two activations: scores end there, and what was merged is applied."""
+        """Follow a product of two activations: scores end, and merged weights count as applied."""
         slots = _PRODUCTS[name]
         if len(args) <= max(slots):
             return history
@@ -319,7 +318,7 @@ class BlockTrace(TorchDispatchMode):
     def _pick(self, name: str, func: Any, args: Any) -> torch.Tensor:
         """Return slices of a weight picked by a real index, still as a weight."""
         source, *where = args
-        rest = 0  # the first dimension of the weight that is left as it was, where that is known
+        rest = 0  # first dimension that indexing leaves unchanged, if known
         if name == "index_select":
             rest = int(where[0] == 0)
         elif name == "index":
@@ -331,8 +330,8 @@ class BlockTrace(TorchDispatchMode):
         origin = self._origins.get(source)
         if origin is not None:
             lead = out.dim() - source.dim() + rest
-            kept = [origin.axis(source, dim) for dim in range(rest, source.dim())] if rest else []
-            axes = _axes_by_stride(out, [None] * lead + kept) if rest else {}
+            tail = [origin.axis(source, dim) for dim in range(rest, source.dim())] if rest else []
+            axes = _axes_by_stride(out, [None] * lead + tail) if rest else {}
             index = self._joined([t for t in tensors_of(args[1:]) if not t.is_meta])
             self._origins[out] = _Origin(origin.weight, axes, origin.ranked | index.ranked)
         return out

@@ -1,4 +1,4 @@
-"""Show a model as a tree of modules and tensors, without touching any weight."""
+"""Represent a model as a tree of modules and tensors, without reading any weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ORIGINAL = re.compile(r"\bparametrizations\.([^.]+)\.original$")  # the name of
 
 LOOKUP_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
-# Torch's own building blocks: what their tensors mean follows from the class, not from a name.
+# Layers of torch: the class, not a name, determines the meaning of their tensors.
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "conv": (nn.modules.conv._ConvNd,),
     "table": LOOKUP_TABLES,
@@ -82,13 +82,13 @@ class Node:
             yield node
             node = node.parent
 
-    def holds(self, other: Node) -> bool:
+    def contains(self, other: Node) -> bool:
         """Return whether `other` is this node or stands below it."""
         return any(node is self for node in other.ancestors())
 
     def common_ancestor(self, other: Node) -> Node:
-        """Return the lowest node that holds this one and `other`."""
-        return next(node for node in self.ancestors() if node.holds(other))
+        """Return the lowest node that contains this one and `other`."""
+        return next(node for node in self.ancestors() if node.contains(other))
 
 
 def join(prefix: str, name: str) -> str:
@@ -104,7 +104,7 @@ def _kind(module: nn.Module, attribute: str) -> str:
 
 
 def _leaf(node: Node, attribute: str, tensor: torch.Tensor, kind: str) -> Leaf:
-    # DeepSpeed's ZeRO-3 leaves an empty tensor behind and keeps the true shape beside it.
+    # ZeRO-3 leaves an empty tensor with the shape as an attribute.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     dtype, packed = tensor.dtype, None
     state: Any = getattr(tensor, "quant_state", None)
@@ -178,8 +178,7 @@ def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
             if child is None or child_name == "parametrizations":
                 continue
             path = join(name, child_name)
-            # Below an adapter's layer only what it adapts is the model's: its factors are not, and
-            # of rank 1 on E experts they look like a router.
+            # An adapter's factors are skipped: of rank 1 on E experts they look like routers.
             adapted: Any = child
             while hasattr(adapted, "adapter_layer_names") and "base_layer" in adapted._modules:
                 path, adapted = join(path, "base_layer"), adapted.base_layer

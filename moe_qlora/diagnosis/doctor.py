@@ -47,7 +47,7 @@ _CURES = (
     ("is not packed", "Look at llm_int8_skip_modules."),
     ("no expert weight is packed", "Look at llm_int8_skip_modules."),
 )
-"""What to do, by words of a backend's reason; the others are the model's own."""
+"""What to do, by words in a backend's reason; other reasons are the model's own."""
 _NO_CURE = "Nothing to change: this model type has no faster path here."
 _LIGER_FAILS = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
 OWN_FORWARD = "own forward"
@@ -69,9 +69,9 @@ COSTS = {
     ),
     "unpacked": "16-bit experts, and no LoRA of this package on them.",
 }
-"""By backend, what it costs beside the fused layer, and where that was measured."""
+"""Costs of each backend compared with the fused layer, and where they were measured."""
 
-_TOKENS = 4096  # any number over 0: it decides nothing but within the fused layer
+_TOKENS = 4096  # any positive number: it only matters within the fused layer
 
 
 def doctor(
@@ -88,21 +88,21 @@ def doctor(
 
     Args:
         model: None, or what `plan` takes: a checkpoint folder, plain or packed, a configuration, a
-            model type, a hub id whose configuration is cached, or a model; of one with adapters
-            what is active now is examined. Of axolotl's YAML file its settings count, and every
-            fault of it is a problem.
+            model type, a hub id whose configuration is cached, or a model; of a model with
+            adapters, the active ones are examined. Settings of an axolotl YAML file count, and
+            every fault in it is a problem.
         quantization_config: A `BitsAndBytesConfig`; None takes the model's own, else nf4 with
             double quantization and bfloat16 as its compute dtype.
-        gpu: A card to answer for in place of what is here, by its name, such as "4090".
-        rank: Of LoRA on the experts, where the model has no adapters yet; None takes 16, and of a
-            trainer's YAML file its own.
+        gpu: A card to examine instead of the installed ones, by its name, such as "4090".
+        rank: Of LoRA on the experts, if the model has no adapters yet; None for 16, or the rank in
+            a trainer's YAML file.
         trust_remote_code: Run model code that a checkpoint brings.
 
     Returns:
         Versions, devices, backends and findings; print it, or read its fields.
 
     Raises:
-        ConfigError: `gpu`, `rank` or the quantization settings are none.
+        ConfigError: `gpu`, `rank` or the quantization settings are not valid.
         CheckpointError: `model` cannot be read or built.
     """
     if isinstance(model, (str, Path)):
@@ -175,7 +175,7 @@ def known_problems(
 
 
 def _liger(versions: Versions, model_type: str | None) -> Iterable[Finding]:
-    """Liger 0.8.5 imports classes of outputs that transformers 5.23 has no more: an ImportError."""
+    """Liger 0.8.5 imports classes that transformers 5.23 has removed: an ImportError."""
     liger, host = versions.get("liger-kernel", ()), versions.get("transformers", ())
     if not liger or liger > (0, 8, 5) or host < (5, 23):
         return
@@ -225,7 +225,7 @@ def _ms_swift(versions: Versions) -> Iterable[Finding]:
 
 
 def _torch_build(device: Device) -> Iterable[Finding]:
-    """A driver of NVIDIA's is there, and torch does not see it."""
+    """NVIDIA's driver is loaded, but torch does not see a GPU."""
     built = torch.version.cuda is not None or torch.version.hip is not None
     if device.here and _DRIVER.exists() and not torch.cuda.is_available():
         what = "sees no GPU" if built else "is built without CUDA"
@@ -239,7 +239,7 @@ def _torch_build(device: Device) -> Iterable[Finding]:
 
 
 def _kernels(device: Device, card: Card) -> Iterable[Finding]:
-    """The fused kernels have no Triton, or too old a card."""
+    """Triton is missing, or the card is too old for the fused kernels."""
     if card.maker == "nvidia" and card.capability < (8, 0):
         yield Finding(
             WARNING,
@@ -256,7 +256,7 @@ def _kernels(device: Device, card: Card) -> Iterable[Finding]:
 
 
 def _slow_layers(device: Device, card: Card, layers: Iterable[LayerKind]) -> Iterable[Finding]:
-    """Layers that fall back on a GPU that has the kernels for others."""
+    """Layers that fall back although the GPU has the fused kernels."""
     slow = [layer for layer in layers if not layer.fast] if suits(card) else []
     for reason in dict.fromkeys(layer.reason for layer in slow):
         count = sum(layer.count for layer in slow if layer.reason == reason)
@@ -269,7 +269,7 @@ def _slow_layers(device: Device, card: Card, layers: Iterable[LayerKind]) -> Ite
 
 
 def _slow_attention(card: Card, eager: EagerAttention | None) -> Iterable[Finding]:
-    """Attention is eager on a GPU that runs the kernels which the class supports."""
+    """Attention is eager although the class supports faster kernels on this GPU."""
     if eager is not None and suits(card):
         yield Finding(WARNING, eager.what, eager.cure)
 
@@ -281,7 +281,7 @@ def _text(release: tuple[int, ...]) -> str:
 def layer_kinds(
     model: nn.Module, source: ModelSource, card: Card, rank: int
 ) -> tuple[LayerKind, ...]:
-    """Return each kind of expert layer of a source's model, as it will be computed on a card."""
+    """Return the kinds of expert layers of a source's model with their backends on a card."""
     meta = meta_model.pack(
         model,
         source.quantization,
@@ -293,7 +293,7 @@ def layer_kinds(
 
 
 def adapted_kinds(model: nn.Module, card: Card) -> tuple[LayerKind, ...]:
-    """Return the same of a model with adapters, for those that are active now."""
+    """Return the same for a model with adapters, with the active ones."""
     base = base_model(model)
     return _count(base, detect(base), partial(_backend, card=card, rank=None))
 
@@ -327,9 +327,9 @@ def _row(pattern: str, class_name: str, name: str, reason: str, cost: str) -> La
 
 
 def _backend(module: nn.Module, entry: ExpertsModule, card: Card, rank: int | None) -> Backend:
-    """Return what computes an experts module in training, with LoRA of this rank on all of it.
+    """Return the backend of an experts module in training, with LoRA of this rank on all of it.
 
-    None is the LoRA that it has.
+    None for the LoRA that it has.
     """
     names = [param.parameter_name for param in entry.parameters]
     if not any(parametrize.is_packed(module, name) for name in names):
@@ -338,7 +338,7 @@ def _backend(module: nn.Module, entry: ExpertsModule, card: Card, rank: int | No
         why = "the class does not compute through transformers' experts interface"
         return Backend(OWN_FORWARD, why)
     host: Any = module
-    call = read_call(host, torch.empty(0))  # hidden states on meta have no autocast to ask for
+    call = read_call(host, torch.empty(0))  # no autocast on meta
     if rank is not None:
         first, second = (_factors(weight, rank) for weight in call.weights)
         call = call._replace(lora=(first, second))
@@ -348,13 +348,13 @@ def _backend(module: nn.Module, entry: ExpertsModule, card: Card, rank: int | No
 
 
 def _hidden_states(entry: ExpertsModule, device: torch.device) -> torch.Tensor:
-    """Return `(tokens, hidden)`, in the dtype that the experts had before packing; no memory."""
+    """Return `(tokens, hidden)` in the dtype of the experts before packing, without memory."""
     first, dtype = entry.parameters[0], getattr(torch, entry.parameters[0].dtype_name)
     return torch.empty((), dtype=dtype, device=device).expand(_TOKENS, first.in_features or 1)
 
 
 def _factors(weight: Any, rank: int) -> tuple[LoraFactors, ...]:
-    """Return an adapter's factors of a weight `(E, ...)` on meta, in float32 as PEFT's are."""
+    """Return LoRA factors of a weight `(E, ...)` on meta, in float32 like PEFT's."""
     if weight is None or len(weight.shape) != 3:  # not packed, or refused for its shape
         return ()
     experts, rows, columns = weight.shape

@@ -1,4 +1,4 @@
-"""What a diagnosis holds, and what of it needs no model: packages and devices."""
+"""The records of a diagnosis, and its parts without a model: packages and devices."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ Versions = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """An installed package beside the versions that this one was tested with."""
+    """A package: the installed version, and the tested ones."""
 
     name: str
-    installed: str | None  # None where it is not installed
-    tested: str  # The versions that tests ran with, as text
-    status: str  # "tested", "untested", "too old", "missing", or "not installed" where none asks
+    installed: str | None  # None: not installed
+    tested: str  # Tested versions, as text
+    status: str  # "tested", "untested", "too old", "missing", or "not installed" if optional
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that experts may be computed on."""
+    """A device for the experts."""
 
     name: str
     nbytes: int | None  # Memory; None for a CPU
     capability: str  # Of CUDA, "8.9"; "" for others
-    here: bool  # False where it was only named
-    few_tokens: str  # What multiplies where experts have few tokens each
-    many_tokens: str  # And where they have many
+    here: bool  # False if it was only named
+    few_tokens: str  # Matrix products with few tokens an expert
+    many_tokens: str  # With many
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class LayerKind:
     class_name: str
     backend: str  # "fused layer", "projection by projection", ...
     reason: str  # Why this backend, in words
-    fast: bool  # Whether it is the quickest there is
-    cost: str  # How slow it is about, and where that was measured; "" where `fast`
+    fast: bool  # True for the fastest backend
+    cost: str  # How much slower it is, and where that was measured; "" if `fast`
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +76,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What `doctor` found out.
+    """The result of `doctor`.
 
     Attributes:
         packages: This package's dependencies, and programs that it is tested with.
-        device: What `layers` and `findings` are about: the first GPU, the one named, or the CPU.
+        device: The device of `layers` and `findings`: the first GPU, the named one, or the CPU.
         devices: Every device here, or the one that was named.
-        model: What was named as the model; "" where none was.
+        model: The name of the model; "" without one.
         layers: How each kind of the model's expert layers will be computed on `device`.
         findings: Problems first.
-        notes: What to know of the model, a sentence each.
+        notes: Sentences on the model.
     """
 
     packages: tuple[Package, ...]
@@ -98,7 +98,7 @@ class Diagnosis:
 
     @property
     def good(self) -> bool:
-        """Whether no finding is a problem; warnings may be there."""
+        """True if no finding is a problem; there may be warnings."""
         return not any(finding.severity == PROBLEM for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Diagnosis:
 
 
 def named(text: str) -> tuple[Device, Card]:
-    """Return the card that a person names, such as "4090"; a `ConfigError` where it is unknown."""
+    """Return a card by its name, such as "4090"; a `ConfigError` for an unknown one."""
     try:
         name = gpu_named(text)
     except ValueError as error:
@@ -127,7 +127,7 @@ def named(text: str) -> tuple[Device, Card]:
 
 
 def here() -> list[tuple[Device, Card]]:
-    """Return every GPU of this machine; the CPU where it has none."""
+    """Return every GPU of this machine, or the CPU if it has none."""
     found = []
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
@@ -144,7 +144,7 @@ def _described(name: str, nbytes: int | None, card: Card, *, here: bool) -> Devi
 
 
 def _multipliers(card: Card) -> tuple[str, str]:
-    """Return what multiplies on a card, where experts have few tokens and where they have many."""
+    """Name the matrix products on a card, with few tokens an expert and with many."""
     if not suits(card):
         return _LOOP, _LOOP
     with acting_as(card):
@@ -158,7 +158,7 @@ def _multipliers(card: Card) -> tuple[str, str]:
 
 
 def packages() -> tuple[Package, ...]:
-    """Return every package that matters, Python first."""
+    """Return all required and optional packages, Python first."""
     rows = [_package("python", platform.python_version(), PYTHON, True)]
     rows += [_package(n, installed_version(n), tested, True) for n, tested in REQUIRED.items()]
     rows += [_package(n, installed_version(n), tested, False) for n, tested in OPTIONAL.items()]
@@ -166,7 +166,7 @@ def packages() -> tuple[Package, ...]:
 
 
 def releases(rows: tuple[Package, ...]) -> Versions:
-    """Return the numbers of each installed version, by the package's name."""
+    """Return the release numbers of installed packages by name."""
     return {row.name: release_of(row.installed) for row in rows if row.installed}
 
 
@@ -184,7 +184,7 @@ def _status(installed: str | None, tested: Range, required: bool) -> str:
 
 
 def findings(rows: tuple[Package, ...]) -> list[Finding]:
-    """Return what is wrong with versions."""
+    """Return findings on versions."""
     found = []
     for row in rows:
         if row.status == "missing":

@@ -1,8 +1,8 @@
 """`save_pretrained` of a `PeftModel` in a distributed run: one file, as a single process writes it.
 
-PEFT writes on every rank that calls it, and what that rank has: shares, where the model is sharded.
-Here the adapter's tensors are gathered, and the first rank writes, with PEFT's own method, into a
-staging folder, whose files then replace the old ones.
+PEFT writes on every rank that calls it, and only that rank's shares of a sharded model. Here the
+adapter's tensors are gathered, and the first rank writes them with PEFT's own method to a staging
+folder, whose files then replace the old ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from peft import PeftModel
 from peft.utils.save_and_load import get_peft_model_state_dict
 from torch import Tensor
 
-from ..checkpoint.staging import absolute, flush, staging
+from ..checkpoint.adapter import CONFIG
+from ..checkpoint.staging import absolute, move_files, staging
+from ..checkpoint.training_codec import CARD
 from ..world import NOT_GIVEN, WholeTensor, world
-
-_CARD = "README.md"
 
 
 def save_pretrained(
@@ -79,10 +78,10 @@ def save_pretrained(
         }
         whole |= {key: read(key).cpu() for key in tensors}
         with staging(folder, inside=True, wait=True) as work:
-            if (folder / _CARD).is_file():  # PEFT adds to it
-                shutil.copyfile(folder / _CARD, work / _CARD)
+            if (folder / CARD).is_file():  # PEFT adds to it
+                shutil.copyfile(folder / CARD, work / CARD)
             stock(str(work), is_main_process=True, state_dict=whole)
-            _move(work, folder)
+            move_files(work, folder, CONFIG)
 
     ranks.gather_to_first(tensors, write, f"Saving the adapter to {folder}")
 
@@ -93,9 +92,9 @@ def _adapter_tensors(
     adapters: Sequence[str],
     save_embedding_layers: str | bool,
 ) -> dict[str, WholeTensor]:
-    """Return those tensors of the state dict that PEFT will write.
+    """Return the tensors of the state dict that PEFT will write.
 
-    PEFT is asked with numbers in their places: it gathers DTensors itself where transformers has
+    PEFT is given numbers in place of tensors, as it gathers DTensors itself if transformers has
     loaded the model on several ranks (0.21.2).
     """
     places = {key: torch.tensor(number) for number, key in enumerate(state_dict)}
@@ -112,14 +111,3 @@ def _adapter_tensors(
         for number, (key, value) in enumerate(state_dict.items())
         if number in written
     }
-
-
-def _move(work: Path, folder: Path) -> None:
-    """Move a finished save into its folder, each file at once, configurations last."""
-    files = [file for file in work.rglob("*") if file.is_file()]
-    for file in sorted(files, key=lambda file: (file.suffix == ".json", file)):
-        flush(file)
-        target = folder / file.relative_to(work)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        file.replace(target)
-    flush(folder)

@@ -1,7 +1,7 @@
-"""Geometry of a report's charts: numbers to places in percent, paths and the labels of axes.
+"""Geometry of a report's charts: positions in percent, SVG paths and axis labels.
 
-Plots are drawn in a box of 100 x 100, which the page stretches to its width; strokes and labels
-are not stretched with it.
+Plots are drawn in a box of 100 x 100, which the page stretches to its width, without its strokes
+and labels.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-_MOST_POINTS = 600  # of a curve; more cannot be seen
+_MOST_POINTS = 600  # of a curve; more would not be visible
 _LEAST = 1e-300  # Values below are 0 to a chart: steps between ticks could not be computed
-_CELLS_WITH_NUMBERS = 16  # Columns of a heat map up to which cells say their numbers
+_CELLS_WITH_NUMBERS = 16  # Most columns of a heat map with numbers in its cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def heat_map(
     legend: Sequence[Shade],
     number: Callable[[float], str],
 ) -> HeatMap:
-    """Draw a grid; a value's shade is the first whose upper bound, one of `bounds`, is over it."""
+    """Draw a grid; a value's shade is the first with an upper bound (of `bounds`) above it."""
     columns = max(map(len, grid), default=0)
     paths: dict[str, list[str]] = {}
     cells = []
@@ -98,7 +98,7 @@ def heat_map(
 
 
 def _places(labels: Sequence[str], most: int) -> tuple[Tick, ...]:
-    """Return labels of at most so many of the places along an axis, at their middles."""
+    """Return at most this many labels, evenly chosen, at the middles of their places."""
     step = next(
         s * 10**e for e in range(9) for s in (1, 2, 4, 5) if len(labels) <= most * s * 10**e
     )
@@ -110,9 +110,9 @@ def _places(labels: Sequence[str], most: int) -> tuple[Tick, ...]:
 
 
 def even_steps(values: Iterable[float], steps: int) -> list[float]:
-    """Return the ends of so many even steps, one more than steps, that span the finite values.
+    """Return the `steps` + 1 ends of even steps over the finite values.
 
-    They span a tenth of the largest value at least, so that almost equal values look alike.
+    The range is at least a tenth of the largest value, so that almost equal values look equal.
     """
     finite = [value for value in values if math.isfinite(value)]
     low, high = _widened(min(finite, default=0.0), max(finite, default=0.0))
@@ -146,9 +146,9 @@ def line_chart(
     *,
     zero: bool = False,
 ) -> LineChart:
-    """Draw curves of (x, y) over common axes; with `zero` the y axis has it.
+    """Draw curves of (x, y) over common axes; with `zero` the y axis includes 0.
 
-    `number` and `x_number` write a tick's value, given the distance of ticks.
+    `number` and `x_number` format a tick, given its value and the distance of ticks.
     """
     xs = [x for _, points in curves for x, _ in points]
     ys = [y for _, points in curves for _, y in points] + [0.0] * zero
@@ -183,16 +183,16 @@ def line_chart(
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most so many points as can be seen: of each stretch its least and its largest."""
+    """Reduce a curve to the visible points: minimum and maximum of each stretch."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = 2 * len(points) / _MOST_POINTS
-    kept = [points[0]]
+    shown = [points[0]]
     for index in range(_MOST_POINTS // 2):
         part = points[int(index * size) : int((index + 1) * size)]
         ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
-        kept += sorted(ends - {kept[-1]})
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+        shown += sorted(ends - {shown[-1]})
+    return shown if shown[-1] == points[-1] else [*shown, points[-1]]
 
 
 def nice_range(low: float, high: float, ticks: int = 4) -> tuple[float, float, float]:
@@ -209,7 +209,7 @@ def nice_range(low: float, high: float, ticks: int = 4) -> tuple[float, float, f
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """Return a range that spans at least a tenth of its values, so that 0.2 % looks like 0.2 %."""
+    """Widen a range to a tenth of its values at least, so that 0.2 % looks like 0.2 %."""
     lacking = max(abs(low), abs(high)) / 10 - (high - low)
     if lacking <= 0:
         return low, high
@@ -217,7 +217,7 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 
 
 def _alike(low: float, high: float) -> bool:
-    """Whether two values differ by no more than rounding, or are nothing but rounding."""
+    """True if two values are equal within rounding, or are both rounding errors."""
     size = max(abs(low), abs(high))
     return size < _LEAST or high - low <= 1e-12 * size
 
@@ -247,7 +247,7 @@ class StackedChart:
 def stacked_chart(
     names: Sequence[str], columns: Sequence[Sequence[float]], number: Callable[[float, float], str]
 ) -> StackedChart:
-    """Draw columns side by side, in each the values of `names` from the bottom up."""
+    """Draw columns side by side; each has the values of `names` from the bottom up."""
     totals = [sum(column) for column in columns]
     _, high, step = nice_range(0.0, max(totals))
     width = 100 / len(columns)
@@ -297,7 +297,7 @@ class Bar:
 
 
 def stacked_bars(bars: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> tuple[Bar, ...]:
-    """Draw bars of named parts on one scale; parts of one name have one colour."""
+    """Draw bars of named parts on one scale; equal names have equal colours."""
     longest = max(sum(size for _, size in parts) for _, parts in bars) or 1.0
     colors = {name: n for n, name in enumerate(dict.fromkeys(n for _, p in bars for n, _ in p))}
     drawn = []

@@ -42,15 +42,15 @@ from .pieces import (
 _FIRST = ("loss", "eval_loss", "learning_rate", "grad_norm")
 _NO_CURVES = re.compile(
     r"step|epoch|total_flos|train_.*|num_.*tokens.*|.*_runtime|.*_per_second|.*_time",
-    re.DOTALL,  # also so that no name takes long
+    re.DOTALL,  # no name backtracks
 )
 _LARGEST = 1e15
 _MOST = 16
-"""Curves; trainers of TRL log some dozens, of which these say most."""
+"""Most curves of a page; TRL's trainers log dozens."""
 
 
 def describe(inventory: Inventory) -> LayoutPiece:
-    """Return the layout of a model that was counted."""
+    """Return the layout of a model, from its inventory."""
     layout, config = inventory.layout, inventory.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return LayoutPiece(
@@ -90,7 +90,7 @@ def rehearsed(
     length: str,
     trust_remote_code: bool,
 ) -> MemoryPiece:
-    """Rehearse a training step with this LoRA; None is LoRA on attention and experts."""
+    """Rehearse a training step with this LoRA; None for LoRA on attention and experts."""
     settings = Settings(batch=batch, seq=seq, targets="attention,experts")
     if lora_config is not None:
         rank = getattr(lora_config, "r", settings.rank)  # other kinds of adapters have none
@@ -106,9 +106,9 @@ def rehearsed(
 
 
 def grids(errors: tuple[WeightError, ...]) -> dict[str, tuple[list[str], list[list[float]]]]:
-    """Return, for each kind of expert weight, its layers and a row of its experts' errors for each.
+    """Group errors of expert weights: the layers and their rows of experts' errors, by pattern.
 
-    Weights of one name but of different numbers of experts are of different kinds.
+    The pattern includes the number of experts.
     """
     panels: dict[str, tuple[list[str], list[list[float]]]] = {}
     for error in errors:
@@ -122,7 +122,7 @@ def grids(errors: tuple[WeightError, ...]) -> dict[str, tuple[list[str], list[li
 
 
 def layer_label(name: str) -> str:
-    """Return the numbers in a full name, which tell its layer: "3" for `layers.3.mlp`."""
+    """Return the numbers in a full name, a label of its layer: "3" for `layers.3.mlp`."""
     return ".".join(re.findall(r"(?<![^.])\d+(?![^.])", name)) or "-"
 
 
@@ -175,10 +175,9 @@ class _Adapted:
 
 
 def of_folder(folder: Path, model: nn.Module, layout: ModelLayout, total: int) -> LoraPiece:
-    """Return what the adapter of a folder covers of a model on meta, by its own file.
+    """Return which weights of a meta model the adapter in a folder covers.
 
-    An adapter that is damaged, of another kind than LoRA or of another model raises as
-    `merge_adapter` does.
+    Errors are those of `merge_adapter`: a damaged adapter, another kind, another model.
     """
     opened, chosen = open_adapter(folder), chosen_experts(folder) or {}
     check_adapter_patterns(folder, model)
@@ -195,7 +194,7 @@ def of_folder(folder: Path, model: nn.Module, layout: ModelLayout, total: int) -
                 continue
             rank = file.info(first.a).shape[0] // max(first.experts, 1)
             some = len(chosen.get(name, ()))
-            if some:  # the file has zeros for the others
+            if some:  # the file has zeros for other experts
                 trained = trained * some // first.experts
             adapted[name] = _Adapted(rank, trained, some)
         others += sum(prod(file.info(key).shape) for key in updates.replacements.values())
@@ -203,13 +202,13 @@ def of_folder(folder: Path, model: nn.Module, layout: ModelLayout, total: int) -
 
 
 def active_adapters(model: Any) -> list[str]:
-    """Return the names of a model's active adapters, PEFT's or those that transformers added."""
+    """Return the names of a model's active adapters, added by PEFT or by transformers."""
     active = getattr(model, "active_adapters", ()) if getattr(model, "peft_config", None) else ()
     return list(active() if callable(active) else active)
 
 
 def of_live(model: Any, layout: ModelLayout, total: int) -> LoraPiece:
-    """Return what the active adapters of a model in memory cover."""
+    """Return which weights the active adapters of a model in memory cover."""
     names = active_adapters(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     configs = [model.peft_config[name] for name in names]
@@ -242,7 +241,7 @@ def of_live(model: Any, layout: ModelLayout, total: int) -> LoraPiece:
 def _lora_groups(
     model: nn.Module, layout: ModelLayout, adapted: Mapping[str, _Adapted]
 ) -> tuple[LoraGroup, ...]:
-    """Return expert weights, Linear layers and whatever else has LoRA, by pattern."""
+    """Group expert weights, Linear layers and other weights with LoRA by pattern."""
     experts = {param.name for param in layout.experts}
     weights = [
         f"{unwrapped_name(path)}.weight"
@@ -271,7 +270,7 @@ def _lora_groups(
 
 
 def read_log(file: Path | None) -> TrainingPiece | Missing:
-    """Read the log of a run; without a file say so."""
+    """Read the log of a run; without a file the piece is `Missing`."""
     if file is None:
         return Missing(
             "There is no log of a training run: name the folder that Trainer wrote, with its "
@@ -299,14 +298,14 @@ def read_log(file: Path | None) -> TrainingPiece | Missing:
 
 
 def _tokens(state: dict[str, Any], history: list[Any]) -> float | None:
-    """Return how many tokens the run saw: as Trainer counts them where asked to, or as TRL logs."""
+    """Return how many tokens the run saw, by Trainer's own count or TRL's log."""
     counts = [state.get("num_input_tokens_seen")]
     counts += [entry.get("num_tokens") for entry in history if isinstance(entry, dict)]
     return max((number for count in counts if (number := _number(count) or 0) > 0), default=None)
 
 
 def _values(entries: list[dict[str, Any]]) -> dict[str, dict[float, float | None]]:
-    """Return what was logged, by name and step; a step logged again counts as it was last."""
+    """Return logged values by name and step; the last one of a step counts."""
     logged: dict[str, dict[float, float | None]] = {}
     for entry in entries:
         step = _number(entry.get("step"))
@@ -329,5 +328,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number of a log, None where there is none, or it is not finite or too large."""
+    """Return a number of a log; None if it is missing, not finite or too large."""
     return float(value) if _is_number(value) and abs(value) <= _LARGEST else None

@@ -1,6 +1,6 @@
-"""A report as one HTML page: what the templates beside this file are given.
+"""A report as one HTML page: the values for the templates in this folder.
 
-Sentences and numbers are written here, markup there. Whatever comes from a checkpoint's files is
+Sentences and numbers are made here, markup in the templates. Text from a checkpoint's files is
 escaped by the templates, and characters that only reorder or hide text are made visible.
 """
 
@@ -67,7 +67,7 @@ _TITLES = {
     "grad_norm": "Norm of the gradient",
     "mean_token_accuracy": "Token accuracy",
 }
-_FEW = 20  # assignments for each expert, under which one may have none by chance
+_FEW = 20  # assignments for each expert; with fewer, one may have none by chance
 _FROM_ZERO = ("learning_rate", "grad_norm")
 
 
@@ -112,25 +112,25 @@ def _environment() -> jinja2.Environment:
 
 
 def _shown(value: Any) -> Any:
-    """Make hidden characters of plain text visible; markup of the templates is left alone."""
+    """Make hidden characters of plain text visible; markup of the templates stays."""
     return visible(value, keep="\n") if isinstance(value, str) and type(value) is str else value
 
 
 def _breaks(name: str) -> Markup:
-    """Return a dotted name that a line may be broken in, after its dots and underscores."""
+    """Return a dotted name with possible line breaks after dots and underscores."""
     text = str(Markup.escape(visible(name)))
     return Markup(text.replace(".", ".<wbr>").replace("_", "_<wbr>"))
 
 
 def _section(piece: Any, view: Any) -> Any:
-    """Return what a section shows: the view of its piece, or the sentence that stands for it."""
+    """Return the values of a section: the view of its piece, or the reason why it is missing."""
     if isinstance(piece, Missing):
         return {"missing": piece.why, "fault": piece.fault}
     return {"missing": "", **view(piece)}
 
 
 def _figures(report: Report) -> Any:
-    """Yield the numbers at the top, of the pieces that there are."""
+    """Yield the numbers at the top, from the pieces that were measured."""
     layout, memory, lora = report.layout, report.memory, report.lora
     if isinstance(layout, LayoutPiece):
         more = f"from {human_bytes(layout.before)}" if layout.packed else "not packed"
@@ -354,7 +354,7 @@ def _percent(value: float, *, bare: bool = False) -> str:
 
 
 def _unlike(values: Sequence[float]) -> list[str]:
-    """Return values in percent, with as many digits as it takes to tell them apart."""
+    """Return values in percent, with enough digits to differ."""
     return next(
         (
             written
@@ -366,7 +366,7 @@ def _unlike(values: Sequence[float]) -> list[str]:
 
 
 def _tick(value: float, step: float) -> str:
-    """Write a tick's value with as many digits as the distance of ticks asks for."""
+    """Format a tick, with digits according to the distance of ticks."""
     if abs(value) < step / 1000:
         return "0"
     if step < 1e-3 or abs(value) >= 1e6:
@@ -386,7 +386,7 @@ def _scientific(value: float) -> str:
 
 
 def _count(number: int) -> str:
-    """Return a number of weights as people say it: 30.5 billion."""
+    """Return a number of weights in words: 30.5 billion."""
     for size, name in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
         if number >= size:
             return f"{number / size:.1f} {name}"

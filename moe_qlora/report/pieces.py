@@ -1,4 +1,4 @@
-"""What a report says, in typed pieces; `Missing` stands where one could not be measured."""
+"""The content of a report in typed pieces; `Missing` replaces one that was not measured."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..memory.report import MemoryPlan
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A piece that was not measured, with the reason and what to do as one sentence."""
+    """A piece that was not measured: the reason and what to do, in one sentence."""
 
     why: str
-    fault: bool = False  # Something is wrong; otherwise it was only not asked for
+    fault: bool = False  # True for an error, False if it was not asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class LayoutPiece:
     """The experts of a model, and its weights by kind."""
 
     model_type: str
-    packed: str | None  # The packed type that sizes are for
+    packed: str | None  # Packed type of the sizes
     groups: tuple[WeightGroup, ...]
     layers: int  # Modules that own expert weights
     experts: tuple[int, ...]  # Numbers of experts in a layer that occur
-    top_k: int | None  # Experts that a token goes to, where the configuration says
-    routers: tuple[tuple[str, int], ...]  # Name patterns with how many each stands for
+    top_k: int | None  # Experts per token; None if the configuration does not say
+    routers: tuple[tuple[str, int], ...]  # Name patterns and their counts
     linear_experts: tuple[tuple[str, int], ...]  # Experts that are lists of Linear layers, likewise
     rejected: int  # Other parameters of three or more dimensions
     kinds: tuple[KindBytes, ...]
@@ -83,7 +83,7 @@ class LinearErrors:
 
 @dataclass(frozen=True, slots=True)
 class ErrorPiece:
-    """How far packed weights are from their source, as Frobenius norms over the source's."""
+    """Quantization errors: Frobenius norms of the differences over the sources'."""
 
     kind: str  # The packed type
     source: str
@@ -110,7 +110,7 @@ class LayerUse:
 
     @property
     def balance(self) -> float:
-        """The entropy of the shares over that of even use: 1 is even, 0 is one expert for all."""
+        """Entropy of the shares, relative to even use: 1 is even, 0 is one expert for all."""
         shares = [count / max(self.total, 1) for count in self.counts if count]
         entropy = -sum(share * math.log(share) for share in shares)
         # Not -0.0, which formats as "-0.000"
@@ -130,20 +130,20 @@ class LayerUse:
 
     @property
     def top_quarter(self) -> float:
-        """The share of assignments that the busiest quarter of the experts takes."""
+        """The busiest quarter of experts' share of the assignments."""
         most = sorted(self.counts, reverse=True)[: max(len(self.counts) // 4, 1)]
         return sum(most) / max(self.total, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingPiece:
-    """Which experts the user's own text went to."""
+    """How often the user's own text was routed to each expert."""
 
     layers: tuple[LayerUse, ...]
     tokens: int
     texts: int
-    sample: str  # What the text was
-    adapted: bool  # Whether an adapter was on the model
+    sample: str  # The text's file, or that it was a list
+    adapted: bool  # The model had an adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +156,12 @@ class LoraGroup:
     covered: int
     ranks: tuple[int, ...]  # Ranks that occur
     trained: int  # Trained weights
-    chosen: tuple[int, ...] = ()  # Numbers of experts that have it, where not all of a weight do
+    chosen: tuple[int, ...] = ()  # Numbers of experts with LoRA, for weights with LoRA on some
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPiece:
-    """What an adapter covers."""
+    """The weights with LoRA, and other trained ones."""
 
     adapter: str
     groups: tuple[LoraGroup, ...]
@@ -180,12 +180,12 @@ class MemoryPiece:
 
     plan: MemoryPlan
     moments: tuple[StepMoment, ...]
-    length: str = ""  # Where the number of tokens in a row is from, a sentence
+    length: str = ""  # A sentence: the source of `seq`
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One value that a run logged."""
+    """A logged value of a run."""
 
     name: str  # As the log has it
     points: tuple[tuple[float, float], ...]  # Step and value, in order; finite
@@ -194,7 +194,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPiece:
-    """What a Trainer logged."""
+    """The log of a Trainer's run."""
 
     log: str  # The file
     steps: int

@@ -1,4 +1,4 @@
-"""Which experts the user's own text goes to: a model that runs, its tokenizer, counts by layer."""
+"""Run the model on the user's own text, and count the tokens of each expert by layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .pieces import LayerUse, Missing, RoutingPiece
 from .subject import Subject
 
 LONGEST = 2048
-"""Tokens of a text that are read at most; its later ones are left out."""
+"""Most tokens of a text; the rest is left out."""
 _LONGEST_LINE = 16 << 20  # characters
 _MESSAGES = ("messages", "conversations", "conversation")
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's, as chat templates name them
@@ -43,10 +43,10 @@ def measure(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> RoutingPiece | Missing:
-    """Run the model on a sample of text, and count where its routers send the tokens.
+    """Run the model on a sample of text, and count the tokens of each expert.
 
-    A live model runs as it is. One on disk is loaded packed, as training has it, with the adapter
-    where there is one, onto the GPU where there is one.
+    A live model runs unchanged. One on disk is loaded packed as in training, with its adapter if it
+    has one, to the GPU if there is one.
     """
     if text is None:
         return Missing(
@@ -140,7 +140,7 @@ def _load(subject: Subject, quantization_config: Any, trust_remote_code: bool) -
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Keep transformers' own progress bars out of the one of a report."""
+    """Switch off transformers' progress bars, which would break the report's own."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -192,7 +192,7 @@ def file_of(text: str | Path) -> Path:
 
 
 def _is_list(lines: TextIO) -> bool:
-    """Whether a file holds one JSON list, as datasets do that are no JSONL; it is read anew."""
+    """True if a file contains one JSON list; rewinds it."""
     start = lines.read(1 << 10).lstrip()[:1]
     lines.seek(0)
     return start == "["
@@ -239,7 +239,7 @@ def _text_of_row(row: Any, where: str) -> str | list[dict[str, Any]]:
 def _message(item: Any, where: str) -> dict[str, Any]:
     if isinstance(item, dict):
         key = "content" if "content" in item else "value"
-        # A message that is nothing but calls of tools has null there.
+        # null in a message of tool calls only
         content = "" if key in item and item[key] is None else item.get(key)
         if isinstance(content, str):
             role = str(item.get("role", item.get("from", "user")))

@@ -1,11 +1,11 @@
-"""What a report is about: a checkpoint, an adapter, a Trainer's run or a live model.
+"""The subject of a report: a checkpoint, an adapter, a Trainer's run or a live model.
 
-Its parts are found in what was named:
+Its parts, by the source that the user named:
 
     checkpoint folder, packed or not    model and weights
-    adapter folder                      adapter; the model is the base that it names, or `base`
-    folder of a Trainer's run           its log, and the adapter or model that it saved, in the
-                                        folder itself or in its latest checkpoint
+    adapter folder                      adapter; the model is the adapter's base, or `base`
+    folder of a Trainer's run           log, and the saved adapter or model, in the folder or in its
+                                        latest checkpoint
     anything else that `plan` takes     model
 """
 
@@ -32,17 +32,17 @@ _SAYS_NOTHING = re.compile(
     r"|checkpoint-\d+|tmp.*|pytest-.*",
     re.IGNORECASE,
 )
-"""Names of folders that any model may have."""
+"""Folder names that do not identify a model."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 FILE = "training_args.bin"
 _LARGEST = 1 << 24  # bytes; a real one has some 5,000
 _LENGTHS = ("max_length", "max_seq_length")
-"""What TRL calls the most tokens of a row, now and before."""
+"""TRL's setting for the most tokens of a row, under its present and its old name."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The parts of what was named; those that it does not have are None."""
+    """The parts of a report's subject; missing ones are None."""
 
     title: str
     source: str
@@ -55,7 +55,7 @@ class Subject:
 
 
 def subject_of(source: Any, base: str | Path | None = None) -> Subject:
-    """Look at what a report is to be about; `base` is the model that an adapter was trained on.
+    """Find the parts of a report's subject; `base` is the model that an adapter was trained on.
 
     A folder that is neither a checkpoint, nor an adapter, nor a run is a `CheckpointError`.
     """
@@ -108,7 +108,7 @@ def _of_folder(folder: Path, base: str | Path | None) -> Subject:
 
 
 def _with_base(subject: Subject, adapter: Path, base: str | Path | None) -> Subject:
-    """Add the model that an adapter was trained on."""
+    """Add the base of an adapter."""
     name = base
     if name is None:
         name = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -116,8 +116,8 @@ def _with_base(subject: Subject, adapter: Path, base: str | Path | None) -> Subj
         return replace(
             subject, no_model="The adapter does not say which model it is for; name it with base."
         )
-    beside = adapter / name
-    place = beside if not Path(name).is_dir() and beside.is_dir() else Path(name)
+    relative = adapter / name
+    place = relative if not Path(name).is_dir() and relative.is_dir() else Path(name)
     if not place.is_dir() and base is None and (place.is_absolute() or str(name).count("/") > 1):
         return replace(
             subject,
@@ -129,16 +129,16 @@ def _with_base(subject: Subject, adapter: Path, base: str | Path | None) -> Subj
 
 
 def model_name(folder: Path) -> str:
-    """Return what a model is called: its folder's name, where that says something.
+    """Return a name for a model: its folder's, unless any model's folder may have that name.
 
-    Else the name that its configuration kept, the folder around it, or its type.
+    Otherwise the name in its configuration, the parent folder's, or the model type.
     """
     whole = folder.resolve()
     config: Any = {}
     if _has(folder, MODEL_CONFIG):
         config = read_json(folder / MODEL_CONFIG)
-    kept = config.get("_name_or_path") if isinstance(config, dict) else None
-    names = [whole.name, Path(kept).name if isinstance(kept, str) else "", whole.parent.name]
+    origin = config.get("_name_or_path") if isinstance(config, dict) else None
+    names = [whole.name, Path(origin).name if isinstance(origin, str) else "", whole.parent.name]
     names.append(str(config.get("model_type") or ""))
     return next((name for name in names if name and not _SAYS_NOTHING.fullmatch(name)), whole.name)
 
@@ -159,14 +159,14 @@ def _has(folder: Path, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What a run was started with; None where the file does not say."""
+    """Settings of a run; None if the file does not contain them."""
 
     length: int | None = None  # Most tokens of a row
     accumulation: int | None = None  # Batches in a step
 
 
 def read_settings(folder: Path) -> RunSettings:
-    """Return the settings in a folder; what cannot be read is None."""
+    """Read a run's settings without running its pickle; unreadable ones are None."""
     try:
         numbers = _numbers(_instructions(folder / FILE))
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
@@ -176,7 +176,7 @@ def read_settings(folder: Path) -> RunSettings:
 
 
 def _instructions(file: Path) -> bytes:
-    """Return the pickle in what `torch.save` wrote; a ValueError where it is too large."""
+    """Return the pickle in a file of `torch.save`; a ValueError if it is too large."""
     with zipfile.ZipFile(file) as archive:
         name = next((n for n in archive.namelist() if n.endswith("/data.pkl")), None)
         if name is None or archive.getinfo(name).file_size > _LARGEST:
@@ -185,7 +185,7 @@ def _instructions(file: Path) -> bytes:
 
 
 def _numbers(pickled: bytes) -> dict[str, int]:
-    """Return whole numbers by the string that comes right before each, as in a dict's items."""
+    """Return integers by the string right before each, as in the items of a dict."""
     found: dict[str, int] = {}
     name: str | None = None
     for code, value, _ in pickletools.genops(pickled):

@@ -1,4 +1,4 @@
-"""`moe_qlora.write_report`: measure what can be measured of a model, and write it as one page."""
+"""`moe_qlora.write_report`: measure a model, an adapter or a run, and write one page."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_report(
 ) -> Report:
     """Write one self-contained HTML page about a model, an adapter or a training run.
 
-    What cannot be measured from what was given says so on the page, in a sentence.
+    For each piece that cannot be measured, the page gives the reason.
 
     Args:
         source: A checkpoint folder, packed or not; an adapter's folder; the folder of a Trainer's
@@ -61,21 +61,21 @@ def write_report(
         against: The checkpoint that a packed folder was packed from: shows the quantization error.
         text: A JSONL, JSON or text file, or strings: shows which experts these texts go to, which
             loads and runs the model.
-        base: The model of an adapter or run, where its own folder does not name one that is here.
+        base: The model of an adapter or run, if its folder does not name one that exists here.
         tokenizer: Reads `text`; None takes that of the adapter's or the model's folder.
         quantization_config: As `plan` takes it.
-        batch: Sequences in the rehearsed step; None is what a run's log says, else 1.
-        seq: Tokens in each; None is the most that a row of the run had, else the mean of its rows,
-            else 4,096: the page says which.
+        batch: Sequences in the rehearsed step; None for the batch in a run's log, else 1.
+        seq: Tokens in each; None for the longest row that the run allowed, else the mean of its
+            rows, else 4,096: the page says which.
         max_tokens: Most tokens of `text`.
         trust_remote_code: Run model code that the folders bring.
         progress: True for a bar, or a function as `quantize_experts` takes it.
 
     Returns:
-        What is on the page, as records.
+        The content of the page, as records.
 
     Raises:
-        CheckpointError: A folder or file is none, or damaged.
+        CheckpointError: A folder or file is missing or damaged.
         ConfigError: A setting makes no sense, or `out` cannot be written.
     """
     target = Path(out).expanduser()
@@ -116,14 +116,14 @@ class _Collector:
         self.inventory: Inventory | Missing = Missing(subject.no_model or _NO_MODEL)
         if subject.model is not None:
             tell(0, _STEPS, "layout")
-            # Where there is nothing besides, the error is the answer.
+            # Nothing else to report: the error is the answer.
             alone = subject.log is None and subject.adapter is None
             self.inventory = self._inventory() if alone else _unless(self._inventory)
 
     def _inventory(self) -> Inventory:
         folder, adapter = self.subject.weights, self.subject.adapter
         if self.quantization is None and adapter and not (folder and is_packed(folder)):
-            note = from_note(adapter)  # what the adapter was trained on
+            note = from_note(adapter)  # the codec of the training
             self.quantization = note.settings if note else None
         return take_inventory(self.subject.model, self.quantization, trust_remote_code=self.remote)
 
@@ -175,11 +175,11 @@ class _Collector:
         )
 
     def _within(self, step: int, name: str) -> Progress:
-        """Return a function that tells how far one step is."""
+        """Return a progress function for the parts of one step."""
         return lambda done, total, _: self.tell(step, _STEPS, f"{name}, {done} of {total}")
 
     def _length(self, run: TrainingPiece | None, seq: int | None) -> tuple[int, str]:
-        """Return how many tokens a row of the rehearsed step has, and where that is from."""
+        """Return the tokens in a row of the rehearsed step, and a sentence on their source."""
         if seq is not None:
             return seq, "Rows are as long as asked for."
         log = self.subject.log
@@ -212,7 +212,7 @@ class _Collector:
         )
 
     def _lora_config(self) -> Any:
-        """Return the config of the adapter, None where there is none."""
+        """Return the config of the adapter; None without one."""
         live, folder = self.subject.live, self.subject.adapter
         if names := measure.active_adapters(live):
             return live.peft_config[names[0]]
@@ -245,7 +245,7 @@ _NO_MODEL = "There is no model."
 
 
 def _unless(measure: Callable[[], _Piece], lead: str = "") -> _Piece | Missing:
-    """Return what was measured, or the sentence that says why it could not be, after `lead`."""
+    """Return the measured piece, or `Missing` with the error after `lead`."""
     try:
         return measure()
     except MoeQloraError as error:

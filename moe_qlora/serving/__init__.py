@@ -1,6 +1,6 @@
-"""From a trained adapter to a server's answer.
+"""Serving: an adapter folder and its base go in.
 
-In goes an adapter folder and its base; out comes a folder in the layout that vLLM, SGLang or
-llama.cpp takes, and a comparison of what the server answers with what was trained. Open `export.py`
-first, which reads the table of what each server takes (`servers.json`).
+Out comes a folder in the layout that vLLM, SGLang or llama.cpp loads, and a comparison of the
+server's answers with the trained model's. Open `export.py` first, which reads the table of servers'
+layouts (`servers.json`).
 """

@@ -1,8 +1,8 @@
-"""Asks a server whether it serves what was trained.
+"""Check that a server computes the trained model.
 
-The same prompts go through the model here and through the server's engine, which runs in a process
-of its own (`vllm_worker.py`, `llama_worker.py`), each with and without the adapter. How far the two
-bases are apart is the arithmetic's noise; what the adapter changes must agree within it.
+The same prompts go through the model here and through the server's engine in another process
+(`vllm_worker.py`, `llama_worker.py`), each with and without the adapter. The difference of the two
+bases is numerical noise; the effects of the adapter must agree within it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ..lora.load import load_adapter
 from ..models.files import read_json
 from .export import export_adapter
 
-ENGINES = {"vllm": "vllm", "llama.cpp": "gguf"}  # by what they are asked with: the layout's name
+ENGINES = {"vllm": "vllm", "llama.cpp": "gguf"}  # the export target of each server
 _WORKERS = {"vllm": "vllm_worker.py", "llama.cpp": "llama_worker.py"}
 _CONVERTER = "convert_hf_to_gguf.py"  # of llama.cpp
 _SETTINGS = (
-    "VLLM_ENABLE_V1_MULTIPROCESSING=0",  # the engine in the worker, which experts on a CPU need
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0",  # engine in the worker, for experts on a CPU
     "VLLM_NO_USAGE_STATS=1",
     "VLLM_LOGGING_LEVEL=ERROR",
     "VLLM_CPU_KVCACHE_SPACE=1",
@@ -46,25 +46,25 @@ _PROMPTS = (
     "In 1969 the first people landed on the Moon, which is about 384,400 km",
     "Die Katze sitzt auf der Matte und schaut aus dem Fenster.",
 )
-_NOISES = 3.0  # how many times the noise an adapter may be off
-_SHARE = 0.02  # of its effect that it may be off besides
-_LITTLE = 0.1  # of the effect here, below which the server's is none
+_NOISES = 3.0  # largest error of an adapter, in multiples of the noise
+_SHARE = 0.02  # and in addition, as a share of its effect
+_LITTLE = 0.1  # share of the effect here; below it, the server has no effect
 
 
 @dataclass(frozen=True)
 class ServeReport:
-    """How a server's logprobs compare with ours, in nats; all are means over tokens.
+    """Comparison of a server's logprobs with ours, in nats; means over tokens.
 
     Attributes:
         server: The engine and its version.
-        verdict: "agrees", "off", "no effect", "not loaded", or "cannot tell" where the adapter's
-            effect is within the noise, or a base's logprobs or ours are not finite.
-        noise: Between the two bases.
-        error: Between the two adapted models.
-        effect, served_effect: What the adapter changes, here and at the server.
-        tokens: How many logprobs were compared.
-        refusal: What the server said, where it did not load the adapter.
-        note: What of the server was not its own, or which logprobs are not finite, or "".
+        verdict: "agrees", "off", "no effect", "not loaded", or "cannot tell": the adapter's effect
+            is within the noise, or logprobs of a base or of ours are not finite.
+        noise: Difference of the two bases.
+        error: Difference of the two adapted models.
+        effect, served_effect: Change by the adapter, here and at the server.
+        tokens: Number of compared logprobs.
+        refusal: The server's error, if it did not load the adapter.
+        note: Parts of the server that were replaced, or logprobs that are not finite, or "".
     """
 
     server: str
@@ -79,7 +79,7 @@ class ServeReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the server serves what was trained."""
+        """True if the server computes the trained model."""
         return self.verdict == "agrees"
 
     def __str__(self) -> str:
@@ -117,20 +117,20 @@ def serve_check(
     any_base: bool = False,
     timeout: float = 1800,
 ) -> ServeReport:
-    """Compare what a server answers with an adapter with what the model here does.
+    """Compare a server's logprobs with an adapter with those of the model here.
 
     Args:
-        base: The folder of the 16-bit model that is served.
+        base: The folder of the served 16-bit model.
         adapter: The adapter's folder. It is exported for the server first.
         server: "vllm" or "llama.cpp".
-        python: The interpreter of the environment that holds the server; None for this one's.
-        llama_cpp: For llama.cpp: its source folder, which holds the converters to GGUF.
-        dtype: That both compute in.
-        prompts: Texts, or lists of token ids; None takes texts of its own, or random tokens where
-            the base has no tokenizer. Those of fewer than two tokens are left out.
-        as_it_is: True gives the server the adapter's folder as it is.
+        python: The interpreter of the server's environment; None for this one.
+        llama_cpp: For llama.cpp: its source folder with the converters to GGUF.
+        dtype: Compute dtype of both.
+        prompts: Texts, or lists of token ids; None for built-in texts, or random tokens if the base
+            has no tokenizer. Prompts of fewer than two tokens are left out.
+        as_it_is: True passes the adapter's folder to the server without an export.
         any_base: True takes a base that is not the model in the adapter's note.
-        timeout: Seconds that the server has.
+        timeout: Seconds until the server is stopped.
 
     Raises:
         CheckpointError: A folder is missing, damaged or of another kind.
@@ -172,7 +172,7 @@ def serve_check(
 def run_worker(
     server: str, job: dict[str, Any], work: Path, python: str | Path | None, timeout: float
 ) -> dict[str, Any]:
-    """Run a server's worker on a job, and return what it wrote; files go to the folder `work`."""
+    """Run a server's worker on a job, and return its result; files go to the folder `work`."""
     interpreter = str(python or sys.executable)
     if shutil.which(interpreter) is None:
         raise ConfigError(f"python (--python) is {interpreter}, which cannot be run.")
@@ -203,7 +203,7 @@ def run_worker(
 
 
 def compare(server: str, ours: Sequence[list[float]], result: dict[str, Any]) -> ServeReport:
-    """Compare logprobs of the base and the adapted model, flat, with a worker's result."""
+    """Compare flat logprobs of the base and the adapted model with a worker's result."""
     base, adapted = (torch.tensor(run, dtype=torch.float64) for run in ours)
     name = f"{server} {result['version']}".replace("llama.cpp llama-cpp", "llama-cpp")
     note = ""
@@ -239,7 +239,7 @@ def compare(server: str, ours: Sequence[list[float]], result: dict[str, Any]) ->
 
 
 def _error(result: dict[str, Any]) -> str:
-    """Return what a worker's result says went wrong, on one line."""
+    """Return the error in a worker's result on one line."""
     return " ".join(str(result["error"]).split())
 
 
@@ -318,8 +318,8 @@ def local_logprobs(
 
 
 def _largest_rank(adapter: Path) -> int:
-    """Return the largest rank of an adapter's pairs, as its config says."""
+    """Return the largest rank in an adapter's config; raise for a damaged file."""
     config = read_json(adapter / CONFIG)
     with safe_open(adapter / WEIGHTS, framework="pt"):
-        pass  # refuses a damaged file before a server is started for it
+        pass
     return max([int(config.get("r", 8)), *(config.get("rank_pattern") or {}).values()])

@@ -1,13 +1,13 @@
-"""Writes an adapter in the layout that a server takes.
+"""Write an adapter in a server's layout.
 
 open the base      names on disk, the model on meta, its fingerprint
-resolve            every pair of factors and the weight that it changes
-lay out            experts one by one or fused; ranks and scalings alike where a server needs it
+resolve            every pair of factors, and its target weight
+lay out            single experts or fused; one rank and one scaling if the server needs that
 write              safetensors, adapter_config.json, the note, the card
 
-The table `servers.json` holds the layouts that servers take, as they were seen with the version
-named there: `bash tools/test_serving` asks the servers themselves and compares. "fused" is PEFT's
-own layout, LoRA on fused expert weights; "single" has a pair for each projection of each expert.
+The table `servers.json` contains the layouts of servers, tested with the version given there:
+`bash tools/test_serving` runs the servers and compares. "fused" is PEFT's layout, LoRA on fused
+expert weights; "single" has a pair for each projection of each expert.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ..checkpoint.per_expert import (
     uniform,
 )
 from ..checkpoint.reader import inside
-from ..checkpoint.source import take
+from ..checkpoint.source import fingerprint
 from ..checkpoint.staging import absolute, check_new, new_folder
 from ..checkpoint.training_codec import CARD, facts_of, write_card
 from ..detection.detect import detect
@@ -63,16 +63,16 @@ _ROLES = ("gate", "up", "down")
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export has written."""
+    """The result of an export."""
 
     folder: Path
     server: str
-    tested: str  # the server's version that the layout was seen to work with
+    tested: str  # server version of the test
     fused: bool
     tensors: int
     rank: int
     notes: tuple[str, ...] = ()
-    loader_only: bool = False  # the server's loader was seen to take it; its engine was not run
+    loader_only: bool = False  # only the server's loader was tested, not its engine
 
     def __str__(self) -> str:
         layout = "PEFT's layout of fused experts" if self.fused else "one pair for each expert"
@@ -93,17 +93,17 @@ def export_adapter(
     any_base: bool = False,
     trust_remote_code: bool = False,
 ) -> ExportReport:
-    """Write an adapter in the layout that a server takes for its architecture.
+    """Write an adapter in a server's layout for its architecture.
 
-    Products B A stay what they were: factors are cut, joined and padded with zeros. Where the
-    server knows one scaling only and the adapter has several, B takes up the quotient, in float32.
+    The products B A do not change: factors are split, joined and padded with zeros. If the server
+    has one scaling only and the adapter several, B is multiplied by the quotient, in float32.
 
     Args:
         adapter: The folder, in PEFT's layout or with one pair for each expert.
         out: The new folder; must not exist, or be empty. It appears whole or not at all.
-        base: The folder of the model that the adapter was trained on: 16-bit, as its maker
-            quantized it, or packed by this package. Names and shapes are read, and a sample of
-            weights that tells it from other models.
+        base: The folder of the model that the adapter was trained on: 16-bit, prequantized, or
+            packed by this package. Names and shapes are read, and a sample of weights for the
+            fingerprint.
         target: The server: "vllm", "sglang", "gguf" (the folder that llama.cpp's
             convert_lora_to_gguf.py takes), or "peft".
         any_base: True takes a base that is not the model in the adapter's note.
@@ -112,7 +112,7 @@ def export_adapter(
     Raises:
         CheckpointError: A folder is missing, damaged or of another kind, or `out` is not empty.
         AdapterError: The adapter does not fit the base, or the server cannot serve it.
-        ConfigError: The server is not known, or was not seen to serve this architecture.
+        ConfigError: The server is unknown, or was not tested with this architecture.
     """
     if target not in servers():
         raise ConfigError(f"target is {target!r}; give one of {', '.join(servers())}.")
@@ -126,7 +126,7 @@ def export_adapter(
         opened = stack.enter_context(closing(kind(source, model, max_shard_size="5GB")))
         if not any_base:
             training_codec.check_noted_base(
-                folder, lambda names: take(model, str(base), names, opened.first_rows)
+                folder, lambda names: fingerprint(model, str(base), names, opened.first_rows)
             )
         check_adapter_patterns(folder, model)
         lora = open_adapter(stack.enter_context(fused(folder, model)))
@@ -164,7 +164,7 @@ def _architecture(folder: Path, model: nn.Module) -> str:
 
 @dataclass
 class _Export:
-    source: Path  # the adapter's folder as it was given
+    source: Path  # the given folder of the adapter
     model: nn.Module
     base: Base
     adapter: Adapter
@@ -203,7 +203,7 @@ class _Export:
             leaves = {key.removeprefix(PREFIX).split(".lora_")[0] for key in self.tensors}
             config["target_modules"] = sorted({one.rpartition(".")[2] for one in leaves})
         if config.get("exclude_modules"):
-            config["exclude_modules"] = self._left_out(config["target_modules"])
+            config["exclude_modules"] = self._excluded(config["target_modules"])
         save_file(self.tensors, work / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (work / CONFIG).write_text(text, encoding="utf-8")
@@ -214,7 +214,7 @@ class _Export:
         )  # fmt: skip
 
     def _refuse(self) -> None:
-        """Raise where the adapter changes what no server takes from an adapter."""
+        """Raise if the adapter changes something that no server loads from an adapter."""
         server = f"{self.layout.server} {self.layout.tested}"
         for name in self.updates.replacements:
             raise AdapterError(
@@ -240,7 +240,7 @@ class _Export:
                 )
 
     def _note_untried(self, layers: Iterable[str]) -> None:
-        """Note the layers that the server was not asked about."""
+        """Note layers that were not tested with the server."""
         names = {name.removesuffix(".weight") for name in layers}
         tried = self.layout.layers
         untried = sorted({name_pattern(name) for name in names if not tried & set(name.split("."))})
@@ -249,7 +249,7 @@ class _Export:
             self.notes.append(f"not tried: LoRA on {listed(untried)}{advice}")
 
     def _factors(self) -> tuple[dict[str, Factors], dict[str, Factors]]:
-        """Return the factors of expert weights, and of other layers as of one expert, by name."""
+        """Return factors by name, of expert weights and of other layers (with E = 1)."""
         experts: dict[str, Factors] = {}
         layers: dict[str, Factors] = {}
         file = self.adapter.file
@@ -264,7 +264,7 @@ class _Export:
         return experts, layers
 
     def _unify(self, factors: Mapping[str, Factors], rank: int, scaling: float) -> None:
-        """Give all pairs one rank, with zeros, and one scaling, in place."""
+        """Pad all pairs to one rank with zeros, and give them one scaling, in place."""
         ranks = {one.rank for one in factors.values()}
         if len(ranks) > 1:
             least = min(ranks)
@@ -281,7 +281,7 @@ class _Export:
             self.notes.append(f"the scaling of {folded} weights is folded into B, in float32")
 
     def _served(self, name: str) -> str:
-        """Return the path of a layer as the checkpoint names it, which servers go by."""
+        """Return the path of a layer in the checkpoint, which servers use."""
         group = self.base.layout.by_name.get(name)
         key = group.keys[0] if group is not None and len(group.keys) == 1 else name
         return key.removesuffix(".weight")
@@ -293,7 +293,7 @@ class _Export:
         self.tensors[f"{PREFIX}{path}.lora_B.weight"] = b.contiguous()
 
     def _put_experts(self, experts: Mapping[str, Factors], rank: int, scaling: float) -> set[str]:
-        """Lay out the experts' factors; return the names of the fused weights."""
+        """Write the experts' factors; return the names of the fused weights."""
         modules: dict[str, dict[str, ExpertParam]] = {}
         for param in detect(self.model):
             modules.setdefault(param.module_name, {})[param.role] = param
@@ -337,14 +337,14 @@ class _Export:
                 self._put(leaf, factors.a[expert], factors.b[expert])
 
     def _experts_path(self, module: str) -> str:
-        """Return the path of an experts module as the checkpoint on disk names it."""
+        """Return the path of an experts module in the checkpoint on disk."""
         for name, group in self.base.layout.by_name.items():
             if name.startswith(f"{module}.") and ".experts." in group.keys[0]:
                 return f"{group.keys[0].partition('.experts.')[0]}.experts"
         return module
 
     def _complete(self) -> None:
-        """Add pairs of zeros where the server takes all of some layers or none."""
+        """Add pairs of zeros for layers that the server needs together."""
         paths = {key.rpartition(".lora_")[0] for key in self.tensors}
         for names in self.layout.together:
             for path in sorted(paths):
@@ -353,19 +353,19 @@ class _Export:
                     continue
                 a = self.tensors[f"{path}.lora_A.weight"]
                 for other in names:
-                    twin = f"{parent}.{other}"
-                    if twin in paths:
+                    missing = f"{parent}.{other}"
+                    if missing in paths:
                         continue
-                    shape = self.base.disk.get(f"{twin.removeprefix(PREFIX)}.weight")
+                    shape = self.base.disk.get(f"{missing.removeprefix(PREFIX)}.weight")
                     if shape is None:
                         continue
-                    self.tensors[f"{twin}.lora_A.weight"] = torch.zeros_like(a)
+                    self.tensors[f"{missing}.lora_A.weight"] = torch.zeros_like(a)
                     rows = shape[0][0]
-                    self.tensors[f"{twin}.lora_B.weight"] = a.new_zeros(rows, a.shape[0])
-                    paths.add(twin)
+                    self.tensors[f"{missing}.lora_B.weight"] = a.new_zeros(rows, a.shape[0])
+                    paths.add(missing)
 
-    def _left_out(self, leaves: Iterable[str]) -> list[str] | None:
-        """Return the layers that these leaf names would reach, and the file has no pair for."""
+    def _excluded(self, leaves: Iterable[str]) -> list[str] | None:
+        """List layers without a pair in the file that these leaf names would match."""
         written = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in self.tensors}
         ends = {leaf.rpartition(".")[2] for leaf in leaves}
         names = (name for name, _ in self.model.named_modules())
@@ -377,7 +377,7 @@ class _Export:
 
 
 def _zeros(param: ExpertParam, rank: int, scaling: float, dtype: torch.dtype) -> Factors:
-    """Return the factors of an expert weight that the adapter leaves alone."""
+    """Return zero factors for an expert weight without LoRA."""
     experts, rows, columns = param.num_experts, param.out_features, param.in_features
     if rows is None or columns is None:
         raise AdapterError(
@@ -390,18 +390,17 @@ def _zeros(param: ExpertParam, rank: int, scaling: float, dtype: torch.dtype) ->
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """How one server takes adapters of one architecture."""
+    """A server's layout of adapters for one architecture."""
 
     server: str
-    tested: str  # the server's version that the row was seen with
-    fused: bool  # PEFT's layout, else a pair for each projection of each expert
-    leaves: dict[str, str]  # of single experts: the name of each role's projection
-    one_scaling: bool = False  # the server knows one `lora_alpha / r` for all
-    together: tuple[tuple[str, ...], ...] = ()  # layers of which all or none need LoRA
-    # parts of the names of layers beside the experts: seen to be served, and seen not to be
+    tested: str  # server version of the test
+    fused: bool  # PEFT's layout; otherwise a pair for each projection of each expert
+    leaves: dict[str, str]  # for single experts: the projection's name by role
+    together: tuple[tuple[str, ...], ...] = ()  # layers that need LoRA together
+    # parts of names of layers outside the experts: tested, and known not to be served
     layers: frozenset[str] = frozenset()
     unserved: frozenset[str] = frozenset()
-    loader_only: bool = False  # the server's loader was given the adapters; its engine was not run
+    loader_only: bool = False  # only the server's loader was tested, not its engine
 
 
 @cache
@@ -417,11 +416,11 @@ def servers() -> tuple[str, ...]:
 
 
 def layout_for(server: str, architecture: str) -> ServerLayout:
-    """Return the layout that a server takes for an architecture.
+    """Return a server's layout for an architecture.
 
     Raises:
-        ConfigError: The table has no such server, or none of its rows was seen to serve LoRA on
-            experts of this architecture.
+        ConfigError: The table has no such server, or no row for LoRA on the experts of this
+            architecture.
     """
     if server not in _table():
         raise ConfigError(f"target is {server!r}; give one of {', '.join(servers())}.")
@@ -438,7 +437,6 @@ def layout_for(server: str, architecture: str) -> ServerLayout:
         entry["tested"],
         row["experts"] == "fused",
         dict(zip(_ROLES, row.get("leaves", ()), strict=False)),
-        entry.get("one_scaling", False),
         tuple(map(tuple, entry.get("together", ()))),
         frozenset((*entry.get("layers", ()), *row.get("layers", ()))),
         frozenset(row.get("unserved", ())),

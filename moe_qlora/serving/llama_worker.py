@@ -1,11 +1,11 @@
-"""Runs prompts through llama.cpp, as a program of its own in the environment that holds it.
+"""Run prompts through llama.cpp, as a separate program in llama.cpp's environment.
 
     python llama_worker.py JOB RESULT
 
 JOB is a JSON file: `model` (a folder), `adapters` (folders, one pair for each expert), `prompts`
 (lists of token ids), `dtype` (of the GGUF), `llama_cpp` (the source folder with its converters) and
 `work` (an empty folder). llama.cpp's own converters write GGUF files there, and llama-cpp-python
-runs them. RESULT is that of vllm_worker.py. This package need not be installed there.
+runs them. RESULT is that of vllm_worker.py. This package is not needed in that environment.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(job_file: str, result_file: str) -> None:
             result["runs"].append(
                 _adapter(job, model, folder, work / f"adapter{number}.gguf", kind)
             )
-    except Exception as error:  # noqa: BLE001 - the caller says it
+    except Exception as error:  # noqa: BLE001 - reported by the caller
         traceback.print_exc()
         result["error"] = f"{type(error).__name__}: {error}"
     Path(result_file).write_text(json.dumps(result), encoding="utf-8")

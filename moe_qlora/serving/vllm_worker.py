@@ -1,16 +1,15 @@
-"""Runs prompts through vLLM, as a program of its own in the environment that holds vLLM.
+"""Run prompts through vLLM, as a separate program in vLLM's environment.
 
     python vllm_worker.py JOB RESULT
 
 JOB is a JSON file: `model` (a folder), `adapters` (folders), `prompts` (lists of token ids),
 `dtype`, `rank` (the largest of the adapters), `mixed` (vLLM's `enable_mixed_moe_lora_format`).
-RESULT gets the version, the names that vLLM expects for experts, and for the base (first) and each
-adapter either the logprob of every token of the prompts after the first, or the error that vLLM
-raised.
+RESULT gets the version, vLLM's names of expert layers, and for the base (first) and each adapter
+either the logprobs of all prompt tokens but the first ones, or vLLM's error.
 
-This package need not be installed there: the file imports vLLM and torch alone. vLLM has LoRA on
-experts for GPUs only (its Triton kernels); on a CPU their product is computed here in plain torch,
-from the very buffers that vLLM's loader filled. Everything else is vLLM's.
+This package is not needed in that environment: the file imports only vLLM and torch. vLLM has LoRA
+on experts for GPUs only (Triton kernels); on a CPU the experts are computed here in plain torch,
+from the buffers that vLLM's loader has filled. Everything else is vLLM's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-_MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_rank
+_MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of max_lora_rank
 
 
 def main(job_file: str, result_file: str) -> None:
@@ -31,7 +30,7 @@ def main(job_file: str, result_file: str) -> None:
     result: dict[str, Any] = {"runs": []}
     try:
         _run(job, result)
-    except Exception as error:  # noqa: BLE001 - the caller says it
+    except Exception as error:  # noqa: BLE001 - reported by the caller
         traceback.print_exc()
         result["error"] = f"{type(error).__name__}: {error}"
     Path(result_file).write_text(json.dumps(result), encoding="utf-8")
@@ -78,7 +77,7 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
 def _logprobs(engine: Any, prompts: list[list[int]], request: Any) -> list[list[float]]:
     from vllm import SamplingParams
 
-    # Sampled places only: vLLM's logprobs of a prompt do not go by each token's adapter.
+    # Sampled tokens only: vLLM's prompt logprobs ignore the adapter of each token.
     inputs: list[Any] = []
     sampling = []
     for prompt in prompts:
@@ -94,7 +93,7 @@ def _logprobs(engine: Any, prompts: list[list[int]], request: Any) -> list[list[
 
 
 def allowed_rank(rank: int) -> int:
-    """Return the least `max_lora_rank` that vLLM takes and that holds this rank.
+    """Return vLLM's smallest `max_lora_rank` for this rank.
 
     Raises:
         ValueError: There is none.
@@ -108,7 +107,7 @@ def allowed_rank(rank: int) -> int:
 
 
 def _expert_layout(model: Any) -> dict[str, Any]:
-    """Return what vLLM's manager of this model expects of adapters."""
+    """Return the adapter layout of vLLM's LoRA manager for this model."""
     manager = model.lora_manager
     names = manager.packed_modules_mapping.get("experts", [])
     return {
@@ -122,7 +121,7 @@ def _expert_layout(model: Any) -> dict[str, Any]:
 
 
 def _compute_experts_in_torch() -> None:
-    """Replace the Triton experts, which vLLM chooses wherever LoRA is on, by plain torch."""
+    """Replace vLLM's Triton experts, its choice for LoRA, by plain torch."""
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
     TritonExperts.apply = _experts
@@ -168,7 +167,7 @@ def _experts(
 
 
 def _lora(inputs: Any, slots: Any, a_stacked: Any, b_stacked: Any, expert: int) -> list[Any]:
-    """Return each slice's B A x of the adapter of every token; zeros where it has none."""
+    """Return B A x of each slice with each token's adapter; zeros without one."""
     import torch
 
     parts = []
@@ -186,7 +185,7 @@ def _plus_bias(product: Any, bias: Any, expert: int) -> Any:
 
 
 def _activated(self: Any, activation: Any, hidden: Any, width: int) -> Any:
-    """Return vLLM's own activation; of gpt-oss, which vLLM has for GPUs only, its formula."""
+    """Apply vLLM's activation; for gpt-oss, which vLLM has for GPUs only, its formula."""
     if activation.value == "swigluoai":
         limit, alpha = 7.0, 1.702
         gate = hidden[:, ::2].clamp(max=limit)

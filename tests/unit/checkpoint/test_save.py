@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import quantize_experts
-from moe_qlora.checkpoint import save
+from moe_qlora.checkpoint import staging
 from moe_qlora.checkpoint.integrity import check_folder, open_checkpoint
 from moe_qlora.checkpoint.manifest import SHARD_NAME, has_manifest, read_manifest
 from moe_qlora.checkpoint.save import is_save_file
@@ -576,7 +576,7 @@ def test_a_failed_save_leaves_the_folder_as_it_was(tmp_path):
 def test_a_refused_save_takes_no_live_shards_with_it(tmp_path, monkeypatch, seed, step):
     packed(seed=0).save_pretrained(tmp_path)
     before = files(tmp_path)
-    flush, rename = save.flush, Path.replace
+    flush, rename = staging.flush, Path.replace
 
     def full(path: Path, *target: Path) -> Any:
         if path == tmp_path or target == (tmp_path / "config.json",):
@@ -585,7 +585,7 @@ def test_a_refused_save_takes_no_live_shards_with_it(tmp_path, monkeypatch, seed
 
     # the same model again has shards of the same names
     if step == "last flush":
-        monkeypatch.setattr(save, "flush", full)
+        monkeypatch.setattr(staging, "flush", full)
     else:
         monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(CheckpointError, match="No space left"):
@@ -602,7 +602,7 @@ def test_a_save_leaves_the_files_that_another_one_has_put_in_their_place(
     folder, other = tmp_path / "model", tmp_path / "other"
     packed(seed=0).save_pretrained(folder)
     packed(seed=1).save_pretrained(other)
-    flush, times = save.flush, iter(range(3))
+    flush, times = staging.flush, iter(range(3))
 
     def quicker(path: Path) -> None:
         flush(path)
@@ -612,7 +612,7 @@ def test_a_save_leaves_the_files_that_another_one_has_put_in_their_place(
             if refused:
                 raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(save, "flush", quicker)
+    monkeypatch.setattr(staging, "flush", quicker)
     with pytest.raises(CheckpointError, match="No space left") if refused else nullcontext():
         packed(seed=seed).save_pretrained(folder)
     assert check_folder(folder) == check_folder(other)
