@@ -32,10 +32,9 @@ _HIDDEN = re.compile(
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Return a text with what terminals obey or hide written as JSON writes it (u001b).
+    """Escape control and invisible characters as in JSON (u001b), except those in `keep`.
 
-    Names of tensors and files, and values of configurations, are their author's. The characters of
-    `keep` stay.
+    Names of tensors and files, and values of configurations, are not to be trusted.
     """
     return _HIDDEN.sub(lambda m: m[0] if m[0] in keep else _escaped(ord(m[0])), text)
 
@@ -45,19 +44,19 @@ def _escaped(code: int) -> str:
 
 
 def one_line(kind: str, message: object) -> str:
-    """Return a message for stderr: one line, whatever is in it."""
+    """Return a message for stderr, always on one line."""
     words = visible(str(message), keep="\n").split()
     return f"{kind}: {' '.join(words)}\n"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error, without its full stop, to quote it."""
+    """Return the first line of a library's error without its full stop, for a quote."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean a or b?)` with the nearest of the known words, "" where none is."""
+    """Return ` (did you mean a or b?)` with the nearest known words; "" if none is near."""
     by_lower = {each.lower(): each for each in known}
     near = [by_lower[one] for one in get_close_matches(word.lower(), by_lower, n=3, cutoff=0.7)]
     return f" (did you mean {' or '.join(near)}?)" if near else ""

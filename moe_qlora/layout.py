@@ -1,7 +1,6 @@
-"""Describe a model's experts in frozen records, without an import of torch.
+"""Records of a model's experts, without an import of torch.
 
-`detect` makes a `ModelLayout` from a live model; everything that packs, plans, excludes or prints
-works from it.
+`detect` makes a `ModelLayout` of a live model; all packing, planning and printing uses it.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def human_bytes(count: int) -> str:
 
 
 def listed(items: Sequence[str], most: int = 3, separator: str = ", ") -> str:
-    """Return the first items, and how many there are besides: `a, b, c and 4 more`."""
+    """Return the first items and the number of the others: `a, b, c and 4 more`."""
     text = separator.join(items[:most])
     rest = len(items) - most
     return f"{text} and {rest} more" if rest > 0 else text
@@ -91,15 +90,14 @@ class ExpertParam:
             orientation is unknown.
         transposed: True for `(E, in, out)`, False for `(E, out, in)`, None where neither shapes
             nor the forward tell.
-        role: What the matrix does: "gate_up" (both halves of a gated input projection), "gate",
+        role: "gate_up" (both halves of a gated input projection), "gate",
             "up", "down" (for non-gated experts "up" is the first projection and "down" the second,
             attention experts included); "expert" for a weight that stands alone.
         dtype: torch.dtype of the decoded tensor, or its name ("bfloat16") where the layout comes
             from the registry.
-        nbytes: Bytes that the tensor holds now (16-bit weights, or packed codes without their
-            statistics).
-        evidence: Why this is an expert tensor, in words that a person can check.
-        aliases: Other full names of the very same tensor (tied experts).
+        nbytes: Bytes of the tensor now (16-bit weights, or packed codes without statistics).
+        evidence: The reason why this is an expert tensor, for a person to check.
+        aliases: Other full names of the same tensor (tied experts).
         packed: None for plain weights, else the packed type, such as nf4.
         orientation_evidence: How `transposed` was found, or why it could not be.
     """
@@ -147,8 +145,8 @@ class RejectedParam:
 
     name: str  # Full dotted name
     shape: tuple[int, ...]
-    reason: str  # Why it is not packed, in words that a person can check
-    aliases: tuple[str, ...] = ()  # Other full names of the very same tensor
+    reason: str  # Why it is not packed, for a person to check
+    aliases: tuple[str, ...] = ()  # Other full names of the same tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +154,11 @@ class Router:
     """The module or parameter that chooses among a layer's experts."""
 
     name: str  # Dotted name of the module, or of the parameter where it is a bare one
-    num_choices: int  # E, or more where some choices are not experts
-    # Whether it is exactly an `nn.Linear`, which bitsandbytes packs with all others unless it is
-    # named in `llm_int8_skip_modules`
+    num_choices: int  # E, or more if some choices are not experts
+    # True for exactly an `nn.Linear`, which bitsandbytes packs unless it is named in
+    # `llm_int8_skip_modules`
     plain_linear: bool = False
-    packed: bool = False  # Whether bitsandbytes has already packed it
+    packed: bool = False  # bitsandbytes has packed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +169,8 @@ class ExpertsModule:
     class_name: str  # Its Python class, for messages only
     num_experts: int  # E of its largest expert weight
     parameters: tuple[ExpertParam, ...]  # Its expert weights, in registration order
-    router: Router | None = None  # None where there is none beside it (stacked shared experts)
-    # Whether its forward goes through transformers' experts interface, so that a registered experts
-    # forward can replace it
+    router: Router | None = None  # None for shared experts
+    # True if its forward uses transformers' experts interface, with a replaceable experts forward
     dispatches: bool = False
     bias_names: tuple[str, ...] = ()  # Parameters that hold a bias for each expert, `(E, out)`
 
@@ -218,7 +215,7 @@ class ModelLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all expert weights hold now; tied weights count once."""
+        """Bytes of all expert weights now; tied weights count once."""
         return sum(param.nbytes for param in self.experts)
 
     @property
@@ -227,5 +224,5 @@ class ModelLayout:
         return tuple(param for param in self.experts if param.packed is not None)
 
     def find(self, name: str) -> ExpertParam | None:
-        """Return the expert weight with this full name or alias; None where there is none."""
+        """Return the expert weight with this full name or alias, or None."""
         return next((param for param in self.experts if name in param.names), None)

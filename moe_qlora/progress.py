@@ -1,6 +1,6 @@
-"""Tell how far long work is: to a caller's function, by a bar, or not at all.
+"""Report the progress of long work: to a caller's function, by a bar, or not at all.
 
-Bars and tables are drawn on a `VisibleConsole`, since the names in them are other people's.
+Bars and tables are drawn on a `VisibleConsole`, since names in them are not to be trusted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rich.text import Text
 from .errors import visible
 
 Progress = Callable[[int, int, str], None]
-"""Called with how much is done, how much there is, and the name of what is next ("" at the end)."""
+"""Called with the number done, the total, and the name of the next item ("" at the end)."""
 
 
 class VisibleConsole(Console):
-    """A console on which control characters in names are seen, and obeyed by no terminal.
+    """A console that escapes control characters in names.
 
-    The escape sequences of its own pass the filter that the command line lays over its streams.
+    Its own escape sequences bypass the filter of the command line's streams.
     """
 
     def __init__(self, *, stderr: bool = False, **options: Any) -> None:
@@ -32,13 +32,13 @@ class VisibleConsole(Console):
         super().__init__(file=getattr(stream, "unfiltered", stream), emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return the text of a string, before its width is measured."""
+        """Escape a string before its width is measured."""
         return super().render_str(visible(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Yield what is drawn; also of a text that came ready-made."""
+        """Escape segments, also of ready-made texts."""
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else visible(segment.text, keep="\n")
             yield segment._replace(text=text)
@@ -53,10 +53,10 @@ def reporting(
     stderr: bool = False,
     transient: bool = False,
 ) -> Iterator[Progress]:
-    """Yield the function that `progress` asks for: itself, True for a bar, None or False for none.
+    """Yield a progress function: `progress` itself, a bar for True, no effect for None or False.
 
-    The bar says `doing` before anything has a name, and `done` at the end, where a transient one
-    disappears.
+    The bar shows `doing` before the first name and `done` at the end; a transient bar disappears
+    then.
     """
     if progress is None or progress is False:
         yield lambda done, total, name: None
@@ -64,7 +64,7 @@ def reporting(
         from rich.progress import Progress as Bar
 
         with Bar(console=VisibleConsole(stderr=stderr), transient=transient) as bar:
-            task = bar.add_task(escape(visible(doing)), total=None)  # it moves, and says nothing
+            task = bar.add_task(escape(visible(doing)), total=None)  # of unknown length
 
             def update(count: int, total: int, name: str) -> None:
                 bar.update(

@@ -1,8 +1,7 @@
-"""Packs the expert weights of a model that is already built, in place.
+"""Pack the expert weights of a built model, in place.
 
-The extra memory while packing is one weight's packed form and a chunk of at most a few dozen MiB: a
-16-bit weight is freed as soon as its packed form sits on the module, and nothing here keeps a
-reference to it.
+Packing needs extra memory for one packed weight and a chunk of at most a few dozen MiB: each 16-bit
+weight is freed once the packed one is on the module.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def quantize_experts(
     dtype. Calling it again changes nothing.
 
     Args:
-        model: On the CPU, on a device, or spread over devices; each weight is packed where it is.
+        model: On the CPU, on a device, or spread over devices; each weight is packed on its device.
         quantization_config: `BitsAndBytesConfig` or dict; None is `model.config`'s own. Never
             changed.
         missing_ok: Return an empty report for a model that has no expert weights.
@@ -69,13 +68,12 @@ def quantize_experts(
         A row for each weight, with bytes before and after. `print` it for a summary.
 
     Raises:
-        ConfigError: The config is missing, of another method, asks for neither 4 nor 8 bit, or for
-            another codec than experts are packed with already.
+        ConfigError: The config is missing, of another method, for neither 4 nor 8 bit, or for
+            another codec than that of experts that are packed already.
         DetectionError: The model has no expert weights.
         UnsupportedWeightError: A weight is on meta, sharded, or of a dtype that cannot be packed.
         NonFiniteWeightError: A weight holds NaN or inf. Nothing was changed, as with all the above.
-        QuantizationError: Packing stopped half way; every weight is either whole or packed, and
-            the message says which.
+        QuantizationError: Packing stopped half way; the message lists the packed weights.
     """
     config = quantization_config
     if config is None:
@@ -113,9 +111,9 @@ class ReportRow:
 
     name: str  # Full dotted name
     status: str  # "quantized" (by this call), "already_quantized" or "skipped"
-    reason: str  # Why it was skipped, or who had quantized it; empty where nothing is to be said
-    bytes_before: int  # Bytes it held before the call
-    bytes_after: int  # Bytes it holds now, statistics included
+    reason: str  # Why it was skipped, or which tool had quantized it; or ""
+    bytes_before: int  # Bytes before the call
+    bytes_after: int  # Bytes now, with statistics
 
 
 @dataclass(frozen=True)
@@ -150,17 +148,17 @@ class QuantizationReport:
 
     @property
     def quantized(self) -> tuple[ReportRow, ...]:
-        """What this call packed."""
+        """Rows that this call packed."""
         return self._with(QUANTIZED)
 
     @property
     def already_quantized(self) -> tuple[ReportRow, ...]:
-        """What was packed before, by this package or another."""
+        """Rows packed before, by this package or another."""
         return self._with(ALREADY_QUANTIZED)
 
     @property
     def skipped(self) -> tuple[ReportRow, ...]:
-        """What was left as it is, with reasons."""
+        """Rows left unpacked, with reasons."""
         return self._with(SKIPPED)
 
     @property
@@ -244,7 +242,7 @@ def _nothing_found(layout: ModelLayout, missing_ok: bool) -> QuantizationReport:
 
 
 def _check_codec(model: nn.Module, settings: CodecSettings) -> None:
-    """Raise where experts are packed with another codec, which nothing here changes."""
+    """Raise if experts are packed with another codec: they are not packed again."""
     for module_name, module, leaf in parametrize.iter_packed(model):
         if parametrize.is_foreign(module, leaf):
             continue
@@ -259,7 +257,7 @@ def _check_codec(model: nn.Module, settings: CodecSettings) -> None:
 
 
 def _refuse(model: nn.Module, params: list[ExpertParam], settings: CodecSettings) -> None:
-    """Raise for the first weight that cannot be packed, before any is."""
+    """Raise for the first weight that cannot be packed, before any is packed."""
     for param in params:
         reason = why_not(_weight(model, param.name), settings)
         if reason is not None:
@@ -318,7 +316,9 @@ def _pack_one(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> 
     try:
         for name in param.names:
             module, leaf = parametrize.owner_of(model, name)
-            if not parametrize.is_packed(module, leaf):  # an alias through a shared module is
+            if not parametrize.is_packed(
+                module, leaf
+            ):  # False for an alias through a shared module
                 attached.append((module, leaf))
                 parametrize.attach(module, leaf, packed)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Help tests, of this project and of others: tiny models of every architecture, marks, processes.
+"""Helpers for tests of this and other projects: tiny models, marks, processes.
 
     model = tiny_model("qwen3_moe", seed=1)
     logits = model(**tiny_inputs(model)).logits
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-_SPAN = 12  # tokens in a tiny input: no power of two, more than a tiny sliding window's half
+_SPAN = 12  # tokens of a tiny input: no power of two, over half a tiny sliding window
 
-# Its forward reads a table of tokens that only the model around it has.
+# Classes whose token embedding is in the model around them.
 _FED_HIDDEN_STATES = {"Qwen3OmniMoeTalkerModel"}
 
 
@@ -92,10 +92,10 @@ def tiny_model(
 ) -> nn.Module:
     """Return a small model of this architecture with random weights, tied, in eval mode.
 
-    Every weight is set: what transformers leaves uninitialised or zero (experts and routers of some
-    classes) is drawn from a normal distribution too. The same seed gives the same model, and the
-    caller's random state is left as it was. Weights are float32 unless `dtype` says otherwise; on
-    the device "meta" nothing is allocated; overrides and errors are those of `tiny_config`.
+    Weights that transformers leaves uninitialised or zero (experts and routers of some classes) are
+    normally distributed too. The same seed gives the same model; the caller's random state does not
+    change. Weights are float32 by default; on the device "meta" nothing is allocated. Overrides and
+    errors are those of `tiny_config`.
     """
     import torch
     from transformers import initialization
@@ -107,7 +107,7 @@ def tiny_model(
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # Fills uninitialised floating-point memory with NaN, which shows what was not set.
+        # Fills uninitialised memory with NaN, which marks weights that were not set.
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             mode = initialization.no_init_weights() if on_meta else nullcontext()
@@ -155,7 +155,7 @@ def tiny_inputs(model: nn.Module, *, batch: int = 2, seed: int = 0) -> dict[str,
     vocabulary = getattr(text, "vocab_size", None)
     if vocabulary is None or type(model).forward.__name__ == "_forward_unimplemented":
         raise ConfigError(f"{type(model).__name__} takes no text; pass it inputs of its own.")
-    # Below every special token that tiny configurations set, which lie at the vocabulary's end.
+    # Special tokens of tiny configurations are at the vocabulary's end.
     ids = torch.randint(5, vocabulary - 8, (batch, _SPAN), generator=generator)
     try:
         fed = type(model).__name__ in _FED_HIDDEN_STATES
@@ -184,11 +184,11 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
     """Run `fn(rank, world_size, *args)` in `world_size` processes joined by gloo, on the CPU.
 
     `fn` is a top-level function of a file, which the processes import anew; the arguments are
-    picklable. Returns what each rank returned (anything that `torch.save` writes). Where a rank
-    raised, the traceback of the first that did is in the text of a `RuntimeError`.
+    picklable. Returns the ranks' results (anything that `torch.save` writes). If ranks raise, the
+    first one's traceback is the text of a `RuntimeError`.
 
-    Where the system has Python's fork server, processes come from it: modules that
-    `multiprocessing.set_forkserver_preload` names are imported once for all calls, and environment
+    If the system has Python's fork server, it starts the processes: modules in
+    `multiprocessing.set_forkserver_preload` are imported once for all calls, and environment
     variables are those of the first call.
     """
     import torch
@@ -202,10 +202,10 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
         ended: Exception | None = None
         try:
             start_processes(_rank_main, spec, nprocs=world_size, start_method=method)
-        except Exception as error:  # noqa: BLE001 - raised below, where no rank has said more
+        except Exception as error:  # noqa: BLE001 - raised below, unless a rank has reported
             ended = error
-        # torch reports the rank that ended first, which may be one that only lost its peer, and
-        # none that was interrupted or left with the code 0.
+        # torch reports the rank that ended first, which may have only lost its peer, and no rank
+        # that was interrupted or exited with 0.
         failed = sorted(Path(folder).glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
         if failed:
             text = failed[0].read_text(encoding="utf-8")

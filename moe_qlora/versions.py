@@ -1,7 +1,7 @@
-"""The versions that this package is tested with, and what is installed.
+"""The tested versions of other packages, and the installed ones.
 
-This is the one statement of them: tests hold the ranges in pyproject.toml, tools/constraints.txt
-and the sentences in README.md and the pages to it.
+Tests compare the ranges in pyproject.toml, tools/constraints.txt, README.md and the pages with
+these.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REQUIRED = {
     "accelerate": Range("1.4", "1.15"),
     "safetensors": Range("0.8", "0.8"),
 }
-"""What this package computes with; its other dependencies are left to pip."""
+"""Dependencies whose internals matter here; pip handles the others."""
 
 OPTIONAL = {
     "triton": Range("3.6", "3.7"),
@@ -47,7 +47,7 @@ OPTIONAL = {
     "llamafactory": Range("0.9", "0.9"),
     "ms-swift": Range("4.6", "4.6"),
 }
-"""Programs and libraries that tests run with where they are installed."""
+"""Optional programs and libraries in the tests."""
 
 
 def release_of(text: str) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ def release_of(text: str) -> tuple[int, ...]:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed distribution, None where it is not installed."""
+    """Return the version of an installed distribution, or None."""
     try:
         return version(name)
     except PackageNotFoundError:

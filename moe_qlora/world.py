@@ -1,12 +1,12 @@
-"""What differs where several processes hold one model: the seam between one GPU and many.
+"""The interface between one process and many ranks of one model.
 
-    world()             what this process does: a `World`, which is a single process, or several
-                        ranks' (distributed/ranks.py) where torch runs several
-    world_of(model)     the same, and several ranks' for a model that is laid out for them
-    share_of(module)    the experts that this rank holds of a layer; None where it holds all
+    world()             a `World` for a single process, or that of several ranks
+                        (distributed/ranks.py) if torch runs several
+    world_of(model)     the same; that of several ranks also for a model laid out for them
+    share_of(module)    the experts of a layer on this rank; None for all
 
-No other room imports distributed/: the package's face provides it here. torch is imported only
-when it is used.
+No other room imports distributed/: the package's `__init__` provides it here. torch is imported on
+first use.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 NOT_GIVEN: Final[Any] = object()
-"""Stands for a `state_dict` that a caller left out, which is not the same as None."""
+"""Default of a `state_dict` argument, different from None."""
 
-SHARE = "_moe_qlora_share"  # the attribute of an experts module that notes its share
-CHECKED = "_moe_qlora_checked"  # that of a model which notes what `before_forward` has checked
+SHARE = "_moe_qlora_share"  # attribute of an experts module: its share
+CHECKED = "_moe_qlora_checked"  # attribute of a model: result of `before_forward`
 
 
 class Share(Protocol):
-    """The experts `[first, last)` that this rank holds of a layer's `experts`."""
+    """The experts `[first, last)` of a layer's `experts` on this rank."""
 
     @property
     def experts(self) -> int: ...
@@ -52,7 +52,7 @@ class Share(Protocol):
 
 
 def share_of(module: nn.Module) -> Share | None:
-    """Return which experts a module holds; None where it holds all of its layer's."""
+    """Return the share of experts in a module; None for all of its layer's."""
     return cast("Share | None", module.__dict__.get(SHARE))
 
 
@@ -69,7 +69,7 @@ def whole_shape(module: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def absmax_mean(share: Share | None, name: str) -> Callable[[Tensor], Tensor]:
-    """Return what gives the mean of a weight's absmax: this rank's, or of a share all ranks'."""
+    """Return a function for the mean of a weight's absmax, over all ranks for a share."""
     import torch
 
     return torch.mean if share is None else partial(share.mean, name)
@@ -77,66 +77,66 @@ def absmax_mean(share: Share | None, name: str) -> Callable[[Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """What a tensor of a state dict is when it is whole, and how it is gathered."""
+    """A tensor of a state dict: its whole dtype and shape, and how it is gathered."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...] | None  # None where gathering tells
+    shape: tuple[int, ...] | None  # None: known after gathering
     source: Any  # the state dict's value: the tensor itself, or this rank's share
-    gather: Callable[[], Tensor]  # all ranks must call it, where it is `divided`
+    gather: Callable[[], Tensor]  # if `divided`, all ranks must call it
     divided: bool
 
 
 class World:
-    """A single process, which holds the whole model."""
+    """A single process with the whole model."""
 
     several = False
 
     @property
     def first(self) -> bool:
-        """Whether this process writes files."""
+        """True if this process writes files."""
         return True
 
     def lay_out(self, model: nn.Module) -> None:
-        """Give packed weights the layout that engines of many GPUs shard."""
+        """Give packed weights a layout that engines of many GPUs can shard."""
 
     def device(self) -> int | None:
-        """Return the index of this rank's CUDA device, None where the current one is right."""
+        """Return the index of this rank's CUDA device; None for the current one."""
         return None
 
     def prepare_adapters(self, model: nn.Module, config: Any) -> None:
-        """Lay a model out before it gets adapters; raise where it cannot have them any more."""
+        """Lay a model out before it gets adapters; raise if it is too late for them."""
 
     def check_adapters(self, model: nn.Module, configs: Mapping[str, Any]) -> None:
-        """Raise where ranks give adapters of one model other settings."""
+        """Raise if the settings of adapters differ between ranks."""
 
     def follow_adapters(self, model: nn.Module, peft_model: nn.Module | None = None) -> None:
-        """Keep the factors of new adapters as engines and ranks need them."""
+        """Prepare the factors of new adapters for engines and ranks."""
 
     def check_undivided(self, model: nn.Module, action: str) -> None:
-        """Raise an `AdapterError` where experts are divided over ranks, and `action` needs all."""
+        """Raise an `AdapterError` if experts are divided over ranks, and `action` needs all."""
 
     def check_unsharded(self, model: nn.Module, action: str, advice: str) -> None:
-        """Raise an `AdapterError` where weights are sharded, and `action` needs them whole."""
+        """Raise an `AdapterError` if weights are sharded, and `action` needs whole ones."""
 
     def before_forward(self, model: nn.Module) -> None:
-        """Check what engines have made of a packed model, once, before its first forward."""
+        """Check the changes by engines to a packed model, once, before its first forward."""
 
     def stock_class(self, module: nn.Module) -> type:
-        """Return the class of a module before an engine made it another."""
+        """Return the class of a module before an engine replaced it."""
         return type(module)
 
     def state_dict_to_save(self, model: nn.Module, given: Any) -> Mapping[str, Any] | None:
-        """Return the state dict that a save was given, or the model's; None to take no part."""
+        """Return the given state dict, or the model's; None if this rank does not take part."""
         if given is None or given is NOT_GIVEN:
             return cast("Mapping[str, Any]", model.state_dict())
         return cast("Mapping[str, Any]", given)
 
     def is_divided(self, model: nn.Module, state_dict: Mapping[str, Any]) -> bool:
-        """Whether ranks hold different parts of this state dict of the model."""
+        """True if this state dict is divided over ranks."""
         return False
 
     def plain_tensor(self, value: Any) -> WholeTensor:
-        """Return how a tensor that is no part of a packed weight is gathered."""
+        """Describe a tensor that is no part of a packed weight."""
         shape = tuple(getattr(value, "shape", ()))
         dtype: Any = getattr(value, "dtype", None)
         return WholeTensor(dtype, shape, value, lambda: cast("Tensor", value), False)
@@ -163,13 +163,13 @@ _several: World | None = None
 
 
 def provide(make: Callable[[], World]) -> None:
-    """Say what makes the `World` of several ranks, once it is needed."""
+    """Set the constructor of the `World` of several ranks, called on first use."""
     global _make
     _make = make
 
 
 def many_ranks() -> Any:
-    """Return the `World` of several ranks, whether torch runs several or not."""
+    """Return the `World` of several ranks, even if torch runs one."""
     global _several
     if _several is None:
         assert _make is not None
@@ -178,7 +178,7 @@ def many_ranks() -> Any:
 
 
 def runs_distributed() -> bool:
-    """Whether a process group is initialized, or torchrun started this process."""
+    """True if a process group is initialized, or torchrun started this process."""
     from torch import distributed
 
     if not distributed.is_available():
@@ -187,7 +187,7 @@ def runs_distributed() -> bool:
 
 
 def world() -> World:
-    """Return what this process does where several may hold one model."""
+    """Return the `World` of this process."""
     return many_ranks() if runs_distributed() else _SINGLE
 
 

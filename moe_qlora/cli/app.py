@@ -1,4 +1,4 @@
-"""The program itself: its subcommands, `--version`, and how errors end it.
+"""The program: its subcommands, `--version`, and its exit codes.
 
 A new subcommand is a file with a function of its name and `EXAMPLES`, command lines that `--help`
 shows; add it to `SUBCOMMANDS`. It prints with what render.py has: `console`, `say`,
@@ -33,7 +33,7 @@ from .verify import verify
 
 BAD_INPUT = 2
 INTERRUPTED = 130
-CLOSED_PIPE = 141  # As a shell says it of programs that SIGPIPE ends
+CLOSED_PIPE = 141  # a shell's code for SIGPIPE
 
 SUBCOMMANDS: dict[Callable[..., Any], str] = {
     doctor: "What is fast here, what is not, and why.",
@@ -46,10 +46,10 @@ SUBCOMMANDS: dict[Callable[..., Any], str] = {
     export: "An adapter in the layout of a server.",
     serve_check: "Does a server serve what was trained?",
 }
-"""In the order of `moe-qlora --help`, with what it says of each in at most 43 characters."""
+"""In the order of `moe-qlora --help`, with its text of at most 43 characters."""
 
 _PLAIN: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
-_UsageError: Any = typer.BadParameter.__base__  # typer's own, wherever it takes click from
+_UsageError: Any = typer.BadParameter.__base__  # of typer's click
 
 
 def _examples(command: Callable[..., Any]) -> str:
@@ -58,7 +58,7 @@ def _examples(command: Callable[..., Any]) -> str:
 
 
 app = typer.Typer(no_args_is_help=True, **_PLAIN)
-dump_alone = typer.Typer(add_completion=False, **_PLAIN)  # the subcommand of another program
+dump_alone = typer.Typer(add_completion=False, **_PLAIN)  # for another program
 dump_alone.command()(dump)
 for command, short in SUBCOMMANDS.items():
     app.command(
@@ -94,7 +94,7 @@ def run(program: typer.Typer = app, prog_name: str = "moe-qlora", **arguments: A
             code = _exit_code(program, prog_name=prog_name, **arguments)
         except BrokenPipeError:
             code = CLOSED_PIPE
-        except SystemExit as stop:  # which rich and typer make of it, with 1
+        except SystemExit as stop:  # rich and typer exit with 1
             if not isinstance(stop.__context__, BrokenPipeError):
                 raise
             code = CLOSED_PIPE
@@ -110,7 +110,7 @@ def _exit_code(program: typer.Typer, **arguments: Any) -> int:
     """Run a program, write how it failed, and return its exit code."""
     try:
         code = program(standalone_mode=False, **arguments)
-        if code == INTERRUPTED:  # which typer makes of Ctrl-C
+        if code == INTERRUPTED:  # typer's code for Ctrl-C
             raise Interrupted("nothing is left half written.")
     except MoeQloraError as error:
         sys.stderr.write(one_line("error", error))
@@ -129,13 +129,13 @@ def _exit_code(program: typer.Typer, **arguments: Any) -> int:
 
 
 def _of_system(error: OSError) -> str:
-    """Return the line for an error of the system that no command has a sentence of its own for."""
+    """Return the line for an error of the system."""
     where = error.filename or "what is printed"
     return one_line("error", f"{where} cannot be read or written: {error.strerror or error}.")
 
 
 def _end_of_usage(error: Any) -> int:
-    """Say what is wrong with the arguments, and return the exit code; no arguments show help."""
+    """Report wrong arguments, and return the exit code; no arguments show help."""
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
     else:
@@ -144,13 +144,13 @@ def _end_of_usage(error: Any) -> int:
 
 
 def _flushed() -> bool:
-    """Write out both streams; False where one is a pipe that its reader has closed."""
+    """Flush both streams; False if one is a pipe that its reader has closed."""
     written = True
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:  # closed before the program started
                 stream.flush()
-        except OSError as error:  # again as Python ends, were the rest not to go elsewhere
+        except OSError as error:  # Python would raise again at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             if not isinstance(error, BrokenPipeError):
                 raise

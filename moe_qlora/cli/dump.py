@@ -1,4 +1,4 @@
-"""`moe-qlora dump MODEL`: the expert parameters of a model, and what to tell PEFT about them."""
+"""`moe-qlora dump MODEL`: the expert parameters of a model, and PEFT's settings for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 NO_EXPERTS = 3
 _LISTS = ("target_parameters", "exclude_modules")
-_PLAIN = re.compile(r"[\w.]+")  # a name that YAML and f-strings take as it is
+_PLAIN = re.compile(r"[\w.]+")  # names that need no quotes in YAML and f-strings
 EXAMPLES = (
     "moe-qlora dump qwen3-30b-a3b",
     "moe-qlora dump ./model --why",
@@ -224,7 +224,7 @@ def _as_yaml(findings: Findings) -> str:
 
 
 def _folded(names: tuple[str, ...]) -> list[str]:
-    """Return Python expressions of list items that together give exactly `names`, in any order."""
+    """Return Python list items that together give exactly `names`, in any order."""
     by_layer: dict[str, list[int]] = {}
     items = []
     for name in names:
@@ -235,7 +235,7 @@ def _folded(names: tuple[str, ...]) -> list[str]:
             head, number, tail = parts.groups()
             by_layer.setdefault(f"{head}{{i}}{tail}", []).append(int(number))
     for template, layers in by_layer.items():
-        # Layers of one run are as far from their places as each other.
+        # Consecutive layers have equal differences to their places.
         for _, run in groupby(enumerate(sorted(layers)), lambda pair: pair[1] - pair[0]):
             numbers = [layer for _, layer in run]
             if len(numbers) == 1:
@@ -278,7 +278,7 @@ def _linear_experts(findings: Findings, out: Console) -> None:
 
 
 def _patterns(names: Iterable[str]) -> str:
-    """Return the names with `*` for numbers, and how many names each of these stands for."""
+    """Return the names with `*` for numbers, and their counts."""
     counts = Counter(name_pattern(name) for name in names)
     return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()) or "none"
 
@@ -306,10 +306,10 @@ def _why(findings: Findings, out: Console) -> None:
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Expert parameters that differ in nothing but their layer, which `pattern` has as `*`.
+    """Expert parameters that differ only in their layer, `*` in `pattern`.
 
-    `packed_nbytes` includes statistics, and is the bytes now where `skipped`, an entry of
-    llm_int8_skip_modules, leaves the parameters as they are.
+    `packed_nbytes` includes statistics. `skipped` is the entry of llm_int8_skip_modules that leaves
+    the parameters unpacked; `packed_nbytes` are their bytes then.
     """
 
     pattern: str
@@ -332,7 +332,7 @@ class ParamGroup:
 class Findings:
     """Everything that `dump` prints of a model.
 
-    The last two are what PEFT must leave alone once experts are packed, and put LoRA on.
+    The last two fields are for PEFT, once experts are packed.
     """
 
     source: named.Source
@@ -371,10 +371,10 @@ def inspect_model(
 
 
 def exclude_paths(model: nn.Module, params: list[ExpertParam]) -> tuple[str, ...]:
-    """Return what `moe_qlora.exclude_modules` will give for `model` once `params` are packed.
+    """Return `moe_qlora.exclude_modules(model)` after `params` will be packed.
 
-    For each module that owns one of them: its own path, that of each module inside it, and those
-    that the bitsandbytes parametrization will add.
+    For each module that owns one of them: its path, those of the modules inside it, and those of
+    the bitsandbytes parametrization.
     """
     owned: dict[str, list[str]] = {}
     for param in params:

@@ -1,4 +1,4 @@
-"""Options that several subcommands take, and what they stand for."""
+"""Options of several subcommands."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Color = StrEnum("Color", ["auto", "always", "never"])
 
 
 class Subcommand(TyperCommand):
-    """A subcommand whose usage has its arguments as their help names them."""
+    """A subcommand with usage as in its help."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the pieces of the usage line, without typer's braces around what is required."""
+        """Remove typer's braces around required arguments."""
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
 def codec_settings(
     own: CodecSettings | None, quant: Quant | None, double_quant: bool | None
 ) -> CodecSettings:
-    """Return MODEL's own settings, else nf4 with double quantization, with what the options say."""
+    """Return MODEL's settings, or nf4 with double quantization, changed by the options."""
     import torch
 
     from ..packing.settings import CodecSettings
@@ -45,18 +45,18 @@ def codec_settings(
 def packed_as(
     own: CodecSettings | None, quant: Quant | None, double_quant: bool | None
 ) -> CodecSettings | None:
-    """Return what `codec_settings` does, or None where no option is given: MODEL says it itself."""
+    """Return `codec_settings`, or None without options: MODEL's own settings count."""
     given = quant is not None or double_quant is not None
     return codec_settings(own, quant, double_quant) if given else None
 
 
 def trust_remote_code_of(source: str) -> Any:
-    """Return the option `--trust-remote-code` of a subcommand, for the code of this argument."""
+    """Return the option `--trust-remote-code` for the code of this argument."""
     return typer.Option("--trust-remote-code", help=f"Run model code that {source} brings.")
 
 
 def _model_names(incomplete: str) -> list[str]:
-    """Return the names that begin so, for the shell; it completes paths where none does."""
+    """Complete a model name for the shell; without a match it completes paths."""
     from ..registry import checkpoints, model_types
 
     shorts = [known.name.partition("/")[2].lower() for known in checkpoints()]
@@ -64,7 +64,7 @@ def _model_names(incomplete: str) -> list[str]:
 
 
 def gpu_names(incomplete: str) -> list[str]:
-    """Return the cards whose name begins so, behind a count such as `2x`, for the shell."""
+    """Complete the name of a card for the shell, after a count such as `2x`."""
     from ..memory.devices import GPUS
 
     count, x, start = incomplete.rpartition("x")

@@ -54,9 +54,9 @@ def console(color: str) -> Console:
 
 
 def say(out: Console, sentence: str, style: str = "", indent: int = 0) -> None:
-    """Print a sentence, in rich's markup, wrapped at spaces: a long name or path stays whole.
+    """Print a sentence, in rich's markup, wrapped at spaces: a long name or path is not broken.
 
-    `indent` is of the second line and those after it.
+    `indent` applies from the second line on.
     """
     text = out.render_str(sentence, style=style)
     cuts, start, room = [], 0, out.width
@@ -76,9 +76,9 @@ def print_json(content: object) -> None:
 
 @contextmanager
 def working(doing: str, *, quiet: bool = False) -> Iterator[None]:
-    """Show a spinner on stderr while this lasts, where that is a terminal and nobody asked not to.
+    """Show a spinner on stderr during the block, if that is a terminal and not `quiet`.
 
-    Wrap whatever may take over two seconds and has no bar of its own, imports of torch included.
+    For everything that may take over two seconds without a bar, imports of torch included.
     """
     if quiet or not sys.stderr.isatty():
         yield
@@ -140,14 +140,14 @@ class _Words:
 
 
 class Interrupted(Exception):  # noqa: N818 - no error
-    """Ctrl-C, where more is to be said than that nothing was left."""
+    """Ctrl-C, with a message."""
 
 
 @contextmanager
 def streams() -> Iterator[None]:
-    """Filter both streams, and what libraries say on stderr, as long as this lasts.
+    """Filter both streams, warnings and log records during the block.
 
-    What goes to a stream that whoever started the program had closed goes nowhere.
+    Output to a stream that was closed at the start is discarded.
     """
     root, handler = logging.getLogger(), _OneLine()
     with (
@@ -166,7 +166,7 @@ def streams() -> Iterator[None]:
 
 
 def usage_message(error: Any) -> str:
-    """Return the sentence for arguments that the program does not have, from typer's exception."""
+    """Return a sentence for typer's exception on wrong arguments."""
     name, near = getattr(error, "option_name", ""), getattr(error, "possibilities", None)
     message = str(error.format_message()).rstrip(".").replace("Value error, ", "")
     message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", message)
@@ -180,9 +180,9 @@ def usage_message(error: Any) -> str:
 
 
 class _Filtered:
-    """A stream of text in which control characters are seen, whoever writes them.
+    """A text stream that escapes control characters.
 
-    A carriage return may lead, as it does in tqdm's bars.
+    A leading carriage return stays, for tqdm's bars.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -202,7 +202,7 @@ class _Filtered:
 
 
 class _OneLine(logging.Handler):
-    """Writes our own log records from WARNING on, and others' from ERROR on."""
+    """Writes log records of this package from WARNING on, of others from ERROR on."""
 
     def emit(self, record: logging.LogRecord) -> None:
         own = record.name.partition(".")[0] == _PACKAGE
@@ -215,7 +215,7 @@ class _OneLine(logging.Handler):
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any
 ) -> None:
-    """Write a warning of this package on one line; what others warn of is left out."""
+    """Write a warning of this package on one line; ignore those of others."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") == "warnings":
         frame = frame.f_back

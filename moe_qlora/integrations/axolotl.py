@@ -5,13 +5,13 @@
     moe_qlora:
       lora_experts: true
 
-The hooks stand in the order of their calls, and say what they do here.
+The hooks are in the order of their calls.
 
-axolotl keeps a plugin for the whole process, so every hook first asks whether the current run names
-it. Hooks hear of no failure and get no loader, so the plugin finds the `ModelLoader` among its
-callers and replaces two of its steps, on that object and for one call: the build, so that packing
-is on for its length only, and the making of adapters where a saved one is loaded, which stock PEFT
-would nest in another order over packed experts.
+axolotl keeps a plugin for the whole process, so every hook first checks that the current run names
+it. Hooks are not told of failures and do not get the loader, so the plugin finds the `ModelLoader`
+among its callers and replaces two of its steps, on that object and for one call: the build, so that
+packing is on only during it, and the loading of a saved adapter, which stock PEFT would nest in
+another order over packed experts.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from .host import ExpertsHost
 if TYPE_CHECKING:
     from ..checkpoint.merge import MergeReport
 
-LOG = get_logger("axolotl.plugins.moe_qlora")  # below the one that axolotl shows
+LOG = get_logger("axolotl.plugins.moe_qlora")  # a child of the logger that axolotl shows
 
-# What is written for PEFT, and put back as soon as the adapters are there.
+# Fields set for PEFT, and restored once the adapters exist.
 _WRITTEN = (
     "lora_target_modules",
     "lora_target_linear",
@@ -56,7 +56,7 @@ class MoeQloraArgs(BaseModel):
     """The fields that the plugin adds to axolotl's schema."""
 
     moe_qlora: ExpertsSettings | None = None
-    lora_exclude_modules: str | list[str] | None = None  # which its loader reads, if it is named
+    lora_exclude_modules: str | list[str] | None = None  # read by axolotl's loader
 
     @model_validator(mode="before")
     @classmethod
@@ -70,7 +70,7 @@ class MoeQloraArgs(BaseModel):
 
     @model_validator(mode="after")
     def _stay_away(self) -> Self:
-        # axolotl asks every plugin that it has ever loaded in the process
+        # axolotl calls every plugin that it has loaded in the process
         if not is_named({"plugins": getattr(self, "plugins", None)}):
             self.lora_exclude_modules = None
         return self
@@ -82,13 +82,13 @@ class MoeQloraPlugin(BasePlugin):
     def __init__(self) -> None:
         super().__init__()
         self.host: ExpertsHost | None = None  # of the current run
-        self._written = ExitStack()  # gives the configuration back the user's values
+        self._written = ExitStack()  # restores the user's values in the configuration
         self._undo = ExitStack()
 
     # The configuration.
 
     def register(self, cfg: Any) -> None:
-        """Refuse, in one sentence, what cannot work; `cfg` is the file as it was read."""
+        """Refuse settings that cannot work; `cfg` is the file as it was read."""
         self._leave()
         check(cfg)
 
@@ -103,7 +103,7 @@ class MoeQloraPlugin(BasePlugin):
     # The model.
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Refuse a model without the experts that are asked for; else have the build pack them."""
+        """Refuse a model without the requested experts; otherwise pack them during the build."""
         self._leave()
         if not is_named(cfg) or cfg.get("merge_lora"):
             return
@@ -112,7 +112,7 @@ class MoeQloraPlugin(BasePlugin):
             return
         host.check_model(cfg["base_model"], trust_remote_code=bool(cfg.get("trust_remote_code")))
         loader = _loader()
-        if loader is None:  # something else than axolotl's own loader calls the hooks
+        if loader is None:  # another loader calls the hooks
             host.before_build()
             return
 
@@ -129,13 +129,13 @@ class MoeQloraPlugin(BasePlugin):
         report = self.host.after_build(model)
         if report is not None:
             LOG.info("%s", report)
-            # axolotl's k-bit preparation would cast what stays in 16 bit to fp32
+            # axolotl's k-bit preparation would cast 16-bit weights to fp32
             model._moe_experts_quantized = True
 
     # The adapters.
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
-        """Write what PEFT must be told of experts, until `post_lora_load`."""
+        """Set the fields for PEFT on experts, until `post_lora_load`."""
         if self.host is None or not is_named(cfg):
             return
         if not cfg.get("adapter") or not wants_packing(cfg):
@@ -150,7 +150,7 @@ class MoeQloraPlugin(BasePlugin):
 
         asked: Any = _build_peft_lora_config(model, cfg)
         if cfg.get("lora_target_linear") and not cfg.get("lora_target_modules"):
-            # axolotl's own list has routers in it, some of which LoRA's layers cannot stand in for
+            # axolotl's own list contains routers, some of which LoRA layers cannot replace
             asked.target_modules = "all-linear"
         adapted: Any = self.host.before_peft(model, asked)
         users = {key: cfg[key] for key in _WRITTEN if cfg.get(key) is not None}
@@ -167,17 +167,17 @@ class MoeQloraPlugin(BasePlugin):
     def post_lora_load(self, cfg: Any, model: Any) -> None:
         """Connect the adapters, and check that the LoRA that was asked for takes part."""
         self._written.close()
-        # DPO, IPO and KTO come here too, with no adapter yet: see `post_trainer_create`.
+        # DPO, IPO and KTO have no adapter yet: see `post_trainer_create`.
         if self.host is not None and is_named(cfg) and hasattr(model, "peft_config"):
             self.host.after_peft(model)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Connect the adapters of trainers that make them themselves (DPO, IPO, KTO)."""
+        """Connect adapters that a trainer has made itself (DPO, IPO, KTO)."""
         if self.host is None or not is_named(cfg):
             return
         model = self.host.after_peft(trainer.model)
         if _config_only(cfg) and hasattr(model, "get_base_model"):
-            # At the end axolotl saves the model that it has loaded, with the trainer's adapters.
+            # At the end axolotl saves the loaded model; redirect it to the trainer's PeftModel.
             base: Any = model.get_base_model()
             self._undo.callback(_put_back, vars(base), "save_pretrained", dict(vars(base)))
             base.save_pretrained = model.save_pretrained
@@ -214,14 +214,14 @@ def _put_back(values: Any, name: str, before: Mapping[str, Any]) -> None:
 
 
 def _as_list(names: Any) -> Any:
-    """Return names as a list, as the schema has them, and a regex or None as it is."""
+    """Return names as a list, for the schema; a regex or None unchanged."""
     if names is None or isinstance(names, str):
         return names
     return list(names) if isinstance(names, (list, tuple)) else sorted(names)
 
 
 def _loader() -> Any:
-    """Return the `ModelLoader` that is calling the hook; None where none is."""
+    """Return the `ModelLoader` among the hook's callers, or None."""
     from axolotl.loaders import ModelLoader
 
     frame = inspect.currentframe()
@@ -231,7 +231,7 @@ def _loader() -> Any:
 
 
 def _replace_once(loader: Any, step: str, instead: Callable[[Callable[[], Any]], Any]) -> None:
-    """Have the loader's next `step` run as `instead(step)`; on this object, for one call."""
+    """Run the loader's next `step` as `instead(step)`, on this object and for one call."""
     attributes, original = dict(vars(loader)), getattr(loader, step)
 
     def run() -> Any:
@@ -242,7 +242,7 @@ def _replace_once(loader: Any, step: str, instead: Callable[[Callable[[], Any]],
 
 
 def _config_only(cfg: Any) -> bool:
-    """Tell whether axolotl leaves the adapters to the trainer."""
+    """True if axolotl leaves the adapters to the trainer."""
     return str(cfg.get("rl") or "").rpartition(".")[2].lower() in ("dpo", "ipo", "kto")
 
 
@@ -273,10 +273,10 @@ def _load_saved(loader: Any, cfg: Any, build: Callable[[], Any]) -> Any:
 def _replace_merged(
     host: ExpertsHost, cfg: Mapping[str, Any], adapter: str, out: str
 ) -> MergeReport:
-    """Merge again, and replace the weights that axolotl has written to `out` by the result.
+    """Merge again, and replace the weights that axolotl has written to `out`.
 
-    axolotl's own merge knows only experts that axolotl has packed: it leaves out others that the
-    checkpoint keeps one by one, and rounds only Linear layers as in training.
+    axolotl's merge only supports experts packed by axolotl: it drops others that are separate
+    tensors in the checkpoint, and quantizes only Linear layers as in training.
     """
     target, base = Path(out), Path(str(cfg["base_model"])).expanduser()
     if not base.is_dir():

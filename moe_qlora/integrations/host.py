@@ -1,4 +1,4 @@
-"""What the author of a loader calls for packed experts, one method for each step of the loader.
+"""`ExpertsHost`: packed experts for authors of loaders, one method for each step.
 
     host = ExpertsHost(yaml.get("moe_qlora"))        # settings checked: one sentence if wrong
     with host.loading():                             # before the build; off again on any way out
@@ -11,7 +11,7 @@
     host.merge(base, adapter, out)                   # a plain checkpoint, as it was trained
 
 A loader with hooks instead of blocks calls `before_build` and, on every way out, `after_build` or
-`close`. Between two models only the settings are kept.
+`close`. The settings serve several models, one after the other.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class ExpertsHost:
             )
 
     def before_build(self, quantization_config: Any = None) -> None:
-        """Have the next `from_pretrained` pack experts, until `after_build` or `close`.
+        """Pack experts in `from_pretrained` from now on, until `after_build` or `close`.
 
-        Given the `BitsAndBytesConfig` (or its dict) that the model will be loaded with, a
-        `ConfigError` refuses what cannot be followed before anything is loaded.
+        Given the `BitsAndBytesConfig` (or its dict) of the load, unsupported settings raise a
+        `ConfigError` before anything is loaded.
         """
         self.close()
         if not self.settings.pack_experts:
@@ -100,7 +100,7 @@ class ExpertsHost:
 
     @contextmanager
     def loading(self, quantization_config: Any = None) -> Iterator[None]:
-        """Call `before_build` for the length of a block, however it ends."""
+        """Call `before_build` for a block, and undo it at any end."""
         self.before_build(quantization_config)
         try:
             yield
@@ -141,7 +141,7 @@ class ExpertsHost:
         return quantize_experts(model, config, progress=bool(unpacked) and self.settings.progress)
 
     def _with_skips(self, model: nn.Module, config: Any) -> Any:
-        """Return the config with the settings' skips, which that of a streamed load has already."""
+        """Return the config with the settings' skips; a streamed load's config has them already."""
         if config is None:
             config = getattr(getattr(model, "config", None), "quantization_config", None)
         if config is None:
@@ -214,13 +214,13 @@ class ExpertsHost:
         return merge_adapter(base, adapter, out, **options)
 
     def close(self) -> None:
-        """Switch off what is still on."""
+        """Undo `before_build`, and forget the adapted config."""
         self._switch.close()
         self._adapted = None
 
 
 def _layout_of(model: nn.Module) -> ModelLayout:
-    """Return what `detect` finds; an error where that is no fused expert weights."""
+    """Return `detect(model)`; raise if it has no fused expert weights."""
     from ..detection.detect import detect
 
     layout = detect(model)

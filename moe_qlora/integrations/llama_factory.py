@@ -11,9 +11,9 @@ or, in a program:
     with packed_experts({"lora_experts": True}):
         run_exp(args)
 
-LLaMA-Factory has no hook between building a model and giving it adapters, so for the length of the
-block functions of this file replace two names of its module `llamafactory.model.adapter`.
-Everything else goes through `ExpertsHost`.
+LLaMA-Factory has no hook between building a model and adding adapters: within the block, functions
+of this file replace two names of its module `llamafactory.model.adapter`. Everything else is in
+`ExpertsHost`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 BAD_INPUT = 2
 
-# Options that build the model or its adapters by other code, past everything here.
+# Options that build the model or its adapters by other code.
 _ELSEWHERE = ("use_unsloth", "use_kt", "use_mca", "mixture_of_depths")
 
 
@@ -44,7 +44,7 @@ _ELSEWHERE = ("use_unsloth", "use_kt", "use_mca", "mixture_of_depths")
 def packed_experts(
     settings: ExpertsSettings | Mapping[str, Any] | None = None,
 ) -> Iterator[ExpertsHost]:
-    """Have LLaMA-Factory pack experts in every model that it loads, and train LoRA on them.
+    """LLaMA-Factory packs experts in every model that it loads, and trains LoRA on them.
 
     Holds for `run_exp`, `load_model` and `init_adapter` alike. A wrong setting is a `ConfigError`;
     within the block errors are those of `ExpertsHost`.
@@ -61,7 +61,7 @@ def packed_experts(
 
 
 class _Steps:
-    """What LLaMA-Factory calls instead of PEFT: one function, and one class method."""
+    """Replacements for PEFT's function and class method that LLaMA-Factory calls."""
 
     def __init__(self, host: ExpertsHost) -> None:
         self.host = host
@@ -75,7 +75,7 @@ class _Steps:
         return self.host.after_peft(wrapped)
 
     def from_pretrained(self, model: nn.Module, adapter: str, **kwargs: Any) -> PeftModel:
-        """Do what `PeftModel.from_pretrained` does, which on packed experts would lose LoRA."""
+        """Load an adapter; `PeftModel.from_pretrained` would lose LoRA on packed experts."""
         from ..lora.load import load_adapter
 
         self._built(model)
@@ -87,7 +87,7 @@ class _Steps:
 
 
 def check(args: Mapping[str, Any]) -> ExpertsSettings:
-    """Return the settings in a run's arguments (a YAML file as it was read), or refuse them."""
+    """Check the arguments of a run (a YAML file as it was read); return its settings."""
     settings = ExpertsSettings.read(args.get(BLOCK))
     if not settings.pack_experts:
         return settings

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 TUNER = "moe_qlora"
 
-# Options that make adapters past PEFT's config, and the value that leaves them off.
+# Options for adapters outside of PEFT's config, and the values that leave them off.
 _ELSEWHERE = {"tuner_backend": "peft", "use_swift_lora": False, "lorap_lr_ratio": None}
 
-# Its tasks that PEFT knows by another name, or not at all.
+# ms-swift's tasks with another name in PEFT, or none.
 _TASKS = {
     "EMBEDDING": None,
     "RERANKER": "SEQ_CLS",
@@ -44,10 +44,10 @@ _TASKS = {
 
 
 def register(settings: ExpertsSettings | Mapping[str, Any] | None = None) -> ExitStack:
-    """Teach ms-swift `--tuner_type moe_qlora`, and to pack experts while it loads in 4 or 8 bit.
+    """Register `--tuner_type moe_qlora`, and loaders that pack experts in 4 or 8 bit.
 
-    `close()` of the stack that it returns, or the end of a `with` block, takes everything out
-    again. A wrong setting, or a tuner that is registered already, is a `ConfigError`.
+    `close()` of the returned stack, or the end of a `with` block, undoes both. A wrong setting, or
+    a tuner that is registered already, is a `ConfigError`.
     """
     from swift.model import MODEL_MAPPING
     from swift.tuner_plugin import tuners_map
@@ -69,12 +69,12 @@ def register(settings: ExpertsSettings | Mapping[str, Any] | None = None) -> Exi
 
 
 def _packing(host: ExpertsHost, loader: Any) -> type:
-    """Return a loader that packs experts where it quantizes with bitsandbytes."""
+    """Return a loader class that packs experts if it quantizes with bitsandbytes."""
 
     class PackingLoader(loader):
         def load(self) -> Any:
             config = (getattr(self, "model_kwargs", None) or {}).get("quantization_config")
-            with host.loading(config):  # None: a plain model stays so, a packed folder loads
+            with host.loading(config):  # None: loads plain models and packed folders
                 return super().load()
 
     PackingLoader.__name__ = PackingLoader.__qualname__ = loader.__name__
@@ -115,7 +115,7 @@ def _check(args: Any) -> None:
 
 
 def _lora_config(args: Any, model: nn.Module) -> LoraConfig:
-    """Return the config that ms-swift makes of its options for `--tuner_type lora`."""
+    """Return ms-swift's config for `--tuner_type lora`."""
     from peft import LoraConfig
     from swift.pipelines.train.tuner import get_modules_to_save, get_target_modules
 

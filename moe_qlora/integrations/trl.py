@@ -6,14 +6,14 @@
         trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True, ...))
     trainer.train()
 
-TRL merges the adapter and sends every weight of the model, under the names that they have in
-transformers: for 4-bit layers that is packed codes, for experts whole decoded stacks. Here the
-engine holds the base, and each sync writes the adapter in the engine's layout to a folder that the
-engine loads. The difference between the sampler's and the trainer's logprobs is in TRL's log, as
-`sampling/sampling_logp_difference/mean` and `/max`.
+TRL merges the adapter and sends every weight of the model under its name in transformers: packed
+codes of 4-bit layers, and whole decoded expert weights. Here the engine has the base, and each sync
+writes the adapter in the engine's layout to a folder that the engine loads. TRL logs the difference
+between the sampler's and the trainer's logprobs as `sampling/sampling_logp_difference/mean` and
+`/max`.
 
-TRL has no hook for another sync, so within the block a class of this file stands in the modules of
-its trainers where they look for `VLLMGeneration`.
+TRL has no hook for another sync, so within the block a class of this file replaces
+`VLLMGeneration` in the modules of its trainers.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def adapters_to_vllm(
     any_base: bool = False,
     **engine_options: Any,
 ) -> Iterator[None]:
-    """Have the trainers that are made in the block sync adapters, not models, to vLLM.
+    """Trainers that are made in the block sync adapters, not models, to vLLM.
 
     Args:
-        base: The folder of the model that was packed, which the engine serves in 16 bit. None for
-            the folder that the trainer's model was loaded from.
-        folder: Where adapters are handed over: a server must see it under the same path. None for
-            a new temporary folder.
+        base: The folder of the 16-bit model, which the engine serves. None for the folder that the
+            trainer's model was loaded from.
+        folder: For adapters on their way to the engine: a server must see it under the same path.
+            None for a new temporary folder.
         any_base: True takes a base that is not the model in the adapter's note.
         **engine_options: More arguments of `vllm.LLM`, in colocate mode.
 
@@ -96,7 +96,7 @@ def _replace(undo: ExitStack, module: Any, name: str, value: Any) -> None:
 
 
 class AdapterGeneration(VLLMGeneration):
-    """TRL's sampler on vLLM, whose weights are the base's and whose syncs are adapters."""
+    """TRL's sampler on vLLM, with the base's weights and with adapters as syncs."""
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ class AdapterGeneration(VLLMGeneration):
             )
         self._base = absolute(base or model.get_base_model().name_or_path)
         self._any_base, self._engine = any_base, engine
-        # A server may run in another directory, and is told this path.
+        # A server may run in another directory, and gets this path.
         self._given_folder = None if folder is None else absolute(folder)
         self._run, self._syncs = uuid.uuid4().hex[:8], 0
         super().__init__(model=model, **kwargs)
         self._folder = self._shared_folder()
 
     def _shared_folder(self) -> Path:
-        """Return one new folder for all processes of the run; it goes with this object."""
+        """Create one folder for all processes of the run; removed with this object."""
         made: list[str | None] = [None]
         if self.accelerator.is_main_process:
             if self._given_folder is not None:
@@ -135,26 +135,26 @@ class AdapterGeneration(VLLMGeneration):
         return Path(str(made[0]))
 
     def _init_vllm(self) -> None:
-        """Start the engine with room for the adapter, or meet the server."""
+        """Start the engine with LoRA, or connect to the server."""
         if self.enable_sleep_mode:
             raise ConfigError(
                 "vllm_enable_sleep_mode is on, which discards the engine's base, and syncs of "
                 "adapters do not bring it back: leave it off, or let vLLM run as a server."
             )
         if self.mode == "server":
-            # TRL's own client wants vLLM here and a channel for weights; adapters need neither.
+            # TRL's client needs vLLM here and a channel for weights; adapters need neither.
             if self.accelerator.is_main_process:
                 url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
                 self.vllm_client = AdapterClient(url, self.server_timeout)
             self.accelerator.wait_for_everyone()
             return
         with ExitStack() as undo:
-            if hasattr(vllm_generation, "LLM"):  # where not, TRL says that vLLM is not installed
+            if hasattr(vllm_generation, "LLM"):  # otherwise TRL reports that vLLM is not installed
                 _replace(undo, vllm_generation, "LLM", self._start_engine)
             super()._init_vllm()
 
     def _start_engine(self, **kwargs: Any) -> Any:
-        """Make the `vllm.LLM` that TRL asked for, of the base, with adapters on."""
+        """Make the `vllm.LLM` of TRL's arguments, with the base and LoRA on."""
         kwargs |= {
             "model": str(self._base),
             "quantization": None,  # TRL's guess from the trainer's own 4-bit layers
@@ -164,17 +164,17 @@ class AdapterGeneration(VLLMGeneration):
         return _engine_class()(**{**kwargs, **self._engine})
 
     def sync_weights(self) -> None:
-        """Have the engine take the adapter as it is now, in the place of the last one."""
+        """Load the current adapter into the engine, replacing the last one."""
         self._syncs += 1
-        # A name is never used twice: vLLM keeps a prefix's cache by the adapter's name.
+        # A new name each time: vLLM's prefix cache goes by the adapter's name.
         name = f"moe-qlora-{self._run}-{self._syncs}"
         served = self._folder / name
         self._write(served)
         self.accelerator.wait_for_everyone()
         if self.mode == "colocate":
-            self.llm.take_adapter(name, self._syncs, str(served))
+            self.llm.load_adapter(name, self._syncs, str(served))
         elif self.accelerator.is_main_process:
-            self.vllm_client.take_adapter(name, str(served))
+            self.vllm_client.load_adapter(name, str(served))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             for earlier in self._folder.iterdir():
@@ -198,7 +198,7 @@ class AdapterGeneration(VLLMGeneration):
 
 
 def _allowed_rank(model: PeftModel) -> int:
-    """Return the least `max_lora_rank` of vLLM that holds the active adapter."""
+    """Return vLLM's smallest `max_lora_rank` for the active adapter."""
     config = model.peft_config[model.active_adapter]
     rank = max([config.r, *(config.rank_pattern or {}).values()])
     try:
@@ -212,14 +212,14 @@ def _engine_class() -> Any:
     from vllm.lora.request import LoRARequest
 
     class AdapterLLM(LLM):
-        """vLLM's engine, which answers with the adapter that it took last."""
+        """vLLM's engine with the adapter that was loaded last."""
 
         adapter: Any = None
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             return super().generate(*args, **{"lora_request": self.adapter, **kwargs})
 
-        def take_adapter(self, name: str, number: int, folder: str) -> None:
+        def load_adapter(self, name: str, number: int, folder: str) -> None:
             last, self.adapter = self.adapter, LoRARequest(name, number, folder)
             self.llm_engine.add_lora(self.adapter)
             if last is not None:
@@ -229,9 +229,9 @@ def _engine_class() -> Any:
 
 
 class AdapterClient(VLLMClient):
-    """TRL's client of a vLLM server, which asks for the adapter that the server took last.
+    """TRL's client of a vLLM server, requesting the adapter that was loaded last.
 
-    Unlike TRL's it runs without vLLM in its own environment, as no weights are sent.
+    Unlike TRL's it needs no vLLM in its environment, as no weights are sent.
     """
 
     def __init__(self, base_url: str, timeout: float) -> None:
@@ -258,7 +258,7 @@ class AdapterClient(VLLMClient):
             return False
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the server's configuration, of which TRL reads the mode of logprobs."""
+        """Return the server's configuration; TRL reads its mode of logprobs."""
         status, text = _ask(f"{self.base_url}/server_info?config_format=json")
         if status == HTTPStatus.NOT_FOUND:
             raise ConfigError(
@@ -267,8 +267,8 @@ class AdapterClient(VLLMClient):
             )
         return self._read(status, text)["vllm_config"]
 
-    def take_adapter(self, name: str, folder: str) -> None:
-        """Have the server load an adapter from a folder, use it, and forget the last one."""
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load an adapter into the server from a folder, use it, and unload the last one."""
         body = {"lora_name": name, "lora_path": folder}
         status, text = _ask(f"{self.base_url}/v1/load_lora_adapter", body)
         if status == HTTPStatus.NOT_FOUND and name not in text:  # no such address
@@ -285,7 +285,7 @@ class AdapterClient(VLLMClient):
         if last is not None:
             _ask(f"{self.base_url}/v1/unload_lora_adapter", {"lora_name": last})
 
-    # What TRL's client sends by `requests`, which needs not be installed.
+    # TRL's client uses `requests`, which may not be installed.
 
     def _get(self, url: str, **_: Any) -> dict[str, Any]:
         return self._read(*_ask(url))
@@ -305,7 +305,7 @@ class AdapterClient(VLLMClient):
 def _ask(url: str, body: Any = None, timeout: float | None = None) -> tuple[int, str]:
     """Return a server's status and answer; `body` is posted as JSON, None gets.
 
-    `timeout` is how many seconds the server may be silent; None waits, as an answer takes its time.
+    `timeout` is the most seconds without a response; None waits for ever.
     """
     data = None if body is None else json.dumps(body).encode()
     request = Request(url, data, {"Content-Type": "application/json"})

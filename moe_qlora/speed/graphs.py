@@ -1,20 +1,19 @@
 """CUDA graphs of decoder layers, for training and `generate` where the GPU waits for the host.
 
-A step of few tokens launches some hundred small kernels a layer, and the host cannot send them as
-fast as the GPU ends them. `graph_layers` records each decoder layer twice and replays it with two
+A step of few tokens launches some hundred small kernels a layer, and the host cannot launch them as
+fast as the GPU runs them. `graph_layers` records each decoder layer twice and replays it with two
 calls of the driver:
 
-    forward    hidden states, rotary embeddings, mask -> the layer's output; only what goes in is
-               kept
+    forward    hidden states, rotary embeddings, mask -> the layer's output; saves only its inputs
     backward   the same, and the output's gradient -> gradients of the hidden states and of the
-               layer's trained weights; the layer is computed again first
+               layer's trained weights; computes the layer again first
 
-Both are what `torch.utils.checkpoint` does, recorded. All graphs share one memory pool, since no
-graph leaves anything in it: what goes in and comes out is copied, which takes 3 of 325 ms (48
-layers of Qwen3-30B-A3B, 4,096 tokens, H200).
+Both record `torch.utils.checkpoint`. All graphs share one memory pool, since inputs and outputs are
+copied and no other tensor outlives a graph; the copies take 3 of 325 ms (48 layers of
+Qwen3-30B-A3B, 4,096 tokens, H200).
 
-    LayerGraphs        the layers of one model, and what they share
-      _GraphedLayer    one layer: its `forward` runs a call as before, records or replays it
+    LayerGraphs        the layers of one model, and their shared buffers
+      _GraphedLayer    one layer: its `forward` runs a call eagerly, records it or replays it
         RecordedCall   one kind of call (shapes, active adapters, addresses): recording.py
         RecordedDecode likewise, for one new token on a static cache
 """
@@ -40,10 +39,10 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _COMPILES = "_valid_auto_compile_criteria"
-"""transformers' method that says whether `generate` compiles a model."""
+"""transformers' method that decides whether `generate` compiles a model."""
 
 _MOST_KINDS = 4
-"""Kinds of calls of a layer that are recorded; with more, batches are not of a fixed length."""
+"""Most recorded kinds of calls of a layer; with more, batches have no fixed length."""
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -52,12 +51,12 @@ def graph_layers(model: nn.Module, *, compiled: bool = False) -> LayerGraphs:
     """Record the model's decoder layers as CUDA graphs, and train by replaying them.
 
     This is for training that waits for the host, in batches of a fixed length (packed or padded).
-    The first call of a layer runs as before, the second one like it is recorded, and later ones are
-    replayed. What cannot be recorded runs as before, and a warning says why, once: calls of more
-    than four shapes, a key-value cache, outputs of layers that are gathered, foreign hooks. So do
-    layers that are sharded, or spread over devices. Of evaluation, only `generate` with
-    `cache_implementation="static"` is recorded: each layer's call for one new token, in place of
-    the compilation with which transformers would begin.
+    The first call of a layer runs eagerly, the second call of its kind is recorded, and later ones
+    are replayed. Calls that cannot be recorded run eagerly, and a warning gives the reason once:
+    more than four shapes, a key-value cache, gathered layer outputs, foreign hooks, layers that are
+    sharded or spread over devices. In evaluation, only `generate` with
+    `cache_implementation="static"` is recorded: each layer's call for one new token, instead of
+    transformers' compilation.
 
     Backward computes a layer again, whether gradient checkpointing is on or not. Adapters may be
     switched, disabled, added and saved at any time. Gradients are those of the same kernels.
@@ -67,11 +66,11 @@ def graph_layers(model: nn.Module, *, compiled: bool = False) -> LayerGraphs:
 
     Args:
         model: A transformers model, or a PEFT model around one, on CUDA.
-        compiled: Compile each layer by torch.compile before it is recorded. Layers that were
-            compiled (`layer.compile()`) stay so.
+        compiled: Compile each layer by torch.compile before it is recorded. Layers compiled before
+            (`layer.compile()`) stay compiled.
 
     Returns:
-        What was set up: its `remove()` undoes it, as does its end as a context manager.
+        The graphs: `remove()`, or the end of a `with` block, removes them.
 
     Raises:
         ConfigError: The model has no decoder layers on a CUDA device.
@@ -108,7 +107,7 @@ class LayerGraphs:
             setattr(module, _COMPILES, self._criterion(getattr(module, _COMPILES)))
 
     def _criterion(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """Return whether `generate` compiles the model: where asked to, or no layer is recorded."""
+        """Return the method: `generate` compiles on request, or if no layer is recorded."""
 
         def compiles(model_kwargs: Any, generation_config: Any) -> Any:
             asked = getattr(generation_config, "compile_config", None) is not None
@@ -119,12 +118,12 @@ class LayerGraphs:
 
     @property
     def recorded(self) -> int:
-        """How many calls are recorded: of training each as two graphs, of decoding as one."""
+        """Number of recorded calls: two graphs each in training, one in decoding."""
         kinds = (kind for layer in self._layers for kind in (layer.calls, layer.tokens))
         return sum(call is not None for calls in kinds for call in calls.values())
 
     def remove(self) -> None:
-        """Let the layers run as they did before, and free the graphs."""
+        """Restore the layers' forwards, and free the graphs."""
         for layer in self._layers:
             layer.remove()
         for module, criterion in zip(self._generators, self._criteria, strict=True):
@@ -149,11 +148,11 @@ class LayerGraphs:
         return self._buffers[key]
 
     def fill(self, buffers: Sequence[Any], leaves: Sequence[Any]) -> None:
-        """Copy a call's tensors to where graphs read them, but for what was copied last."""
+        """Copy a call's tensors to the graphs' buffers, except unchanged ones."""
         for buffer, leaf in zip(buffers, leaves, strict=True):
             if isinstance(leaf, Tensor):
                 source, version = self._sources.get(id(buffer), (None, 0))
-                # The source is held, so that no other tensor takes its place in memory.
+                # A reference to the source prevents a new tensor at the same address.
                 if source is not leaf or version != leaf._version:
                     buffer.copy_(leaf)
                     self._sources[id(buffer)] = (
@@ -162,16 +161,16 @@ class LayerGraphs:
                     )
 
     def record(self, layer: _GraphedLayer, device: torch.device, make: Callable[[], _T]) -> _T:
-        """Record a call of a layer; where that fails, all layers run as before from now on."""
+        """Record a call of a layer; after a failure, all layers run eagerly."""
         try:
             return make()
         except ObstacleError:
             layer.remove()
             raise
-        except Exception as error:  # noqa: BLE001 - whatever may not run while it is recorded
+        except Exception as error:  # noqa: BLE001 - capture may fail with anything
             _log.debug("recording a decoder layer failed", exc_info=True)
             reason = f"recording it failed ({type(error).__name__}: {first_line(error)})"
-            # The hooks of a checkpoint on saved tensors live as long as its frames.
+            # The frames would keep a checkpoint's saved-tensor hooks alive.
             traceback.clear_frames(error.__traceback__)
         end_recording(device, self.pool)
         for each in self._layers:
@@ -179,7 +178,7 @@ class LayerGraphs:
         raise ObstacleError(reason)
 
     def warn(self, reason: str) -> None:
-        """Say why layers run as before, each reason once."""
+        """Warn that layers run eagerly, once for each reason."""
         if reason not in self._warned:
             self._warned.add(reason)
             _log.warning("graph_layers: a decoder layer runs without CUDA graphs: %s.", reason)
@@ -192,7 +191,7 @@ class _GraphedLayer:
         self.layer, self.shared = layer, shared
         self.calls: dict[Hashable, RecordedCall | None] = {}
         self.tokens: dict[Hashable, recording.RecordedDecode | None] = {}
-        self.cache_index: int | None = None  # Of its layer in a cache, once it is known
+        self.cache_index: int | None = None  # Index of its cache layer, once known
         self.adapters: tuple[str, ...] | None = None
         self.tensors: list[Tensor] = []
         self.tuners: list[Any] = []
@@ -210,7 +209,7 @@ class _GraphedLayer:
             shared.warn(reason)
 
     def remove(self) -> None:
-        """Give the layer its own forward back."""
+        """Restore the layer's forward."""
         if self.active:
             self.active = False
             self.layer.__dict__.pop("forward", None)
@@ -219,7 +218,7 @@ class _GraphedLayer:
         self.tokens.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GraphedLayer:
-        """Return what runs a copy of the layer as its class does."""
+        """Return a copy without graphs."""
         ungraphed = copy.copy(self)
         memo[id(self)] = ungraphed
         ungraphed.layer, ungraphed.calls = copy.deepcopy(self.layer, memo), {}
@@ -228,7 +227,7 @@ class _GraphedLayer:
         return ungraphed
 
     def _obstacle(self) -> str | None:
-        """Return why no call of this layer can be recorded; None where it can."""
+        """Return why no call of this layer can be recorded, or None."""
         tensors = dict(self.layer.named_parameters()) | dict(self.layer.named_buffers())
         devices = sorted({str(tensor.device) for tensor in tensors.values()})
         if len(devices) > 1:
@@ -244,7 +243,7 @@ class _GraphedLayer:
         return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay the call if it is recorded, record it if it is the second of its kind."""
+        """Replay a recorded call; record the second one of its kind."""
         layer = self.layer
         trains = layer.training and torch.is_grad_enabled()
         if torch.compiler.is_compiling() or not self.active:
@@ -262,7 +261,7 @@ class _GraphedLayer:
         return call.run(leaves)
 
     def _without_gradients(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a call as before, or replay it where it is for one new token on a static cache."""
+        """Run a call eagerly, or replay one for one new token on a static cache."""
         layer = self.layer
         x = args[0] if args else kwargs.get("hidden_states")
         if not (recording.decodes(kwargs) and isinstance(x, Tensor) and x.shape[-2] == 1):
@@ -317,7 +316,7 @@ class _GraphedLayer:
     def _recorded(
         self, calls: dict[Hashable, _T | None], kind: Hashable, make: Callable[[], _T]
     ) -> _T | None:
-        """Return a call's graphs, recorded now where it is the second; None for the first."""
+        """Return a call's graphs, recording the second call of its kind; None for the first."""
         call = calls.get(kind)
         if call is not None:
             return call
@@ -334,10 +333,10 @@ class _GraphedLayer:
         return None
 
     def _needed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return what a layer is called with, without what only passes through it.
+        """Return the arguments that a layer uses.
 
-        The loss's `num_items_in_batch`, which Trainer hands over, differs from step to step; a
-        cache is left out by checkpointing.
+        Trainer's `num_items_in_batch` is for the loss and changes from step to step; checkpointing
+        drops a cache.
         """
         unused = ["num_items_in_batch"]
         if getattr(self.layer, "gradient_checkpointing", False):
@@ -358,7 +357,7 @@ class _GraphedLayer:
         )
 
     def _describe(self, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec, Hashable]:
-        """Return a call's arguments, and all that must be alike for a graph to stand for it."""
+        """Return a call's arguments, and its kind: everything that a graph depends on."""
         leaves, spec = tree_flatten((args, kwargs))
         shapes: list[Hashable] = []
         for position, leaf in enumerate(leaves):
@@ -384,7 +383,7 @@ class _GraphedLayer:
         return leaves, spec, (spec, tuple(shapes), autocast, self._state())
 
     def _state(self) -> Hashable:
-        """Return where the layer's weights lie, which are trained, and the active adapters."""
+        """Return addresses of the layer's weights, which are trained, and the active adapters."""
         adapters = tuple(getattr(self.shared.model, "peft_config", ()))
         if adapters != self.adapters:
             self.adapters = adapters
@@ -403,7 +402,7 @@ class _GraphedLayer:
 
 
 def _gathers_outputs() -> bool:
-    """Whether transformers gathers outputs of modules now, by hooks that a graph would skip."""
+    """True if transformers gathers outputs of modules by hooks, which a graph would skip."""
     from transformers.utils import output_capturing
 
     return bool(output_capturing._active_collector.get())

@@ -27,15 +27,15 @@ from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWind
 from ..kernels import workspace
 from ..kernels.limits import cdiv
 
-_ALIGNMENT = 16  # bytes, at which the parts of a buffer start
+_ALIGNMENT = 16  # bytes, of the parts of a buffer
 
 _KNOWN_HOOKS = ("moe_qlora.", "bitsandbytes.", "torch.nn.utils.parametrize", "transformers.utils.")
-"""Where hooks come from that a graph may skip: they act on what the recording has done already."""
+"""Origins of hooks that a graph may skip: the recording contains their effect."""
 _STATES = ("keys", "values", "cumulative_length")
 
 
 class ObstacleError(Exception):
-    """A reason why a call cannot be recorded."""
+    """A call cannot be recorded, for this reason."""
 
 
 class Buffers(Protocol):
@@ -51,20 +51,20 @@ class Buffers(Protocol):
 
 
 Compute = Callable[[Sequence[Any]], Any]
-"""Computes a layer from its arguments, under a checkpoint that keeps no random state."""
+"""Computes a layer from its arguments, under a checkpoint without random state."""
 
 
 def end_recording(device: torch.device, pool: Any) -> None:
-    """Undo what torch leaves behind where a recording has failed."""
+    """Clean up torch's state after a failed recording."""
     generator = torch.cuda.default_generators[device.index]
-    # It still counts random numbers for the graph, and refuses to draw others.
+    # It still belongs to the graph, and refuses to draw numbers.
     generator.graphsafe_set_state(generator.clone_state())
-    with suppress(RuntimeError):  # where the recording had not come so far
+    with suppress(RuntimeError):  # if the recording failed earlier
         torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def check_hooks(layer: nn.Module) -> None:
-    """Raise where a module within a layer has a hook that a graph would skip."""
+    """Raise if a module within a layer has a hook that a graph would skip."""
     for name, module in layer.named_modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         for hook in hooks if name else ():
@@ -74,16 +74,16 @@ def check_hooks(layer: nn.Module) -> None:
 
 
 class _Graphs(NamedTuple):
-    """Two graphs, and what they read and write."""
+    """Two graphs and their buffers."""
 
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
-    arguments: list[Any]  # Of the call, the tensors among them at their buffers
+    arguments: list[Any]  # of the call; tensors are buffers
     out: Tensor
     grad: Tensor
-    grad_x: Tensor | None  # None where the hidden states take no gradient
-    weight_grads: Tensor | None  # Bytes; None where no weight is trained
-    workspace: tuple[Tensor, ...]  # Held, since graphs write to it
+    grad_x: Tensor | None  # None: hidden states without gradient
+    weight_grads: Tensor | None  # bytes; None: no trained weight
+    workspace: tuple[Tensor, ...]  # graphs write to it
 
 
 class RecordedCall:
@@ -101,7 +101,7 @@ class RecordedCall:
         check_hooks(layer)
         self.shared = shared
         self.trained = [p for p in layer.parameters() if p.requires_grad]
-        self.used: list[nn.Parameter] = []  # Of these, what gets a gradient
+        self.used: list[nn.Parameter] = []  # those with a gradient
         self.generator = torch.cuda.default_generators[leaves[0].get_device()]
         self.graphs = self._record(layer, compute, leaves)
 
@@ -128,7 +128,7 @@ class RecordedCall:
             return computed
 
         with torch.cuda.device(x.device), _exchanged(layer, self.trained, weights):
-            # First as it will be recorded: what compilers and libraries do once, they do here.
+            # A run before recording, for one-time work of compilers and libraries.
             offset = self.generator.get_offset()
             self._gradients(forward(), hidden_states, weights, grad)
             self.generator.set_offset(offset)
@@ -143,7 +143,7 @@ class RecordedCall:
     def _gradients(
         self, computed: Tensor, x: Tensor, weights: Sequence[Tensor], grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute gradients into shared buffers: of x, and of all trained weights as bytes."""
+        """Compute gradients of x, and of all trained weights as bytes, into shared buffers."""
         inputs = [*([x] if x.requires_grad else []), *weights]
         with torch.autocast("cuda", enabled=False):
             grads = torch.autograd.grad(computed, inputs, grad, allow_unused=True)
@@ -165,7 +165,7 @@ class RecordedCall:
     def run(self, leaves: Sequence[Any]) -> Tensor:
         """Return the layer's output."""
         out: Tensor = _Replay.apply(self, leaves[1:], leaves[0], *self.trained)
-        # The recomputation of a checkpoint around this has left by now: it has what was saved.
+        # Not reached in the recomputation of an outer checkpoint, which stops at the saved tensors.
         with torch.no_grad():
             self.shared.fill(self.graphs.arguments, leaves)
             self.graphs.forward.replay()
@@ -178,7 +178,7 @@ class RecordedCall:
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Return the gradients of the hidden states and of the trained weights.
 
-        `offset` is where the random numbers of the forward began: dropout draws them again.
+        `offset` is the forward's offset of random numbers: dropout draws them again.
         """
         graphs = self.graphs
         self.shared.fill(graphs.arguments, leaves)
@@ -196,7 +196,7 @@ class RecordedCall:
 
 
 class _Replay(torch.autograd.Function):
-    """Saves what backward needs, and gives room for the output."""
+    """Saves the inputs for backward, and allocates the output."""
 
     @staticmethod
     def forward(
@@ -216,18 +216,18 @@ class _Replay(torch.autograd.Function):
             )
         (x,) = ctx.saved_tensors
         grad_x, grads = ctx.call.backward([x, *ctx.others], grad, ctx.offset)
-        # Nodes of autograd may outlive their backward (some of Liger's do), a model should not.
+        # Autograd nodes may outlive their backward (some of Liger's do); a model must not.
         ctx.call = ctx.others = None
         return None, None, grad_x, *grads
 
 
 def _room(tensor: Tensor) -> int:
-    """Return the bytes that a tensor takes in a buffer of several."""
+    """Return the aligned size of a tensor in a buffer, in bytes."""
     return cdiv(tensor.nbytes, _ALIGNMENT) * _ALIGNMENT
 
 
 def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return parts of a tensor of bytes in the shapes and dtypes of others."""
+    """Divide a tensor of bytes into views with the shapes and dtypes of `like`."""
     parts: list[Tensor] = []
     first = 0
     for each in like:
@@ -240,10 +240,10 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def _exchanged(
     layer: nn.Module, weights: Sequence[nn.Parameter], others: Sequence[Tensor]
 ) -> Iterator[None]:
-    """Let the layer compute with tensors in place of its parameters.
+    """Replace the layer's parameters by other tensors within the block.
 
-    Where a loss of an earlier step is alive, so are the nodes that add to its parameters' gradients
-    on the default stream, and autograd would wait for that stream in the middle of a recording.
+    If an earlier step's loss is alive, so are the nodes that accumulate gradients on the default
+    stream; autograd would wait for that stream during the recording.
     """
     by_weight = {id(weight): other for weight, other in zip(weights, others, strict=True)}
     places = [
@@ -263,9 +263,9 @@ def _exchanged(
 
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Record the kernels that are launched within."""
+    """Record the kernels launched in the block."""
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    # A cast weight that autocast kept would lie in the graph's memory.
+    # A cast weight in autocast's cache would be in the graph's memory.
     with (
         torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False),
         torch.cuda.graph(graph, pool=pool),
@@ -274,7 +274,7 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 
 
 def decodes(kwargs: dict[str, Any]) -> bool:
-    """Whether a layer is called without gradients on a static cache that stays on the device."""
+    """True for a call without gradients on a static cache that stays on the device."""
     cache: Any = kwargs.get("past_key_values")
     return (
         type(cache) is StaticCache
@@ -285,16 +285,16 @@ def decodes(kwargs: dict[str, Any]) -> bool:
 
 
 def versions(cache: StaticCache) -> list[int]:
-    """Return how often each layer of a cache has been written to."""
+    """Return the version counter of each cache layer; -1 if it is not initialized."""
     written = (getattr(layer, "keys", None) for layer in cache.layers)
     return [-1 if keys is None else keys._version for keys in written]
 
 
 def is_recordable(cached: Any) -> bool:
-    """Whether the next token's update of a cache's layer is the same kernels at each token."""
-    if not cached.is_initialized:  # it holds nothing before a prompt's first token
+    """True if the update of a cache layer runs the same kernels for each token."""
+    if not cached.is_initialized:  # before a prompt's first token
         return False
-    if type(cached) is StaticSlidingWindowLayer:  # once it is full, it is copied on the host's word
+    if type(cached) is StaticSlidingWindowLayer:  # the host decides on copies once it is full
         return bool(cached.cumulative_length_int < cached.max_cache_len)
     return type(cached) is StaticLayer
 
@@ -306,7 +306,7 @@ class RecordedDecode:
         self, layer: nn.Module, compute: Callable[[Sequence[Any], Any], Any], shared: Buffers,
         leaves: Sequence[Any], cache: StaticCache, index: int,
     ) -> None:  # fmt: skip
-        """Record it; `leaves` are the layer's arguments, but for the cache.
+        """Record it; `leaves` are the layer's arguments without the cache.
 
         Raises:
             ObstacleError: The layer has hooks that a graph would skip.
@@ -314,7 +314,7 @@ class RecordedDecode:
         check_hooks(layer)
         self.shared = shared
         cached: Any = cache.layers[index]
-        # Of its own: what the cache has may be another recording's, which moves caches as well.
+        # Clones: the cache's tensors may belong to another recording.
         self.states: dict[str, Tensor] = {name: getattr(cached, name).clone() for name in _STATES}
         self._place(cached)
         self.graph = torch.cuda.CUDAGraph()
@@ -340,7 +340,7 @@ class RecordedDecode:
                 cached.cumulative_length_int = length
 
     def run(self, leaves: Sequence[Any], cached: Any) -> Tensor:
-        """Return the layer's output, and bring its layer of the cache up to date."""
+        """Return the layer's output, and update its cache layer."""
         self._adopt(cached)
         self.shared.fill(self.arguments, leaves)
         self.graph.replay()
@@ -350,7 +350,7 @@ class RecordedDecode:
         return self.out.clone()
 
     def _adopt(self, cached: Any) -> None:
-        """Move a cache's layer to the recorded addresses, and what was there out of them."""
+        """Copy a cache layer to the recorded addresses; the layer there before gets clones."""
         if cached.keys is self.states["keys"]:
             return
         before: Any = self.owner()
