@@ -1,10 +1,10 @@
-"""Many GPUs: a packed model goes in, and each rank keeps its part of it.
+"""Many GPUs: each rank gets its part of a packed model.
 
-What only several ranks need is here, and other rooms reach it through world.py alone, whose other
-side is ranks.py. Engines are torch.distributed's and transformers' own; what is here tells them
-what a packed weight is. Open expert_parallel.py or load_sharded.py first.
+Only code for several ranks is here, and other rooms reach it through world.py, whose other side is
+ranks.py. The engines are torch.distributed's and transformers' own; this room adapts packed weights
+to them. Open expert_parallel.py or load_sharded.py first.
 
-ranks.py               what several ranks do where a single process does nothing
+ranks.py               implements world.py's interface for several ranks
 sharding.py            makes every tensor of a packed weight a parameter, which engines shard;
                        which modules FSDP2 shards
 load_sharded.py        loads that FSDP2 shards, without transformers' loader
@@ -14,6 +14,6 @@ share_packer.py        packs a rank's shares of one weight from the rows alone t
 adapters.py            adapters on a model that has no values yet, or that is sharded already
 expert_parallel.py     each rank holds some experts of every layer; how tokens travel to them
 shares.py              which experts those are, and their LoRA factors
-agreement.py           whether all ranks were given the same
+agreement.py           checks that all ranks were given the same
 gather.py              a model's whole state dict, gathered from all ranks
 """

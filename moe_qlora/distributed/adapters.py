@@ -1,8 +1,8 @@
-"""Adapters on a model that has no values yet, drawn as on a whole one.
+"""Adapters on a model without values yet, initialized as on a whole one.
 
 PEFT draws an adapter's factors on the CPU and moves them to its base layer's device. Where that is
-meta, their values are kept back, this rank's share only, until the model is sharded and allocated.
-Every rank draws the same numbers: those of the first rank's generator.
+meta, this rank's share of their values is saved until the model is sharded and allocated. Every
+rank draws the same numbers: those of the first rank's generator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..lora.model import get_peft_model
 from .filling import put_local
 from .share_packer import Ranks
 
-# The attribute by which transformers' Trainer, which does the same, marks a parameter as seen to.
+# transformers' Trainer, which averages gradients too, marks a parameter by this attribute.
 _SEEN = "_replicated_grad_hook_registered"
 
 _PLAIN_STARTS = (True, False, "gaussian")
@@ -37,26 +37,26 @@ class BlankAdapters:
         _check(config)
         last = mesh.ndim - 1
         self._ranks = Ranks(mesh.get_local_rank(last), mesh.size(last))
-        # (the module that holds a factor, its name there) -> this rank's rows as they were drawn
+        # (a factor's module, its name there) -> this rank's rows as they were drawn
         self._drawn: dict[tuple[nn.Module, str], Tensor] = {}
-        with _same_numbers(mesh), self._kept_back():
+        with _same_numbers(mesh), self._saving():
             self.model: PeftModel = get_peft_model(base, config, **options)
 
     @contextmanager
-    def _kept_back(self) -> Iterator[None]:
-        """Keep the values of factors that PEFT moves to meta."""
+    def _saving(self) -> Iterator[None]:
+        """Save the values of factors that PEFT moves to meta, within the block."""
         stock = {
             cls: cls.__dict__["_move_adapter_to_device_of_base_layer"]
             for cls in (BaseTunerLayer, StockParamWrapper)
         }
-        keep = self._keep
+        save = self._save
 
         def replacing(move: Any) -> Any:
             def _move_adapter_to_device_of_base_layer(layer: Any, name: str, *args: Any) -> None:
                 drawn = {place: place[0]._parameters[place[1]] for place in _factors(layer, name)}
                 move(layer, name, *args)
                 for (owner, leaf), values in drawn.items():
-                    keep(owner, leaf, values)
+                    save(owner, leaf, values)
 
             return _move_adapter_to_device_of_base_layer
 
@@ -68,7 +68,7 @@ class BlankAdapters:
             for cls, move in stock.items():
                 cls._move_adapter_to_device_of_base_layer = move
 
-    def _keep(self, owner: nn.Module, leaf: str, values: Tensor | None) -> None:
+    def _save(self, owner: nn.Module, leaf: str, values: Tensor | None) -> None:
         moved = owner._parameters[leaf]
         if values is None or moved is None or values.is_meta or not moved.is_meta:
             return
@@ -78,7 +78,7 @@ class BlankAdapters:
         self._drawn[owner, leaf] = share.to(moved.dtype, copy=True)
 
     def fill(self) -> None:
-        """Fill the factors of the model, which is sharded and allocated by now."""
+        """Fill the factors of the model, which must be sharded and allocated."""
         for (owner, leaf), share in self._drawn.items():
             put_local(owner._parameters[leaf], share)
         self._drawn.clear()
@@ -104,7 +104,7 @@ def _check(config: Any) -> None:
 
 
 def _factors(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
-    """Yield where a LoRA layer holds an adapter's parameters: (module, name)."""
+    """Yield a LoRA layer's parameters of an adapter: (module, name)."""
     for name in (*layer.adapter_layer_names, *layer.other_param_names):
         held = getattr(layer, name, None)
         if isinstance(held, nn.ParameterDict) and adapter in held:
@@ -143,8 +143,8 @@ def _copy_local(source: nn.Module, target: nn.Module) -> None:
 def replicate_adapters(model: nn.Module) -> None:
     """Keep the trained parameters that FSDP2 does not manage equal on all ranks, from now on.
 
-    All ranks call it. Parameters that are replaced or added later are seen to at the next forward.
-    A model that is not sharded is left alone.
+    All ranks call it. Parameters that are replaced or added later are included at the next forward.
+    A model that is not sharded is not changed.
     """
     mesh = _mesh(model)
     if mesh is None:
@@ -178,7 +178,7 @@ def _mesh(model: nn.Module) -> Any:
 def equal_copies(model: nn.Module, mesh: Any) -> None:
     """Give all ranks the first one's adapters, as ranks may draw numbers from other seeds.
 
-    All ranks of the mesh call it. Of divided experts' factors, it is the ranks that hold copies.
+    All ranks of the mesh call it. Factors of divided experts become equal on the copies' ranks.
     """
     for name, parameter in model.named_parameters():
         if (parameter.requires_grad or ".lora_" in name) and not parameter.is_meta:
@@ -197,7 +197,7 @@ def _broadcast(values: Tensor, mesh: Any, dimensions: int) -> None:
 
 
 class _Replicate:
-    """Sees to the trained parameters of a model that are whole on each rank of a mesh."""
+    """Averages gradients of the trained parameters that are whole on each rank of a mesh."""
 
     def __init__(self, mesh: Any) -> None:
         self.mesh = mesh
@@ -216,7 +216,7 @@ class _Replicate:
                 setattr(parameter, _SEEN, True)
 
     def _average(self, parameter: Tensor) -> None:
-        # Right with several backwards to a step too: what earlier ones left is equal on all ranks.
+        # Right with several backwards a step too: earlier ones' gradients are equal on all ranks.
         gradient = parameter.grad
         if gradient is None:
             return

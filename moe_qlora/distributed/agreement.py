@@ -1,7 +1,8 @@
-"""Whether all ranks were given the same: told before they read, so that none computes a mixture.
+"""Checks that all ranks were given the same, before they read.
 
-Ranks exchange tensors by shape alone. One that was given another folder, codec or LoRA setting goes
-unnoticed: gathered codes are decoded with this rank's statistics, and sums mix two scalings.
+Ranks exchange tensors by shape alone. Without the check a rank with another folder, codec or LoRA
+setting goes unnoticed: gathered codes are decoded with this rank's statistics, and sums mix two
+scalings.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ Facts = Callable[[], Mapping[str, Any]]
 
 
 def check_agreement(what: str, facts: Facts, mesh: Any = None, group: Any = None) -> None:
-    """Raise on every rank where one was given something else than the first.
+    """Raise on every rank where one was given something other than the first.
 
     All ranks of the mesh or group must call it; where no process group is initialized, it does
     nothing.
 
     Args:
         what: Begins the sentence: "load_sharded".
-        facts: Returns what must be equal, by a name that the caller knows; a configuration is
-            compared field by field. What it raises on one rank, each of them does.
+        facts: Returns the values that must be equal, by the caller's names for them; a
+            configuration is compared field by field. An error of it on one rank is raised on all.
         mesh: A `DeviceMesh` of the ranks; None is those of the group.
         group: A process group; None is all ranks.
 
@@ -51,7 +52,7 @@ def check_agreement(what: str, facts: Facts, mesh: Any = None, group: Any = None
     except MoeQloraError as raised:
         error, known[distributed.get_rank()] = raised, str(raised)
     groups = [group] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    for group in groups:  # after the last, each rank knows what all were given
+    for group in groups:  # after the last, each rank has the facts of all
         everyone: list[Any] = [None] * distributed.get_world_size(group)
         distributed.all_gather_object(everyone, known, group=group)
         known = {rank: given for one in everyone for rank, given in one.items()}
@@ -74,7 +75,7 @@ def check_agreement(what: str, facts: Facts, mesh: Any = None, group: Any = None
 
 
 def settings_facts(name: str, value: Any) -> dict[str, Any]:
-    """Return a value under its name, and of a configuration each field under its full name.
+    """Return a value under its name, for a configuration each field under its full name.
 
     Paths are left out: each rank may read a copy of its own.
     """
@@ -139,7 +140,7 @@ def _digest(*tensors: Tensor) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as ranks compare it: sets in order, objects by their content."""
+    """Return a value as comparable text: sets in order, objects by their content."""
     if isinstance(value, (set, frozenset)):
         value = sorted(value, key=str)
     return f"{value!r:.200}"

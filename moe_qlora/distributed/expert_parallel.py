@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank holds some experts of every layer, and tokens travel to them.
+"""Expert parallelism: each rank has some experts of every layer, and tokens travel to them.
 
     expert_parallel(model, mesh)
       |  every experts module: the weights' experts [first, last) in place of all of them
@@ -10,8 +10,8 @@
     get_peft_model                LoRA of the experts: DTensors sharded over the mesh, so that
                                   clipping, optimizers and files see the whole (shares.py)
 
-Each rank runs its own batch, and an expert sees the tokens of all. What else is trained is
-replicated, and is the work of DDP or FSDP2, which leave the experts alone.
+Each rank runs its own batch, and an expert sees the tokens of all. Other trained parameters are
+replicated or sharded by DDP or FSDP2, which ignore the experts.
 
 transformers' all-to-all sends each token once for each of its k experts, sorted by owner, and reads
 the counts back to the host in every layer. With N ranks of at most k, a token has experts on nearly
@@ -23,8 +23,8 @@ they take memory all the same: so it is used for few ranks.
 
 Before each forward, `watch` checks that no engine treats the ranks' experts as replicas: DDP
 writes the first rank's parameters over all others', and FSDP2 shards parameters that it assumes
-equal on all ranks. Both are told to leave the experts alone, but DDP asks the module that it wraps,
-which another wrapper may hide, and FSDP2 takes a list from its caller.
+equal on all ranks. Both are told to ignore the experts, but DDP asks the module that it wraps,
+which another wrapper may hide, and FSDP2 relies on its caller's list.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from .shares import ExpertShare, expert_share, keep_from_ddp, local_tensors, set
 _LOG = logging.getLogger(__name__)
 _DISPATCH = "_moe_qlora_dispatch"
 NAME = "moe_qlora"
-_SAMPLE = 512  # bytes of the first weight's codes, by which ranks are told apart
+_SAMPLE = 512  # compared bytes of the first weight's codes
 MOST_RANKS = 4
-"""Ranks up to which memory for rows of other ranks' experts is taken."""
+"""Most ranks for which `GatheredDispatch`, with rows of all ranks' experts, is chosen."""
 
 
 def expert_parallel(model: nn.Module, mesh: Any, *, implementation: str = "auto") -> nn.Module:
-    """Keep on each rank its experts of every layer only, and let tokens travel between ranks.
+    """Keep on each rank only its experts of every layer, and let tokens travel between ranks.
 
-    With N ranks along the mesh's last dimension, rank r holds experts `[r E / N, (r + 1) E / N)`.
+    With N ranks along the mesh's last dimension, rank r has experts `[r E / N, (r + 1) E / N)`.
     All ranks call it, with equal models, before `get_peft_model`; experts that are not packed yet
     are packed afterwards as they would be whole. Every rank then runs its own batch.
 
     Args:
         model: The model with all its experts; changed in place.
-        mesh: A `DeviceMesh` of all ranks: `(N,)`, or `(copies, N)` where several ranks hold the
+        mesh: A `DeviceMesh` of all ranks: `(N,)`, or `(copies, N)` where several ranks have the
             same experts.
         implementation: How tokens travel: a name of transformers' `EPImplementationInterface`.
 
@@ -101,7 +101,7 @@ def expert_parallel(model: nn.Module, mesh: Any, *, implementation: str = "auto"
 def divide(
     model: nn.Module, layout: ModelLayout, mesh: Any, implementation: str = "auto"
 ) -> nn.Module:
-    """Do what `expert_parallel` does; weights of which a load kept a share stay as they are."""
+    """Do what `expert_parallel` does; weights loaded as a share stay as they are."""
     tp_mesh = _mesh_of_one(mesh)
     kept: dict[int, Any] = {}
     inexact: list[str] = []
@@ -127,19 +127,19 @@ def divide(
 
 
 def expert_parallel_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of experts that this rank alone holds, for FSDP2's `ignored_params`.
+    """Return the parameters of this rank's own experts, for FSDP2's `ignored_params`.
 
         for layer in layers:
             fully_shard(layer, mesh=mesh, ignored_params=expert_parallel_parameters(model))
 
-    Empty where the model is not expert parallel. DDP is told by itself.
+    Empty where the model is not expert parallel. DDP needs no such list.
     """
     local = local_tensors(model).values()
     return {tensor for tensor in local if isinstance(tensor, nn.Parameter)}
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise where a mesh does not hold every rank once in one or two dimensions."""
+    """Raise unless a mesh has every rank once, in one or two dimensions."""
     if mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
         raise ConfigError(
             f"The mesh has {mesh.ndim} dimensions called {mesh.mesh_dim_names}; expert_parallel "
@@ -184,7 +184,7 @@ def modules_to_divide(
 
 
 def make_share(experts: int, mesh: Any, batches: int) -> ExpertShare:
-    """Return the share that this rank holds of a layer's experts."""
+    """Return this rank's share of a layer's experts."""
     dimension = mesh.ndim - 1
     count = experts // mesh.size(dimension)
     first = mesh.get_local_rank(dimension) * count
@@ -192,9 +192,10 @@ def make_share(experts: int, mesh: Any, batches: int) -> ExpertShare:
 
 
 class _Dispatch:
-    """transformers' dispatch around one module's own forward, made at its first call.
+    """transformers' dispatch around one module's own forward, created at its first call.
 
-    transformers binds it to the module that it is installed on: a copy of the module makes its own.
+    transformers binds it to the module that it is installed on: a copy of the module creates its
+    own.
     """
 
     def __init__(self, share: ExpertShare, tp_mesh: Any, implementation: str) -> None:
@@ -233,11 +234,11 @@ def _dispatched_forward(
     return forward(hidden_states, top_k_index, top_k_weights)
 
 
-mark_as_calling(_dispatched_forward)  # around the module's own forward, and nothing else
+mark_as_calling(_dispatched_forward)  # it only wraps the module's own forward
 
 
 def dispatch(module: nn.Module, share: ExpertShare, tp_mesh: Any, implementation: str) -> None:
-    """Put transformers' dispatch of tokens around the forward of a module that holds a share."""
+    """Wrap the forward of a module with a share in transformers' dispatch of tokens."""
     host: Any = module
     host.num_experts, host._is_expert_parallel = share.count, True
     set_share(module, share)
@@ -249,7 +250,7 @@ def dispatch(module: nn.Module, share: ExpertShare, tp_mesh: Any, implementation
             "The installed transformers cannot divide experts over ranks: update transformers."
         ) from error
     module.__dict__[_DISPATCH] = state
-    # A method, which a copy of the module binds to itself.
+    # A method, so that a copy of the module binds it to itself.
     host.forward = MethodType(_dispatched_forward, module)
 
 
@@ -284,8 +285,8 @@ def _keep_share(
         if not settings.codec.is_exact(shape, 0, share.count, settings):
             inexact.append(f"{entry.name}.{name}")
         if packed.shape[0] == share.count:
-            continue  # loaded so
-        if id(whole) not in kept:  # else tied to one that is cut already
+            continue  # loaded as a share
+        if id(whole) not in kept:  # else tied to one that was cut already
             kept[id(whole)] = whole, settings.codec.cut(packed, first, last)
         parametrize.detach(module, name, torch.empty(0, device=whole.device))
         module._parameters.pop(name)
@@ -382,34 +383,34 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return _gathered(rows, group)
+        return _all_gather(rows, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _summed(grad, ctx.group), None
+        return _reduce_scatter(grad, ctx.group), None
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """Sums what all ranks have computed for each token, for the rank whose token it is."""
+    """Sums all ranks' outputs of each token, on the rank whose token it is."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return _summed(rows, group)
+        return _reduce_scatter(rows, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gathered(grad, ctx.group), None
+        return _all_gather(grad, ctx.group), None
 
 
-def _gathered(rows: Tensor, group: Any) -> Tensor:
+def _all_gather(rows: Tensor, group: Any) -> Tensor:
     ranks = distributed.get_world_size(group)
     out = rows.new_empty(ranks * rows.shape[0], *rows.shape[1:])
     distributed.all_gather_into_tensor(out, rows.contiguous(), group=group)
     return out
 
 
-def _summed(rows: Tensor, group: Any) -> Tensor:
+def _reduce_scatter(rows: Tensor, group: Any) -> Tensor:
     ranks = distributed.get_world_size(group)
     out = rows.new_empty(rows.shape[0] // ranks, *rows.shape[1:])
     distributed.reduce_scatter_tensor(out, rows.contiguous(), group=group)
@@ -417,7 +418,7 @@ def _summed(rows: Tensor, group: Any) -> Tensor:
 
 
 class _Watch:
-    """The codes of a model's first divided weight as they were, and as the first rank's were."""
+    """Samples of the codes of a model's first divided weight: this rank's and the first rank's."""
 
     def __init__(self, module: nn.Module, leaf: str) -> None:
         self.module, self.leaf = module, leaf
@@ -440,7 +441,7 @@ def watch(model: nn.Module) -> None:
             state = _Watch(module, leaf)
             model.register_forward_pre_hook(partial(_check, state))
             model.register_forward_pre_hook(partial(_check_batch, share), with_kwargs=True)
-            _group_of(share)  # made by all ranks in one order
+            _group_of(share)  # created by all ranks in one order
             return
 
 
@@ -451,7 +452,7 @@ def _group_of(share: ExpertShare) -> Any:
 def _check_batch(share: ExpertShare, model: nn.Module, args: Any, kwargs: Any) -> None:
     """Raise on every rank where one has no tokens, for which the others would wait in the experts.
 
-    The host's own all-reduce, once a forward: the dispatch makes one in each layer.
+    One all-reduce by the host in each forward; the dispatch has one in each layer.
     """
     inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     empty = bool(inputs) and not inputs[0].numel()
@@ -475,7 +476,7 @@ def _check(state: _Watch, *args: Any) -> None:
             "same: pass ignored_params=moe_qlora.expert_parallel_parameters(model) to every call "
             "of fully_shard."
         )
-    # Writing in place counts up; to compare at each forward would wait for the device.
+    # The version counts writes in place; comparing at each forward would wait for the device.
     if codes._version != state.version:
         state.version = codes._version
         if state.differs and torch.equal(state.sample(), state.first_rank.to(codes.device)):

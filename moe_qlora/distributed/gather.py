@@ -1,13 +1,13 @@
-"""A model's state dict as one process has it, gathered from the ranks that hold shares of it.
+"""A model's state dict as in a single process, gathered from the ranks' shares.
 
-    whole_tensors       bitsandbytes' keys, each with what gathers its tensor; gathers nothing yet
+    whole_tensors       bitsandbytes' keys, each with a function that gathers its tensor
     gather_to_first     runs a function on the first rank, which reads such tensors one at a time
                         while all other ranks take part
     full_state_dict     all of them, on the first rank's CPU
 
-A share is a DTensor, as FSDP2 has it, a parameter that ZeRO-3 has partitioned, or a rank's own
-experts under expert parallelism (shares.py).
-What is gathered is free before the next tensor is: no rank holds more than one whole tensor.
+A share is a DTensor of FSDP2, a parameter that ZeRO-3 has partitioned, or a rank's own experts
+under expert parallelism (shares.py). Each gathered tensor is freed before the next one: no rank has
+more than one whole tensor.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _Result = TypeVar("_Result")
 
 
 def is_divided(model: nn.Module, state_dict: Mapping[str, Any]) -> bool:
-    """Whether ranks hold different parts of this state dict of the model."""
+    """Whether ranks have different parts of this state dict of the model."""
     sharded = any(_is_sharded(tensor) for tensor in state_dict.values())
     return sharded or first_share(model) is not None
 
 
 def state_dict_to_save(model: nn.Module, given: Any) -> Mapping[str, Any] | None:
-    """Return what a save writes: the state dict that it was given, or the model's own.
+    """Return the state dict that a save writes: the one that it was given, or the model's own.
 
-    None means that this rank takes no part. Under ZeRO-3, accelerate, Trainer and DeepSpeed gather
-    a state dict for the first rank, and all others save with `state_dict=None`.
+    None means that this rank does not take part. Under ZeRO-3, accelerate, Trainer and DeepSpeed
+    gather a state dict for the first rank, and all others save with `state_dict=None`.
 
     Raises:
         CheckpointError: The first rank of a model under ZeRO-3 was given None as well.
@@ -58,11 +58,11 @@ def state_dict_to_save(model: nn.Module, given: Any) -> Mapping[str, Any] | None
             "ZeRO-3 has partitioned, where the other ranks then take no part: leave the argument "
             "out, and call save_pretrained on all ranks."
         )
-    return own_state_dict(model) if given is None or given is NOT_GIVEN else given
+    return local_state_dict(model) if given is None or given is NOT_GIVEN else given
 
 
-def own_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state dict, with parameters that ZeRO-3 has partitioned as they are.
+def local_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the model's state dict, with ZeRO-3's parameters still partitioned.
 
     Under ZeRO-3 the tensors of `state_dict` are empty.
     """
@@ -81,7 +81,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a share's whole tensor, on its process group's device, and any other as it is.
+    """Gather a share's whole tensor on its process group's device; return any other as it is.
 
     All ranks must call it.
     """
@@ -101,7 +101,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, WholeTensor]:
-    """Return what the state dict of a single process's model has, in its order.
+    """Return the entries of a single process's state dict, in its order.
 
     `state_dict` is the model's own, or has whole tensors under its keys; these may be the keys of
     either layout (state_dict.py).
@@ -124,7 +124,7 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
 
 
 def plain_tensor(value: Any) -> WholeTensor:
-    """Return how a tensor that is no part of a packed weight is gathered."""
+    """Return a function that gathers a tensor that is no part of a packed weight."""
     dtype: Any = getattr(value, "dtype", None)
     return WholeTensor(dtype, _shape(value), value, partial(whole, value), _is_sharded(value))
 
@@ -136,7 +136,7 @@ def _replace_expert_weight(
     leaf: str,
     state_dict: Mapping[str, Any],
 ) -> None:
-    """Enter a packed parameter under the first of its keys, and nothing under the others."""
+    """Replace a packed parameter's keys by one entry, under the first of them."""
     own, name = f"{prefix}parametrizations.{leaf}.", f"{prefix}{leaf}"
     share, decoder = expert_share(module), parametrize.decoder_of(module, leaf)
     first = f"{own}original" if f"{own}original" in state_dict else name
@@ -166,7 +166,7 @@ def _replace_plain_share(
     prefix: str,
     state_dict: Mapping[str, Any],
 ) -> None:
-    """Enter biases and unpacked weights of a rank's experts as those of all ranks."""
+    """Replace biases and unpacked weights of this rank's experts by those of all ranks."""
     share = expert_share(module)
     if share is None:
         return
@@ -189,7 +189,7 @@ def _replace_linear(
     prefix: str,
     state_dict: Mapping[str, Any],
 ) -> None:
-    """Enter what bitsandbytes' Linear layer of the shardable layout saves as in the compact one."""
+    """Replace the entries of a Linear layer in the shardable layout by those of the compact one."""
     decoder, name = module.statistics, f"{prefix}weight"
     keys = {part: f"{prefix}statistics.{part}" for part in decoder._parameters}
     if not all(key in state_dict for key in (name, *keys.values())):
@@ -216,7 +216,7 @@ def _replace_linear(
 
 @dataclass(frozen=True)
 class _Weight:
-    """A packed weight of which `codes` and `statistics` (its codes are empty) are gathered."""
+    """A packed weight as two gathering functions: codes, and statistics (with empty codes)."""
 
     name: str
     packed: PackedWeight  # its shape and settings
@@ -274,7 +274,7 @@ def _sharded_weight(
 def _of_all(
     packed: PackedWeight, share: ExpertShare
 ) -> tuple[Callable[[], Tensor], Callable[[], PackedWeight]]:
-    """Return what gathers codes and statistics of a weight of which each rank has some experts."""
+    """Return two functions that all-gather an expert-parallel weight: codes, statistics."""
 
     def codes() -> Tensor:
         alone = replace(packed, absmax=packed.absmax[:0], nested=None)
@@ -287,7 +287,7 @@ def _of_all(
 
 
 def _joined(packed: PackedWeight, share: ExpertShare) -> PackedWeight:
-    """Return the whole weight of which this rank holds a share; all ranks of the group call it."""
+    """Join the ranks' shares of a weight; all ranks of the group must call it."""
     codes, absmax = _of_each_rank(packed.codes, share), _of_each_rank(packed.absmax, share)
     outer = None if packed.nested is None else _of_each_rank(packed.nested.absmax, share)
     parts = []
@@ -313,13 +313,13 @@ def gather_to_first(
 ) -> _Result | None:
     """Return `use(read)` of the first rank, where `read(key)` returns a tensor whole; else None.
 
-    All ranks must call it, and return or raise together: what `use` raises, each of them does.
+    All ranks must call it, and return or raise together: an error of `use` is raised on all.
     Where no tensor is divided, `use` runs on every rank that calls.
 
     Args:
-        tensors: What `whole_tensors` returns.
+        tensors: The result of `whole_tensors`.
         use: Called on the first rank; may read the tensors in any order, and not all of them.
-        what: Begins the sentence that says that a rank was lost.
+        what: Begins the message where a rank was lost.
 
     Raises:
         CheckpointError: A rank ended or does not take part.
@@ -349,7 +349,7 @@ def gather_to_first(
 
 
 class _Calls:
-    """What the first rank tells all others: a key to gather, an error that ends it, or None."""
+    """Messages of the first rank to all others: a key to gather, a final error, or None."""
 
     def __init__(self, what: str) -> None:
         self.what, self.lost = what, False
@@ -363,7 +363,7 @@ class _Calls:
         return calls[0]
 
     def guarded(self, collective: Callable[[], _Result]) -> _Result:
-        """Return what a collective returns, and say in a sentence where it fails."""
+        """Run a collective; raise a `CheckpointError` where it fails."""
         try:
             return collective()
         except RuntimeError as error:
@@ -381,8 +381,8 @@ def _as_error(what: str, error: BaseException) -> CheckpointError:
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the model's whole state dict on the first rank, on the CPU; all others get `{}`.
 
-    It has bitsandbytes' keys, as that of a model in a single process, whatever shares of the model
-    this process holds. Tensors are gathered one at a time: no device holds two of them whole.
+    It has bitsandbytes' keys, as in a single process, however the model is sharded. Tensors are
+    gathered one at a time: no device has two of them whole.
 
     All ranks must call it. Where nothing is sharded, and without a process group, it is the state
     dict itself. A `DistributedDataParallel` model's keys are those of the model in it.
@@ -391,7 +391,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         CheckpointError: Another rank was lost meanwhile.
     """
     inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    tensors = whole_tensors(inner, own_state_dict(inner))
+    tensors = whole_tensors(inner, local_state_dict(inner))
 
     def collect(read: Callable[[str], Tensor]) -> dict[str, Any]:
         return {key: _on_cpu(read(key)) for key in tensors}

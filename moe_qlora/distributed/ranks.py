@@ -1,4 +1,4 @@
-"""What several ranks do where a single process does nothing: the other side of world.py."""
+"""The implementation of world.py's interface for several ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 
 class ManyRanks(World):
-    """Several ranks, each of which holds the model, a share of it, or some of its experts."""
+    """Several ranks, each with the model, a share of it, or some of its experts."""
 
     several = True
 
@@ -44,7 +44,7 @@ class ManyRanks(World):
         return RankLoad(distributed_config, expert_mesh)
 
     def divide(self, model: nn.Module, layout: ModelLayout, share: ExpertShare) -> None:
-        """Let tokens travel between ranks whose loads have kept a share of the experts each."""
+        """Dispatch tokens between ranks that each loaded a share of the experts."""
         from .expert_parallel import divide
 
         divide(model, layout, share.mesh)
@@ -132,7 +132,7 @@ class ManyRanks(World):
 
 
 def _checked(model: nn.Module) -> set[str]:
-    """Return what was checked of a model, to be asked and added to."""
+    """Return the set of checks that a model has passed, which callers extend."""
     names: set[str] = model.__dict__.setdefault(CHECKED, set())
     return names
 

@@ -1,9 +1,9 @@
 """FSDP2 and other engines that shard over packed models.
 
 `prepare_sharding` turns packed weights into the shardable layout, where codes and statistics are
-parameters: engines shard and gather both alike, and cast neither. `shard` says which modules FSDP2
-shards by themselves; `shards_integers` lets torch before 2.13 shard uint8 parameters, which have no
-gradients.
+parameters: engines shard and gather both alike, and cast neither. `shard_model` says which modules
+FSDP2 shards by themselves; `shards_integers` lets torch before 2.13 shard uint8 parameters, which
+have no gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..packing.decoders import (
 from ..packing.linear import read_linear, write_linear
 
 Wrap = Collection[str] | Callable[[nn.Module], bool]
-"""Which modules are sharded by themselves: names of classes, or what tells of a module."""
+"""Which modules are sharded by themselves: names of classes, or a predicate of a module."""
 
 
 def prepare_sharding(model: nn.Module) -> nn.Module:
@@ -81,7 +81,7 @@ def prepare_sharding(model: nn.Module) -> nn.Module:
 
 
 def _describe_share(module: ShardableLinear4bit) -> None:
-    """Give a layer's codes, where FSDP2 has sharded them, what PEFT reads on a `Params4bit`."""
+    """Set the attributes of a `Params4bit` that PEFT reads on a layer's sharded codes."""
     weight: Any = module.weight
     if not isinstance(weight, PackedCodes):
         statistics = module.statistics
@@ -131,7 +131,7 @@ class ShardableLinear4bit(bnb.Linear4bit):
         return _product(self, x, bias).to(dtype)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute by bitsandbytes, whose gradient function holds on to the codes."""
+        """Compute by bitsandbytes, whose gradient function references the codes."""
         state = self.statistics.quant_state
         out: Tensor = bnb_matmul_4bit(x, self.weight, bias=bias, quant_state=state)
         return out
@@ -141,7 +141,7 @@ class ShardableLinear4bit(bnb.Linear4bit):
         _restore_stock(self, bnb.Linear4bit)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        # Not bitsandbytes' keys, which no engine finds as parameters: statistics save themselves.
+        # No bitsandbytes keys, which engines do not find as parameters: statistics save themselves.
         nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
 
 
@@ -156,7 +156,7 @@ class ShardableLinear8bit(bnb.Linear8bitLt):
         return _product(self, x, None if self.bias is None else self.bias.to(x.dtype))
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute by bitsandbytes, whose gradient function holds on to the codes."""
+        """Compute by bitsandbytes, whose gradient function references the codes."""
         state = MatmulLtState()
         state.threshold, state.has_fp16_weights = self.state.threshold, False
         state.is_training = self.training
@@ -189,10 +189,10 @@ def _product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _ReadAgain(torch.autograd.Function):
-    """A Linear layer's product whose backward reads the codes anew.
+    """A Linear layer's product whose backward reads the codes again.
 
-    ZeRO-3 gathers codes into new memory for forward and for backward. bitsandbytes' functions keep
-    those of the forward, where checkpointing does not see them: all layers' until the backward.
+    ZeRO-3 gathers codes into new memory for forward and for backward. bitsandbytes' functions would
+    reference those of the forward, invisibly to checkpointing: all layers' until the backward.
     """
 
     @staticmethod
@@ -220,7 +220,7 @@ def _require_gathered(module: ShardableLinear4bit | ShardableLinear8bit) -> None
 
 
 def _prepare_8bit(module: Any) -> None:
-    """Do for one `Linear8bitLt` what `prepare_sharding` does for experts."""
+    """Make the row scales of a `Linear8bitLt` a parameter."""
     if module.weight.CB is None and module.state.CB is None:
         return
     packed = read_linear(module)
@@ -238,30 +238,30 @@ def _scales_as_parameter(decoder: PackedScales) -> None:
 
 
 def _prepare_4bit(module: Any) -> None:
-    """Do for one `Linear4bit` what `prepare_sharding` does for experts."""
+    """Make the statistics of a `Linear4bit` parameters."""
     if getattr(module.weight, "quant_state", None) is None:
         return
     packed = read_linear(module)
     statistics = ShardableStatistics(packed)
     codes: Any = packed_codes(packed, statistics)
-    codes.module = module  # as bitsandbytes' own parameter has it
+    codes.module = module  # as on bitsandbytes' own parameter
     module.__class__ = ShardableLinear4bit
     module.weight, module.statistics, module.quant_state = codes, statistics, None
 
 
 @contextmanager
 def shards_integers() -> Iterator[None]:
-    """Let `fully_shard` take integer parameters on every torch, within the block.
+    """Let `fully_shard` shard integer parameters on every torch, within the block.
 
         with moe_qlora.shards_integers():
             for layer in model.model.layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
 
-    torch before 2.13 asks gradients of each shard that it makes, and "only Tensors of floating
-    point dtype can require gradients"; and a mixed precision policy casts codes as it gathers
-    them, which destroys them. Parameters that are sharded in the block are gathered as they are,
-    afterwards too. Where torch is right, nothing is changed.
+    torch before 2.13 requires gradients of each shard, and "only Tensors of floating point dtype
+    can require gradients"; and a mixed precision policy casts codes as it gathers them, which
+    destroys them. Parameters sharded in the block are gathered uncast, afterwards too. Where torch
+    is right, nothing is changed.
     """
     import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 
@@ -291,12 +291,12 @@ def _keep_dtype(self: Any, mp_policy: Any) -> None:
 
 
 def _takes_integers() -> bool:
-    """Whether this torch's FSDP2 makes shards of integers without asking gradients of them."""
+    """Whether this torch's FSDP2 shards integers without requiring gradients of them."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 class _NeuralNetworks(types.ModuleType):
-    """`torch.nn` whose `Parameter` asks no gradients of integers where nothing is said of them."""
+    """`torch.nn` whose `Parameter` requires gradients of floating-point tensors only by default."""
 
     def __init__(self, stock: Any) -> None:
         super().__init__(stock.__name__)
@@ -328,7 +328,7 @@ def shard_model(
             layout; it may be on meta.
         mesh: A `DeviceMesh` of one dimension, or of two, (copies, shards).
         wrap: The modules that are gathered and freed by themselves; by default those of the
-            classes that the model itself says are not to be split.
+            model's own `_no_split_modules`.
         **options: Passed on to `fully_shard` (reshard_after_forward, mp_policy, offload_policy).
 
     Returns:
@@ -374,7 +374,7 @@ def _blocks(model: nn.Module, wrap: Wrap | None) -> list[nn.Module]:
 
 
 def _unsplit_classes(module: nn.Module) -> Collection[str]:
-    # Not by getattr, which wrappers of PEFT answer for the module inside.
+    # Not by getattr, which PEFT's wrappers forward to the module inside.
     names = getattr(type(module), "_no_split_modules", None)
     names = module.__dict__.get("_no_split_modules", names)
     return names if isinstance(names, (list, tuple, set, frozenset)) else ()
@@ -383,9 +383,9 @@ def _unsplit_classes(module: nn.Module) -> Collection[str]:
 def allocate(
     model: nn.Module, device: torch.device, parameters: torch.device | None = None
 ) -> None:
-    """Replace what of a sharded model is on meta by empty tensors: this rank's shares only.
+    """Replace a sharded model's meta tensors by empty ones: this rank's shards only.
 
-    `parameters` is where parameters live, by default on the device as all else.
+    `parameters` is the parameters' device, by default `device` as for all else.
     """
     places: Mapping[bool, torch.device] = {True: parameters or device, False: device}
     owned = {id(parameter) for parameter in model.parameters()}

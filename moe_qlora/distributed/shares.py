@@ -1,14 +1,13 @@
-"""One rank's share of a layer's experts, under expert parallelism: which ones it holds.
+"""One rank's share of a layer's experts, under expert parallelism.
 
-A rank holds the experts `[first, last)` of each layer as a packed weight of their own
-(`Codec.cut`), and as LoRA factors of their own.
+A rank has the experts `[first, last)` of each layer as a packed weight of their own (`Codec.cut`),
+and as LoRA factors of their own.
 
-A factor is a DTensor of the shape that PEFT's file has, of which a rank holds its experts' part:
+A factor is a DTensor of the shape in PEFT's file; the local part is that of the rank's experts:
 rows of `lora_A`, where the expert is slowest, and in `lora_B`, where it is fastest, one run of
-columns for each rank of the adapter. Gradient norms, optimizers and files so count each expert
-once, without being told. Each expert sees the tokens of all ranks that share a copy of it: its
-gradient is summed over the copies and divided by the number of batches, as DDP and FSDP2 average
-all others.
+columns for each rank of the adapter. So gradient norms, optimizers and files count each expert
+once. Each expert sees the tokens of all ranks that share a copy of it: its gradient is summed over
+the copies and divided by the number of batches, as DDP and FSDP2 average all others.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 @dataclass(frozen=True, eq=False)
 class ExpertShare:
-    """The experts `[first, last)` that this rank holds of a layer's `experts`.
+    """This rank's experts `[first, last)` of a layer's `experts`.
 
     `mesh` is a `DeviceMesh` whose last dimension divides the experts; ranks along the other one, if
-    there is one, hold copies. `batches` is the number of different batches that all its ranks see
-    in a step together.
+    any, have copies. `batches` is the number of different batches of all its ranks in a step.
     """
 
     experts: int
@@ -53,24 +51,24 @@ class ExpertShare:
 
     @property
     def count(self) -> int:
-        """Number of experts that this rank holds."""
+        """Number of this rank's experts."""
         return self.last - self.first
 
     @property
     def group(self) -> Any:
-        """The process group whose ranks hold all experts together."""
+        """The process group whose ranks have all experts together."""
         return self.mesh.get_group(self.mesh.ndim - 1)
 
     @property
     def copies(self) -> Any:
-        """The process group whose ranks hold the same experts; None where each is held once."""
+        """The process group whose ranks have the same experts; None where each exists once."""
         return self.mesh.get_group(0) if self.mesh.ndim > 1 and self.mesh.size(0) > 1 else None
 
     def mean(self, name: str, absmax: Tensor) -> Tensor:
-        """Return the mean of a weight's absmax, of which each rank of the group holds as many.
+        """All-gather the ranks' equally sized absmax of a weight and return the mean.
 
-        It has the bits of the mean of all absmax in one tensor. All ranks of the group must call
-        it; where one does not, it is a `QuantizationError`.
+        It is bit for bit the mean of all absmax in one tensor. All ranks of the group must call it;
+        a `QuantizationError` where one does not.
         """
         parts = [torch.empty_like(absmax) for _ in range(distributed.get_world_size(self.group))]
         gather_absmax(name, parts, absmax.contiguous(), self.group)
@@ -98,17 +96,17 @@ def gather_absmax(name: str, parts: list[Tensor], absmax: Tensor, group: Any) ->
 
 
 def expert_share(module: nn.Module) -> ExpertShare | None:
-    """Return which experts a module holds; None where it holds all of its layer's."""
+    """Return a module's share of the experts; None where it has all of its layer's."""
     return cast("ExpertShare | None", share_of(module))
 
 
 def set_share(module: nn.Module, share: ExpertShare) -> None:
-    """Note which experts a module holds."""
+    """Set a module's share of the experts."""
     module.__dict__[SHARE] = share
 
 
 class LocalNames:
-    """The names of `local_tensors`, found anew whenever they are asked for: adapters come later."""
+    """The names of `local_tensors`, looked up at each iteration: adapters are added later."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -118,7 +116,7 @@ class LocalNames:
 
 
 def keep_from_ddp(model: nn.Module) -> None:
-    """Let DDP, which would overwrite them with the first rank's, leave local tensors alone.
+    """Make DDP, which would overwrite them with the first rank's, ignore local tensors.
 
     It asks the module that it wraps for their names, by the attribute that
     `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` sets.
@@ -180,10 +178,10 @@ def local_factor(factor: Tensor, share: Any) -> Tensor:
 
 
 class _AverageGradient(torch.autograd.Function):
-    """Gives this rank's part of a factor, and averages its gradient over the batches of all ranks.
+    """Returns this rank's part of a factor, and averages its gradient over all ranks' batches.
 
-    In backward and not in a hook: a hook on the parameter is lost where that is replaced, and one
-    after its accumulation would divide what earlier micro-batches have left there.
+    In backward, not in a hook: a hook is lost where the parameter is replaced, and one after
+    accumulation would divide the gradients of earlier micro-batches again.
     """
 
     @staticmethod
@@ -204,7 +202,7 @@ class _AverageGradient(torch.autograd.Function):
 class DividedTensor(DTensor):
     """A part of a LoRA factor of divided experts, of its gradient or of its optimizer state.
 
-    Optimizers and gradient clipping may use it beside plain tensors. The LoRA factors of divided
+    Optimizers and gradient clipping may use it with plain tensors. The LoRA factors of divided
     experts lie on another mesh than a model's other trained parameters, which are plain tensors
     under DDP and DTensors of FSDP2's mesh under FSDP2. torch's optimizers and `clip_grad_norm_`
     group all of them in one `_foreach` or fused operation, which DTensor refuses: "got mixed
@@ -222,7 +220,7 @@ class DividedTensor(DTensor):
         divided: Any = DividedTensor(local, spec, requires_grad=tensor.requires_grad)
         return cast(DividedTensor, divided)
 
-    # Not `__torch_dispatch__`, which torch 2.11 does not ask of a DTensor's subclass.
+    # Not `__torch_dispatch__`, which torch 2.11 does not call on a DTensor's subclass.
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -242,7 +240,7 @@ class DividedTensor(DTensor):
                     distributed.all_reduce(_local(args[1]), distributed.ReduceOp.MAX, group=group)
                 return None
             if name == "mul_" and not getattr(args[1], "ndim", 0):
-                # by a number, or a tensor that holds one: FSDP2's lies on a mesh of its own
+                # by a number or a scalar tensor: FSDP2's is on a mesh of its own
                 factor = args[1].full_tensor() if isinstance(args[1], DTensor) else args[1]
                 _local(args[0]).mul_(factor)
                 return args[0]
@@ -265,14 +263,14 @@ def _order(args: Sequence[Any]) -> float:
 
 
 def _reduced(norms: list[Tensor], tensors: Sequence[Any], order: float) -> list[Tensor]:
-    """Reduce the norms of parts of DTensors over the ranks that hold the other parts."""
+    """Reduce the norms of parts of DTensors over the ranks with the other parts."""
     results = list(norms)
     by_mesh: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
             key = tensor.device_mesh, tuple(p.is_replicate() for p in tensor.placements)
             by_mesh.setdefault(key, []).append(index)
-    reduce, power = distributed.ReduceOp.SUM, order or 1.0  # order 0 counts what is not zero
+    reduce, power = distributed.ReduceOp.SUM, order or 1.0  # order 0 counts nonzeros
     if math.isinf(order):
         reduce = distributed.ReduceOp.MAX if order > 0 else distributed.ReduceOp.MIN
         power = 1.0

@@ -1,4 +1,4 @@
-"""A LoraConfig adapted to packed experts; its file is what stock PEFT writes for unpacked ones."""
+"""A LoraConfig adapted to packed experts; its file is stock PEFT's for unpacked ones."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def adapt_lora_config(
             "quantization_config is for a model that is not loaded yet, and a "
             f"{type(model).__name__} was given: leave it out, or name the model's folder."
         )
-    warns = not isinstance(lora_config, AdaptedLoraConfig) and not lora_config.inference_mode
-    return adapt(model, lora_config, experts, router, scale_expert_rank, packing, warns=warns)
+    warn = not isinstance(lora_config, AdaptedLoraConfig) and not lora_config.inference_mode
+    return adapt(model, lora_config, experts, router, scale_expert_rank, packing, warn=warn)
 
 
 class AdaptedLoraConfig(LoraConfig):
@@ -108,9 +108,7 @@ class AdaptedLoraConfig(LoraConfig):
 
     _edits: Mapping[str, tuple[Any, Any]] = {}  # changed field -> (value set here, the caller's)
     _notes: tuple[str, ...] = ()  # warnings for a save, where stock PEFT would not load the file
-    _packed: training_codec.TrainingCodec | None = (
-        None  # what was packed, for the note that a merge reads
-    )
+    _packed: training_codec.TrainingCodec | None = None  # for the note that a merge reads
     _awaited: frozenset[str] = frozenset()  # packed parameters that are not loaded yet
     _chosen: Chosen = MappingProxyType({})  # experts with LoRA, where these are not all
     _router: bool = False  # the word "all-linear" means routers as well
@@ -120,7 +118,7 @@ class AdaptedLoraConfig(LoraConfig):
         return {
             field: value
             for field, (adapted, value) in self._edits.items()
-            # PEFT narrows target_modules while it injects: the caller's spelling stands for both
+            # PEFT narrows target_modules while it injects: the caller's value covers both
             if field == "target_modules" or _same(getattr(self, field), adapted)
         }
 
@@ -136,7 +134,7 @@ class AdaptedLoraConfig(LoraConfig):
         for note in self._notes:
             warnings.warn(note, UserWarning, stacklevel=2)
         adapted = {field: getattr(self, field) for field in self._edits}
-        self.__dict__.update(self.callers())  # a host's own class may write fields past `to_dict`
+        self.__dict__.update(self.callers())  # a host's class may bypass `to_dict`
         try:
             super().save_pretrained(save_directory, **kwargs)
         finally:
@@ -155,12 +153,12 @@ def adapt(
     scale_expert_rank: bool | int = False,
     to_be_loaded: training_codec.TrainingCodec | None = None,
     *,
-    warns: bool = False,
+    warn: bool = False,
 ) -> PeftConfig:
-    """Return the config adapted to a built model, or to one that stands for a load to come.
+    """Return the config adapted to a model, which may be on meta in place of one not loaded yet.
 
-    `warns` says whether experts that `target_modules` names in vain are worth a word: they are not
-    where the config is of an adapter that was trained so.
+    warn: warn if `target_modules` names experts, which PEFT cannot reach that way; False for the
+    config of an adapter that was trained so.
     """
     model = base_model(model)
     packed = packed_parameters(model)
@@ -192,7 +190,7 @@ def adapt(
     check_modules_to_save(asked, packed)
     targets = resolve_targets(model, asked, experts=experts, router=router)
     check_supported(asked, targets.experts, packed)
-    if warns and (note := check_named(model, asked, targets, packed)):
+    if warn and (note := check_named(model, asked, targets, packed)):
         warnings.warn(note, UserWarning, stacklevel=3)
     if scale_expert_rank and targets.experts:
         _scale_rank(model, cast(LoraConfig, asked), targets.experts, scale_expert_rank)
@@ -229,24 +227,24 @@ def make_adapted(
     packed: training_codec.TrainingCodec | None = None,
     awaited: frozenset[str] = frozenset(),
 ) -> PeftConfig:
-    """Turn a copy of the caller's config into what PEFT gets: for LoRA an `AdaptedLoraConfig`."""
+    """Turn a copy of the caller's config into PEFT's: for LoRA an `AdaptedLoraConfig`."""
     adapted: Any = config
     values = {"exclude_modules": targets.excludes, "target_modules": targets.modules}
     for field, value in values.items():
         setattr(adapted, field, value if value is None or isinstance(value, str) else set(value))
     if hasattr(adapted, "target_parameters"):
         adapted.target_parameters = targets.parameters and list(targets.parameters)
-    if not is_lora(adapted):  # AdaLoRA, IA3, ...: their files name what PEFT was told
+    if not is_lora(adapted):  # AdaLoRA, IA3, ...: their files have PEFT's values
         return cast(PeftConfig, adapted)
     edits = {
         field: (copy.copy(getattr(adapted, field)), copy.deepcopy(value))
         for field, value in targets.written.items()
     }
     become_adapted(adapted, edits, targets.notes, packed)
-    if awaited:  # a config that was adapted before the load goes on awaiting what it did
+    if awaited:  # a config adapted before the load still awaits its parameters
         adapted._awaited = awaited
     if targets.experts:
-        # PEFT's own table of layer classes, of this config alone: it holds in stock PEFT too.
+        # PEFT's own table of layer classes, of this config only: stock PEFT uses it too.
         adapted._register_custom_module({nn.Module: wrap_parameter})
     return cast(PeftConfig, adapted)
 
@@ -305,7 +303,7 @@ def _scale_rank(
         r"\d+".join(re.escape(part) for part in name_pattern(name).split("*")): rank
         for name in experts
     }
-    # The caller's entries come first, and so keep their effect.
+    # The caller's entries come first, and so take precedence.
     config.rank_pattern = {**(config.rank_pattern or {}), **patterns}
 
 
@@ -316,9 +314,9 @@ def _same(left: Any, right: Any) -> bool:
 def blank_packed_model(
     model: str | Path | PretrainedConfig, quantization_config: Any, *, trust_remote_code: bool
 ) -> tuple[nn.Module, training_codec.TrainingCodec]:
-    """Build a model on meta, packed as a load would pack it, and say what is packed.
+    """Build a model on meta, packed as by a load; return it and its codec.
 
-    A `quantization_config` of None stands for the one in the checkpoint's own config.json.
+    `quantization_config`: None for the one in the checkpoint's own config.json.
     """
     if not isinstance(model, (str, Path, PretrainedConfig)):
         raise ConfigError(

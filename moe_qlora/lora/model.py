@@ -70,7 +70,7 @@ def get_peft_model(
     experts this is stock PEFT with a copy of the config, and a warning if the model has experts.
     What got LoRA is logged in one line, at INFO.
 
-        adapt_lora_config          config.py     a new config, what PEFT is told:
+        adapt_lora_config          config.py     a new config for PEFT:
         |   resolve_targets        targets.py    pure: Targets(excludes, modules, parameters, notes)
         |   check_supported        supported.py  no DoRA, no PiSSA, ...
         |   make_adapted           config.py     the AdaptedLoraConfig
@@ -115,7 +115,7 @@ def make_peft_model(
     options: Mapping[str, Any] = types.MappingProxyType({}),
     **peft_kwargs: Any,
 ) -> PeftModel:
-    """Do what `get_peft_model` does, silently, and on models whose experts are not packed too.
+    """Do what `get_peft_model` does, without logs, also where experts are not packed.
 
     `options` are those of `adapt_lora_config`.
     """
@@ -172,11 +172,11 @@ def connect_adapters(model: PeftModel) -> PeftModel:
 def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
     """Apply an adapted LoRA config to adapters that a host made from its lists with stock PEFT.
 
-    Their files then say what the caller asked for, and their layers get the caller's dropout.
+    Their files then have the caller's settings, and their layers the caller's dropout.
     """
     if not isinstance(adapted, AdaptedLoraConfig):
         return
-    # Not by target_modules, which PEFT narrows to what it finds.
+    # Not by target_modules, which PEFT narrows to the modules that it finds.
     fields = ("target_parameters", "exclude_modules")
     for name, config in model.peft_config.items():
         if type(config) not in (LoraConfig, AdaptedLoraConfig) or not all(
@@ -199,7 +199,7 @@ def set_dropout(model: PeftModel, adapter: str, probability: float) -> None:
 
 
 class LoraModel(StockLoraModel):
-    """PEFT's LoRA model over packed experts, so that what is called on it later is right too."""
+    """PEFT's LoRA model over packed experts, whose later calls are right too."""
 
     def inject_adapter(
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
@@ -227,10 +227,10 @@ class LoraModel(StockLoraModel):
     ) -> None:
         """Merge into the base weights; `unmerge_adapter` restores the original codes bit for bit.
 
-        Packed experts become plain ones meanwhile: W + s B A, in fp32, rounded once to `dtype`, by
+        Packed experts are plain until then: W + s B A, in fp32, rounded once to `dtype`, by
         default the dtype before packing. So do bitsandbytes' Linear layers with an adapter where
         `dtype` is given; without it they are packed again, as PEFT does, which rounds away much of
-        an adapter. `repack` packs experts again, and Linear layers, whatever the dtype.
+        an adapter. `repack` packs experts and Linear layers again, with any dtype.
         """
         with self._merging(dtype, repack):
             super().merge_adapter(*args, **kwargs)
@@ -240,9 +240,9 @@ class LoraModel(StockLoraModel):
     ) -> nn.Module:
         """Return the base model with adapters merged; `dtype`, `repack` as in `merge_adapter`.
 
-        With `dtype` (and no `repack`) it is a plain model of that dtype, which nothing packs again
-        when it is saved and loaded: also Linear layers without an adapter are dequantized, and
-        other weights cast, but for those that the model's class keeps in fp32.
+        With `dtype` (and no `repack`) it is a plain model of that dtype, which no later load packs
+        again: Linear layers without an adapter are dequantized too, and other weights cast, except
+        those that the model's class keeps in fp32.
         """
         with self._merging(dtype, repack):
             merged = cast(nn.Module, super().merge_and_unload(*args, **kwargs))
@@ -282,7 +282,7 @@ class LoraModel(StockLoraModel):
 
     @contextmanager
     def _stock_linears(self) -> Iterator[None]:
-        """Give adapted Linear layers bitsandbytes' own layout, the only one that PEFT merges."""
+        """Convert adapted Linear layers to bitsandbytes' own layout, which PEFT can merge."""
         for module in self.model.modules():
             if isinstance(module, LoraLayer):
                 restore_linear(unwrapped(module))
@@ -317,8 +317,8 @@ class LoraModel(StockLoraModel):
                 )
         configs = {name: self.peft_config[name] for name in adapters}
         summed = summed_config(self.model, [configs[name] for name in adapters], adapters)
-        # PEFT makes the new config from the first one, and refuses target_parameters, which its own
-        # wrappers cannot combine, and target_modules of several kinds.
+        # PEFT derives the new config from the first one, and refuses target_parameters, which its
+        # own wrappers cannot combine, and target_modules of several kinds.
         plain = {"target_parameters": None, "target_modules": summed.target_modules}
         self.peft_config.update({n: replace(config, **plain) for n, config in configs.items()})
         self._summed = summed
@@ -336,7 +336,7 @@ class LoraModel(StockLoraModel):
 
     def _check_add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> Any:
         checked = super()._check_add_weighted_adapter(adapters, *args, **kwargs)
-        self.peft_config[adapters[0]] = self._summed  # from which PEFT makes the new one next
+        self.peft_config[adapters[0]] = self._summed  # PEFT derives the new one from it next
         return checked
 
     def _svd_generalized_task_arithmetic_weighted_adapter(
@@ -347,7 +347,7 @@ class LoraModel(StockLoraModel):
         parts = [target]
         if isinstance(target, ParamWrapper):
             parts = [SingleExpert(target, index) for index in range(target.num_experts)]
-        # PEFT cannot give more than a weight has: zeros make up the rest of the rank.
+        # PEFT's rank is at most the weight's: zeros fill the rest.
         sides = (rest[0].shape[1], len(rest[1])) if rest[0].dim() == 2 else ()  # no convolution
         most, factors = min((rank, *sides)), []
         for part in parts:
@@ -358,7 +358,7 @@ class LoraModel(StockLoraModel):
 
 
 def make_plain(model: nn.Module, dtype: torch.dtype) -> None:
-    """Dequantize what bitsandbytes has packed in a model, and cast it to a dtype, in place.
+    """Dequantize a model's packed weights, and cast it to a dtype, in place.
 
     Weights that the model's class keeps in fp32 stay as they are.
     """
@@ -373,9 +373,9 @@ def make_plain(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def without_false_warning(model: nn.Module, config: PeftConfig) -> Iterator[None]:
-    """Keep PEFT, which looks at modules only, from saying that patterns for parameters are idle.
+    """Suppress PEFT's false "pattern did not match" warning for expert parameters.
 
-    Patterns that match nothing at all are still named, in PEFT's words.
+    PEFT still warns of patterns that match nothing at all.
     """
     parameters = getattr(config, "target_parameters", None) or ()
     fields = ("rank_pattern", "alpha_pattern")

@@ -6,9 +6,9 @@ full names and their ends after a dot, or one regular expression for `re.fullmat
 PEFT 0.20 to 0.21.2 knows Mixture-of-Experts checkpoints of transformers v4, where experts were
 Linear layers. For 29 model types it rewrites `target_modules` such as "all-linear", `down_proj` or
 any regex into `target_parameters` for the fused experts and the router, and the Linear layers of
-shared experts and dense blocks, which have the same leaf names, lose their LoRA. The rewrite asks
-each target `target.endswith(".down_proj")`: `ExactName`, a string that answers no, spells the full
-name of a Linear layer in a way that PEFT matches and does not rewrite. PEFT itself is not patched.
+shared experts and dense blocks, which have the same leaf names, lose their LoRA. The rewrite tests
+`target.endswith(".down_proj")`: an `ExactName` is a Linear layer's full name for which that is
+False, so that PEFT matches it without a rewrite. PEFT itself is not patched.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Names: TypeAlias = "list[str] | tuple[str, ...] | set[str] | frozenset[str]"
 
 ALL_LINEAR = "all-linear"
 
-# Where the names of adapters begin in a full name, and what else PEFT puts into one.
+# Where adapters' names begin in a full name, and other parts that PEFT adds to one.
 _ADAPTERS_OWN = re.compile(r"\.(?=lora_|modules_to_save|original_module)")
 _PARTS_OF_KEYS = (
     *("model", "weight", "bias", "base_layer", "modules_to_save", "original_module"),
@@ -82,7 +82,7 @@ def expert_parameters(
 ) -> list[str]:
     """Return the full names of the packed parameters, or of those with one of these roles.
 
-    Of a mapping the keys are the names themselves.
+    `roles` as a mapping: its keys are the names themselves.
     """
     packed = packed_parameters(model)
     if isinstance(roles, Mapping):
@@ -114,7 +114,7 @@ def expert_parameters(
 def check_adapter_names(model: nn.Module, adapters: Collection[str]) -> None:
     """Raise where one of several adapters has the name of a part of the model.
 
-    In its file PEFT leaves out what has another adapter's name anywhere in its own.
+    PEFT leaves tensors out of an adapter's file whose names contain another adapter's name.
     """
     if len(adapters) < 2:
         return
@@ -132,18 +132,18 @@ def check_adapter_names(model: nn.Module, adapters: Collection[str]) -> None:
 
 
 def names_parameter(target: str, name: str) -> bool:
-    """Tell whether PEFT takes `target` for this parameter: its full name, or the end of it."""
+    """Whether PEFT matches `target` with this parameter: its full name, or the end of it."""
     return name == target or name.endswith(f".{target}")
 
 
 def is_all_linear(config: Any) -> bool:
-    """Tell whether the caller asked for every Linear layer."""
+    """Whether the caller asked for every Linear layer."""
     target_modules = getattr(config, "target_modules", None)
     return isinstance(target_modules, str) and target_modules.lower() == ALL_LINEAR
 
 
 def as_set(value: Any) -> Any:
-    """Return names in a form that compares without order; a regex is itself, None is no name."""
+    """Return names as a set; a regex as it is, None as no names."""
     return value if isinstance(value, str) else set(value or ())
 
 
@@ -190,22 +190,22 @@ def as_names(setting: str, existing: Iterable[str] | None) -> list[str]:
 def check_packed(model: nn.Module, *, unpacked_ok: bool, stacklevel: int) -> list[ExpertParam]:
     """Warn that experts are not packed, where none is, or raise where a config asks for it.
 
-    A config on the model that names them in `llm_int8_skip_modules` leaves them in 16 bit on
-    purpose. Returns all expert weights of the model, to which the warning need not have applied.
+    A model config that names them in `llm_int8_skip_modules` leaves them in 16 bit on purpose.
+    Returns all expert weights of the model, warned of or not.
     """
     model = base_model(model)
     layout = detect(model)
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     try:
         settings = None if config is None else CodecSettings.from_config(config)
-    except ConfigError:  # of a method that packs otherwise
+    except ConfigError:  # another quantization method
         settings = None
     experts = list(layout.experts)
     if unpacked_ok or not experts:
         return experts
     unpacked = experts
     if settings is not None:
-        with warnings.catch_warnings():  # of skip patterns, which the load has said
+        with warnings.catch_warnings():  # the load has warned of skip patterns
             warnings.simplefilter("ignore")
             unpacked = weights_to_pack(model, layout, config, settings)
     if not unpacked:
@@ -251,7 +251,7 @@ def warn_of_unpacked(model: nn.Module, adapter: Path, *, stacklevel: int) -> Non
 
 
 def patterns(names: Iterable[str]) -> str:
-    """Return names for a message, those of many layers as one: `layers.*.mlp.experts.down_proj`."""
+    """Return names for a message, those of all layers as one: `layers.*.mlp.experts.down_proj`."""
     return listed(list(dict.fromkeys(name_pattern(name) for name in names)))
 
 
@@ -267,10 +267,10 @@ class ExactName(str):
 def exact_targets(
     model: nn.Module, config: PeftConfig, layout: ModelLayout
 ) -> tuple[set[ExactName], list[str], str] | None:
-    """Return what the config's `target_modules` reach; None where PEFT would not rewrite them.
+    """Resolve the config's `target_modules`; None where PEFT would not rewrite them.
 
-    These are names of modules and of router weights, and one sentence where stock PEFT, given the
-    saved config, would adapt something else, or "".
+    Returns the modules' names, names of router weights, and a sentence where stock PEFT, given the
+    saved config, would adapt others, else "".
     """
     if rewritten(model, config) is None:
         return None
@@ -287,7 +287,7 @@ def exact_targets(
         else:
             modules.add(ExactName(name))
     written = config
-    if is_all_linear(config):  # PEFT writes the names that the word stands for
+    if is_all_linear(config):  # PEFT writes the names of these modules instead of the word
         written = changed(config, target_modules={str(name) for name in modules})
     return modules, router_weights, _reload_note(model, written, modules, router_weights)
 

@@ -87,7 +87,7 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
         check_config_patterns(vars(config), model, "adapter_config.json")
     if loads and _reaches_nothing(model, config):  # of transformers v4, LoRA on experts alone
         config = rewritten(model, config) or config
-    config = adapt(model, config, warns=not loads and not config.inference_mode)
+    config = adapt(model, config, warn=not loads and not config.inference_mode)
     tuner.peft_config[name] = config
     world().prepare_adapters(model, config)
     made = _caller(frame, PeftModel.__init__.__code__, _FAR)

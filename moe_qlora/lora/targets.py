@@ -1,7 +1,6 @@
-"""What PEFT is told for a model with packed experts: `resolve_targets`, and two lists for hosts.
+"""Values of a LoraConfig's fields for a model with packed experts, and two lists for hosts.
 
-Three fields of a LoraConfig need its answer, each for one reason; neither it nor the model is
-changed.
+`resolve_targets` returns three fields; neither the config nor the model is changed.
 
     exclude_modules    + every packed experts module and the modules inside it, which leaf names
                        would reach; with "all-linear" also routers that are Linear layers
@@ -48,21 +47,21 @@ WARNING = "target_modules names .* packed expert weights .* get no LoRA"  # the 
 
 _HOW = ": pass experts=True"
 
-# What transformers v4, and so most tutorials, call the matrices of one expert; the model's own
-# names of fused ones come beside them.
+# One expert's matrices in transformers v4 and so in most tutorials, besides the model's own names
+# of fused ones.
 _MATRICES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What PEFT is told for one model and one config: values of three fields of a LoraConfig."""
+    """Values of three fields of a LoraConfig, for one model and one config."""
 
     excludes: str | Sequence[str] | None = None
     modules: str | Collection[str] | None = None
     parameters: Sequence[str] | None = None
-    notes: tuple[str, ...] = ()  # sentences for whoever saves the adapter
+    notes: tuple[str, ...] = ()  # warnings for when the adapter is saved
     experts: tuple[str, ...] = ()  # the packed parameters that get LoRA, in model order
-    written: Mapping[str, Any] = field(default_factory=dict)  # the fields as the caller spelt them
+    written: Mapping[str, Any] = field(default_factory=dict)  # the fields in the caller's spelling
 
 
 def resolve_targets(
@@ -72,9 +71,9 @@ def resolve_targets(
     experts: bool | Collection[str] | Mapping[str, Any] = False,
     router: bool = False,
 ) -> Targets:
-    """Work out what PEFT is told for this model, which may be a `PeftModel`.
+    """Return the fields of PEFT's config for this model, which may be a `PeftModel`.
 
-    `config` is in the caller's own spelling; None names nothing.
+    `config` is in the caller's own spelling; None targets nothing.
     """
     model = base_model(model)
     packed = packed_parameters(model)
@@ -114,7 +113,7 @@ def resolve_targets(
     if added:
         written["target_parameters"] = _merge(written["target_parameters"], added)
     if asked.target_modules is None or is_all_linear(asked):
-        del written["target_modules"]  # PEFT writes the names that None or the word stands for
+        del written["target_modules"]  # PEFT writes the modules' names instead
     return Targets(
         excludes=excludes,
         modules=modules,
@@ -126,7 +125,7 @@ def resolve_targets(
 
 
 def _in_layers(config: Any, names: list[str]) -> list[str]:
-    """Return those of expert parameters that are in the layers that a config is for."""
+    """Return the expert parameters in the layers of a config's `layers_to_transform`."""
     if getattr(config, "layers_to_transform", None) in (None, []):
         return names
     # PEFT looks at layers for names in `target_modules` only
@@ -191,9 +190,9 @@ def _resolve_modules(
         names, router_weights, note = exact
         return names, router_weights, (note,) if note else ()
     if is_all_linear(asked):
-        # PEFT writes the names that the word stands for, and the caller's excludes beside them:
-        # routers that are Linear by class (phimoe, llama4, dbrx, ...) would get LoRA where the file
-        # is read. The word stays where our excludes change nothing.
+        # PEFT writes the modules' names instead of the word, with the caller's excludes: routers
+        # that are Linear by class (phimoe, llama4, dbrx, ...) would get LoRA when the file is
+        # loaded. The word stays where our excludes change nothing.
         reached = set(reached_modules(model, probe))
         if reached != set(reached_modules(model, asked)):
             return reached, (), ()
@@ -202,7 +201,7 @@ def _resolve_modules(
 
 def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> list[str]:
     """Spell parameters of packed modules in full, and keep the other targets as they are."""
-    # One packed parameter makes PEFT take the whole module for parametrized, so that its plain
+    # With one packed parameter PEFT treats the whole module as parametrized, so that its plain
     # parameters need full names too.
     beside = [
         join(name, parameter)
@@ -226,7 +225,7 @@ def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> 
 
 
 def _unknown_parameter(target: str, names: Sequence[str]) -> ConfigError:
-    """Return the error for a target that names no parameter, with the nearest names there are."""
+    """Return the error for a target that names no parameter, with the nearest names."""
     depth = target.count(".") + 1
     ends = _merge(".".join(name.split(".")[-depth:]) for name in names)
     near = get_close_matches(target, ends, n=3)
@@ -250,7 +249,7 @@ def exclude_modules(
 def exclude_modules(
     model: nn.Module, existing: str | Names | None = None, *, routers: bool = False
 ) -> list[str] | str:
-    """Return what PEFT's `exclude_modules` must name so that no module target hits packed experts.
+    """Return the `exclude_modules` with which no module target hits packed experts.
 
     For each packed experts module that is its own path and the path of every module inside it, in
     full, so that `mlp.shared_expert.down_proj` keeps its LoRA while
@@ -262,8 +261,8 @@ def exclude_modules(
         routers: Exclude the routers that are plain Linear layers too.
 
     Returns:
-        A new list for None, a list, a tuple or a set; for a string, which PEFT takes as a regex,
-        one regex for `re.fullmatch`. Where no expert is packed, nothing is added.
+        A new list for None, a list, a tuple or a set; for a string, a regex in PEFT, one regex for
+        `re.fullmatch`. Where no expert is packed, nothing is added.
 
     Raises:
         ConfigError: `existing` is no regex, or holds something else than names.
@@ -297,7 +296,7 @@ def target_parameters(
     roles: Collection[str] | None = None,
     unpacked_ok: bool = False,
 ) -> list[str] | str:
-    """Return what PEFT's `target_parameters` must name for LoRA on every packed expert parameter.
+    """Return the `target_parameters` for LoRA on every packed expert parameter.
 
     These are full dotted names, as in `model.layers.0.mlp.experts.gate_up_proj`: PEFT matches them
     on packed and on unpacked models alike, whereas it finds a shorter ending on unpacked ones only.
@@ -329,7 +328,7 @@ def check_named(
     """Return one sentence where `target_modules` names experts that get no LoRA, or "".
 
     `config` is in the caller's spelling. Where nothing else gets LoRA either, that is an error.
-    Excludes of the caller that name the experts leave them out on purpose.
+    The caller's own excludes of experts are on purpose.
     """
     asked: Any = config
     if not isinstance(config, LoraConfig) or targets.experts or is_all_linear(config):
@@ -362,14 +361,14 @@ def check_named(
 
 
 def for_target_names(message: str) -> str:
-    """Return what `check_named` says, for whoever names targets by comma as `plan` takes them."""
+    """Return the message of `check_named` for targets separated by commas, as `plan` has them."""
     head, found, _ = message.partition(_HOW)
     cure = ': name experts among the targets, as in "attention,experts".'
     return head + cure if found else message
 
 
 def names_expert(config: Any, name: str) -> bool:
-    """Tell whether module targets name this parameter, its module, or matrices of one expert."""
+    """Whether module targets name this parameter, its module, or matrices of one expert."""
     owner, _, leaf = name.rpartition(".")
     everything = changed(config, target_modules=".*")
     if not all(check_target_module_exists(everything, path) for path in (owner, name)):
