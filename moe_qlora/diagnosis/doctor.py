@@ -287,7 +287,7 @@ def layer_kinds(
         source.quantization,
         linears=source.linears,
         experts=source.experts,
-        kept=source.kept,
+        native=source.native,
     )
     return _count(meta.base, meta.layout, partial(_backend, card=card, rank=rank))
 

@@ -9,11 +9,11 @@ them. Open host.py first: its docstring is the order of calls that every host fo
     ms_swift.py        ms-swift: a tuner for its registry, and loaders that pack
     trl.py             TRL's RL with vLLM, which gets adapters; its trainers need nothing else
 
-The block itself is `ExpertsSettings`, of models/trainer/block.py. What a user of each host writes
+The block itself is `ExpertsSettings`, of models/trainer/checks.py. What a user of each host writes
 is in docs/trainers.md and docs/axolotl.md. Importing this package imports no host.
 """
 
-from ..models.trainer.block import ExpertsSettings
+from ..models.trainer.checks import ExpertsSettings
 from .host import ExpertsHost
 
 __all__ = ["ExpertsHost", "ExpertsSettings"]

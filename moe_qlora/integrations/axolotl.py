@@ -31,8 +31,7 @@ from axolotl.utils.logging import get_logger
 from pydantic import BaseModel, model_validator
 
 from ..errors import MoeQloraError
-from ..models.trainer.block import BLOCK, ExpertsSettings
-from ..models.trainer.checks import check, is_named, wants_packing
+from ..models.trainer.checks import BLOCK, ExpertsSettings, check, is_named, wants_packing
 from .host import ExpertsHost
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AdapterError, CheckpointError, ConfigError, DetectionError, QuantizationError
-from ..models.trainer.block import ExpertsSettings
+from ..models.trainer.checks import ExpertsSettings
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

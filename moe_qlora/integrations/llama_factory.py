@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MoeQloraError, one_line
 from ..models.files import read_json
-from ..models.trainer.block import BLOCK, ExpertsSettings
+from ..models.trainer.checks import BLOCK, ExpertsSettings
 from .host import ExpertsHost
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..models.trainer.block import ExpertsSettings
+from ..models.trainer.checks import ExpertsSettings
 from .host import ExpertsHost
 
 if TYPE_CHECKING:

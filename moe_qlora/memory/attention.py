@@ -3,7 +3,7 @@
 transformers chooses an implementation by attributes of a model's class. A class that supports no
 sdpa gets eager attention by default, which holds the scores of every head; many of these support
 flex attention or name flash kernels, which hold none. Neither runs on the meta device, so a plan
-puts an attention in their place that makes and keeps tensors of the sizes theirs do.
+replaces them by an attention that allocates and saves tensors of the same sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MEASURED = (
     "beside 2,532 tokens/s), at a peak of 17.1 GB beside 25.2 (one sequence of 4,096 tokens, one "
     "H200: commit 5f0f82d in tools/bench/results/model.csv)."
 )
-"""What flex attention gives, and where that was measured."""
+"""The gain of flex attention, and its measurement."""
 
 _COUNTED = "moe_qlora_counted"
 
@@ -46,7 +46,7 @@ class EagerAttention:
 
     @property
     def what(self) -> str:
-        """What is seen, a sentence."""
+        """The problem in one sentence."""
         return (
             f"{self.class_name} supports no sdpa, so that attention is computed eagerly: for each "
             "head it holds scores of the sequence's length squared."
@@ -54,7 +54,7 @@ class EagerAttention:
 
     @property
     def cure(self) -> str:
-        """What to do, and what that gave where it was measured."""
+        """The remedy, and its gain where it was measured."""
         named = ", ".join(self.kernels)
         if not self.flex:
             return (
@@ -109,7 +109,7 @@ def _with_parts(config: Any) -> Iterator[Any]:
 
 
 def _is_kernel(name: str | None) -> bool:
-    """Whether a name is of a flash kernel: one of transformers' own, or a hub's repository."""
+    """True for a flash kernel: one of transformers' own, or a repository of the hub."""
     return name is not None and ("/" in name or bool(re.fullmatch(r"flash_attention_\d+", name)))
 
 

@@ -1,7 +1,7 @@
-"""From what each block holds and does to the peak of a training step; pure arithmetic, no torch.
+"""The peak of a training step from the memory of its blocks; pure arithmetic, no torch.
 
 A block is what a device map places whole: a decoder layer, an embedding, the head. A step has three
-moments that can be its peak on a device, with K(b) what the blocks that ran before b keep:
+moments that can be its peak on a device, with K(b) the bytes that the blocks before b have saved:
 
     a block's forward       K(b) + forward(b)
     a block's backward      K(b) + backward(b) + gradients of the blocks after b
@@ -61,7 +61,7 @@ COMPONENTS = (
     "decode scratch",
     "optimizer step",
 )
-"""What a peak is made of, in the order of the table."""
+"""The components of a peak, in the order of the table."""
 
 ENGINE_COMPONENTS = ("gradient buckets", "gathered weights")
 """Those of them that only a run of several ranks has."""
@@ -71,7 +71,7 @@ _ONE_PROCESS = tuple(name for name in COMPONENTS if name not in ENGINE_COMPONENT
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What splits a model or its batches over ranks, one process and one device each."""
+    """An engine that splits a model or its batches over ranks: a process and a device each."""
 
     name: str  # Of `engines.ENGINES`: "ddp", "fsdp", "ep" or "zero3"
     ranks: int  # How many ranks hold the model together, each with data of its own
@@ -115,7 +115,7 @@ class BlockTensor:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What one block holds at any time, in bytes."""
+    """The weights of one block, in bytes."""
 
     name: str
     experts: int = 0  # Codes of packed experts
@@ -135,19 +135,19 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What one block does in a step, in bytes; see `meta_step`."""
+    """The memory of one block in a step, in bytes; see `meta_step`."""
 
     name: str
-    kept: int  # Stays from its forward to its backward
+    saved: int  # Saved by its forward for its backward
     forward: int  # The most in its forward, beyond what was alive when it started
     backward: int  # The most in its backward, beyond the same and the gradients that came later
-    gathered: int = 0  # What an engine holds whole of other ranks' shares meanwhile
-    reduced: int = 0  # What it holds beside that in backward: gradients on their way to all ranks
+    gathered: int = 0  # Other ranks' shares that an engine gathers meanwhile
+    reduced: int = 0  # In backward also: gradients on their way to all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that a device holds in a step."""
+    """The peak of a device in a step."""
 
     nbytes: int  # Comparable with `torch.cuda.max_memory_allocated`
     moment: str  # When, in words
@@ -158,7 +158,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class StepMoment:
-    """What a device holds while one block runs in a training step."""
+    """The memory of a device while one block runs in a training step."""
 
     phase: str  # "forward", "backward" or "optimizer's step"
     block: str  # Name of the block; "" in the optimizer's step
@@ -177,7 +177,7 @@ class DeviceUse:
     index: int
     capacity: int  # Bytes
     peak: Peak | None  # None where it gets no block
-    reserve: int  # Bytes that it holds beside its tensors
+    reserve: int  # Bytes of the process in addition to its tensors
     blocks: tuple[str, ...]  # Names of its blocks
 
     @property
@@ -192,17 +192,17 @@ class DeviceUse:
 
     @property
     def fits(self) -> bool:
-        """Whether it is large enough."""
+        """True if the device is large enough."""
         return self.needed <= self.capacity
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerBytes:
-    """What an optimizer holds."""
+    """The memory of an optimizer."""
 
     resident: int  # On the device at any time
     paged: int  # In pages that move to the device while they are used
-    step: int  # On the device for the moment of a step, beside states and gradients
+    step: int  # Temporaries of a step, in addition to states and gradients
 
 
 def optimizer_nbytes(optimizer: str, sizes: Iterable[int], itemsize: int) -> OptimizerBytes:
@@ -228,14 +228,14 @@ class _Moment(NamedTuple):
 
     activity: Activity | None  # Whose it is; the optimizer's step is nobody's
     phase: str  # "forward" or "backward"
-    kept: int  # Bytes of activations that blocks before it keep
-    work: int  # Its own; the optimizer's beside states and gradients
+    saved: int  # Bytes of activations that the blocks before it saved
+    work: int  # Its temporaries
     gradients: int
     gathered: int = 0  # Weights and gradients that an engine holds whole
 
 
 class StepBudget:
-    """What any run of neighbouring blocks takes on one device in a training step.
+    """The memory of any run of neighbouring blocks on one device in a training step.
 
     The blocks of a group must share a device; groups come in placing order, activities in running
     order, and the loss belongs to the last. `itemsize` is that of the adapters, `state_itemsize`
@@ -353,22 +353,22 @@ class StepBudget:
         engine = self.settings.engine
         # DeepSpeed's sums of gradients have a buffer that is there at any time.
         accumulates = self.settings.accumulation > 1 or (engine and engine.name == "zero3")
-        kept, later = 0, every
+        saved, later = 0, every
         for index, activity in self._run:
             if not first <= index < last:
                 continue
             later -= self._own[activity.name]
             before, after = (every, every) if accumulates else (0, later)
             gathered = activity.gathered
-            yield _Moment(activity, "forward", kept, activity.forward, before, gathered)
+            yield _Moment(activity, "forward", saved, activity.forward, before, gathered)
             gathered += activity.reduced
-            yield _Moment(activity, "backward", kept, activity.backward, after, gathered)
-            kept += activity.kept
+            yield _Moment(activity, "backward", saved, activity.backward, after, gathered)
+            saved += activity.saved
 
     def _parts(self, moment: _Moment) -> dict[str, int]:
         """Return a moment by component."""
-        activity, _, kept, work, gradients, gathered = moment
-        parts = {"kept activations": kept, "gradients": gradients, "gathered weights": gathered}
+        activity, _, saved, work, gradients, gathered = moment
+        parts = {"kept activations": saved, "gradients": gradients, "gathered weights": gathered}
         if activity is None:
             return parts | {"optimizer step": work}
         if activity.name == self.last:
@@ -380,4 +380,4 @@ class StepBudget:
 
 
 def _total(moment: _Moment) -> int:
-    return moment.kept + moment.work + moment.gradients + moment.gathered
+    return moment.saved + moment.work + moment.gradients + moment.gathered

@@ -11,7 +11,7 @@ from ..errors import did_you_mean
 from ..layout import parse_bytes
 
 CONTEXT_BYTES = 600 << 20
-"""What a process holds on a CUDA device before its first tensor: context, kernels, libraries."""
+"""Bytes of a CUDA process before its first tensor: context, kernels, libraries."""
 
 FRAGMENTATION = 0.04
 """Part of the peak that the caching allocator reserves beyond it, in gaps between blocks."""
@@ -116,7 +116,7 @@ def parse_gpus(text: str) -> list[tuple[int, Capability | None]]:
 
 
 def reserve_nbytes(peak: int) -> int:
-    """Return what a device holds beside the tensors of this peak: its context, and gaps."""
+    """Return the bytes that a device needs in addition to a peak: its context, and gaps."""
     return CONTEXT_BYTES + int(peak * FRAGMENTATION)
 
 

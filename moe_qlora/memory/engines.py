@@ -1,4 +1,4 @@
-"""What each rank of a run on many GPUs holds, by engine; plain arithmetic, free of torch.
+"""The memory of a rank of a run on many GPUs, by engine; plain arithmetic, free of torch.
 
 A rank is one process with one device, and has a micro-batch of its own: activations, logits and
 workspace are those of one process. What differs, for N ranks:
@@ -102,13 +102,13 @@ class Sharding:
             return tuple(self._fsdp(activities, blocks, whole))
         if self.engine.name != "zero3":
             return tuple(activities)
-        kept = 0  # by autograd, of all blocks
+        saved = 0  # by autograd, of all blocks
         if not checkpointing:
             every = sum(whole.values())
             whole = {name: self._packed(block) for name, block in blocks.items()}
-            kept = every - sum(whole.values())
+            saved = every - sum(whole.values())
         return tuple(
-            replace(activity, gathered=activity.gathered + kept)
+            replace(activity, gathered=activity.gathered + saved)
             for activity in _zero3(activities, blocks, whole)
         )
 

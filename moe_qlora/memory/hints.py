@@ -1,4 +1,4 @@
-"""What to change where a plan does not fit, what each change saves, and which engine fits."""
+"""Proposes changes for a plan that does not fit, with the bytes that each saves, and engines."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def hints_of(planner: Planner, report: MemoryPlan, capacities: Sequence[int]) ->
     for count in range(2, len(useful) + 1) if not enough else ():
         saves, fits = _try(planner, report, capacities, useful[:count])
         if fits:
-            # Of two changes of one setting the later one holds.
+            # The later of two changes of one setting applies.
             settings = {c.setting.partition("=")[0]: c.setting for c in useful[:count]}
             yield Hint(f"the first {count} together", ", ".join(settings.values()), saves, fits)
             break

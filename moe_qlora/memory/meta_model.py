@@ -146,11 +146,11 @@ def pack(
     linears: bool,
     experts: bool = True,
     expert_ranks: int = 1,
-    kept: Mapping[str, CodecSettings] | None = None,
+    native: Mapping[str, CodecSettings] | None = None,
 ) -> MetaModel:
     """Pack a model on meta by a `BitsAndBytesConfig`, if any: Linear layers and experts if asked.
 
-    `kept` has, by name, how expert weights are packed that keep their checkpoint's own codes.
+    `native` maps names of expert weights in native codes of the checkpoint to their settings.
     Of `expert_ranks` ranks the model becomes one, which holds its share of the experts.
     """
     for parameter in model.parameters():
@@ -159,7 +159,7 @@ def pack(
     settings = None if config is None else CodecSettings.from_config(config)
     if settings is not None:
         for param in weights_to_pack(model, layout, config, settings) if experts else ():
-            own = (kept[name] for name in param.names if kept and name in kept)
+            own = (native[name] for name in param.names if native and name in native)
             pack_blank(model, param, next(own, settings))
         if linears and hasattr(model, "all_tied_weights_keys"):
             _pack_linears(model, config, settings)
@@ -378,7 +378,7 @@ class Skeleton:
 
     model: nn.Module
     names: tuple[str, ...]  # All blocks of the whole model, in order
-    groups: tuple[tuple[str, ...], ...]  # Of these, layers that are alike
+    groups: tuple[tuple[str, ...], ...]  # Layers that are alike
     nbytes: int  # Bytes of the whole model
 
     @property
@@ -427,7 +427,7 @@ def alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
 
 
 def tells_layers_apart(targets: str, lora_config: Any, quantization: Any) -> bool:
-    """Whether settings may name a layer by its number, so that layers need not be packed alike."""
+    """True if settings may name a layer by number, so that layers may be packed differently."""
     said: list[Any] = [getattr(quantization, "llm_int8_skip_modules", None)]
     if isinstance(lora_config, AskedLora):
         fields = lora_config.fields.items()

@@ -85,7 +85,7 @@ def fake_linear(module: nn.Module, weight: PackedWeight, compute: Any) -> None:
 
 
 def fake_dequantize(parametrization: nn.Module, weight: PackedWeight) -> None:
-    """Let a packed parameter's parametrization give out a tensor of the right size."""
+    """Let a packed parameter's parametrization return a tensor of the right size."""
     shape, dtype = weight.shape, weight.dtype
     set_forward(parametrization, lambda self, codes: codes.new_empty(shape, dtype=dtype))
 
@@ -105,7 +105,7 @@ class _Sized(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Gives out as many rows as it takes, in forward and in backward; keeps nothing."""
+    """Returns as many rows as it gets, in forward and in backward; saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class _Resized(torch.autograd.Function):
 
 
 class Passthrough(torch.autograd.Function):
-    """Gives out a tensor like `hidden`; keeps nothing, and needs a gradient as the anchor does."""
+    """Returns a tensor like `hidden`, with a gradient as the anchor has; saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, grad_anchor: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class Passthrough(torch.autograd.Function):
 
 
 class FusedAttentionCall(torch.autograd.Function):
-    """Takes and gives out the bytes of CUDA's fused attention; keeps no scores."""
+    """Allocates what CUDA's fused attention allocates; saves no scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
@@ -241,7 +241,7 @@ class FusedAttentionCall(torch.autograd.Function):
 
 
 class FusedAttention(TorchFunctionMode):
-    """A mode in which `scaled_dot_product_attention` takes the bytes of CUDA's fused kernels."""
+    """A mode in which `scaled_dot_product_attention` allocates as CUDA's fused kernels do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

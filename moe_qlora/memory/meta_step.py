@@ -37,7 +37,7 @@ from .tracker import MemoryTracker, scans_by_size
 
 @dataclass
 class _Readings:
-    """What the tracker showed for one block in one step."""
+    """The tracker's readings of one block in one step."""
 
     start: int
     forward: int = 0
@@ -180,7 +180,7 @@ def _activities(
 def _passthroughs(
     blocks: dict[str, nn.Module], groups: Sequence[Sequence[str]], grad_anchor: Tensor
 ) -> Iterator[None]:
-    """Let all blocks of a group but its first and its last hand their hidden states on."""
+    """Replace all blocks of a group but the first and the last by a copy of their hidden states."""
     with ExitStack() as undo:
         for first, *middle, _ in groups:
             like = _Like(grad_anchor)
@@ -194,7 +194,7 @@ def _passthroughs(
 
 
 class _Like:
-    """Gives out tensors of the sizes that the first block of a group gave out."""
+    """Returns tensors of the sizes that the first block of a group returned."""
 
     def __init__(self, grad_anchor: Tensor) -> None:
         self.grad_anchor = grad_anchor

@@ -83,7 +83,7 @@ class Planner:
 
     @cached_property
     def rank_blocks(self) -> dict[str, Block]:
-        """What one process holds of each block, by name."""
+        """Each block as one process has it, by name."""
         blocks = {block.name: block for block in self.meta.blocks}
         if self.sharding is None:
             return blocks
@@ -165,7 +165,7 @@ class Planner:
         return spread(capacities)
 
     def fits(self, batch: int, seq: int, capacities: Sequence[int]) -> bool:
-        """Whether a step of this size fits these devices."""
+        """True if a step of this size fits these devices."""
         return self.fullness(batch, seq, capacities) <= 1.0
 
     def fullness(self, batch: int, seq: int, capacities: Sequence[int]) -> float:
@@ -182,7 +182,7 @@ class Planner:
             if self.settings.liger:
                 part, more = self._ligers_loss(batch * seq)
             last = activities[-1]
-            sizes = [int(s * part) + more for s in (last.kept, last.forward, last.backward)]
+            sizes = [int(s * part) + more for s in (last.saved, last.forward, last.backward)]
             activities = (*activities[:-1], Activity(last.name, *sizes))
         settings = replace(self.settings, batch=batch, seq=seq, workspace=workspace)
         groups = self._groups(activities)
@@ -200,7 +200,7 @@ class Planner:
         )
 
     def _ligers_loss(self, tokens: int) -> tuple[float, int]:
-        """Return the part of a loss that Liger has at once, and the gradient that it keeps.
+        """Return the part of a loss that Liger computes at once, and the bytes of its gradient.
 
         Its fused linear cross-entropy takes as many tokens at a time as make logits of about the
         size of all hidden states, and has the hidden states' gradient from forward on.
@@ -268,7 +268,7 @@ class Planner:
                 linears=source.linears,
                 experts=source.experts,
                 expert_ranks=expert_ranks,
-                kept=source.kept,
+                native=source.native,
             )
             with warnings.catch_warnings(record=True) as said:
                 warnings.filterwarnings("always", targets.WARNING, UserWarning)
@@ -336,7 +336,7 @@ class Planner:
     def loads_whole(self) -> bool:
         """Whether a rank has the whole model on its device before it is cut.
 
-        A model of which nothing is packed is loaded by shares, or by way of the CPU.
+        A model that is not packed is loaded by shares, or through the CPU.
         """
         engine = self.settings.engine
         if engine is None or self.meta.kind is None:
@@ -345,7 +345,7 @@ class Planner:
 
     @cached_property
     def _load_extra(self) -> int:
-        """The most bytes that packing a module while loading needs beside its weights."""
+        """The most temporary bytes of packing a module while loading."""
         modules: dict[str, list[PackedWeight]] = defaultdict(list)
         for part in self.meta.parts:
             modules[part.module].append(part.weight)
@@ -368,7 +368,7 @@ def load_extra_nbytes(
     *,
     dequantizes: bool = False,
 ) -> int:
-    """Return the bytes that packing one module's weights while loading needs beside their codes."""
+    """Return the temporary bytes of packing one module's weights while loading."""
     # The largest expert's matrix in the checkpoint's dtype, and with double quantization the
     # float32 absmax of all weights, which are packed themselves only once a weight is complete.
     # A matrix that is dequantized first has its codes and fp32 values beside it, which the loads of

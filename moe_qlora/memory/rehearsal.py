@@ -1,4 +1,4 @@
-"""What a report shows of a model's memory: bytes by kind, and a training step moment by moment.
+"""A model's memory for a report: bytes by kind, and a training step moment by moment.
 
 Both come from the models on meta that a plan is made of.
 """
@@ -21,7 +21,7 @@ from .report import MemoryPlan
 from .source import ModelSource, source_of
 
 KINDS = ("experts", "Linear layers", "embeddings and head", "routers", "norms and others")
-"""What weights are counted as, in the order of tables. Linear layers are those that are packed."""
+"""Kinds of weights, in the order of tables. Linear layers are the packed ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class KindBytes:
     weights: int  # Number of weights
     before: int  # Bytes in the dtype that the model is loaded in
     codes: int  # Bytes packed, or the same where the kind is not
-    statistics: int  # Bytes of quantization statistics beside the codes
+    statistics: int  # Bytes of quantization statistics
 
     @property
     def after(self) -> int:
@@ -42,7 +42,7 @@ class KindBytes:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a model consists of."""
+    """The contents of a model."""
 
     label: str
     config: Any  # None where it has none
@@ -58,7 +58,7 @@ def take_inventory(
     """Count a model's weights by kind, before and after packing; arguments are those of `plan`."""
     source = source_of(model, quantization_config, None, trust_remote_code)
     meta = meta_model.pack(
-        source.build(), source.quantization, linears=source.linears, kept=source.kept
+        source.build(), source.quantization, linears=source.linears, native=source.native
     )
     kinds = tuple(_kinds(meta, source))
     return Inventory(source.label, source.config, meta.layout, meta.kind, kinds, source.notes)

@@ -1,4 +1,4 @@
-"""What `plan` returns: frozen records, free of torch."""
+"""The result of `plan`: frozen records, free of torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a model takes, loading and training; all figures in bytes.
+    """The memory of a model, loading and training; all figures in bytes.
 
     Attributes:
         label: The model's name.
@@ -35,7 +35,7 @@ class MemoryPlan:
         load_peak: The most while it is loaded and packed.
         peak: The most in a training step on one device that holds everything. `peak.nbytes` is
             comparable with `torch.cuda.max_memory_allocated`.
-        reserve: What the process takes on that device beside: CUDA context, gaps between blocks.
+        reserve: The rest of the process on that device: CUDA context, gaps between blocks.
         devices: What each of `gpus` holds; empty without `gpus`.
         device_map: Module or parameter name -> device, for `from_pretrained` and
             `accelerate.dispatch_model`; None without `gpus`.
@@ -79,7 +79,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits `gpus`, loading included; None without `gpus`."""
+        """True if it fits `gpus`, loading included; None without `gpus`."""
         if not self.devices:
             return None
         loads = self.load_peak - self.resident

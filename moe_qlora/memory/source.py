@@ -1,4 +1,4 @@
-"""What a plan's model comes from (a folder, a configuration or a model), and how it is packed."""
+"""The source of a plan's model (a folder, a configuration or a model), and how it is packed."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class ModelSource:
     loads_whole: bool = False  # Whether a rank loads the whole model, and shards it then
     dequantizes: bool = False  # Whether a maker's codes are dequantized while they are packed
     on_disk: int | None = None  # Bytes of the folder that these lie in, where there is one
-    # How expert weights are packed that keep their checkpoint's own codes, by name
-    kept: Mapping[str, CodecSettings] = field(default_factory=dict)
+    # Settings of expert weights in native codes of the checkpoint, by name
+    native: Mapping[str, CodecSettings] = field(default_factory=dict)
     skeleton: Callable[[], Skeleton] | None = None  # Where layers may be packed and run for others
 
     @property
@@ -95,9 +95,9 @@ def source_of(
     plain = trainer is not None and resolved.settings is None
     asked = bnb_config(resolved.settings if quantization is None else quantization)
     manifest = None if resolved.folder is None else read_manifest(resolved.folder)
-    kept = {} if manifest is None else manifest.native_codecs()
+    native = {} if manifest is None else manifest.native_codecs()
     if keep_codes and manifest is None and method == MXFP4:
-        kept = _kept(build_model(), CodecSettings.from_config(asked))
+        native = _native(build_model(), CodecSettings.from_config(asked))
     return ModelSource(
         resolved.label,
         resolved.config,
@@ -108,20 +108,20 @@ def source_of(
         notes=(*resolved.notes, note) if note else resolved.notes,
         dequantizes=method is not None or codes is not None,
         on_disk=None if codes is None else codes.nbytes,
-        kept=kept,
+        native=native,
         experts=trainer is None or trainer.packs_experts,
         loads_whole=resolved.trainer is not None,
-        skeleton=None if kept else cache(lambda: skeleton_of(build_model())),
+        skeleton=None if native else cache(lambda: skeleton_of(build_model())),
     )
 
 
-def _kept(model: nn.Module, settings: CodecSettings) -> dict[str, CodecSettings]:
+def _native(model: nn.Module, settings: CodecSettings) -> dict[str, CodecSettings]:
     """Return how the experts of a model of gpt-oss's kind are packed that keep MXFP4 codes."""
-    kept = kept_settings(settings)
+    native = kept_settings(settings)
     return {
-        name: kept
+        name: native
         for param in detect(model).experts
-        if param.transposed and why_not_packed(param.shape, torch.bfloat16, kept) is None
+        if param.transposed and why_not_packed(param.shape, torch.bfloat16, native) is None
         for name in param.names
     }
 

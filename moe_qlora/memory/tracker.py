@@ -2,7 +2,7 @@
 
 transformers computes a gated delta rule or a selective scan chunk by chunk, or token by token,
 where no kernel for it is installed. On meta each turn of such a loop takes its time and tells
-nothing new: what it makes and keeps grows by the same bytes for each `_UNIT` tokens. So the
+nothing new: what it allocates and saves grows by the same bytes for each `_UNIT` tokens. So the
 function itself runs on meta at three short lengths, and a stand-in takes the bytes that follow for
 the length that is asked for. Where the three lie on no line, the function itself runs.
 """
@@ -126,14 +126,14 @@ class _Spec(NamedTuple):
 class _Sizes(NamedTuple):
     """Bytes that one call takes beyond its inputs."""
 
-    kept: int  # From forward to backward, without the output
-    keeping: int  # The most in forward, output included, where backward's tensors are kept
+    saved: int  # From forward to backward, without the output
+    saving: int  # The most in forward, output included, where backward's tensors are saved
     discarding: int  # The same under checkpointing, where they are not
-    backward: int  # The most in backward beyond what is kept, the output's gradient included
+    backward: int  # The most in backward beyond what is saved, the output's gradient included
 
 
 class _Call(NamedTuple):
-    """What one call takes and gives at one length."""
+    """The memory and the output of one call at one length."""
 
     sizes: _Sizes
     saved: tuple[str, ...]  # Inputs that backward needs
@@ -191,27 +191,27 @@ def _stand_in(own: Callable[..., Any], dims: Mapping[str, int]) -> Callable[...,
         made = _at_length(own, specs, others, length)
         if made is None:
             return own(*args, **kwargs)
-        out = _Scan.apply(made, _keeps(first), tuple(tensors), *tensors.values())
+        out = _Scan.apply(made, _saves(first), tuple(tensors), *tensors.values())
         return out if made.single else (out, None)
 
     return call
 
 
 class _Scan(torch.autograd.Function):
-    """Gives out the output of a call, and holds its bytes: kept, in forward, in backward."""
+    """Returns the output of a call, and allocates as it does in forward and in backward."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, keeps: bool, names: Any, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _Call, saves: bool, names: Any, *inputs: Tensor) -> Tensor:
         sizes, ctx.inputs = call.sizes, [_like(tensor) for tensor in inputs]
         ctx.working = sizes.backward
         # Under checkpointing nothing stays of a first forward: its tensors need a shape alone.
-        kept = _bytes(sizes.kept) if keeps else _bytes(1).expand(sizes.kept)
+        buffer = _bytes(sizes.saved) if saves else _bytes(1).expand(sizes.saved)
         out = torch.empty_strided(call.shape, call.stride, dtype=call.dtype, device="meta")
-        held = _held(out) + (sizes.kept if keeps else GRAIN)
-        working = _bytes(max((sizes.keeping if keeps else sizes.discarding) - held, 0))
+        live = _held(out) + (sizes.saved if saves else GRAIN)
+        working = _bytes(max((sizes.saving if saves else sizes.discarding) - live, 0))
         del working
         saved = (x for name, x in zip(names, inputs, strict=True) if name in call.saved)
-        ctx.save_for_backward(kept, *saved)
+        ctx.save_for_backward(buffer, *saved)
         return out
 
     @staticmethod
@@ -252,8 +252,8 @@ class _Probe(torch.autograd.Function):
         return None, None
 
 
-def _keeps(x: Tensor) -> bool:
-    """Tell whether what is saved now for backward stays, which checkpointing sees to."""
+def _saves(x: Tensor) -> bool:
+    """True if a tensor saved now stays for backward, false under checkpointing."""
     saved = _bytes(0)
     alive = ref(saved.untyped_storage())
     out = _Probe.apply(x, saved)  # which holds what is saved
@@ -329,15 +329,15 @@ def _measure(own: Any, specs: tuple[_Spec, ...], others: Any, length: int, short
     tracker = MemoryTracker([*inputs.values()])
     with tracker, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out, single = run()
-        keeping = tracker.peak
+        saving = tracker.peak
         shape, stride, dtype = tuple(out.shape), tuple(out.stride()), out.dtype
         end = _End.apply(out)
         del out
         tracker.mark()
-        kept = tracker.live
+        held = tracker.live
         end.backward(end)
-        backward = tracker.mark() - kept
-    sizes = _Sizes(kept, keeping, discarding.peak, max(backward, 0))
+        backward = tracker.mark() - held
+    sizes = _Sizes(held, saving, discarding.peak, max(backward, 0))
     return _Call(sizes, tuple(saved), shape, stride, dtype, single)
 
 

@@ -1,4 +1,4 @@
-"""What a person names goes in, a model without weights on the meta device comes out.
+"""In goes a model by name, out comes the model without weights on the meta device.
 
 named.py   read a folder, configuration file, trainer's YAML, model type or hub id, and build it
 files.py   tell a path that is there from a name; read JSON that others wrote, bounded, with one

@@ -117,7 +117,7 @@ def parse_json(file: Path, raw: bytes) -> dict[str, Any]:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; a key that occurs twice, of which readers take either, is an error."""
+    """Build a JSON object; a repeated key is an error, since readers differ in which they take."""
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a key occurs twice")

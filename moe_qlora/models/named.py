@@ -216,8 +216,8 @@ def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
     base = content.get("base_model") if isinstance(content, Mapping) else None
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{label} names no base_model; expected `base_model: FOLDER or ID`.")
-    beside = path.parent / base
-    name = str(beside) if not Path(base).exists() and beside.exists() else base
+    neighbour = path.parent / base
+    name = str(neighbour) if not Path(base).exists() and neighbour.exists() else base
     if Path(name).suffix in YAML:
         raise CheckpointError(f"{label}: base_model is {base}, another YAML file; name a model.")
     source = resolve(name, trust_remote_code=trust_remote_code)

@@ -6,8 +6,8 @@ what a training step is, and every fault of the file in a sentence. Open file.py
     file.py     TrainerFile, the reader of single keys, and DeepSpeed's configuration
     adapter.py  how the model is packed, and its LoRA
     step.py     sizes, precision, optimizer, attention, and how a run is spread over GPUs
-    block.py    ExpertsSettings: the `moe_qlora:` block, checked by pydantic
-    checks.py   what cannot work together beside this package's plugin, and misspelt keys
+    checks.py   refuses settings that do not work together and misspelt keys; ExpertsSettings, the
+                `moe_qlora:` block
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import adapter, checks, step
-from .block import BLOCK
+from .checks import BLOCK
 from .file import Reader, TrainerFile
 
 READ = (*adapter.KEYS, *step.KEYS)

@@ -10,7 +10,7 @@ from ...errors import ConfigError
 from ...packing.bnb4bit import NF4
 from ...packing.settings import CodecSettings
 from . import checks
-from .block import BLOCK, ExpertsSettings
+from .checks import BLOCK, ExpertsSettings
 from .file import AskedLora, Reader
 
 PLANNED = ("lora", "qlora")

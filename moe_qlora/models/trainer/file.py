@@ -1,4 +1,4 @@
-"""What a trainer's YAML file asks for, in this package's terms: `TrainerFile`."""
+"""The settings of a trainer's YAML file, in this package's terms: `TrainerFile`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AskedLora:
 
     @property
     def targets(self) -> str:
-        """What gets LoRA, in words."""
+        """The targets of LoRA, in words."""
         names: list[str] = []
         for name in ("target_modules", "target_parameters", "modules_to_save"):
             value = self.fields.get(name) or ()

@@ -1,4 +1,4 @@
-"""What a training step of a file is: its sizes, precision, optimizer, attention and engine."""
+"""The training step of a file: sizes, precision, optimizer, attention and engine."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def test_alike_layers_need_not_all_run(family, targets, checkpointing):
     assert some == (every, workspace)
     layers = [activity for activity in every if ".layers." in activity.name]
     assert len(layers) == len(every) - 4
-    assert all(layer.kept > 0 and layer.backward > layer.kept for layer in layers)
+    assert all(layer.saved > 0 and layer.backward > layer.saved for layer in layers)
 
 
 def test_the_tracker_counts_like_saved_tensors():
