@@ -391,7 +391,6 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
 
 
 def _config_settings(model: Any) -> CodecSettings:
-    """Return the codec settings of a model's config."""
     return replace(
         CodecSettings.from_config(model.hf_quantizer.quantization_config), skip_modules=()
     )

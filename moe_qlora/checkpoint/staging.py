@@ -221,7 +221,6 @@ def left_behind(target: Path) -> list[Path]:
 
 
 def _in_use(lock: Path) -> bool:
-    """True if a process has locked the file."""
     import fcntl
 
     with suppress(OSError):

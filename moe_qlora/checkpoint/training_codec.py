@@ -162,8 +162,6 @@ def _check_dtype(name: str | None) -> str | None:
 
 @checked
 class _Note:
-    """The note beside an adapter."""
-
     format_version: int
     codec: Annotated[dict[str, Any], AfterValidator(CodecSettings.from_dict)]
     experts: list[str]

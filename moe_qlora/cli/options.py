@@ -36,7 +36,7 @@ def codec_settings(
     default = CodecSettings(Quant.nf4.value, True, compute_dtype=torch.bfloat16)
     own = own or default
     double = own.double_quant if double_quant is None else double_quant
-    if own.codec.loads_in_8bit:  # whose storage is not for 4-bit codes
+    if own.codec.loads_in_8bit:  # its storage dtype is not for 4-bit codes
         default = replace(default, skip_modules=own.skip_modules)
         own = own if quant is None else default
     return replace(own, kind=own.kind if quant is None else quant.value, double_quant=double)

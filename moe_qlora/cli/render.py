@@ -1,4 +1,4 @@
-"""What the command line writes: tables, sentences, JSON, a spinner, and messages on stderr.
+"""Output of the command line: tables, sentences, JSON, a spinner, and messages on stderr.
 
 `console` is as wide as the terminal, or as COLUMNS says; into a pipe without either 160 columns.
 Messages are one line each:
@@ -93,7 +93,7 @@ def show_table(
     headings: Sequence[str],
     rows: Iterable[Sequence[str] | None],
 ) -> None:
-    """Print a table in which everything is readable at any width: what has no room is wrapped.
+    """Print a table that fits any width: cells are wrapped, and nothing is cut off.
 
     Args:
         out: The console.

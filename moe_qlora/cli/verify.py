@@ -1,4 +1,4 @@
-"""`moe-qlora verify FOLDER`: is it whole, and how far are its packed weights from their source?"""
+"""`moe-qlora verify FOLDER`: is it whole, and how large is its quantization error?"""
 
 from __future__ import annotations
 

@@ -252,7 +252,6 @@ class Classifier:
         return [self._by_leaf[leaf] for leaf in self.leaves if leaf in self._by_leaf]
 
     def _why_ungrouped(self, leaf: Leaf) -> str:
-        """Return why a candidate is in no group."""
         count, shape = leaf.shape[0], leaf.shape_text
         if near := self.index.candidates(leaf, count):
             return (

@@ -102,8 +102,6 @@ class Trace:
 
 
 class _History(NamedTuple):
-    """The recorded history of a tensor."""
-
     from_input: bool = False  # it depends on the block's input
     upstream: Upstream = frozenset()
     ranked: frozenset[int] = frozenset()  # sizes along which something was ranked on the way
@@ -144,7 +142,7 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
             tensors.append(item)
         elif type(item) in (list, tuple):
             tensors += tensors_of(item)
-        elif not isinstance(item, _LEAVES):  # What is left is rare, and flattened at some cost.
+        elif not isinstance(item, _LEAVES):  # Other containers are rare, and slow to flatten.
             tensors += (leaf for leaf in tree_flatten(item)[0] if isinstance(leaf, torch.Tensor))
     return tensors
 
@@ -238,7 +236,7 @@ class BlockTrace(TorchDispatchMode):
     def _follow(self, name: str, args: Any, activations: list[torch.Tensor], out: Any) -> None:
         history = self._joined(activations)
         if name in _WEIGHS:
-            # Rankings that weigh or pick what weights gave, and that come from other sources.
+            # Rankings that scale or select results of weights, and come from other sources.
             for ranked, product in itertools.permutations(map(self.history, activations), 2):
                 weights = {key for key, _ in product.upstream}
                 if weights and weights.isdisjoint(key for key, _ in ranked.upstream):

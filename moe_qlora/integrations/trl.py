@@ -319,7 +319,6 @@ def _ask(url: str, body: Any = None, timeout: float | None = None) -> tuple[int,
 
 
 def _said(text: str) -> str:
-    """Return the message in a server's answer."""
     try:
         said = json.loads(text)
         return str(said.get("error", said).get("message", text))

@@ -167,8 +167,6 @@ def _linears(errors: tuple[WeightError, ...]) -> Iterator[LinearErrors]:
 
 @dataclass(frozen=True, slots=True)
 class _Adapted:
-    """One weight with LoRA."""
-
     rank: int
     trained: int  # Weights of both factors, and of a bias
     chosen: int = 0  # Experts that have it, 0 where all do

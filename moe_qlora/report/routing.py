@@ -65,7 +65,7 @@ def measure(
         rows = token_ids(texts_of(text), reader, longest=LONGEST, most=most_tokens)
     except MoeQloraError:
         raise
-    except Exception as error:  # noqa: BLE001 - chat templates, which refuse what they do not expect
+    except Exception as error:  # noqa: BLE001 - chat templates may raise anything
         return _failed("the tokenizer did not take the text", error)
     if not rows:
         return Missing("Routing was not measured: the sample has no text.")
@@ -76,7 +76,7 @@ def measure(
         used = expert_use(model, _batches(rows, progress))
     except MoeQloraError as error:
         return Missing(f"Routing was not measured: {error}", fault=True)
-    except Exception as error:  # noqa: BLE001 - code of models, with what they do not expect
+    except Exception as error:  # noqa: BLE001 - code of models may raise anything
         return _failed("the model did not run on the text", error)
     sample = str(text) if isinstance(text, (str, Path)) else "texts given as a list"
     return RoutingPiece(
@@ -112,7 +112,7 @@ def _tokenizer(subject: Subject, trust_remote_code: bool) -> Any:
                 return AutoTokenizer.from_pretrained(
                     str(folder), trust_remote_code=trust_remote_code, local_files_only=True
                 )
-        except Exception as error:  # noqa: BLE001 - whatever transformers makes of such a folder
+        except Exception as error:  # noqa: BLE001 - transformers may raise anything here
             why = first_line(error)
     return Missing(
         "Routing was not measured: neither the model's folder nor the adapter's has a tokenizer "
@@ -122,7 +122,6 @@ def _tokenizer(subject: Subject, trust_remote_code: bool) -> Any:
 
 
 def _load(subject: Subject, quantization_config: Any, trust_remote_code: bool) -> nn.Module:
-    """Load a model packed, and its adapter."""
     folder = subject.weights
     assert folder is not None
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}

@@ -46,7 +46,7 @@ class Subject:
 
     title: str
     source: str
-    model: Any = None  # What `plan` takes
+    model: Any = None  # As for `plan`
     weights: Path | None = None  # Folder of the model's weights
     adapter: Path | None = None  # Folder
     log: Path | None = None  # File
@@ -108,7 +108,6 @@ def _of_folder(folder: Path, base: str | Path | None) -> Subject:
 
 
 def _with_base(subject: Subject, adapter: Path, base: str | Path | None) -> Subject:
-    """Add the base of an adapter."""
     name = base
     if name is None:
         name = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")

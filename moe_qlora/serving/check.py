@@ -239,7 +239,6 @@ def compare(server: str, ours: Sequence[list[float]], result: dict[str, Any]) ->
 
 
 def _error(result: dict[str, Any]) -> str:
-    """Return the error in a worker's result on one line."""
     return " ".join(str(result["error"]).split())
 
 

@@ -56,7 +56,6 @@ def _adapter(
 def _convert(
     job: dict[str, Any], script: str, source: str, out: Path, kind: str, *more: str
 ) -> None:
-    """Run one of llama.cpp's converters."""
     program = str(Path(job["llama_cpp"]) / script)
     call = [sys.executable, program, source, "--outfile", str(out), "--outtype", kind, *more]
     run = subprocess.run(call, capture_output=True, text=True, check=False)

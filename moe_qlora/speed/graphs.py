@@ -185,8 +185,6 @@ class LayerGraphs:
 
 
 class _GraphedLayer:
-    """One decoder layer."""
-
     def __init__(self, layer: nn.Module, shared: LayerGraphs, compiled: bool) -> None:
         self.layer, self.shared = layer, shared
         self.calls: dict[Hashable, RecordedCall | None] = {}

@@ -280,7 +280,7 @@ def decodes(kwargs: dict[str, Any]) -> bool:
         type(cache) is StaticCache
         and not getattr(cache, "offloading", False)  # which moves layers between devices
         and not torch.is_grad_enabled()
-        and not torch.is_inference_mode_enabled()  # whose tensors nothing else may write to
+        and not torch.is_inference_mode_enabled()  # its tensors are read-only elsewhere
     )
 
 
