@@ -41,10 +41,6 @@ def some_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(file.name for file in folder.iterdir())
-
-
 # --- Checkpoint ---------------------------------------------------------------------------------
 
 
